@@ -14,8 +14,8 @@ from torchrelay.jobs.data.data_parallel import bare_ddp_instances
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import together
 from torchrelay.jobs.workspace import Workspace
-from torchrelay.runners.session_base import SessionBase
-from torchrelay.runners.siblings import naming
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.steps import naming
 
 
 def bind_blobs(job: Job, session: SessionBase, *, before_setup: bool) -> None:

@@ -10,7 +10,7 @@ from torchrelay.checkpoint.log.view import wanted
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.errors import UsageError
 from torchrelay.jobs.session import decide
-from torchrelay.runners.stopping import Verdict
+from torchrelay.runners.session.stop import Verdict
 
 if TYPE_CHECKING:
     from torchrelay.runners.life import Life

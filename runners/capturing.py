@@ -37,7 +37,7 @@ from torchrelay.metadata.code.snapshot import GONE, Script, Snapshot, digests, m
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.journal import Journal
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.setting_changes import RESOLVED, setting_changes
 
 _COMPARED = 16

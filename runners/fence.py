@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torchrelay.errors import FencedError
 from torchrelay.runners.distributed.environment import current_world
 from torchrelay.runners.distributed.launcher_status import end_process, tell_stderr_within
-from torchrelay.runners.run_state import RunState
+from torchrelay.runners.session.run_state import RunState
 
 GRACE_SECS = 6.0
 """For the process to end by itself; a busy machine leaves room to be gone within 15 all the same."""

@@ -27,7 +27,7 @@ from torchrelay.jobs.blobs import Blob
 from torchrelay.jobs.session import together
 from torchrelay.jobs.stop import function_settings
 from torchrelay.records import dataclass
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
 
 _MOVES = frozenset(
     {

@@ -30,17 +30,16 @@ from torchrelay.runners.binding import bind_for_load
 from torchrelay.runners.capturing import Capturing
 from torchrelay.runners.choosing import Resume, check_epoch
 from torchrelay.runners.ending.on_crash import OnCrash, check_on_crash
-from torchrelay.runners.ending.signals import save_signal_of
-from torchrelay.runners.ending.time_limits import TimeLimit, seconds_of
 from torchrelay.runners.experiment.handed import refuse_before_main
 from torchrelay.runners.life import Life
 from torchrelay.runners.rebuilding.recipe import Recipe, recipes_of
 from torchrelay.runners.result import RunResult
 from torchrelay.runners.run_plan import Plan
 from torchrelay.runners.saving import report_stats
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.local import current_or_new_session
+from torchrelay.runners.session.stop_requests import TimeLimit, save_signal_of, seconds_of
 from torchrelay.runners.stages.given import InitFrom, Upstream, given_of
-from torchrelay.runners.start import current_or_new_session
 from torchrelay.runners.stored_runs.run_url import canonical, is_remote
 from torchrelay.runners.wording import interval_secs
 

@@ -28,9 +28,9 @@ from torchrelay.runners.choosing import Choice
 from torchrelay.runners.distributed.launcher_status import forget_note, remember_note, tell_run
 from torchrelay.runners.progress import Progress
 from torchrelay.runners.result import RunResult
-from torchrelay.runners.run_state import RunState
-from torchrelay.runners.session_base import SessionBase
-from torchrelay.runners.stopping import Verdict
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.stop import Verdict
 
 TAIL_PARTS = ("upload", "download", "exit")
 ENDED: tuple[State, ...] = ("FINISHED", "STOPPED")

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 from torchrelay.errors import PeerError, PreemptedError, RelayError, TaskFailedError, exit_code_of
 from torchrelay.runners.distributed.environment import current_world, launcher_restarts
 from torchrelay.runners.distributed.launcher_status import end_process, tell_stderr
-from torchrelay.runners.ending.signals import ignore_termination, nothing_follows
 from torchrelay.runners.result import RunResult
+from torchrelay.runners.session.stop_requests import ignore_termination, nothing_follows
 
 if TYPE_CHECKING:
     from torchrelay.runners.distributed.world import World

@@ -24,15 +24,11 @@ from torchrelay.jobs.session import decide, together
 from torchrelay.runners.attempts import check_attempts
 from torchrelay.runners.binding import bind_blobs, warn_of_bare_ddp
 from torchrelay.runners.choosing import Choice
-from torchrelay.runners.ending.asked_here import requests_of
 from torchrelay.runners.ending.boundaries import go_on
 from torchrelay.runners.ending.inside import MidEpochSaver
-from torchrelay.runners.ending.interruption import Interrupted
 from torchrelay.runners.ending.on_crash import save_at_crash
 from torchrelay.runners.ending.on_demand import save_now
 from torchrelay.runners.ending.preemption import agree_to_leave
-from torchrelay.runners.ending.requests import ASKED, PREEMPT
-from torchrelay.runners.ending.signals import signals_ask
 from torchrelay.runners.ending.workers import workers_stay
 from torchrelay.runners.fence import FenceGuard
 from torchrelay.runners.from_program import FromProgram
@@ -43,11 +39,10 @@ from torchrelay.runners.outset import Request, ended_result, look_and_choose
 from torchrelay.runners.result import RunResult, Status
 from torchrelay.runners.resumed_state import ResumedState
 from torchrelay.runners.run_plan import Plan
-from torchrelay.runners.run_state import RunState
 from torchrelay.runners.saving import Saver
-from torchrelay.runners.session_base import SessionBase
-from torchrelay.runners.stages.stages import Stages
-from torchrelay.runners.stopping import (
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.stop import (
     Verdict,
     ask_all,
     ended_before,
@@ -56,6 +51,8 @@ from torchrelay.runners.stopping import (
     over_there,
     warn_of_waiting,
 )
+from torchrelay.runners.session.stop_requests import ASKED, PREEMPT, Interrupted, requests_of, signals_ask
+from torchrelay.runners.stages.stages import Stages
 
 if TYPE_CHECKING:
     from torchrelay.runners.job_runner import JobRunner

@@ -18,9 +18,9 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.metadata.sinks.base import MetricSink, TrackedRun
 from torchrelay.runners.progress import Progress
 from torchrelay.runners.rank_log import RankLog
-from torchrelay.runners.run_state import RunState
-from torchrelay.runners.step_points import Row
-from torchrelay.runners.stopping import last_epoch_of
+from torchrelay.runners.session.metric_points import Row
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.stop import last_epoch_of
 from torchrelay.runners.trackers import Trackers
 from torchrelay.runners.wording import EVERY_SECS, level_wanted
 

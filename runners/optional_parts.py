@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torchrelay.runners.onnx_files.onnx_export import OnnxExport
     from torchrelay.runners.rebuilding.recipe import Recipe
     from torchrelay.runners.replay.recorder import Recorder
-    from torchrelay.runners.run_state import RunState
-    from torchrelay.runners.session_base import SessionBase
+    from torchrelay.runners.session.base import SessionBase
+    from torchrelay.runners.session.run_state import RunState
     from torchrelay.runners.stored_runs.stored_run import StoredRun
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.choosing import Resume
-from torchrelay.runners.ending.time_limits import seconds_of
+from torchrelay.runners.session.stop_requests import seconds_of
 
 _EPOCH = "--resume-from-epoch"
 _VARIABLE = "TORCHRELAY_ARGS"

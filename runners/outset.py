@@ -22,8 +22,8 @@ from torchrelay.runners.choosing import Choice, Past, Resume, Wish, check_epoch,
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.preflight import check_before_start
 from torchrelay.runners.result import RunResult
-from torchrelay.runners.session_base import SessionBase
-from torchrelay.runners.stopping import Verdict, only_time_is_up, over_there
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.stop import Verdict, only_time_is_up, over_there
 
 PROCESS = uuid.uuid4().hex
 """Drawn at the first import; processes that are forked later share it."""

@@ -24,7 +24,7 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers, together
 from torchrelay.metadata.fs import write_new
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
 
 VISIBLE_WITHIN_SECS = 10.0
 PROBE_BYTES = 1 << 20

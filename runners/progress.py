@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from torchrelay.runners.pace import Moment, eta_secs, rate, steps_left
 from torchrelay.runners.progress_bar import ProgressBar
 from torchrelay.runners.rank_log import RankLog
-from torchrelay.runners.run_state import RunState
+from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.sight import Sight
 from torchrelay.runners.wording import LEVELS, draws, stamped
 from torchrelay.runners.workings import working

@@ -11,12 +11,12 @@ from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.checkpoint.state.gradients import Gradients
 from torchrelay.errors import PartiallyLoadedError, StorageError
 from torchrelay.jobs.random import RandomStreams
-from torchrelay.runners.ending.place import places_for
 from torchrelay.runners.ending.put_back import PutBack
 from torchrelay.runners.from_program import FromProgram
 from torchrelay.runners.journal import Journal
-from torchrelay.runners.run_state import RunState
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.mid_epoch import places_for
+from torchrelay.runners.session.run_state import RunState
 
 
 class ResumedState:

@@ -10,7 +10,7 @@ from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.manager_base import Manager
 from torchrelay.errors import FencedError, LostDirectoryError, PeerError, SaveFailedError, UsageError
 from torchrelay.jobs.session import decide
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.load.verify import Look, Target

@@ -37,7 +37,7 @@ from torchrelay.checkpoint.load.verify import Outcome
 from torchrelay.checkpoint.log import append, job_file, lease, reader, record, view
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.jobs.blobs import Scope
-from torchrelay.runners.ending.place import Place
+from torchrelay.runners.session.mid_epoch import Place
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/format.md").read_text()

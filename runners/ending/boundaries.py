@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torchrelay.jobs.session import Peers
 from torchrelay.records import dataclass
-from torchrelay.runners.ending.interruption import Interrupted
-from torchrelay.runners.ending.requests import NOT_ASKED, PREEMPT, Requests
+from torchrelay.runners.session.stop_requests import NOT_ASKED, PREEMPT, Interrupted, Requests
 
 
 @dataclass(frozen=True)

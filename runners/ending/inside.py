@@ -8,10 +8,10 @@ from dataclasses import replace
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.jobs.runtime import undivided
 from torchrelay.jobs.session import together
-from torchrelay.runners.ending.place import Place, places_json
-from torchrelay.runners.run_state import RunState
 from torchrelay.runners.saving import Saver
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.mid_epoch import Place, places_json
+from torchrelay.runners.session.run_state import RunState
 
 NOTHING_NEW = "no step was taken since the newest position"
 

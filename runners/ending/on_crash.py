@@ -23,8 +23,8 @@ from torchrelay.errors import RelayError, TaskFailedError, UsageError
 from torchrelay.jobs.session import warn
 from torchrelay.jobs.workspace import Origin, Workspace
 from torchrelay.runners.journal import SaveWarning
-from torchrelay.runners.run_state import RunState
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.run_state import RunState
 
 OnCrash = Literal["save", "none"]
 FOLDER = "crash"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.jobs.session import Peers
 from torchrelay.runners.ending.inside import MidEpochSaver
-from torchrelay.runners.ending.requests import Requests
 from torchrelay.runners.journal import Journal
-from torchrelay.runners.run_state import RunState
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.stop_requests import Requests
 
 
 def save_now(

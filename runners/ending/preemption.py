@@ -8,9 +8,9 @@ from dataclasses import replace
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.records import dataclass
 from torchrelay.runners.ending.inside import NOTHING_NEW, MidEpochSaver
-from torchrelay.runners.ending.requests import Requests
-from torchrelay.runners.run_state import RunState
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.stop_requests import Requests
 
 
 @dataclass(frozen=True)

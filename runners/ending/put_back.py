@@ -13,8 +13,8 @@ from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.jobs.session import warn
 from torchrelay.jobs.workspace import Origin, Workspace
-from torchrelay.runners.session_base import SessionBase
-from torchrelay.runners.steps import Agreeing
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.steps import Agreeing
 
 Look = dict[str, Any]
 

@@ -19,7 +19,7 @@ from torchrelay.runners.experiment.base_scene import BaseScene, say
 from torchrelay.runners.experiment.program import Program
 from torchrelay.runners.experiment.scene import Scene
 from torchrelay.runners.experiment.using import Used, use
-from torchrelay.runners.start import current_or_new_session
+from torchrelay.runners.session.local import current_or_new_session
 
 Work = Sequence[tuple[Path, Path]]
 """Files to read, and where their results go."""

@@ -10,7 +10,7 @@ from torchrelay.jobs.random import seed as set_seed
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.scene import Scene
 from torchrelay.runners.experiment.using import Used, use
-from torchrelay.runners.start import current_or_new_session
+from torchrelay.runners.session.local import current_or_new_session
 
 
 def package(scene: Scene) -> int:

@@ -11,9 +11,8 @@ from torch import nn
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.data.loader import EpochLoader
-from torchrelay.runners.local_session import LocalSession
-from torchrelay.runners.session_base import SessionBase
-from torchrelay.runners.start import current_session
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.local import LocalSession, current_session
 
 if TYPE_CHECKING:
     from torchrelay.jobs.config.config import Config

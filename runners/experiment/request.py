@@ -11,8 +11,8 @@ from typing import Any
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_parser import Parser
-from torchrelay.runners.ending.time_limits import seconds_of
 from torchrelay.runners.serving.options import ServeOptions, add_serve_options
+from torchrelay.runners.session.stop_requests import seconds_of
 
 VERBS = {
     "train": "train; goes on where a run of the same code and configuration was left",

@@ -14,11 +14,11 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.data.data_parallel import data_parallel
 from torchrelay.jobs.session import Peers, Solo
 from torchrelay.metadata.experiments import append_values
-from torchrelay.runners.context import Context
 from torchrelay.runners.experiment.collecting import Collected, Collector, Reduction, told_values
 from torchrelay.runners.experiment.noted_signature import FirstCall
 from torchrelay.runners.experiment.parts import Parts
-from torchrelay.runners.reduction import MetricLog, reduce_metrics
+from torchrelay.runners.session.context import Context
+from torchrelay.runners.session.metrics import MetricLog, reduce_metrics
 
 
 class Steps(Parts):

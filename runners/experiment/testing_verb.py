@@ -15,7 +15,7 @@ from torchrelay.metadata.experiments import read_result, write_result
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.scene import Scene
 from torchrelay.runners.experiment.using import Used, use
-from torchrelay.runners.start import current_or_new_session
+from torchrelay.runners.session.local import current_or_new_session
 
 
 def test(scene: Scene) -> int:

@@ -22,8 +22,8 @@ from torchrelay.runners.leaving import code_of_result
 from torchrelay.runners.lifecycle.recording import recorded
 from torchrelay.runners.lifecycle.unread import Unread
 from torchrelay.runners.result import RunResult
-from torchrelay.runners.session_base import SessionBase
-from torchrelay.runners.start import current_or_new_session
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.local import current_or_new_session
 
 _NAMED_RANKS = 8
 

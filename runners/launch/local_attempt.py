@@ -15,11 +15,11 @@ from pathlib import Path
 from torchrelay.errors import StorageError
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed import launcher_status
-from torchrelay.runners.ending.time_limits import END_TIME
 from torchrelay.runners.launch.agent_words import GRACE_SECS
 from torchrelay.runners.launch.left_behind import end_left_behind
 from torchrelay.runners.launch.requests_to_end import RequestsToEnd
 from torchrelay.runners.launch.verdict import LOST
+from torchrelay.runners.session.stop_requests import END_TIME
 
 _LOOK_SECS = 0.1
 _STDERR = 2

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchrelay.jobs.job import Job
     from torchrelay.runners.lifecycle.loading import Classes
     from torchrelay.runners.lifecycle.phase_state import PhaseState
-    from torchrelay.runners.session_base import SessionBase
+    from torchrelay.runners.session.base import SessionBase
 
 _CLASS_OF = {one.name: one.class_name for one in STEPS}
 

@@ -11,12 +11,12 @@ import torch
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.tree import hint
 from torchrelay.jobs.data.fetch import make_batch
-from torchrelay.runners.context import Context
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.phase_state import PhaseState
 from torchrelay.runners.lifecycle.predictions import PredictionFile, put, rows_of
 from torchrelay.runners.lifecycle.tally import Tally
 from torchrelay.runners.lifecycle.user_objects import on_device
+from torchrelay.runners.session.context import Context
 
 
 def evaluation(

@@ -22,7 +22,7 @@ from torchrelay.runners.lifecycle.evaluating import evaluation
 from torchrelay.runners.lifecycle.predictions import PredictionFile, format_of, write_text
 from torchrelay.runners.lifecycle.selection import weights_place
 from torchrelay.runners.lifecycle.weights import load_weights
-from torchrelay.runners.run_state import RunState
+from torchrelay.runners.session.run_state import RunState
 
 Row = dict[str, Any]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchrelay.runners.distributed.environment import current_world
-from torchrelay.runners.distributed_session import DistributedSession
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.distributed import DistributedSession
 
 if TYPE_CHECKING:
     import torch

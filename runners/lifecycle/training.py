@@ -17,7 +17,6 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.stop import early_stopping, max_epochs, max_steps, max_time
 from torchrelay.jobs.task import Task
 from torchrelay.metadata.fs import append_line
-from torchrelay.runners.context import Context
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.evaluating import evaluation, log_tally, metrics_of, moved_batch
 from torchrelay.runners.lifecycle.growing_data import ends_of_data, look
@@ -27,6 +26,7 @@ from torchrelay.runners.lifecycle.operator_times import watched
 from torchrelay.runners.lifecycle.phase_state import PhaseState
 from torchrelay.runners.lifecycle.selection import keeping
 from torchrelay.runners.lifecycle.tally import Tally
+from torchrelay.runners.session.context import Context
 
 
 def train_job(context: StepContext) -> Job:

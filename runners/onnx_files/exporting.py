@@ -22,12 +22,12 @@ from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import decide
 from torchrelay.metadata.fs import read_json, write_json
-from torchrelay.runners.full_state import full_state_dict
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.onnx_files.describing import run_facts
 from torchrelay.runners.onnx_files.onnx_export import OnnxExport
-from torchrelay.runners.run_state import RunState
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.context import full_state_dict
+from torchrelay.runners.session.run_state import RunState
 
 FOLDER = "exports"
 FORMAT = {"major": 1, "minor": 0, "features": []}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.state.checkpoint_set import Form
     from torchrelay.jobs.job import Job
     from torchrelay.runners.journal import Journal
-    from torchrelay.runners.session_base import SessionBase
+    from torchrelay.runners.session.base import SessionBase
     from torchrelay.runners.stages.sources import Source
     from torchrelay.runners.stages.warming import WarmStart
 

@@ -23,8 +23,8 @@ from torchrelay.metadata.fs import MAX_JSON_BYTES, read_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.distributed.launcher_status import forget_last_words, remember_last_words
 from torchrelay.runners.journal import Journal
-from torchrelay.runners.run_state import RunState
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.stored_runs.behind import EVERY_SECS, Behind
 from torchrelay.runners.stored_runs.bringing import Brought, bring, found_in, unlisted
 from torchrelay.runners.stored_runs.curves import mend_curves

@@ -169,7 +169,7 @@ def _retention() -> Iterator[Bug]:
     )
     yield Bug(
         "a verdict holds for another condition",
-        "runners/stopping.py",
+        "runners/session/stop.py",
         'holds = verdict_holds(condition, verdict.get("settings"))\n',
         "holds = True\n",
         ["tests/runners/test_changed_runs.py"],

@@ -21,17 +21,17 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "CheckpointManager": "checkpoint.manager",
     "Cluster": "jobs.cluster",
-    "Context": "runners.context",
+    "Context": "runners.session.context",
     "Counter": "jobs.task",
     "DatasetReader": "jobs.data.readers",
     "DcpReader": "checkpoint.files.interop.dcp",
-    "DistributedSession": "runners.distributed_session",
+    "DistributedSession": "runners.session.distributed",
     "EpochLoader": "jobs.data.loader",
     "FileMetadataHandler": "metadata.handlers",
     "InitFrom": "runners.stages.given",
     "Job": "jobs.job",
     "JobRunner": "runners.job_runner",
-    "LocalSession": "runners.local_session",
+    "LocalSession": "runners.session.local",
     "MetadataHandler": "metadata.handlers",
     "MetricSink": "metadata.sinks.base",
     "MultiNodeCheckpointManager": "checkpoint.manager",
@@ -72,7 +72,7 @@ _HOMES = {
     "get_params": "checkpoint.archive.states",
     "get_states": "checkpoint.archive.states",
     "import_checkpoint": "checkpoint.files.interop.importer",
-    "init": "runners.start",
+    "init": "runners.session.local",
     "load": "checkpoint.package.loading",
     "load_blobs": "checkpoint.files.blobs.api",
     "load_code": "metadata.code.imports",
@@ -155,12 +155,12 @@ if TYPE_CHECKING:
     from torchrelay.metadata.handlers import MetadataHandler as MetadataHandler
     from torchrelay.metadata.sinks.base import MetricSink as MetricSink, TrackedRun as TrackedRun
     from torchrelay.metadata.sql.handler import SqlHandler as SqlHandler
-    from torchrelay.runners.context import Context as Context
-    from torchrelay.runners.distributed_session import DistributedSession as DistributedSession
+    from torchrelay.runners.session.context import Context as Context
+    from torchrelay.runners.session.distributed import DistributedSession as DistributedSession
     from torchrelay.runners.experiment.entry import main as main
     from torchrelay.runners.experiment.program import Program as Program
     from torchrelay.runners.job_runner import JobRunner as JobRunner
-    from torchrelay.runners.local_session import LocalSession as LocalSession
+    from torchrelay.runners.session.local import LocalSession as LocalSession
     from torchrelay.runners.onnx_files.onnx_export import OnnxExport as OnnxExport
     from torchrelay.runners.onnx_files.run_to_onnx import run_to_onnx as run_to_onnx
     from torchrelay.runners.result import RunResult as RunResult
@@ -168,7 +168,7 @@ if TYPE_CHECKING:
     from torchrelay.runners.serving.tensor_handler import TensorHandler as TensorHandler
     from torchrelay.runners.stages.given import InitFrom as InitFrom, Upstream as Upstream
     from torchrelay.runners.stages.using import load_upstream as load_upstream
-    from torchrelay.runners.start import init as init
+    from torchrelay.runners.session.local import init as init
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings
 

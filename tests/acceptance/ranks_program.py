@@ -15,7 +15,7 @@ from stage import Stage
 
 import torchrelay
 from torchrelay.runners.leaving import leave
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
 
 session = torchrelay.init()
 

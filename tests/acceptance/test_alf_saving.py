@@ -23,10 +23,9 @@ from torchrelay import Job, JobRunner, LocalSession, load_blobs, max_epochs, ope
 from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.errors import TaskFailedError, UsageError
 from torchrelay.lifecycle import StepFailedError
-from torchrelay.runners.ending.requests import Requests
-from torchrelay.runners.run_state import RunState
-from torchrelay.runners.siblings import Siblings
-from torchrelay.runners.steps import Steps
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.steps import Siblings, Steps
+from torchrelay.runners.session.stop_requests import Requests
 
 
 def positions(run_dir: Path) -> list[str]:

@@ -24,7 +24,7 @@ from torchrelay import (
 )
 from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.errors import BlobError, SaveFailedError, UsageError
-from torchrelay.runners.local_session import LocalSession
+from torchrelay.runners.session.local import LocalSession
 
 
 class Net(nn.Module):

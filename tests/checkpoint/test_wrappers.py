@@ -22,7 +22,7 @@ from torchrelay.checkpoint.archive.states import get_params
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.state.names import submodule
-from torchrelay.runners.full_state import full_state_dict
+from torchrelay.runners.session.context import full_state_dict
 
 FROZEN = Path(__file__).resolve().parent.parent / "golden/epochs_wrapped"
 

@@ -19,7 +19,7 @@ from state_hash import hash_of_node
 
 import torchrelay
 from torchrelay import Context, EpochLoader, Job, JobRunner, RunResult, data_parallel, max_epochs
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
 
 EPOCHS = 3
 

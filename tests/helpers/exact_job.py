@@ -21,7 +21,7 @@ from torch import nn
 
 import torchrelay
 from torchrelay import Context, EpochLoader, Job, JobRunner, data_parallel, max_epochs
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
 
 EPOCHS = 4
 SAMPLES = 70

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from torchrelay import Job, JobRunner, max_epochs
-from torchrelay.runners.context import Context
+from torchrelay.runners.session.context import Context
 
 job = Job("hosted")
 

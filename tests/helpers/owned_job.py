@@ -16,7 +16,7 @@ from torch import nn
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs
 from torchrelay.jobs.cluster import NodePlace
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
 
 Blobs = dict[str, Any]
 Built = tuple[Blobs, Callable[[int], None]]

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Sequence
 
-from torchrelay.runners.local_session import LocalSession
+from torchrelay.runners.session.local import LocalSession
 
 PATIENCE = 20.0
 

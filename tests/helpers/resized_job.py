@@ -21,7 +21,7 @@ from torchrelay import Context, Job, JobRunner, max_epochs, max_steps
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.random import RandomStreams
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
 
 SEED = 5
 STEPS_BEFORE = 7

@@ -17,7 +17,7 @@ from toy import toy
 from torchrelay import Job, LocalSession, MultiNodeCheckpointManager
 from torchrelay.errors import RelayError
 from torchrelay.jobs.job import SessionGroup
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
 
 
 @dataclass

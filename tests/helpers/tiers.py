@@ -22,7 +22,7 @@ from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.tiering.session_log import TierLedger
 from torchrelay.errors import StorageError
-from torchrelay.runners.local_session import LocalSession
+from torchrelay.runners.session.local import LocalSession
 
 WAIT_SECS = 60.0
 CHANGES = {"open_exclusive", "link_exclusive", "replace", "mkdir", "sync_dir", "delete"}

@@ -25,7 +25,7 @@ from torchrelay.jobs.stop import (
 from torchrelay.jobs.stop_parsing import condition_of
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace
-from torchrelay.runners.stopping import limits_of
+from torchrelay.runners.session.stop import limits_of
 
 NO, YES = StopAnswer(False), StopAnswer(True, "it is done")
 

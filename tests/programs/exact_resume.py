@@ -22,7 +22,7 @@ from killing import Kill, Killer
 import torchrelay
 from torchrelay import Context, Job, JobRunner, data_parallel, max_epochs
 from torchrelay.runners.leaving import run_and_leave
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ NOT_FOR_A_LOCAL_RUN = (
     *(
         "metadata.sql",
         "runners.distributed.world",
-        "runners.distributed_session",
+        "runners.session.distributed",
         "runners.experiment.program",
     ),
     *("runners.onnx_files", "runners.replay", "runners.stages.sources", "runners.stored_runs.stored_run"),

@@ -13,7 +13,7 @@ from torchrelay.jobs.data.readers import DatasetReader, ReaderWithLimit
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.task import Counter, Task
 from torchrelay.jobs.workspace import WorkspaceType
-from torchrelay.runners.local_session import LocalSession
+from torchrelay.runners.session.local import LocalSession
 
 PATIENCE = 20.0
 

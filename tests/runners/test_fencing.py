@@ -22,7 +22,7 @@ from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import DirectoryInUseError, FencedError
 from torchrelay.runners import fence
 from torchrelay.runners.fence import FenceGuard
-from torchrelay.runners.run_state import RunState
+from torchrelay.runners.session.run_state import RunState
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 ENDS_WITHIN_SECS = 15.0

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchrelay.runners.full_state import full_state_dict
-from torchrelay.runners.local_session import LocalSession
+from torchrelay.runners.session.context import full_state_dict
+from torchrelay.runners.session.local import LocalSession
 
 
 class Net(torch.nn.Module):

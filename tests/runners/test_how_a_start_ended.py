@@ -27,8 +27,8 @@ from torchrelay.runners.journal import Journal
 from torchrelay.runners.leaving import run_and_leave
 from torchrelay.runners.progress import Progress
 from torchrelay.runners.rank_log import RankLog
-from torchrelay.runners.run_state import RunState
-from torchrelay.runners.stopping import Verdict
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.stop import Verdict
 
 WAIT_SECS = 60.0
 

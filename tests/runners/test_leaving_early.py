@@ -32,13 +32,21 @@ from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.save import pipeline
 from torchrelay.errors import PreemptedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.ending import requests as asking
-from torchrelay.runners.ending.requests import ASKED, GRACE_SECS, NOT_ASKED, PREEMPT, Requests
-from torchrelay.runners.ending.signals import signals_ask
-from torchrelay.runners.ending.time_limits import Deadline, deadlines_of, seconds_of
 from torchrelay.runners.leaving import code_of_result
 from torchrelay.runners.options import parse_options
-from torchrelay.runners.run_state import RunState
+from torchrelay.runners.session import stop_requests as asking
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.stop_requests import (
+    ASKED,
+    GRACE_SECS,
+    NOT_ASKED,
+    PREEMPT,
+    Deadline,
+    Requests,
+    deadlines_of,
+    seconds_of,
+    signals_ask,
+)
 
 
 @dataclass
@@ -337,8 +345,8 @@ def test_a_second_sigterm_ends_the_process_at_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, time\n"
-        "from torchrelay.runners.ending import signals\n"
-        "from torchrelay.runners.ending.requests import Requests\n"
+        "from torchrelay.runners.session import stop_requests as signals\n"
+        "from torchrelay.runners.session.stop_requests import Requests\n"
         "signals.SAME_REQUEST_SECS = 600\n"
         "with signals.signals_ask(Requests()):\n"
         "    print('ready', flush=True)\n"

@@ -14,9 +14,9 @@ from torchrelay.jobs.job import SessionGroup, TaskGroup
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.task import Task, final_output
 from torchrelay.jobs.workspace import Origin, WorkspaceType
-from torchrelay.runners.local_session import LocalSession
-from torchrelay.runners.run_state import RunState
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.local import LocalSession
+from torchrelay.runners.session.run_state import RunState
 
 GLOBAL, PRIVATE = WorkspaceType.GLOBAL, WorkspaceType.PRIVATE
 

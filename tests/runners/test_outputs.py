@@ -12,7 +12,7 @@ from ranks import on_ranks
 from torchrelay.errors import NotAllowedNowError, TaskFailedError
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.task import NotHere, Task
-from torchrelay.runners.outputs import decode_output, encode_output
+from torchrelay.runners.session.executor import decode_output, encode_output
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int64, torch.bool, torch.complex64]
 

@@ -20,8 +20,8 @@ from torchrelay.errors import UsageError
 from torchrelay.runners.progress import Progress
 from torchrelay.runners.progress_bar import bar_tail
 from torchrelay.runners.rank_log import RankLog
-from torchrelay.runners.reduction import MetricLog
-from torchrelay.runners.run_state import RunState
+from torchrelay.runners.session.metrics import MetricLog
+from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.sight import Sight
 
 PROGRAM = Path(__file__).resolve().parent.parent / "programs/watched.py"

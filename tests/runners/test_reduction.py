@@ -14,8 +14,8 @@ from ranks import on_ranks
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.session import Solo
-from torchrelay.runners.local_session import LocalSession
-from torchrelay.runners.reduction import REDUCTIONS, MetricLog, reduce_metrics
+from torchrelay.runners.session.local import LocalSession
+from torchrelay.runners.session.metrics import REDUCTIONS, MetricLog, reduce_metrics
 
 values = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -math.inf]))
 weights = st.sampled_from([0, 0.5, 1, 3])

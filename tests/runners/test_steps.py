@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader
 from torchrelay.errors import TaskFailedError, UsageError
 from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.task import Task
-from torchrelay.runners.ending.interruption import Interrupted
-from torchrelay.runners.ending.requests import GRACE_SECS, Requests
-from torchrelay.runners.local_session import LocalSession
-from torchrelay.runners.run_state import RunState
+from torchrelay.runners.session.local import LocalSession
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.stop_requests import GRACE_SECS, Interrupted, Requests
 
 
 def on_processes(size, work):

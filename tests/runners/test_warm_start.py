@@ -9,7 +9,7 @@ from torchrelay import save_blobs
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.stop import max_epochs
 from torchrelay.runners.job_runner import JobRunner
-from torchrelay.runners.local_session import LocalSession
+from torchrelay.runners.session.local import LocalSession
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torchrun import REPOSITORY, children_of, clean_environment, interruptible, wait_for_the_end_of
 
-from torchrelay.runners.ending.signals import SAME_INTERRUPT_SECS
+from torchrelay.runners.session.stop_requests import SAME_INTERRUPT_SECS
 
 PROGRAM = """
 import json, os, sys, time

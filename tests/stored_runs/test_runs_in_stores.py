@@ -28,7 +28,7 @@ from torchrelay.runners.distributed.launcher_status import (
     remember_last_words,
     say_last_words,
 )
-from torchrelay.runners.ending import requests
+from torchrelay.runners.session import stop_requests
 from torchrelay.runners.stored_runs import behind, stored_run
 from torchrelay.runners.stored_runs.putting import BYTES_PER_SEC, Putter
 from torchrelay.runners.stored_runs.run_files import RunFiles
@@ -147,7 +147,7 @@ def test_stop_by_url(url: str, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) ->
     """An object STOP ends the run at an epoch's end, and keeps it stopped; without it the run goes on."""
     monkeypatch.setattr(stored_run, "EVERY_SECS", 0.01)
     monkeypatch.setattr(behind, "_LEAST_SECS", 0.01)
-    monkeypatch.setattr(requests, "_LOOK_SECS", 0.0)
+    monkeypatch.setattr(stop_requests, "_LOOK_SECS", 0.0)
     seen = threading.Event()
 
     def each(ctx: object) -> None:

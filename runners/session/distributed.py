@@ -19,8 +19,8 @@ from torchrelay.runners.distributed.process_groups import (
     choose_device,
 )
 from torchrelay.runners.distributed.world import START_SECS, World, code_of, is_consequence
-from torchrelay.runners.session_base import SessionBase
-from torchrelay.runners.steps import Agreeing
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.steps import Agreeing
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ class DistributedSession(SessionBase):
 
     A task that fails is raised on all ranks as soon as they have met. Where they do not come within
     seconds, because they wait in a collective for the rank that failed, every rank prints the failure
-    and its process ends (see `runners.watcher`).
+    and its process ends (see `runners.distributed.failure_watcher`).
 
     `close` destroys the process groups that the session made, and no others.
     """

@@ -1,22 +1,27 @@
-"""`LocalSession`: one process that plays all nodes of a job, one after another."""
+"""Sessions of this process: `init` and the current one, and `LocalSession`, which plays all nodes alone."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import NotAllowedNowError, UsageError
 from torchrelay.jobs.cluster import NodePlace, check_node_name
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Solo
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.environment import numbered_first
-from torchrelay.runners.session_base import SessionBase
+from torchrelay.runners.distributed.environment import numbered_first, read_launch_env, world_of_parent
+from torchrelay.runners.session.base import SessionBase
 
 if TYPE_CHECKING:
     import torch
+
+    from torchrelay.runners.session.distributed import DistributedSession
+
 
 _DEFAULT = ("trainer_0",)
 
@@ -161,3 +166,60 @@ def _checked(names: Sequence[str]) -> tuple[str, ...]:
     if twice:
         raise UsageError(f"node {twice[0]!r} is named twice: every node needs its own name")
     return found
+
+
+_made: list[DistributedSession] = []
+
+
+def init(
+    backend: str | None = None, seed: int | None = None, device: str | torch.device | None = None
+) -> DistributedSession:
+    """Choose the device, make the process group, seed this process; return the current session.
+
+    Under torchrun it is the session of all ranks; plain `python train.py` is a world of one.
+    `backend` is nccl where the device is a GPU, else gloo. Objects built after a `seed` are alike
+    on all ranks. Called again it returns the session that it made.
+
+    Raises UsageError for an environment or arguments that cannot be, DeadlineError when other
+    ranks do not start.
+    """
+    from torchrelay.runners.session.distributed import DistributedSession
+
+    current = current_session()
+    if current is not None and not isinstance(current, DistributedSession):
+        raise UsageError(f"{current!r} is current: call torchrelay.init() outside of it")
+    session = current or DistributedSession.from_env(backend=backend, device=device)
+    if session not in _made:
+        _made.append(session)
+    if seed is not None:
+        set_seed(seed)
+    return session
+
+
+def current_session() -> SessionBase | None:
+    """Return the session whose `with` block this is, else the one of `init`; None when there is none."""
+    _made[:] = [session for session in _made if not session.closed]
+    found = SessionBase.current(required=False) or (_made[-1] if _made else None)
+    return found if found is not None and found.process == os.getpid() else None
+
+
+@contextmanager
+def current_or_new_session(session: SessionBase | None = None) -> Iterator[SessionBase]:
+    """Yield `session`, else the current one, else a new one: distributed under torchrun, else local.
+
+    A new distributed session stays open and current until the process leaves, because its groups
+    are the user's too; a new local one is closed.
+    """
+    found = session or current_session()
+    if found is not None:
+        yield found
+    elif (world := world_of_parent()) is not None and world.env.launched:
+        raise NotAllowedNowError(
+            f"this process was forked out of rank {world.env.rank}, and is no rank: train in one that is "
+            "started anew, without that rank's RANK and WORLD_SIZE, or give train() a LocalSession"
+        )
+    elif read_launch_env().launched:
+        yield init()
+    else:
+        with LocalSession() as local:
+            yield local

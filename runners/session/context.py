@@ -13,17 +13,38 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.distributed.loops import ALL
-from torchrelay.runners.full_state import full_state_dict
-from torchrelay.runners.run_state import RunState
-from torchrelay.runners.siblings import Siblings
-from torchrelay.runners.step_points import check_interval
-from torchrelay.runners.steps import Steps, TaskRanks
+from torchrelay.runners.session.metric_points import check_interval
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.steps import Siblings, Steps, TaskRanks
 
 if TYPE_CHECKING:
     import torch
 
     from torchrelay.checkpoint.load.renaming import LoadResult
-    from torchrelay.runners.session_base import SessionBase
+    from torchrelay.runners.session.base import SessionBase
+
+
+def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
+    """Clone a module's state to the CPU; DTensors are gathered, which all ranks must do together.
+
+    Names are those of the bare module: what torch's wrappers (DistributedDataParallel, torch.compile,
+    activation checkpointing) put before or between them is taken off; a submodule that is itself called
+    `module` keeps its name. Extra states that are no tensors are handed out as they are.
+    """
+    from torchrelay.checkpoint.archive.states import entries_of
+
+    return {entry.name: _on_cpu(entry.value) for entry in entries_of(module)}
+
+
+def _on_cpu(value: Any) -> Any:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return value
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    return value.detach().to("cpu", copy=True)
+
 
 Reduction = Literal["mean", "sum", "last", "min", "max"]
 

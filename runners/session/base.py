@@ -23,15 +23,13 @@ from torchrelay.jobs.random import RandomStreams, current_seed
 from torchrelay.jobs.session import Peers, Wire, is_told, together
 from torchrelay.jobs.task import Task, TaskOutput
 from torchrelay.jobs.workspace import Workspace, WorkspaceType
-from torchrelay.runners.context import Context
 from torchrelay.runners.distributed.environment import phase
 from torchrelay.runners.distributed.loops import ALL, Loops, first_contradiction
-from torchrelay.runners.ending.interruption import Interrupted
-from torchrelay.runners.executor import chosen, run_node
-from torchrelay.runners.outputs import ByNode, bind, heard, told
-from torchrelay.runners.run_state import RunState
-from torchrelay.runners.siblings import naming
-from torchrelay.runners.steps import Agreeing, FlagsHandle, TaskRanks
+from torchrelay.runners.session.context import Context
+from torchrelay.runners.session.executor import ByNode, bind, chosen, heard, run_node, told
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.steps import Agreeing, FlagsHandle, TaskRanks, naming
+from torchrelay.runners.session.stop_requests import Interrupted
 
 if TYPE_CHECKING:
     import torch

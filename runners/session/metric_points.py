@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
-from torchrelay.runners.glimpses import on_device
-from torchrelay.runners.reduction import Accumulator, Summary
+from torchrelay.runners.session.metrics import Accumulator, Summary, on_device
 
 if TYPE_CHECKING:
-    from torchrelay.runners.reduction import Number
+    from torchrelay.runners.session.metrics import Number
 
 EVERY_SECS = 10.0
 """The time between two looks at what has come, while an epoch runs."""

@@ -11,11 +11,10 @@ from torchrelay.errors import MissingMetricError, RelayError, UsageError
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import Peers
-from torchrelay.runners.ending.cursor import Cursor
-from torchrelay.runners.ending.place import Place
-from torchrelay.runners.ending.requests import ASKED, NOT_ASKED, TIME_IS_UP, Requests
-from torchrelay.runners.reduction import MetricLog, reduce_metrics
-from torchrelay.runners.step_points import StepPoints
+from torchrelay.runners.session.metric_points import StepPoints
+from torchrelay.runners.session.metrics import MetricLog, reduce_metrics
+from torchrelay.runners.session.mid_epoch import Cursor, Place
+from torchrelay.runners.session.stop_requests import ASKED, NOT_ASKED, TIME_IS_UP, Requests
 
 
 class LastMetrics(dict[str, float]):

@@ -13,9 +13,9 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import decide, together
 from torchrelay.jobs.stop import StopAnswer, StopCondition, combine, made_with, verdict_holds
 from torchrelay.records import dataclass
-from torchrelay.runners.run_state import RunState
-from torchrelay.runners.session_base import SessionBase
-from torchrelay.runners.siblings import naming
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.steps import naming
 
 WAITS_EPOCHS = 3
 """A stop condition may wait for its metric so many epochs without a word."""

@@ -1,0 +1,1 @@
+"""Sessions: nodes are placed and their workspaces held, tasks run, all processes step and end together."""

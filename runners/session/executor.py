@@ -1,0 +1,351 @@
+"""Runs the tasks of one node: their instances and hooks, report steps beside them, outputs for the others.
+
+    local_init hooks
+    tasks in the order of their declaration, concurrent ones in threads   | report steps, and once after
+    local_exit hooks
+
+The first failure wins: the node's other steps end, every thread is joined, no exit hook runs, and the
+failure is raised. Random streams are left to the steps.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.checkpoint.format.values import decode, encode
+from torchrelay.errors import BlobError, UsageError
+from torchrelay.jobs import runtime
+from torchrelay.jobs.blobs import Step, invoke
+from torchrelay.jobs.cluster import selected
+from torchrelay.jobs.job import NodeHook, Reporter, TaskGroup
+from torchrelay.jobs.session import Json
+from torchrelay.jobs.task import NotHere, Task, TaskOutput
+from torchrelay.jobs.workspace import Origin, Workspace, WorkspaceType
+from torchrelay.records import dataclass
+from torchrelay.runners.session.context import Context
+from torchrelay.runners.session.mid_epoch import Cursor
+from torchrelay.runners.session.steps import Siblings, TaskRanks, task_failed
+from torchrelay.runners.session.stop_requests import PREEMPT, Interrupted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def run_task(task: Task, ctx: Context, siblings: Siblings) -> Any:
+    """Run a task; returns what its last step returned, for several instances a list of that.
+
+    task_init, then per instance instance_init, steps, instance_exit, then task_exit. Raises what the
+    first failing step became; the instances are joined before.
+    """
+    run_steps(task.task_init, ctx, siblings, task)
+    result = _body(task, ctx, siblings) if task.num_instances == 1 else _bodies(task, ctx)
+    run_steps(task.task_exit, ctx, siblings, task)
+    return result
+
+
+def _body(task: Task, ctx: Context, siblings: Siblings) -> Any:
+    run_steps(task.instance_init, ctx, siblings, task)
+    result = run_steps(task.steps, ctx, siblings, task)
+    run_steps(task.instance_exit, ctx, siblings, task)
+    return result
+
+
+def _bodies(task: Task, ctx: Context) -> list[Any]:
+    """Instances fail together, whatever else runs on the node: their siblings are their own."""
+    instances = Siblings(ctx.siblings)
+    results: list[Any] = [None] * task.num_instances
+
+    def body(index: int) -> None:
+        workspace = ctx.workspace.child()
+        inside = replace(
+            ctx, workspace=workspace, group=None, concurrent=True, instance=index, siblings=instances
+        )
+        inside.enter_thread()
+        results[index] = _body(task, inside, instances)
+
+    for index in range(task.num_instances):
+        instances.start(f"{task.full_name}[{index}]", partial(body, index))
+    instances.settle()
+    return results
+
+
+def run_steps(steps: Iterable[Step], ctx: Context, siblings: Siblings, task: Task | None = None) -> Any:
+    """Run steps one after another and return what the last one returned; none runs after a failure."""
+    result = None
+    for step in steps:
+        siblings.check()
+        result = run_step(step, ctx, task)
+    return result
+
+
+def run_step(step: Step, ctx: Context, task: Task | None = None) -> Any:
+    """Call a step with what it takes; what it raises becomes an error that names node, task and step."""
+    try:
+        return invoke(step, ctx.workspace, ctx)
+    except Exception as error:
+        failed = task_failed(ctx.place, task, step, error)
+        if failed is error:
+            raise
+        try:
+            raise failed from error
+        finally:
+            del failed  # its traceback refers to this frame
+
+
+@contextmanager
+def reporting(
+    reporters: Iterable[Reporter], siblings: Siblings, call: Callable[[Step], object]
+) -> Iterator[None]:
+    """Run each reporter in a thread of its own while the block runs.
+
+    The block must end after everything that is reported on has ended, its threads included. Then each
+    reporter gets its last call, also when the block failed, and is joined. A reporter that fails
+    itself is not called again.
+    """
+    ended = threading.Event()
+    loops = [_loop(reporter, ended, call) for reporter in reporters]
+    threads = [threading.Thread(target=siblings.guarded, args=(loop,), daemon=True) for loop in loops]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def _loop(reporter: Reporter, ended: threading.Event, call: Callable[[Step], object]) -> Callable[[], None]:
+    def loop() -> None:
+        while not ended.wait(reporter.interval):
+            call(reporter.step)
+        call(reporter.step)  # whenever the end came, even during a call: this one begins after it
+
+    return loop
+
+
+Outputs = dict[TaskOutput, Any]
+"""The values of the outputs of the tasks that ran on one node, as of the end of the run."""
+
+
+def run_node(
+    group: TaskGroup, tasks: Sequence[Task], ctx: Context, ranks: Mapping[Task, TaskRanks] | None = None
+) -> Outputs:
+    """Run the group's `tasks` on one node; `ctx` has its GLOBAL workspace.
+
+    `ranks` has the ranks that run each task.
+
+    Raises what the first failing step became (a TaskFailedError, or the error of torchrelay that it
+    raised), and UsageError when the workspace lacks a declared output at the end.
+    """
+    if not tasks:
+        return {}
+    siblings = Siblings()
+    private = group.workspace_type is WorkspaceType.PRIVATE
+    workspace = ctx.workspace.child() if private else ctx.workspace
+    run = _NodeRun(group, tasks, replace(ctx, workspace=workspace, siblings=siblings), siblings, ranks or {})
+    siblings.guarded(run.run)
+    siblings.settle()
+    return run.outputs()
+
+
+def chosen(tasks: Iterable[Task], ctx: Context, *, after_failure: bool = False) -> list[Task]:
+    """The tasks that run now at this place: by `on=`, by `every=` (in epochs), by `on_failure=`."""
+    return [
+        task
+        for task in tasks
+        if selected(task.on, ctx.place)
+        and (ctx.epoch == 0 or ctx.epoch % task.every == 0)
+        and (task.on_failure or not after_failure)
+    ]
+
+
+@dataclass
+class _NodeRun:
+    """One run of one node."""
+
+    group: TaskGroup
+    tasks: Sequence[Task]
+    ctx: Context
+    siblings: Siblings
+    ranks: Mapping[Task, TaskRanks]
+    results: dict[Task, Any] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Hooks around tasks; raises the first failure of this thread, others are with the siblings."""
+        with self._creating(self.tasks):
+            self._hooks(self.group.local_inits)
+            with reporting(self._reporters(), self.siblings, self._report):
+                self.siblings.guarded(self._run_tasks)
+                self.siblings.join()
+            self._hooks(self.group.local_exits)
+
+    def outputs(self) -> Outputs:
+        """The results of the tasks and their named outputs, read now."""
+        found: Outputs = {}
+        for task in self.tasks:
+            found[task.result] = self.results.get(task)
+            for output in task.outputs:
+                found[output] = _read(output, str(output.name), self.ctx.workspace)
+        return found
+
+    def _run_tasks(self) -> None:
+        cursor = self._cursor
+        for task in self.tasks:
+            self.siblings.check()
+            if cursor is not None and cursor.skips(task):
+                continue
+            self._may_begin()
+            if cursor is not None:
+                cursor.begin(task, self.ctx.workspace, self.ctx.session.streams(self.ctx.node))
+            runtime.begin_now()
+            if task.concurrent:
+                self.siblings.start(task.full_name, partial(self._run_concurrent, task))
+            else:
+                with self._creating([task]):
+                    ranks = self.ranks.get(task, TaskRanks())
+                    ctx = replace(self.ctx, group=ranks.group, ranks=ranks)
+                    self.results[task] = run_task(task, ctx, self.siblings)
+            if cursor is not None:
+                cursor.end(self.results.get(task))
+
+    @property
+    def _cursor(self) -> Cursor | None:
+        """What follows this node where the group is an epoch's."""
+        return self.ctx.session.run_state.cursor_of(self.ctx.node, self.group)
+
+    def _may_begin(self) -> None:
+        """Between two tasks a process that is alone may leave; several come to their next step together."""
+        state = self.ctx.session.run_state
+        inside = self._cursor is not None and state.step_of(self.ctx.node) > 0
+        if inside and self.ctx.session.peers.size == 1 and state.urgency() == PREEMPT:
+            raise Interrupted
+
+    def _run_concurrent(self, task: Task) -> None:
+        self.ctx.enter_thread()
+        self.results[task] = run_task(task, replace(self.ctx, concurrent=True, group=None), self.siblings)
+
+    def _hooks(self, hooks: Iterable[NodeHook]) -> None:
+        here = [hook for hook in hooks if hook.node in (None, self.ctx.node)]
+        if here:
+            runtime.begin_now()
+        for hook in here:
+            every = hook.node is None or self.ctx.session.peers.size == 1
+            run_steps(
+                [hook.step], replace(self.ctx, ranks=TaskRanks(every=every, counting=every)), self.siblings
+            )
+
+    def _reporters(self) -> Iterator[Reporter]:
+        return (reporter for reporter in self.group.reporters if reporter.node in (None, self.ctx.node))
+
+    def _report(self, step: Any) -> None:
+        self.ctx.enter_thread()
+        run_step(step, replace(self.ctx, concurrent=True, group=None))
+
+    def _creating(self, tasks: Sequence[Task]) -> AbstractContextManager[None]:
+        """Mark the names that these tasks create before the first epoch as state of the job.
+
+        The mark belongs to the workspace, not to a thread: among concurrent tasks it is one for all.
+        """
+        outer = len(tasks) == len(self.tasks)
+        shared = any(task.concurrent for task in self.tasks)
+        if self.ctx.epoch or self.ctx.workspace.parent is not None or (shared and not outer):
+            return nullcontext()
+        return self.ctx.workspace.creating(origin_of(tasks))
+
+
+def origin_of(tasks: Iterable[Task]) -> Origin:
+    """What names that `tasks` create at the start belong to: their node alone, or all nodes alike."""
+    placed = all(task.node is not None or task.on != "all" for task in tasks)
+    return Origin.INIT_PLACED if placed else Origin.INIT_ALL
+
+
+def _read(output: TaskOutput, name: str, workspace: Workspace) -> Any:
+    if name not in workspace:
+        raise UsageError(
+            f"{output} does not exist on {workspace.node} at the end of the run: no step made it"
+        )
+    return workspace[name]
+
+
+LIMIT_BYTES = 1 << 20
+"""What one output may weigh as JSON in order to be told to all processes."""
+
+ByNode = dict[str, dict[TaskOutput, Any]]
+
+
+def outputs_of(tasks: Sequence[Task]) -> Iterator[TaskOutput]:
+    """All outputs of a group's tasks, in the same order in every process."""
+    for task in tasks:
+        yield task.result
+        yield from task.outputs
+
+
+def told(tasks: Sequence[Task], own: ByNode) -> Json:
+    """What a process tells of the outputs of its nodes: JSON by node and by number of the output."""
+    numbers = {output: str(number) for number, output in enumerate(outputs_of(tasks))}
+    return {
+        node: {numbers[output]: encode_output(output, value, node) for output, value in values.items()}
+        for node, values in own.items()
+    }
+
+
+def heard(tasks: Sequence[Task], all_told: Sequence[Json]) -> ByNode:
+    """The outputs of all nodes from what all processes told, in rank order."""
+    outputs = list(outputs_of(tasks))
+    return {
+        node: {outputs[int(number)]: decode_output(json) for number, json in values.items()}
+        for process in all_told
+        for node, values in process.items()
+    }
+
+
+def bind(tasks: Sequence[Task], by_node: Mapping[str, Mapping[TaskOutput, Any]]) -> None:
+    """Give every output of the tasks its values as of the end of this run."""
+    for output in outputs_of(tasks):
+        output.bind({node: values[output] for node, values in by_node.items() if output in values})
+
+
+def encode_output(output: TaskOutput, value: Any, node: str) -> Json:
+    """A value, a tensor, or why it stays on its node."""
+    try:
+        content = encode(value, str(output), tensor=_tensor_json)
+    except BlobError as error:
+        return {"stays": f"{output} stays on {node}: {error}"}
+    if len(json.dumps(content)) > LIMIT_BYTES:
+        return {"stays": f"{output} stays on {node}: outputs above {LIMIT_BYTES} bytes are not sent"}
+    return {"value": content}
+
+
+def decode_output(told: Json) -> Any:
+    """The value, or NotHere with the reason."""
+    return NotHere(told["stays"]) if "stays" in told else decode(told["value"], tensor=_tensor_of)
+
+
+def _tensor_json(path: str, tensor: Tensor) -> Json:
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        raise BlobError(f"{path} is a {type(tensor).__name__}: only plain dense tensors are sent")
+    if tensor.nbytes > LIMIT_BYTES:
+        raise BlobError(f"{path} has {tensor.nbytes} bytes: outputs above {LIMIT_BYTES} bytes are not sent")
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
+    dtype = str(plain.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(plain.shape), "data": base64.b64encode(data).decode()}
+
+
+def _tensor_of(told: Json) -> Tensor:
+    import torch
+
+    dtype, data = getattr(torch, told["dtype"]), bytearray(base64.b64decode(told["data"]))
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(told["shape"])
