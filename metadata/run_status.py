@@ -29,7 +29,7 @@ class RunLook:
     `silent_secs` is how long a run that says it is running has left no sign. `slowest` is the node that the
     newest save waited for, with its seconds. `ranks` are those whose logs lie there, with the seconds since
     their last line; `unreadable` says what is wrong with a file. `stands` and `why` are for who also asks
-    whether its process is there (`runners.standing`).
+    whether its process is there (`runners.monitoring.status`).
     """
 
     name: str

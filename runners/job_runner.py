@@ -32,6 +32,7 @@ from torchrelay.runners.choosing import Resume, check_epoch
 from torchrelay.runners.ending.on_crash import OnCrash, check_on_crash
 from torchrelay.runners.experiment.handed import refuse_before_main
 from torchrelay.runners.life import Life
+from torchrelay.runners.monitoring.text import interval_secs
 from torchrelay.runners.rebuilding.recipe import Recipe, recipes_of
 from torchrelay.runners.result import RunResult
 from torchrelay.runners.run_plan import Plan
@@ -41,7 +42,6 @@ from torchrelay.runners.session.local import current_or_new_session
 from torchrelay.runners.session.stop_requests import TimeLimit, save_signal_of, seconds_of
 from torchrelay.runners.stages.given import InitFrom, Upstream, given_of
 from torchrelay.runners.stored_runs.run_url import canonical, is_remote
-from torchrelay.runners.wording import interval_secs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -26,7 +26,7 @@ from torchrelay.jobs.session import Peers, decide, warn
 from torchrelay.metadata.run_directory import RunDirectory, State
 from torchrelay.runners.choosing import Choice
 from torchrelay.runners.distributed.launcher_status import forget_note, remember_note, tell_run
-from torchrelay.runners.progress import Progress
+from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.result import RunResult
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.run_state import RunState

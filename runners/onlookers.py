@@ -16,13 +16,13 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.metadata.sinks.base import MetricSink, TrackedRun
-from torchrelay.runners.progress import Progress
-from torchrelay.runners.rank_log import RankLog
+from torchrelay.runners.monitoring.progress import Progress
+from torchrelay.runners.monitoring.rank_log import RankLog
+from torchrelay.runners.monitoring.text import EVERY_SECS, level_wanted
+from torchrelay.runners.monitoring.trackers import Trackers
 from torchrelay.runners.session.metric_points import Row
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import last_epoch_of
-from torchrelay.runners.trackers import Trackers
-from torchrelay.runners.wording import EVERY_SECS, level_wanted
 
 if TYPE_CHECKING:
     from torchrelay.runners.journal import Journal

@@ -8,8 +8,8 @@ from signal import Signals
 from torchrelay.records import dataclass
 from torchrelay.runners.choosing import Resume
 from torchrelay.runners.ending.on_crash import OnCrash
+from torchrelay.runners.monitoring.text import EVERY_SECS
 from torchrelay.runners.options import Options
-from torchrelay.runners.wording import EVERY_SECS
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from torchrun import clean_environment
 from warm import PLACE, server, warmed
 
 from torchrelay.metadata.sinks.registry import _BUILT_IN, GROUP
-from torchrelay.runners.sight import Sight
-from torchrelay.runners.wording import stamped
+from torchrelay.runners.monitoring.text import Sight, stamped
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/tracking.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

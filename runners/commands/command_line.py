@@ -22,8 +22,7 @@ import torchrelay
 from torchrelay.errors import RelayError, StorageError, UsageError, exit_code_of
 from torchrelay.jobs.runtime import IMPOSSIBLE, undisturbed
 from torchrelay.runners.commands.command_line_arguments import Add, Run
-from torchrelay.runners.commands.command_line_output import Output, by_url, printable
-from torchrelay.runners.commands.command_line_parser import Parser
+from torchrelay.runners.monitoring.console import Output, Parser, by_url, printable
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[Parser]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from torchrelay.runners.commands.command_line_output import Output
+from torchrelay.runners.monitoring.console import Output
 
 Run = Callable[[argparse.Namespace, Output], int]
 Add = Callable[[str, str, Run], argparse.ArgumentParser]

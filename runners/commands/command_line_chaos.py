@@ -15,7 +15,7 @@ from torchrelay.runners.chaos import builtin, command_target
 from torchrelay.runners.chaos.scenarios import SCENARIOS, scenarios
 from torchrelay.runners.chaos.tally import COLUMNS, Tally
 from torchrelay.runners.commands.command_line_arguments import Add, whole_number
-from torchrelay.runners.commands.command_line_output import Output
+from torchrelay.runners.monitoring.console import Output
 
 FOUND = 1
 """Exit code where a trial did not survive, or nothing could be tried."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from torchrelay.runners.commands.command_line_arguments import Add
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.completion import SHELLS, tree_of
+from torchrelay.runners.monitoring.console import Output
 
 
 def add_completion(add: Add) -> None:

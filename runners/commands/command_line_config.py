@@ -8,8 +8,8 @@ from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.schema_docs import json_schema, key_table
 from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.runners.commands.command_line_arguments import Add, add_strict
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.lifecycle.packages import file_within
+from torchrelay.runners.monitoring.console import Output
 
 
 def add_check(add: Add) -> None:

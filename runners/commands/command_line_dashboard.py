@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_report import add_limits, limits_of
+from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.stored_runs.run_url import is_remote
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from torchrelay.checkpoint.inspect.diff import Kind, LeafChange, Wish, leaf_chan
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.runners.commands.command_line_arguments import Add, add_blobs, whole_number
 from torchrelay.runners.commands.command_line_entries import entry_json
-from torchrelay.runners.commands.command_line_output import Output, human_bytes, human_number
 from torchrelay.runners.commands.command_line_value_change import value_change
 from torchrelay.runners.commands.selector import Selected, parse_selector, select
+from torchrelay.runners.monitoring.console import Output, human_number
+from torchrelay.runners.monitoring.text import human_bytes
 
 _COLUMNS = ("leaf", "what", "changed", "compared", "|b-a|/|a|", "cosine", "max |b-a|", "|a|", "|b|", "bad")
 _ORDER: tuple[Kind, ...] = ("content", "value", "form", "added", "removed", "gone")

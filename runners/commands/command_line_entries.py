@@ -7,7 +7,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Entry, Key
 from torchrelay.checkpoint.log.view import LogView
-from torchrelay.runners.commands.command_line_output import human_number
+from torchrelay.runners.monitoring.console import human_number
 
 
 def entry_json(entry: Entry) -> dict[str, Any]:

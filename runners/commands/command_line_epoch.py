@@ -20,8 +20,9 @@ from torchrelay.runners.commands.command_line_entries import (
     metrics_text,
     states_of,
 )
-from torchrelay.runners.commands.command_line_output import Output, finite, human_bytes, human_number
 from torchrelay.runners.commands.selector import Selected, select
+from torchrelay.runners.monitoring.console import Output, finite, human_number
+from torchrelay.runners.monitoring.text import human_bytes
 
 _COLUMNS = ("name", "kind", "scope", "dtype", "shape", "leaves", "bytes", "written in")
 _SHOWN = 1000

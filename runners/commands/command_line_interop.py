@@ -11,7 +11,8 @@ from typing import Any
 from torchrelay.errors import UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_blobs, add_epoch
 from torchrelay.runners.commands.command_line_onnx import add_onnx_options, export_onnx
-from torchrelay.runners.commands.command_line_output import Output, human_bytes
+from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.monitoring.text import human_bytes
 
 FORMATS = ("safetensors", "hf", "torch", "dcp")
 ONNX = "onnx"

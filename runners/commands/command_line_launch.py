@@ -10,12 +10,12 @@ from pathlib import Path
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, whole_number
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.launch.command import check_script, command_of
 from torchrelay.runners.launch.directory import make_directory, next_directory, write_files
 from torchrelay.runners.launch.layout import layout_of
 from torchrelay.runners.launch.request import LaunchRequest
 from torchrelay.runners.launch.targets import TARGETS, target
+from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.session.stop_requests import seconds_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")

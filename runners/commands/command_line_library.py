@@ -10,13 +10,12 @@ from typing import Any
 from torchrelay.errors import RelayError
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.runners.commands.command_line_arguments import Add
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_runs_diff import difference_json, say_difference
-from torchrelay.runners.commands.command_line_times import time_text
 from torchrelay.runners.commands.library_line import LibraryLine, library_line
 from torchrelay.runners.commands.run_library import add_library, find_run, library, runs_in, shown
 from torchrelay.runners.commands.runs_difference import Difference, difference
-from torchrelay.runners.standing import STATES
+from torchrelay.runners.monitoring.console import Output, time_text
+from torchrelay.runners.monitoring.status import STATES
 from torchrelay.runners.stored_runs.run_url import is_remote, parent
 
 _COLUMNS = ("run", "experiment", "state", "epoch", "metric", "code", "config", "comment")

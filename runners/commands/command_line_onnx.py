@@ -7,7 +7,8 @@ from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.commands.command_line_arguments import add_model_options
-from torchrelay.runners.commands.command_line_output import Output, human_bytes
+from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.monitoring.text import human_bytes
 
 _OTHERS = {"blobs": None, "prefix": "", "dtype": None}
 

@@ -18,7 +18,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import is_directory
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.commands.command_line_output import Output
+from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.stored_runs.run_names import for_a_glance, for_a_look, travels
 from torchrelay.runners.stored_runs.run_url import is_remote
 

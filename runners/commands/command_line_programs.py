@@ -11,9 +11,9 @@ from functools import partial
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_model_options
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.command_line_run_status import is_run, run_status
 from torchrelay.runners.experiment.request import VERBS, Request, add_options
+from torchrelay.runners.monitoring.console import Output
 
 _PROGRAM = re.compile(r".*\.py|[^\W\d][\w.]*:[^\W\d]\w*")
 

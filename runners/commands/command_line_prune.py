@@ -12,8 +12,9 @@ from torchrelay.checkpoint.log.retention import KEEP_ALL, Best, Keeping
 from torchrelay.checkpoint.log.view import ranges
 from torchrelay.errors import DirectoryInUseError, UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_place, add_single_writer, whole_number
-from torchrelay.runners.commands.command_line_output import Output, human_bytes
 from torchrelay.runners.commands.marking import without_epoch
+from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.monitoring.text import human_bytes
 
 _BEST = re.compile(r"(?P<metric>.+?):(?P<mode>max|min)(?::(?P<count>[1-9][0-9]{0,7}))?", re.DOTALL | re.ASCII)
 _COLUMNS = ("epoch", "branch", "goes", "bytes", "try")

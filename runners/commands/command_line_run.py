@@ -9,8 +9,8 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.interpolation import RunPlace
 from torchrelay.runners.commands.command_line_arguments import Add, add_strict
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.lifecycle.packages import config_file
+from torchrelay.runners.monitoring.console import Output
 
 
 def add_run_config(add: Add) -> None:

@@ -10,10 +10,9 @@ from torchrelay.checkpoint.load.open import best_of_run
 from torchrelay.errors import RelayError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.commands.command_line_output import Output, finite, human_number, printable
-from torchrelay.runners.commands.command_line_times import time_text
 from torchrelay.runners.commands.run_notes import best_of
-from torchrelay.runners.standing import NOT_BEGUN, Standing, standing
+from torchrelay.runners.monitoring.console import Output, finite, human_number, printable, time_text
+from torchrelay.runners.monitoring.status import NOT_BEGUN, Standing, standing
 
 _COLUMNS = ("run", "job", "state", "epoch", "best", "updated")
 

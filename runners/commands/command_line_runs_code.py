@@ -11,8 +11,9 @@ from torchrelay.metadata.code.archive import open_archive, unpack_source
 from torchrelay.metadata.code.capture import capture_with_code
 from torchrelay.metadata.code.manifest import SHORT, Manifest
 from torchrelay.runners.commands.command_line_arguments import Add
-from torchrelay.runners.commands.command_line_output import Output, human_bytes
 from torchrelay.runners.commands.run_library import add_library, find_run
+from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.monitoring.text import human_bytes
 
 
 def add_runs_code(add: Add) -> None:

@@ -10,9 +10,9 @@ from torchrelay.metadata.code.archive import Changes, FileDiff
 from torchrelay.metadata.code.capture import code_id_of
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.runners.commands.command_line_arguments import Add
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.run_library import add_library
 from torchrelay.runners.commands.runs_difference import Difference, Start, difference
+from torchrelay.runners.monitoring.console import Output
 
 _STYLES = {"+": "proved", "-": "damaged"}
 

@@ -15,8 +15,8 @@ from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiments import ProgramRun, read_note
 from torchrelay.runners.commands.command_line_arguments import Add
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.selector import Selector, parse_selector
+from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.serving.options import ServeOptions, add_serve_options
 from torchrelay.runners.serving.serve import check_installed, say, serve
 

@@ -9,8 +9,8 @@ from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import tag_draft
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch, add_single_writer
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.commands.marking import add_mark, mark_json, marks_of, put, without_epoch
+from torchrelay.runners.monitoring.console import Output
 
 _COLUMNS = ("kind", "name", "epoch", "branch")
 

@@ -14,10 +14,10 @@ from typing import Any
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_status import RunLook, look_at, runs_at
 from torchrelay.runners.commands.command_line_arguments import Add, add_run
-from torchrelay.runners.commands.command_line_output import Output, human_number
 from torchrelay.runners.commands.command_line_place import existing_directory
-from torchrelay.runners.pace import duration, per_second
-from torchrelay.runners.standing import standing
+from torchrelay.runners.monitoring.console import Output, human_number
+from torchrelay.runners.monitoring.status import standing
+from torchrelay.runners.monitoring.text import duration, per_second
 from torchrelay.runners.stored_runs.run_names import for_a_glance
 from torchrelay.runners.stored_runs.run_url import is_remote
 

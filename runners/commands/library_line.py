@@ -12,10 +12,10 @@ from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.experiments import Note, newest_result, read_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.commands.command_line_output import finite, human_number
 from torchrelay.runners.commands.run_library import experiment_of, shown
 from torchrelay.runners.commands.run_notes import best_of
-from torchrelay.runners.standing import standing
+from torchrelay.runners.monitoring.console import finite, human_number
+from torchrelay.runners.monitoring.status import standing
 
 
 @dataclass(frozen=True)

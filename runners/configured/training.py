@@ -22,7 +22,7 @@ from torchrelay.runners.experiment.making_runs import made_run
 from torchrelay.runners.experiment.request import rewind_of
 from torchrelay.runners.experiment.training_verb import check_alike
 from torchrelay.runners.lifecycle.profiles import run_config
-from torchrelay.runners.standing import standing
+from torchrelay.runners.monitoring.status import standing
 
 
 def train(scene: ConfiguredScene) -> int:

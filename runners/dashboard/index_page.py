@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.report.course import course_of, moment_of
 from torchrelay.runners.report.facts import RunFacts
 from torchrelay.runners.report.gather import best_of
@@ -19,7 +20,6 @@ from torchrelay.runners.report.parts import scrolling, section, table
 from torchrelay.runners.report.scales import Scale, scale_of
 from torchrelay.runners.report.starts import points_of
 from torchrelay.runners.report.wording import count, moment
-from torchrelay.runners.standing import standing
 
 _WIDTH, _HEIGHT = 120, 28
 

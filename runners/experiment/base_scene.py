@@ -19,7 +19,7 @@ from torchrelay.runners.experiment.archived_process import captured_code
 from torchrelay.runners.experiment.choosing_runs import Known
 from torchrelay.runners.experiment.origin import Origin
 from torchrelay.runners.experiment.request import Request
-from torchrelay.runners.standing import standing
+from torchrelay.runners.monitoring.status import standing
 
 
 class BaseScene:

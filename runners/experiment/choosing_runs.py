@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torchrelay.errors import DirectoryInUseError, NotAllowedNowError, UsageError
 from torchrelay.metadata.experiments import Identity
 from torchrelay.records import dataclass
-from torchrelay.runners.standing import Standing
+from torchrelay.runners.monitoring.status import Standing
 
 Action = Literal["new", "continue", "again", "over"]
 

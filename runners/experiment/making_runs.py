@@ -7,7 +7,7 @@ from dataclasses import replace
 from torchrelay.errors import DirectoryInUseError
 from torchrelay.metadata.experiments import Note, ProgramRun, RunStore, update_note
 from torchrelay.runners.experiment.choosing_runs import Chosen
-from torchrelay.runners.standing import standing
+from torchrelay.runners.monitoring.status import standing
 
 _WORDS = {"new": "new", "again": "from the beginning", "continue": "goes on"}
 

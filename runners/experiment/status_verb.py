@@ -13,7 +13,7 @@ from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.experiments import ProgramRun, newest_result
 from torchrelay.runners.experiment.base_scene import BaseScene, say
 from torchrelay.runners.experiment.choosing_runs import Start, choose_to_train, newest_of
-from torchrelay.runners.standing import standing
+from torchrelay.runners.monitoring.status import standing
 
 
 def status(scene: BaseScene) -> int:

@@ -12,7 +12,7 @@ from torchrelay.metadata.experiments import ProgramRun
 from torchrelay.records import dataclass
 from torchrelay.runners.experiment.base_scene import BaseScene
 from torchrelay.runners.experiment.choosing_runs import choose_to_use
-from torchrelay.runners.standing import standing
+from torchrelay.runners.monitoring.status import standing
 
 
 @dataclass(frozen=True)

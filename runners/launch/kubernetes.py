@@ -11,12 +11,12 @@ import subprocess
 from pathlib import Path
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.launch.kubernetes_job import job_documents
 from torchrelay.runners.launch.kubernetes_options import KubernetesOptions, options_of
 from torchrelay.runners.launch.kubernetes_trainjob import trainjob_document
 from torchrelay.runners.launch.request import LaunchFile, LaunchRequest
 from torchrelay.runners.launch.yaml_documents import documents
+from torchrelay.runners.monitoring.console import Output
 
 SUBMIT_SECS = 120
 

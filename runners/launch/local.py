@@ -7,7 +7,6 @@ from pathlib import Path
 from shlex import quote
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.launch.agent_words import agent_command, exports
 from torchrelay.runners.launch.evidence import evidence_of
 from torchrelay.runners.launch.local_attempt import Attempt, run_attempt
@@ -15,6 +14,7 @@ from torchrelay.runners.launch.request import LaunchFile, LaunchRequest
 from torchrelay.runners.launch.requests_to_end import RequestsToEnd
 from torchrelay.runners.launch.telling import told_lines
 from torchrelay.runners.launch.verdict import verdict_of
+from torchrelay.runners.monitoring.console import Output
 
 SCRIPT = "node.sh"
 

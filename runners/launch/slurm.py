@@ -9,10 +9,10 @@ from pathlib import Path
 from shlex import quote
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.distributed.launcher_status import LAUNCHER, NODE, NODE_IN
 from torchrelay.runners.launch.agent_words import GRACE_SECS, agent_command, exports
 from torchrelay.runners.launch.request import LaunchFile, LaunchRequest
+from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.session.stop_requests import END_TIME
 
 SCRIPT = "job.sbatch"

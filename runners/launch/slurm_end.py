@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.distributed.launcher_status import ATTEMPT, DIRECTORY
 from torchrelay.runners.launch.evidence import evidence_of
 from torchrelay.runners.launch.requeue import idle_starts, wants_requeue, without_end
 from torchrelay.runners.launch.telling import told_lines
 from torchrelay.runners.launch.verdict import verdict_of
+from torchrelay.runners.monitoring.console import Output
 
 _ANSWER_SECS = 60
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from torchrelay.records import dataclass
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.launch.request import LaunchFile, LaunchRequest
+from torchrelay.runners.monitoring.console import Output
 
 
 class Target(Protocol):

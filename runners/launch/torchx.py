@@ -18,12 +18,12 @@ from pathlib import Path
 from shlex import quote
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.distributed import launcher_status
 from torchrelay.runners.launch.evidence import evidence_of
 from torchrelay.runners.launch.request import LaunchFile, LaunchRequest
 from torchrelay.runners.launch.requests_to_end import RequestsToEnd
 from torchrelay.runners.launch.verdict import verdict_of
+from torchrelay.runners.monitoring.console import Output
 
 SCRIPT, ENVIRONMENT = "torchx.sh", "environment.json"
 LOCAL = "local_"

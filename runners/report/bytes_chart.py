@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrelay.runners.commands.command_line_output import human_bytes
+from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.report.facts import BlobBytes, EpochBytes, RunFacts
 from torchrelay.runners.report.markup import Markup, chart_card, el
 from torchrelay.runners.report.parts import legend, of_run, scrolling, section, table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrelay.runners.commands.command_line_output import human_bytes
+from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.report.facts import EpochRow, RunFacts
 from torchrelay.runners.report.markup import Child, Markup, el
 from torchrelay.runners.report.parts import of_run, scrolling, section, table

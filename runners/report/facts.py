@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Any
 
 from torchrelay.records import dataclass
-from torchrelay.runners.standing import NOT_BEGUN, Standing
+from torchrelay.runners.monitoring.status import NOT_BEGUN, Standing
 
 
 @dataclass(frozen=True)

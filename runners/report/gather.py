@@ -9,6 +9,7 @@ from typing import Any
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.report.committed import (
     Committed,
     branches_of,
@@ -24,7 +25,6 @@ from torchrelay.runners.report.norms import norms_of
 from torchrelay.runners.report.saves import saves_of_tries, saves_told
 from torchrelay.runners.report.sizes import manifests_of, sizes_of
 from torchrelay.runners.report.starts import attempts_of, events_of, points_of, told
-from torchrelay.runners.standing import standing
 
 Json = Any
 _UPSTREAMS = 32

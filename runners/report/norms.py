@@ -19,7 +19,7 @@ from torchrelay.checkpoint.inspect.contents import (
 from torchrelay.checkpoint.inspect.diff import Comparison
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError
-from torchrelay.runners.commands.command_line_output import human_bytes
+from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.report.facts import LeafNorm, Norms
 from torchrelay.runners.report.limits import Limits, spread
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrelay.runners.commands.command_line_output import human_bytes
+from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.report.facts import LeafNorm, Norms, RunFacts
 from torchrelay.runners.report.line_chart import Series, line_chart
 from torchrelay.runners.report.markup import Child, Markup, chart_card, el

@@ -9,10 +9,10 @@ from typing import Any
 
 from torchrelay.metadata.fs import read_lines
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.monitoring.status import Standing
 from torchrelay.runners.report.course import moment_of, point_of
 from torchrelay.runners.report.facts import Attempt, Event, Point, Save
 from torchrelay.runners.report.limits import Troubles, bounded
-from torchrelay.runners.standing import Standing
 
 Json = Any
 _ENDS = {"failure": "FAILED", "preempted": "PREEMPTED"}

@@ -23,7 +23,7 @@ from torchrelay.errors import UsageError
 from torchrelay.metadata.experiments import Identity
 from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.experiment.training_verb import check_alike
-from torchrelay.runners.standing import standing
+from torchrelay.runners.monitoring.status import standing
 
 GATED = """def after_epoch(self, ctx):
         import pathlib, time

@@ -13,7 +13,7 @@ from program_cases import Script, tree
 
 import torchrelay
 from torchrelay.checkpoint.log.lease import process_start
-from torchrelay.runners.standing import standing
+from torchrelay.runners.monitoring.status import standing
 
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
 

@@ -11,7 +11,7 @@ import torch
 from program_cases import Script
 
 from torchrelay.metadata.experiments import newest_result, read_note, results
-from torchrelay.runners.standing import standing
+from torchrelay.runners.monitoring.status import standing
 
 OWN = """def train(self, where=None, *, resume_from_epoch=None):
         print("own train in", where)

@@ -22,7 +22,7 @@ from torchrelay import open_checkpoint
 from torchrelay.lifecycle import ConfigResult, StepFailedError
 from torchrelay.metadata.experiments import RunStore, results
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.standing import standing
+from torchrelay.runners.monitoring.status import standing
 
 TWO = CONFIG.replace("phases: [a]", "phases: [a, b]").replace("mode: [train1]", "mode: [train1, infer1]")
 TERMINAL = """\

@@ -17,11 +17,11 @@ from torchrun import clean_environment
 from warm import PLACE, server, warmed
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.commands.command_line_output import Output
 from torchrelay.runners.launch import torchx as target
 from torchrelay.runners.launch.directory import write_files
 from torchrelay.runners.launch.layout import Layout
 from torchrelay.runners.launch.request import LaunchRequest
+from torchrelay.runners.monitoring.console import Output
 
 JOB = str(Path(__file__).resolve().parents[1] / "helpers/hosted_job.py")
 PLAIN = LaunchRequest(Layout(1, 2), ("train.py", "--lr", "0.1"), Path("/src"), logs=Path("/src/launch/x.0"))

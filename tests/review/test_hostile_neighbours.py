@@ -19,10 +19,10 @@ from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.metadata.sinks.base import TrackedRun
 from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
-from torchrelay.runners import trackers
 from torchrelay.runners.commands import command_line_index
 from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.journal import SaveWarning
+from torchrelay.runners.monitoring import trackers
 
 SINKS: dict[str, Callable[[Path], CsvSink | JsonlSink]] = {"csv": CsvSink, "jsonl": JsonlSink}
 

@@ -22,8 +22,8 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.experiment.choosing_runs import Chosen, Known, Start, choose_to_train
 from torchrelay.runners.experiment.making_runs import made_run
+from torchrelay.runners.monitoring.status import Standing, standing
 from torchrelay.runners.session.stop_requests import Requests, nothing_follows, signals_ask
-from torchrelay.runners.standing import Standing, standing
 
 RUN = {"format": {"major": 1, "minor": 0, "features": []}, "job": "j", "uuid": "u", "created": 1.0}
 NOTE = {"program": "p", "origin": "o", "code_id": "a" * 64, "config_id": None, "created": 1.0}

@@ -20,7 +20,8 @@ from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line import main
-from torchrelay.runners.commands.command_line_output import human_bytes, printable
+from torchrelay.runners.monitoring.console import printable
+from torchrelay.runners.monitoring.text import human_bytes
 
 COMMAND = [sys.executable, "-m", "torchrelay"]
 

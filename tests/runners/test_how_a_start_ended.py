@@ -25,8 +25,8 @@ from torchrelay.runners.distributed.launcher_status import (
 )
 from torchrelay.runners.journal import Journal
 from torchrelay.runners.leaving import run_and_leave
-from torchrelay.runners.progress import Progress
-from torchrelay.runners.rank_log import RankLog
+from torchrelay.runners.monitoring.progress import Progress
+from torchrelay.runners.monitoring.rank_log import RankLog
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import Verdict
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.runners.pace import Moment, duration, eta_secs, per_second, rate, steps_left
+from torchrelay.runners.monitoring.text import Moment, duration, eta_secs, per_second, rate, steps_left
 
 
 def test_a_rate_is_that_of_the_last_seconds() -> None:

@@ -14,15 +14,15 @@ import pytest
 from terminals import Terminal, controls
 from torchrun import clean_environment, torchrun
 
-import torchrelay.runners.rank_log as rank_log
+import torchrelay.runners.monitoring.rank_log as rank_log
 from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.errors import UsageError
-from torchrelay.runners.progress import Progress
-from torchrelay.runners.progress_bar import bar_tail
-from torchrelay.runners.rank_log import RankLog
+from torchrelay.runners.monitoring.progress import Progress
+from torchrelay.runners.monitoring.progress_bar import bar_tail
+from torchrelay.runners.monitoring.rank_log import RankLog
+from torchrelay.runners.monitoring.text import Sight
 from torchrelay.runners.session.metrics import MetricLog
 from torchrelay.runners.session.run_state import RunState
-from torchrelay.runners.sight import Sight
 
 PROGRAM = Path(__file__).resolve().parent.parent / "programs/watched.py"
 LINE = re.compile(

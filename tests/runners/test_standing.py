@@ -15,7 +15,7 @@ from torchrun import clean_environment
 from torchrelay.__main__ import main
 from torchrelay.checkpoint.log.lease import process_here
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.standing import Standing, standing
+from torchrelay.runners.monitoring.status import Standing, standing
 
 PROGRAM = """
 import time, torch

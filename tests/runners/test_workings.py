@@ -15,7 +15,7 @@ import torch
 from terminals import Terminal
 from torchrun import clean_environment
 
-import torchrelay.runners.workings as workings
+import torchrelay.runners.monitoring.progress_bar as workings
 from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
@@ -98,7 +98,7 @@ def test_a_verb_shows_it_on_a_terminal_and_not_in_a_file(tmp_path: Path) -> None
     """`verify` of an epoch whose reads are slow draws on a terminal what is left, nothing into a pipe."""
     JobRunner(job(1), tmp_path / "run", best=None).train()
     slow = (
-        "import sys, time; import torchrelay.runners.workings as w; w.LONG_SECS = 0.1\n"
+        "import sys, time; import torchrelay.runners.monitoring.progress_bar as w; w.LONG_SECS = 0.1\n"
         "from torchrelay.checkpoint.storage.local_io import LocalReadHandle as L; real = L.read_into\n"
         "L.read_into = lambda *a, **k: (time.sleep(0.05), real(*a, **k))[1]\n"
         "from torchrelay.__main__ import main; sys.exit(main(['verify', 'run']))"
@@ -124,7 +124,7 @@ def test_a_verb_shows_it_on_a_terminal_and_not_in_a_file(tmp_path: Path) -> None
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside other threads: that is the case
 def test_a_forked_worker_prints_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is forked while the bar is being drawn writes to stderr without the bar's lock."""
-    from torchrelay.runners.progress_bar import ProgressBar
+    from torchrelay.runners.monitoring.progress_bar import ProgressBar
 
     monkeypatch.setenv("TERM", "xterm")
     with Terminal() as terminal, terminal.stream() as stream:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.metadata.fs import append_bytes
-from torchrelay.runners.wording import stamped
+from torchrelay.runners.monitoring.text import stamped
 
 MAX_BYTES = 8 << 20
 """Of a file; one older file is kept beside it, so a rank takes at most 16 MiB in an attempt."""

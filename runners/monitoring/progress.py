@@ -15,13 +15,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TextIO
 
-from torchrelay.runners.pace import Moment, eta_secs, rate, steps_left
-from torchrelay.runners.progress_bar import ProgressBar
-from torchrelay.runners.rank_log import RankLog
+from torchrelay.runners.monitoring.progress_bar import ProgressBar, working
+from torchrelay.runners.monitoring.rank_log import RankLog
+from torchrelay.runners.monitoring.text import (
+    LEVELS,
+    Moment,
+    Sight,
+    draws,
+    eta_secs,
+    rate,
+    stamped,
+    steps_left,
+)
 from torchrelay.runners.session.run_state import RunState
-from torchrelay.runners.sight import Sight
-from torchrelay.runners.wording import LEVELS, draws, stamped
-from torchrelay.runners.workings import working
 
 BAR_SECS, LOOK_SECS, LIVE_SECS = 0.1, 0.5, 2.0
 """How often the bar is drawn; how often is looked where none is; how often `live.json` is written."""
