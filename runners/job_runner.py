@@ -34,6 +34,7 @@ from torchrelay.runners.experiment.handed import refuse_before_main
 from torchrelay.runners.life import Life
 from torchrelay.runners.monitoring.text import interval_secs
 from torchrelay.runners.rebuilding.recipe import Recipe, recipes_of
+from torchrelay.runners.remote_runs.names import canonical, is_remote
 from torchrelay.runners.result import RunResult
 from torchrelay.runners.run_plan import Plan
 from torchrelay.runners.saving import report_stats
@@ -41,7 +42,6 @@ from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.local import current_or_new_session
 from torchrelay.runners.session.stop_requests import TimeLimit, save_signal_of, seconds_of
 from torchrelay.runners.stages.given import InitFrom, Upstream, given_of
-from torchrelay.runners.stored_runs.run_url import canonical, is_remote
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -383,7 +383,7 @@ def _run_directory(where: Any) -> RunDirectory | None:
     if not isinstance(where, (str, Path)):
         return None
     if isinstance(where, str) and is_remote(where):
-        from torchrelay.runners.stored_runs.workspaces import workspace_of
+        from torchrelay.runners.remote_runs.workspace import workspace_of
 
         url = canonical(where, "the run directory")
         return RunDirectory(workspace_of(url), url)

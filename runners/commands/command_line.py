@@ -130,7 +130,7 @@ def _chosen(parser: Parser, typed: Sequence[str]) -> argparse.Namespace:
         verb: Parser = chosen.parser
         verb.refuse(left)
     if getattr(chosen, "at_epoch", None) is not None:
-        from torchrelay.runners.commands.selector import with_epoch
+        from torchrelay.runners.remote_runs.resolve import with_epoch
 
         chosen.path = with_epoch(chosen.path, chosen.at_epoch)
     return chosen  # type: ignore[no-any-return]

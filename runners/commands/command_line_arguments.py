@@ -1,6 +1,6 @@
 """The arguments that mean the same for every verb: what names runs, epochs and blobs, and whole numbers.
 
-A place is called `path` in what argparse returns; `command_line_place` and `selector` find what it means.
+A place is called `path` in what argparse returns; `remote_runs.resolve` finds what it means.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from torchrelay.checkpoint.load.open import Best
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line_arguments import Add, add_run
-from torchrelay.runners.commands.command_line_place import Place, each_run, locate
 from torchrelay.runners.commands.run_notes import best_of, metrics_of
 from torchrelay.runners.monitoring.console import Output, finite, human_number, time_text
+from torchrelay.runners.remote_runs.resolve import Place, each_run, locate
 
 _CONFIG = "config/resolved.yaml"
 _IDENTITY = ("job", "uuid", "created", "world_size", "python", "command", "best")

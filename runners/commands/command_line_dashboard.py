@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchrelay.runners.commands.command_line_report import add_limits, limits_of
 from torchrelay.runners.monitoring.console import Output
-from torchrelay.runners.stored_runs.run_url import is_remote
+from torchrelay.runners.remote_runs.names import is_remote
 
 if TYPE_CHECKING:
     from torchrelay.runners.dashboard.run_store import RunStore

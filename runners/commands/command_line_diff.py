@@ -18,9 +18,9 @@ from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.runners.commands.command_line_arguments import Add, add_blobs, whole_number
 from torchrelay.runners.commands.command_line_entries import entry_json
 from torchrelay.runners.commands.command_line_value_change import value_change
-from torchrelay.runners.commands.selector import Selected, parse_selector, select
 from torchrelay.runners.monitoring.console import Output, human_number
 from torchrelay.runners.monitoring.text import human_bytes
+from torchrelay.runners.remote_runs.resolve import Selected, parse_selector, select
 
 _COLUMNS = ("leaf", "what", "changed", "compared", "|b-a|/|a|", "cosine", "max |b-a|", "|a|", "|b|", "bad")
 _ORDER: tuple[Kind, ...] = ("content", "value", "form", "added", "removed", "gone")

@@ -11,9 +11,9 @@ from torchrelay.checkpoint.inspect.repair import TryUse, Usage, usage_of
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.errors import StorageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_place
-from torchrelay.runners.commands.command_line_place import Place, locate
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.monitoring.text import human_bytes
+from torchrelay.runners.remote_runs.resolve import Place, locate
 
 _BLOBS = 10
 

@@ -20,9 +20,9 @@ from torchrelay.runners.commands.command_line_entries import (
     metrics_text,
     states_of,
 )
-from torchrelay.runners.commands.selector import Selected, select
 from torchrelay.runners.monitoring.console import Output, finite, human_number
 from torchrelay.runners.monitoring.text import human_bytes
+from torchrelay.runners.remote_runs.resolve import Selected, select
 
 _COLUMNS = ("name", "kind", "scope", "dtype", "shape", "leaves", "bytes", "written in")
 _SHOWN = 1000

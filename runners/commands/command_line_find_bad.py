@@ -17,9 +17,8 @@ from torchrelay.errors import DamagedError, UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_blobs, add_epoch
 from torchrelay.runners.commands.command_line_find_jump import FOUND, find_jump
 from torchrelay.runners.commands.command_line_going_on import Resume, resume_before
-from torchrelay.runners.commands.command_line_place import Place
-from torchrelay.runners.commands.selector import Selected, select
 from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.remote_runs.resolve import Place, Selected, select
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.inspect.bad_elements import BadLeaf, Looker

@@ -11,9 +11,8 @@ from torchrelay.checkpoint.format.manifest.summary import glance_or_notes
 from torchrelay.checkpoint.inspect.anomalies import FACTOR, Jump, first_jump
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.runners.commands.command_line_going_on import Resume, resume_before
-from torchrelay.runners.commands.command_line_place import locate_run
-from torchrelay.runners.commands.selector import Selected, parse_selector, select
 from torchrelay.runners.monitoring.console import Output, human_number
+from torchrelay.runners.remote_runs.resolve import Selected, locate_run, parse_selector, select
 
 FOUND = 1
 """Exit code where something bad was found."""

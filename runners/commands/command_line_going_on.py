@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.records import dataclass
-from torchrelay.runners.commands.selector import Selected
+from torchrelay.runners.remote_runs.resolve import Selected
 
 
 @dataclass(frozen=True)

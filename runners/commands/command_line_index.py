@@ -13,8 +13,8 @@ from torchrelay.metadata.sql.handler import BoundedCalls, rows_in
 from torchrelay.metadata.sql.url import parse_url
 from torchrelay.runners.commands.command_line_arguments import Add, add_run
 from torchrelay.runners.commands.command_line_index_notes import notes_of_place
-from torchrelay.runners.commands.command_line_place import each_run, locate
 from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.remote_runs.resolve import each_run, locate
 
 if TYPE_CHECKING:
     from torchrelay.metadata.sql.database import Database

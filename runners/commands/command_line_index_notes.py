@@ -21,7 +21,7 @@ from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.fs import read_json
 from torchrelay.metadata.handlers import EPOCH, FILE_NAME, Holder, Note, notes_of_file, report_notes, times_of
 from torchrelay.records import dataclass
-from torchrelay.runners.commands.command_line_place import Place
+from torchrelay.runners.remote_runs.resolve import Place
 
 
 def notes_of_place(place: Place) -> list[Note]:

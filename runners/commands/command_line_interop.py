@@ -62,7 +62,7 @@ def export(chosen: argparse.Namespace, output: Output) -> int:
         return export_onnx(chosen, output)
     _refuse_onnx_options(chosen)
     from torchrelay.checkpoint.files.interop.export import export_checkpoint
-    from torchrelay.runners.commands.selector import parse_selector
+    from torchrelay.runners.remote_runs.resolve import parse_selector
 
     source = parse_selector(chosen.path)
     done = export_checkpoint(

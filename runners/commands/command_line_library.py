@@ -16,7 +16,7 @@ from torchrelay.runners.commands.run_library import add_library, find_run, libra
 from torchrelay.runners.commands.runs_difference import Difference, difference
 from torchrelay.runners.monitoring.console import Output, time_text
 from torchrelay.runners.monitoring.status import STATES
-from torchrelay.runners.stored_runs.run_url import is_remote, parent
+from torchrelay.runners.remote_runs.names import is_remote, parent
 
 _COLUMNS = ("run", "experiment", "state", "epoch", "metric", "code", "config", "comment")
 

@@ -10,8 +10,8 @@ from typing import Any
 from torchrelay.errors import StorageError
 from torchrelay.metadata.lineage import KnownStage, find_stage, stages_of
 from torchrelay.runners.commands.command_line_arguments import Add, add_run
-from torchrelay.runners.commands.command_line_place import locate_run
 from torchrelay.runners.monitoring.console import Output, human_number
+from torchrelay.runners.remote_runs.resolve import locate_run
 
 _SHOWN_BYTES = 1 << 20
 _CONFIG = "config/"

@@ -21,11 +21,11 @@ from torchrelay.runners.commands.command_line_entries import (
     metrics_text,
     states_of,
 )
-from torchrelay.runners.commands.command_line_place import locate, runs_below
 from torchrelay.runners.commands.command_line_runs import list_runs
 from torchrelay.runners.monitoring.console import Output, finite
 from torchrelay.runners.monitoring.status import Standing, standing
 from torchrelay.runners.monitoring.text import human_bytes
+from torchrelay.runners.remote_runs.resolve import locate, runs_below
 
 _COLUMNS = ("epoch", "branch", "world", "bytes", "state", "metrics", "try")
 

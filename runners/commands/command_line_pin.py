@@ -8,10 +8,9 @@ from torchrelay.checkpoint.format.log_state import Key, Mark
 from torchrelay.checkpoint.log.writer import unpin_draft
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch, add_single_writer
-from torchrelay.runners.commands.command_line_place import locate
 from torchrelay.runners.commands.marking import add_mark, marks_of, put
-from torchrelay.runners.commands.selector import parse_selector, select
 from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.remote_runs.resolve import locate, parse_selector, select
 
 _REASON = "why it is kept, a name of its own in the run"
 

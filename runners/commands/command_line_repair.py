@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torchrelay.checkpoint.inspect.inventory import Finding, Inventory, take_inventory
 from torchrelay.errors import StorageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_place, add_single_writer
-from torchrelay.runners.commands.command_line_place import locate
 from torchrelay.runners.commands.command_line_run_notes import lost_notes, write_notes
 from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.remote_runs.resolve import locate
 
 _WORDS = {"mend": "to mend", "delete": "orphan", "keep": "left alone"}
 

@@ -12,9 +12,9 @@ from torchrelay.checkpoint.storage.open import is_remote, object_at
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.fs import write_new
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.commands.command_line_place import locate_run
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.monitoring.text import human_bytes
+from torchrelay.runners.remote_runs.resolve import locate_run
 from torchrelay.runners.report.limits import Limits
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

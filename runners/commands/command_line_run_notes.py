@@ -12,7 +12,7 @@ from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.errors import DamagedError
 from torchrelay.metadata.run_directory import FORMAT, RunDirectory
-from torchrelay.runners.commands.command_line_place import Place
+from torchrelay.runners.remote_runs.resolve import Place
 
 REASON = "made again by repair: how the run ended is not known"
 

@@ -10,10 +10,10 @@ from typing import Any
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.metadata.experiments import newest_result, read_note
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.commands.command_line_place import Place, locate
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.monitoring.status import standing
-from torchrelay.runners.stored_runs.run_url import is_remote
+from torchrelay.runners.remote_runs.names import is_remote
+from torchrelay.runners.remote_runs.resolve import Place, locate
 
 
 def is_run(text: str) -> bool:

@@ -15,8 +15,8 @@ from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiments import ProgramRun, read_note
 from torchrelay.runners.commands.command_line_arguments import Add
-from torchrelay.runners.commands.selector import Selector, parse_selector
 from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.remote_runs.resolve import Selector, parse_selector
 from torchrelay.runners.serving.options import ServeOptions, add_serve_options
 from torchrelay.runners.serving.serve import check_installed, say, serve
 
@@ -70,7 +70,7 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _serve_configured(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> NoReturn:
-    from torchrelay.runners.commands.command_line_place import locate
+    from torchrelay.runners.remote_runs.resolve import locate
 
     _check_there(selector)
     locate(selector.path)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrelay.runners.commands.command_line_arguments import Add, add_run, whole_number
-from torchrelay.runners.commands.command_line_place import locate_run
 from torchrelay.runners.monitoring.console import Output, human_number, time_text
 from torchrelay.runners.monitoring.status import standing
+from torchrelay.runners.remote_runs.resolve import locate_run
 
 _TIMES = ("created", "updated", "time")
 _FIRST = ("time", "kind", "generation")

@@ -15,9 +15,8 @@ from torchrelay.metadata.fs import read_lines, read_note
 from torchrelay.metadata.handlers import FILE_NAME
 from torchrelay.metadata.statistics import NodeTimes, Summary, Verdict, node_times, summary
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch
-from torchrelay.runners.commands.command_line_place import Place, locate
-from torchrelay.runners.commands.selector import find_entry, parse_selector
 from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.remote_runs.resolve import Place, find_entry, locate, parse_selector
 
 _SHOWN = 20
 Actions = list[tuple[NodeTimes, ...]]

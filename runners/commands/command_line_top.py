@@ -14,12 +14,11 @@ from typing import Any
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_status import RunLook, look_at, runs_at
 from torchrelay.runners.commands.command_line_arguments import Add, add_run
-from torchrelay.runners.commands.command_line_place import existing_directory
 from torchrelay.runners.monitoring.console import Output, human_number
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.monitoring.text import duration, per_second
-from torchrelay.runners.stored_runs.run_names import for_a_glance
-from torchrelay.runners.stored_runs.run_url import is_remote
+from torchrelay.runners.remote_runs.names import for_a_glance, is_remote
+from torchrelay.runners.remote_runs.resolve import existing_directory
 
 _COLUMNS = ("run", "state", "epoch", "step", "rate", "eta", "last save")
 _QUIET_SECS = 150.0
@@ -56,7 +55,7 @@ def _place(text: str) -> Callable[[], list[Path]]:
     if not is_remote(text):
         return partial(runs_at, existing_directory(text))
 
-    from torchrelay.runners.stored_runs.mirrors import mirror_of
+    from torchrelay.runners.remote_runs.mirror import mirror_of
 
     mirror = mirror_of(text)
 

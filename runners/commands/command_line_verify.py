@@ -18,10 +18,9 @@ from torchrelay.errors import NoProvableEpochError, StorageError
 from torchrelay.records import dataclass
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch, add_single_writer
 from torchrelay.runners.commands.command_line_entries import current_keys, entry_json, states_of
-from torchrelay.runners.commands.command_line_place import Place, locate, locate_run
-from torchrelay.runners.commands.selector import find_entry, parse_selector
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.monitoring.progress_bar import shown
+from torchrelay.runners.remote_runs.resolve import Place, find_entry, locate, locate_run, parse_selector
 
 NOT_PROVED = StorageError.exit_code
 NONE_LEFT = NoProvableEpochError.exit_code

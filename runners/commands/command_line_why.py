@@ -13,9 +13,8 @@ from torchrelay.checkpoint.log.history import History, read_history
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_epoch
-from torchrelay.runners.commands.command_line_place import Place, locate
-from torchrelay.runners.commands.selector import LAST, Selector, find_entry, parse_selector
 from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.remote_runs.resolve import LAST, Place, Selector, find_entry, locate, parse_selector
 
 _WANTED = re.compile(r"(\d+(?:\+\d+)?)(?:,branch=(\d{1,9}))?", re.ASCII)
 _STYLES = {"chosen": "proved", "not resumable": "quarantined"}

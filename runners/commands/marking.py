@@ -12,9 +12,8 @@ from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft
 from torchrelay.checkpoint.storage.base import SingleWriter, Storage, check_exclusion
 from torchrelay.errors import UnknownEpochError, UsageError
-from torchrelay.runners.commands.command_line_place import Place, locate
-from torchrelay.runners.commands.selector import Selected, parse_selector, select
 from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.remote_runs.resolve import Place, Selected, locate, parse_selector, select
 
 _DRAFTS = {"tag": tag_draft, "pin": pin_draft}
 _DONE = {"tag": "is tagged", "pin": "is pinned as"}

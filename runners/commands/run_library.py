@@ -9,9 +9,8 @@ from pathlib import Path
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.commands.command_line_place import existing_directory, locate_run
-from torchrelay.runners.stored_runs.run_names import for_a_look, travels
-from torchrelay.runners.stored_runs.run_url import is_remote, last_name, parent
+from torchrelay.runners.remote_runs.names import for_a_look, is_remote, last_name, parent, travels
+from torchrelay.runners.remote_runs.resolve import existing_directory, locate_run
 
 _DEPTH = 4
 """`runs/<name>/<runner>/<id>` is the deepest that torchrelay makes."""
@@ -34,7 +33,7 @@ def library(asked: str | None) -> Path:
 
 
 def _stored_library(url: str) -> Path:
-    from torchrelay.runners.stored_runs.mirrors import mirror_of
+    from torchrelay.runners.remote_runs.mirror import mirror_of
 
     mirror = mirror_of(url)
     names = [""] if mirror.is_run() else mirror.names(_DEPTH)
@@ -74,7 +73,7 @@ def find_run(text: str, asked: str | None = None) -> RunDirectory:
 
 def _stored_run(url: str) -> RunDirectory:
     """Beside the others of its directory, so that it can be compared with them."""
-    from torchrelay.runners.stored_runs.mirrors import mirror_of
+    from torchrelay.runners.remote_runs.mirror import mirror_of
 
     locate_run(url, whole=False)  # which says what is wrong with it
     name, above = last_name(url.rstrip("/")), parent(url.rstrip("/"))
@@ -83,14 +82,14 @@ def _stored_run(url: str) -> RunDirectory:
 
 def _whole(path: Path) -> RunDirectory:
     """A run of a library; of one in a store all that it keeps."""
-    from torchrelay.runners.stored_runs.mirrors import mirrored_run
+    from torchrelay.runners.remote_runs.mirror import mirrored_run
 
     return mirrored_run(path, travels)
 
 
 def shown(path: Path) -> str:
     """How people call what lies at a path of a library: a URL, where the directory stands for one."""
-    from torchrelay.runners.stored_runs.mirrors import shown_place
+    from torchrelay.runners.remote_runs.mirror import shown_place
 
     return shown_place(path)
 

@@ -31,7 +31,7 @@ from torchrelay.runners.lifecycle.devices import device_of
 from torchrelay.runners.lifecycle.packages import config_file
 from torchrelay.runners.lifecycle.recording import source_of
 from torchrelay.runners.lifecycle.selection import phases_of, run_directory_of
-from torchrelay.runners.stored_runs.run_url import refuse_remote
+from torchrelay.runners.remote_runs.names import refuse_remote
 
 
 @dataclass(frozen=True)

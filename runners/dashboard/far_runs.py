@@ -9,8 +9,8 @@ from pathlib import Path
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.dashboard.run_store import MOST_RUNS, RunStore
-from torchrelay.runners.stored_runs.mirrors import Wanted, mirror_of
-from torchrelay.runners.stored_runs.run_names import for_a_glance, for_a_look
+from torchrelay.runners.remote_runs.mirror import Wanted, mirror_of
+from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
 
 NOT_OLDER_SECS = 5.0
 """Pages ask again every few seconds, in many browsers; the store is asked once meanwhile."""

@@ -13,7 +13,7 @@ from torchrelay.metadata.code.selection import Root, Sources, sources_of
 from torchrelay.metadata.code.snapshot import Snapshot, main_script, take
 from torchrelay.metadata.experiments import RunStore
 from torchrelay.records import dataclass
-from torchrelay.runners.stored_runs.run_url import refuse_remote
+from torchrelay.runners.remote_runs.names import refuse_remote
 
 RUNS = "TORCHRELAY_RUNS"
 """The variable that says where runs lie; `--runs` comes before it."""

@@ -9,10 +9,9 @@ from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiments import ProgramRun, read_note
 from torchrelay.records import dataclass
-from torchrelay.runners.commands.command_line_place import existing_directory, locate
-from torchrelay.runners.commands.selector import Selector, parse_selector
 from torchrelay.runners.experiment.archived import perform_archived
 from torchrelay.runners.experiment.request import Request
+from torchrelay.runners.remote_runs.resolve import Selector, existing_directory, locate, parse_selector
 
 if TYPE_CHECKING:
     from torchrelay.runners.rebuilding.loaded_model import LoadedModel

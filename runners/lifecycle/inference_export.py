@@ -19,7 +19,7 @@ from torchrelay.jobs.session import warn
 from torchrelay.metadata.handlers import SeveralHandlers
 from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.selection import MODEL
-from torchrelay.runners.stored_runs.run_url import is_remote
+from torchrelay.runners.remote_runs.names import is_remote
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torchrelay.jobs.session import Peers, decide
 from torchrelay.runners.binding import bind_for_load
 from torchrelay.runners.job_runner import JobRunner
 from torchrelay.runners.lifecycle.context import StepContext
-from torchrelay.runners.stored_runs.run_url import is_remote
+from torchrelay.runners.remote_runs.names import is_remote
 
 _SAVER, _LAST = "saver of an own loop", "last epoch of an own loop"
 _WAIT_SECS = 10.0

@@ -36,10 +36,9 @@ from torchrelay.runners.lifecycle.selection import (
 from torchrelay.runners.lifecycle.stepping import StepFailedError, run_steps
 from torchrelay.runners.lifecycle.training import runner_options
 from torchrelay.runners.lifecycle.unread import Unread
+from torchrelay.runners.remote_runs.mirror import mirror_of
+from torchrelay.runners.remote_runs.names import for_a_glance, is_remote
 from torchrelay.runners.result import RunResult
-from torchrelay.runners.stored_runs.mirrors import mirror_of
-from torchrelay.runners.stored_runs.run_names import for_a_glance
-from torchrelay.runners.stored_runs.run_url import is_remote
 
 JobOptions = Mapping[str, Any]
 

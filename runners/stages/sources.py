@@ -17,7 +17,7 @@ from torchrelay.jobs.session import Peers, together
 from torchrelay.metadata.lineage import Stage, StageRecord
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.commands.selector import parse_selector
+from torchrelay.runners.remote_runs.resolve import parse_selector
 from torchrelay.runners.stages.given import Given, Upstream
 
 

@@ -23,17 +23,13 @@ from torchrelay.metadata.fs import MAX_JSON_BYTES, read_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.distributed.launcher_status import forget_last_words, remember_last_words
 from torchrelay.runners.journal import Journal
+from torchrelay.runners.remote_runs.download import Brought, RunFiles, bring, found_in, unlisted
+from torchrelay.runners.remote_runs.names import CHECKPOINTS, NEEDED, STOP, for_a_start, travels
+from torchrelay.runners.remote_runs.upload import EVERY_SECS, Behind, Putter, local_goes_on
+from torchrelay.runners.remote_runs.workspace import WorkspaceLock, check_store, make_workspace, set_aside
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.run_state import RunState
-from torchrelay.runners.stored_runs.behind import EVERY_SECS, Behind
-from torchrelay.runners.stored_runs.bringing import Brought, bring, found_in, unlisted
 from torchrelay.runners.stored_runs.curves import mend_curves
-from torchrelay.runners.stored_runs.joining import local_goes_on
-from torchrelay.runners.stored_runs.putting import Putter
-from torchrelay.runners.stored_runs.run_files import RunFiles
-from torchrelay.runners.stored_runs.run_names import CHECKPOINTS, NEEDED, STOP, for_a_start, travels
-from torchrelay.runners.stored_runs.store_check import check_store
-from torchrelay.runners.stored_runs.workspaces import WorkspaceLock, make_workspace, set_aside
 
 BEGIN_SECS, END_SECS = 30.0, 60.0
 """How long a start waits until the run can be seen in the store, and an end until all is there."""

@@ -18,7 +18,7 @@ from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.log.view import Wanted
 from torchrelay.errors import RelayError, UnknownEpochError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.commands.selector import Selector, parse_selector, select
+from torchrelay.runners.remote_runs.resolve import Selector, parse_selector, select
 
 SCORES = {0: float("nan"), 1: 0.0, 2: -3.0, 3: -1.0, 4: float("nan")}
 LEAVES = [parameter("w", torch.zeros(3))]

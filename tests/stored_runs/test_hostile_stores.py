@@ -22,11 +22,10 @@ import torchrelay
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.urls import open_file_system
 from torchrelay.errors import UsageError
-from torchrelay.runners.stored_runs import mirrors
-from torchrelay.runners.stored_runs.bringing import bring, found_in
-from torchrelay.runners.stored_runs.mirrors import Mirror
-from torchrelay.runners.stored_runs.run_files import RunFiles
-from torchrelay.runners.stored_runs.run_names import for_a_look, travels
+from torchrelay.runners.remote_runs import mirror as mirrors
+from torchrelay.runners.remote_runs.download import RunFiles, bring, found_in
+from torchrelay.runners.remote_runs.mirror import Mirror
+from torchrelay.runners.remote_runs.names import for_a_look, travels
 
 
 def test_a_listing_that_lags_makes_no_other_run(

@@ -16,11 +16,11 @@ from stored_jobs import Hosts, in_memory, put, train
 from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.dashboard.far_runs import FarRuns
 from torchrelay.runners.dashboard.server import DashboardServer
+from torchrelay.runners.remote_runs import mirror as mirrors
+from torchrelay.runners.remote_runs.download import RunFiles
+from torchrelay.runners.remote_runs.mirror import Mirror, mirror_of
+from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
 from torchrelay.runners.report.limits import Limits
-from torchrelay.runners.stored_runs import mirrors
-from torchrelay.runners.stored_runs.mirrors import Mirror, mirror_of
-from torchrelay.runners.stored_runs.run_files import RunFiles
-from torchrelay.runners.stored_runs.run_names import for_a_glance, for_a_look
 
 
 @pytest.fixture(scope="module")

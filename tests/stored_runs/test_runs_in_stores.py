@@ -28,11 +28,12 @@ from torchrelay.runners.distributed.launcher_status import (
     remember_last_words,
     say_last_words,
 )
+from torchrelay.runners.remote_runs import upload
+from torchrelay.runners.remote_runs.download import RunFiles
+from torchrelay.runners.remote_runs.upload import BYTES_PER_SEC, Putter
+from torchrelay.runners.remote_runs.workspace import WorkspaceLock, make_workspace, workspace_of
 from torchrelay.runners.session import stop_requests
-from torchrelay.runners.stored_runs import behind, stored_run
-from torchrelay.runners.stored_runs.putting import BYTES_PER_SEC, Putter
-from torchrelay.runners.stored_runs.run_files import RunFiles
-from torchrelay.runners.stored_runs.workspaces import WorkspaceLock, make_workspace, workspace_of
+from torchrelay.runners.stored_runs import stored_run
 
 
 def status_at(url: str) -> dict[str, object]:
@@ -146,7 +147,7 @@ def test_a_deleted_run_begins_anew(url: str, hosts: Hosts) -> None:
 def test_stop_by_url(url: str, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object STOP ends the run at an epoch's end, and keeps it stopped; without it the run goes on."""
     monkeypatch.setattr(stored_run, "EVERY_SECS", 0.01)
-    monkeypatch.setattr(behind, "_LEAST_SECS", 0.01)
+    monkeypatch.setattr(upload, "_LEAST_SECS", 0.01)
     monkeypatch.setattr(stop_requests, "_LOOK_SECS", 0.0)
     seen = threading.Event()
 
@@ -245,7 +246,7 @@ def test_trouble_is_told_once_and_passes(
 ) -> None:
     """One warning for a store that is away for a while; when it is back everything is there, without one."""
     monkeypatch.setattr(stored_run, "EVERY_SECS", 0.01)
-    monkeypatch.setattr(behind, "_LEAST_SECS", 0.01)
+    monkeypatch.setattr(upload, "_LEAST_SECS", 0.01)
     epoch = [0]
 
     def each(ctx: object) -> None:
@@ -257,14 +258,14 @@ def test_trouble_is_told_once_and_passes(
         elif 1 < epoch[0] < 4:
             assert _until(lambda: here[0].reason)
 
-    here: list[behind.Behind] = []
-    made = behind.Behind.__init__
+    here: list[upload.Behind] = []
+    made = upload.Behind.__init__
 
-    def remember(self: behind.Behind, *given: object, **more: object) -> None:
+    def remember(self: upload.Behind, *given: object, **more: object) -> None:
         made(self, *given, **more)  # type: ignore[arg-type]
         here.append(self)
 
-    monkeypatch.setattr(behind.Behind, "__init__", remember)
+    monkeypatch.setattr(upload.Behind, "__init__", remember)
     with pytest.warns(UserWarning) as told:
         assert train(url, 5, each) == 5
     texts = [str(one.message) for one in told if "is not up to date" in str(one.message)]
@@ -363,12 +364,12 @@ def test_a_second_process_of_the_host_is_refused(
     url: str, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The workspace is one process's; the other one is told where, with the code for a run in use."""
-    from torchrelay.runners.stored_runs import workspaces
+    from torchrelay.runners.remote_runs import workspace
 
     make_workspace(workspace_of(url))
     lock = WorkspaceLock(workspace_of(url))
     lock.take()
-    monkeypatch.setattr(workspaces, "LEAVING_SECS", 0.0)
+    monkeypatch.setattr(workspace, "LEAVING_SECS", 0.0)
     monkeypatch.setattr(WorkspaceLock.__init__, "__defaults__", (0.0,))
     with pytest.raises(DirectoryInUseError, match="another process of this host"):
         train(url, 1)
@@ -420,11 +421,11 @@ def test_files_that_are_too_large_stay_where_they_are(
     url: str, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file beyond the bound is not brought, and what a start writes under its name not put over it."""
-    from torchrelay.runners.stored_runs import bringing
+    from torchrelay.runners.remote_runs import download
 
     train(url, 1)
     put(f"{url}/values.jsonl", b"x" * 2_000_000)
-    monkeypatch.setattr(bringing, "MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(download, "MOST_BYTES", 1_000_000)
     hosts.on("two")
 
     def each(ctx: object) -> None:

@@ -1,18 +1,168 @@
-"""The thread that puts a run's files up behind the training, which waits for it only at its ends.
+"""Files of a workspace, uploaded where they have changed, by a thread that the training does not wait for.
 
-nudge()   something has changed: a pass soon
-flush(s)  return when all that is here now was put, or after so many seconds
-close(s)  the same for the last time, trying again; then nothing is put any more
+    nudge()   something has changed: a pass soon
+    flush(s)  return when all that is here now was put, or after so many seconds
+    close(s)  the same for the last time, trying again; then nothing is put any more
+
+What the store has in another version too is joined: one of the two goes on.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-from torchrelay.errors import FencedError
-from torchrelay.runners.stored_runs.putting import Putter
+from torchrelay.errors import FencedError, RelayError
+from torchrelay.metadata.fs import open_regular, read_json
+from torchrelay.records import dataclass
+from torchrelay.runners.remote_runs.download import MOST_FILES, RunFiles
+from torchrelay.runners.remote_runs.names import DEEPEST, grows, in_order, is_name, travels
+
+_PIECE_BYTES = 1 << 20
+STATUS = "status.json"
+
+
+def local_goes_on(name: str, local: Path, brought: Path) -> bool:
+    """Whether this host's version has what the store's has, and more, which a lost process had not put.
+
+    Of a file that grows it does where the store's is its beginning; of the status, where it is of a later
+    generation, or written later in the same. Of all others the store's counts.
+    """
+    if local.is_symlink() or not local.is_file():
+        return False
+    if name == STATUS:
+        return _age(local) > _age(brought)
+    return grows(name) and _begins_with(local, brought)
+
+
+def _age(path: Path) -> tuple[float, float]:
+    try:
+        found: dict[str, Any] = read_json(path) or {}
+    except RelayError:
+        return (-2.0, 0.0)
+    known = [found.get(name) for name in ("generation", "updated")]
+    generation, updated = (one if type(one) in (int, float) else -1.0 for one in known)
+    return float(generation), float(updated)  # type: ignore[arg-type]
+
+
+def _begins_with(longer: Path, shorter: Path) -> bool:
+    try:
+        with open_regular(longer) as one, open_regular(shorter) as other:
+            while piece := other.read(_PIECE_BYTES):
+                if one.read(len(piece)) != piece:
+                    return False
+    except OSError:
+        return False
+    return True
+
+
+LONG_BYTES = 16 << 20
+BYTES_PER_SEC = 256 << 10
+"""A file that changes all the time is put again so rarely that it takes no more than this."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How a file looked when it was looked at; another look shows whether it was changed since."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+class Putter:
+    """Knows what of a workspace the store has. `wanted` says which names are ours to put.
+
+    `links` are names that were passed over, because they are links or no files.
+    """
+
+    def __init__(
+        self,
+        files: RunFiles,
+        root: Path,
+        wanted: Callable[[str], bool] = travels,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.files, self.root = files, root
+        self.links: set[str] = set()
+        self.kept: set[str] = set()
+        """Names that lie in the store and were not brought: what is here must not take their place."""
+        self._wanted, self._clock = wanted, clock
+        self._put: dict[str, Seen] = {}
+        self._not_before: dict[str, float] = {}
+        self._status_version: str | None = None
+
+    def changed(self, *, patient: bool) -> dict[str, Seen]:
+        """What has to be put, in order; of a `patient` pass without what was put only just now."""
+        now = self._clock()
+        seen = dict(self._scan())
+        names = [
+            name
+            for name, one in seen.items()
+            if self._put.get(name) != one
+            and name not in self.kept
+            and not (patient and now < self._not_before.get(name, now))
+        ]
+        ordered = in_order(names)
+        if patient:  # nobody who looks is to wait for what takes long
+            ordered.sort(key=lambda name: seen[name].size > LONG_BYTES)
+        return {name: seen[name] for name in ordered}
+
+    def put(self, name: str, seen: Seen) -> None:
+        """Put one file as it is now. Raises StorageError; a file that is gone meanwhile is not put."""
+        try:
+            self.files.put_as_it_is(name, self.root / name)
+        except FileNotFoundError:
+            return
+        self._put[name] = seen  # as it looked before: what was appended meanwhile is a change
+        self._not_before[name] = self._clock() + seen.size / BYTES_PER_SEC
+        if name == STATUS:
+            self._status_version = self.files.version(name)
+
+    def look_at_status(self) -> None:
+        """Where somebody else has put a status over ours, ours is to be put again."""
+        if self._status_version and self.files.version(STATUS) != self._status_version:
+            self._put.pop(STATUS, None)
+
+    def _scan(self) -> Iterator[tuple[str, Seen]]:
+        left = [""]
+        count = 0
+        while left and count < MOST_FILES:
+            here = left.pop()
+            for entry in _entries(self.root / here):
+                name = f"{here}/{entry.name}" if here else entry.name
+                if not is_name(entry.name) or not travels(name) or name.count("/") >= DEEPEST:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    left.append(name)
+                elif not self._wanted(name):
+                    continue
+                elif not entry.is_file(follow_symlinks=False):
+                    self.links.add(name)
+                elif (seen := _seen(entry)) is not None:
+                    count += 1
+                    yield name, seen
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError:  # gone meanwhile
+        return []
+
+
+def _seen(entry: os.DirEntry[str]) -> Seen | None:
+    try:
+        found = entry.stat(follow_symlinks=False)
+    except OSError:
+        return None
+    return Seen(found.st_size, found.st_mtime_ns, found.st_ino)
+
 
 EVERY_SECS = 5.0
 _LEAST_SECS = 1.0

@@ -21,10 +21,16 @@ from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.stored_runs.bringing import bring, found_in, place_for
-from torchrelay.runners.stored_runs.run_files import Listed, RunFiles
-from torchrelay.runners.stored_runs.run_names import CHECKPOINTS, LOGS, for_a_glance, is_name, travels
-from torchrelay.runners.stored_runs.run_url import canonical, last_name
+from torchrelay.runners.remote_runs.download import Listed, RunFiles, bring, found_in, place_for
+from torchrelay.runners.remote_runs.names import (
+    CHECKPOINTS,
+    LOGS,
+    canonical,
+    for_a_glance,
+    is_name,
+    last_name,
+    travels,
+)
 
 MOST_RUNS = 1000
 _COARSE_SECS, _SETTLED = 2.0, -1.0

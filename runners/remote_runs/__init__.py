@@ -1,0 +1,1 @@
+"""Runs in stores: worked on locally, uploaded in the background, read from anywhere."""
