@@ -12,7 +12,7 @@ from stored_jobs import Hosts, in_memory
 
 from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.remote_runs import download, upload, workspace
-from torchrelay.runners.stored_runs import stored_run
+from torchrelay.runners.training.extras import remote_run
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/remote-runs.md").read_text()
 
@@ -41,6 +41,6 @@ def test_the_page_runs(
 def test_the_figures_are_those_of_the_code() -> None:
     """Intervals, bounds and the variable's name stand on the page as they are."""
     assert (upload.EVERY_SECS, upload._LONGEST_SECS) == (5.0, 60.0)
-    assert (stored_run.END_SECS, stored_run.FAILED_SECS) == (60.0, 8.0)
+    assert (remote_run.END_SECS, remote_run.FAILED_SECS) == (60.0, 8.0)
     assert (download.MOST_BYTES, upload.BYTES_PER_SEC) == (256 << 20, 256 << 10)
     assert workspace.VARIABLE in PAGE

@@ -23,9 +23,9 @@ from torchrelay.errors import RelayError
 from torchrelay.metadata.handlers import FileMetadataHandler
 from torchrelay.runners.chaos.contents import Blobs, Mixed
 from torchrelay.runners.chaos.store_faults import strike_calls
-from torchrelay.runners.choosing import Resume
-from torchrelay.runners.job_runner import RUN_DIRECTORY_FAILED_SAVES, JobRunner
 from torchrelay.runners.session.local import LocalSession
+from torchrelay.runners.training.job_runner import RUN_DIRECTORY_FAILED_SAVES, JobRunner
+from torchrelay.runners.training.plan import Resume
 
 _WATCH_SECS = 0.5
 """How long the counter of a writer is watched that may be alive: here none ever is."""

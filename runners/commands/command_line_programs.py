@@ -79,7 +79,7 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
     output.close()
     if chosen.program is None:
         from torchrelay.runners.configured.entry import perform
-        from torchrelay.runners.leaving import run_and_leave
+        from torchrelay.runners.training.exit import run_and_leave
 
         run_and_leave(lambda: perform(request))
     if verb == "package":

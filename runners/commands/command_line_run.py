@@ -56,7 +56,7 @@ def run(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _run_and_leave(config: Config, run_dir: str | None, *, strict: bool) -> NoReturn:
-    from torchrelay.runners.leaving import run_and_leave
     from torchrelay.runners.lifecycle.profiles import run_config
+    from torchrelay.runners.training.exit import run_and_leave
 
     run_and_leave(lambda: run_config(config, run_dir=run_dir, strict=strict).exit_code)

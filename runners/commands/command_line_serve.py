@@ -79,7 +79,7 @@ def _serve_configured(chosen: argparse.Namespace, selector: Selector, options: S
             f"{selector.path} has checkpoints alone, so nothing tells their model: give --model "
             "module:function"
         )
-    from torchrelay.runners.leaving import run_and_leave
+    from torchrelay.runners.training.exit import run_and_leave
 
     work = _by_program if chosen.handler is None else _by_handler
     run_and_leave(lambda: work(chosen, selector, options))
@@ -125,7 +125,7 @@ def _check_there(selector: Selector) -> None:
 
 def _served(options: ServeOptions, source: Any) -> NoReturn:
     """Leave with its code, and with the traceback of what a function of the user raised."""
-    from torchrelay.runners.leaving import run_and_leave
+    from torchrelay.runners.training.exit import run_and_leave
 
     run_and_leave(lambda: serve(options, source))
 

@@ -22,9 +22,9 @@ from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.code.snapshot import Snapshot
 from torchrelay.metadata.experiments import ProgramRun, update_note
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.capturing import Capturing
 from torchrelay.runners.experiment.base_scene import BaseScene, say
 from torchrelay.runners.monitoring.status import standing
+from torchrelay.runners.training.capture import Capturing
 
 Fit = Callable[[Path, str], None]
 """Loads an epoch of a run, by its name, into what the code makes now."""

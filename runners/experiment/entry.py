@@ -19,7 +19,6 @@ from torchrelay.runners.experiment.amend_verb import amend
 from torchrelay.runners.experiment.archived import run_archived
 from torchrelay.runners.experiment.archived_process import MARK
 from torchrelay.runners.experiment.evaluation_verb import evaluate
-from torchrelay.runners.experiment.handed import taken
 from torchrelay.runners.experiment.packaging_verb import package
 from torchrelay.runners.experiment.program import Program
 from torchrelay.runners.experiment.request import Request, read_request
@@ -28,7 +27,7 @@ from torchrelay.runners.experiment.server_verb import server
 from torchrelay.runners.experiment.status_verb import status
 from torchrelay.runners.experiment.testing_verb import test
 from torchrelay.runners.experiment.training_verb import train
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave, taken
 
 _VERBS: dict[str, Callable[[Scene], int]] = {
     "train": train,

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.experiment.entry import perform
-from torchrelay.runners.experiment.handed import hand_over
 from torchrelay.runners.experiment.program import Program
 from torchrelay.runners.experiment.request import Request
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import hand_over, run_and_leave
 
 
 def load_and_perform(target: str, request: Request) -> None:

@@ -16,12 +16,11 @@ from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.stop import max_epochs, max_steps
 from torchrelay.metadata.experiments import metric_rows
 from torchrelay.runners.experiment.samples import Samples
-from torchrelay.runners.job_runner import JobRunner
-from torchrelay.runners.rebuilding.recipe import Recipe
-from torchrelay.runners.result import RunResult
 from torchrelay.runners.session.context import Context
 from torchrelay.runners.session.local import current_or_new_session
 from torchrelay.runners.session.stop_requests import TimeLimit
+from torchrelay.runners.training.job_runner import JobRunner
+from torchrelay.runners.training.plan import Recipe, RunResult
 
 P = TypeVar("P", bound="Program")
 

@@ -18,12 +18,12 @@ from torchrelay.runners.experiment.making_runs import made_run
 from torchrelay.runners.experiment.program import Program
 from torchrelay.runners.experiment.request import rewind_of
 from torchrelay.runners.experiment.scene import Scene
-from torchrelay.runners.leaving import code_of_result
 from torchrelay.runners.lifecycle.recording import recorded
 from torchrelay.runners.lifecycle.unread import Unread
-from torchrelay.runners.result import RunResult
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.local import current_or_new_session
+from torchrelay.runners.training.exit import code_of_result
+from torchrelay.runners.training.plan import RunResult
 
 _NAMED_RANKS = 8
 

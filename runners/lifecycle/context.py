@@ -11,7 +11,7 @@ from torchrelay.runners.distributed.environment import read_launch_env
 from torchrelay.runners.lifecycle.order import STEPS, status_of
 from torchrelay.runners.lifecycle.recording import run_of
 from torchrelay.runners.lifecycle.slots import Slot
-from torchrelay.runners.stages.using import LoadedUpstream, load_upstream
+from torchrelay.runners.training.extras.load_upstream import LoadedUpstream, load_upstream
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,7 @@ def with_onnx(options: Mapping[str, Any], context: StepContext) -> dict[str, Any
     keys = context.runner.onnx
     if keys is None:
         return dict(options)
-    from torchrelay.runners.onnx_files.onnx_export import OnnxExport
+    from torchrelay.runners.training.extras.onnx_export import OnnxExport
 
     alone = len(context.phases) == 1
     made = [

@@ -12,10 +12,10 @@ from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.checkpoint.log.view import whole_epochs
 from torchrelay.errors import SaveFailedError, UnknownEpochError, UsageError
 from torchrelay.jobs.session import Peers, decide
-from torchrelay.runners.binding import bind_for_load
-from torchrelay.runners.job_runner import JobRunner
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.remote_runs.names import is_remote
+from torchrelay.runners.training.job_runner import JobRunner
+from torchrelay.runners.training.startup import bind_for_load
 
 _SAVER, _LAST = "saver of an own loop", "last epoch of an own loop"
 _WAIT_SECS = 10.0

@@ -18,7 +18,6 @@ from torchrelay.metadata.experiments import RunStore
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.environment import LaunchEnv, current_world, read_launch_env
-from torchrelay.runners.leaving import code_of_result
 from torchrelay.runners.lifecycle.apart import apart
 from torchrelay.runners.lifecycle.context import StepContext, place_of_process
 from torchrelay.runners.lifecycle.loading import Classes, Loader, load_classes
@@ -38,7 +37,8 @@ from torchrelay.runners.lifecycle.training import runner_options
 from torchrelay.runners.lifecycle.unread import Unread
 from torchrelay.runners.remote_runs.mirror import mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, is_remote
-from torchrelay.runners.result import RunResult
+from torchrelay.runners.training.exit import code_of_result
+from torchrelay.runners.training.plan import RunResult
 
 JobOptions = Mapping[str, Any]
 

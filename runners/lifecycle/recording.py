@@ -14,8 +14,8 @@ from torchrelay.jobs.config.schema import Upstream as UpstreamKeys
 from torchrelay.metadata.code.capture import Given
 from torchrelay.metadata.code.selection import Sources
 from torchrelay.runners.lifecycle.selection import MODEL, phases_of, weights_place
-from torchrelay.runners.rebuilding.recipe import Recipe
-from torchrelay.runners.stages.given import InitFrom, Upstream
+from torchrelay.runners.training.extras.upstream import InitFrom, Upstream
+from torchrelay.runners.training.plan import Recipe
 
 _WRITTEN = (
     "save_checkpoint_path", "save_step_path", "save_inference_path", "runner_result_dump_path",

@@ -24,7 +24,6 @@ from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.random import seed
 from torchrelay.jobs.session import decide
 from torchrelay.runners.distributed.environment import read_launch_env
-from torchrelay.runners.job_runner import JobRunner
 from torchrelay.runners.lifecycle.context import StepContext
 from torchrelay.runners.lifecycle.devices import device_of
 from torchrelay.runners.lifecycle.growing_data import growing_loader, grows
@@ -54,6 +53,7 @@ from torchrelay.runners.lifecycle.user_objects import (
     scheduled_by_epoch,
 )
 from torchrelay.runners.lifecycle.weights import load_weights
+from torchrelay.runners.training.job_runner import JobRunner
 
 
 class Step:

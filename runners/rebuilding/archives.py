@@ -26,7 +26,7 @@ from torchrelay.records import dataclass
 from torchrelay.runners.lifecycle.context import StepContext, place_of_process
 from torchrelay.runners.lifecycle.loading import Loader, load_classes
 from torchrelay.runners.lifecycle.steps import Network
-from torchrelay.runners.rebuilding.recipe import Recipe
+from torchrelay.runners.training.plan import Recipe
 
 _RESOLVED = "resolved.yaml"
 

@@ -22,7 +22,7 @@ from torchrelay.runners.lifecycle.selection import MODEL, phases_of
 from torchrelay.runners.rebuilding.archives import Archives, archives_of
 from torchrelay.runners.rebuilding.first_batch import first_batch
 from torchrelay.runners.rebuilding.program_of_run import program_of
-from torchrelay.runners.rebuilding.recipe import Recipe
+from torchrelay.runners.training.plan import Recipe
 
 _REMEDY = "give the model by --model module:function (model=), a callable that makes it"
 

@@ -21,9 +21,17 @@ from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.errors import DamagedError, RelayError, UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.rebuilding.archives import Archives, archives_of
-from torchrelay.runners.rebuilding.recipe import Recipe
-from torchrelay.runners.replay.playing import as_it_was, device_of, play, same_bits, settings_now
-from torchrelay.runners.replay.recorder import FACTS, FOLDER, files_of
+from torchrelay.runners.training.extras.replay import (
+    FACTS,
+    FOLDER,
+    as_it_was,
+    device_of,
+    files_of,
+    play,
+    same_bits,
+    settings_now,
+)
+from torchrelay.runners.training.plan import Recipe
 
 NOT_SAME = 1
 

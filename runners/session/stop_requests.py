@@ -1,7 +1,7 @@
 """Requests to end early or to save: by signals, time limits or the file STOP. Needs no torch.
 
 Raising a request is all that a signal handler does. When it counts is agreed by all processes, in
-`ctx.steps` and between the phases of a run (`runners.ending.boundaries`).
+`ctx.steps` and between the phases of a run (`runners.training.preemption`).
 
 A handler of Python does not run inside a collective; there the other ranks, which come to the next step,
 bring the process out of it. Ctrl-C is such a request where a step is near; elsewhere, and when it comes

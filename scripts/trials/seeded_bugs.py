@@ -151,7 +151,7 @@ def _the_log() -> Iterator[Bug]:
     )
     yield Bug(
         "a rewind abandons nothing until an epoch is saved",
-        "runners/life.py",
+        "runners/training/run_loop.py",
         "            self.manager.engine.ledger.rewind(self.peers, base, self.request.of_branch(choice))\n",
         "            pass\n",
         ["tests/exactness/test_branches_after_a_rewind.py"],
@@ -424,7 +424,7 @@ def _together() -> Iterator[Bug]:
     )
     yield Bug(
         "random states are not restored",
-        "runners/resumed_state.py",
+        "runners/training/resume.py",
         "        for name, streams in self._streams.items():\n",
         "        for name, streams in dict(self._streams if self._state.epoch < 0 else {}).items():\n",
         ["tests/exactness/test_resume_every_epoch.py", "-k", "1"],

@@ -124,7 +124,7 @@ def train(run: str, program: Program, tell: Callable[[str], None]) -> Any:
 
 def main(run: str, what: str) -> None:
     """Be the program that people start."""
-    from torchrelay.runners.leaving import code_of_result, run_and_leave
+    from torchrelay.runners.training.exit import code_of_result, run_and_leave
 
     torch.set_num_threads(1)
 

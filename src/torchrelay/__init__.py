@@ -28,20 +28,20 @@ _HOMES = {
     "DistributedSession": "runners.session.distributed",
     "EpochLoader": "jobs.data.loader",
     "FileMetadataHandler": "metadata.handlers",
-    "InitFrom": "runners.stages.given",
+    "InitFrom": "runners.training.extras.upstream",
     "Job": "jobs.job",
-    "JobRunner": "runners.job_runner",
+    "JobRunner": "runners.training.job_runner",
     "LocalSession": "runners.session.local",
     "MetadataHandler": "metadata.handlers",
     "MetricSink": "metadata.sinks.base",
     "MultiNodeCheckpointManager": "checkpoint.manager",
     "Node": "jobs.cluster",
-    "OnnxExport": "runners.onnx_files.onnx_export",
+    "OnnxExport": "runners.training.extras.onnx_export",
     "OnnxModule": "checkpoint.onnx_in.onnx_module",
     "Program": "runners.experiment.program",
     "ReaderWithLimit": "jobs.data.readers",
     "RelayError": "errors",
-    "RunResult": "runners.result",
+    "RunResult": "runners.training.plan",
     "Scope": "jobs.blobs",
     "ServingHandler": "runners.serving.served",
     "Sources": "metadata.code.selection",
@@ -55,7 +55,7 @@ _HOMES = {
     "Tier": "checkpoint.storage.open",
     "TrackedRun": "metadata.sinks.base",
     "UploadTaskGroupBuilder": "checkpoint.manager",
-    "Upstream": "runners.stages.given",
+    "Upstream": "runners.training.extras.upstream",
     "Workspace": "jobs.workspace",
     "WorkspaceType": "jobs.workspace",
     "compile": "checkpoint.package.compiling",
@@ -78,7 +78,7 @@ _HOMES = {
     "load_code": "metadata.code.imports",
     "load_into": "checkpoint.files.blobs.load_into",
     "load_states": "checkpoint.archive.loading",
-    "load_upstream": "runners.stages.using",
+    "load_upstream": "runners.training.extras.load_upstream",
     "main": "runners.experiment.entry",
     "max_epochs": "jobs.stop",
     "max_steps": "jobs.stop",
@@ -159,15 +159,15 @@ if TYPE_CHECKING:
     from torchrelay.runners.session.distributed import DistributedSession as DistributedSession
     from torchrelay.runners.experiment.entry import main as main
     from torchrelay.runners.experiment.program import Program as Program
-    from torchrelay.runners.job_runner import JobRunner as JobRunner
+    from torchrelay.runners.training.job_runner import JobRunner as JobRunner
     from torchrelay.runners.session.local import LocalSession as LocalSession
-    from torchrelay.runners.onnx_files.onnx_export import OnnxExport as OnnxExport
+    from torchrelay.runners.training.extras.onnx_export import OnnxExport as OnnxExport
     from torchrelay.runners.onnx_files.run_to_onnx import run_to_onnx as run_to_onnx
-    from torchrelay.runners.result import RunResult as RunResult
+    from torchrelay.runners.training.plan import RunResult as RunResult
     from torchrelay.runners.serving.served import ServingHandler as ServingHandler
     from torchrelay.runners.serving.tensor_handler import TensorHandler as TensorHandler
-    from torchrelay.runners.stages.given import InitFrom as InitFrom, Upstream as Upstream
-    from torchrelay.runners.stages.using import load_upstream as load_upstream
+    from torchrelay.runners.training.extras.upstream import InitFrom as InitFrom, Upstream as Upstream
+    from torchrelay.runners.training.extras.load_upstream import load_upstream as load_upstream
     from torchrelay.runners.session.local import init as init
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings

@@ -14,8 +14,8 @@ from rank_cases import ON_RANKS
 from stage import Stage
 
 import torchrelay
-from torchrelay.runners.leaving import leave
 from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.training.exit import leave
 
 session = torchrelay.init()
 

@@ -182,7 +182,7 @@ from torchrelay.jobs.config.config import load_config
 from torchrelay.lifecycle import StepFailedError, run_config
 from torchrelay.runners.configured.entry import perform
 from torchrelay.runners.experiment.request import Request
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 unlike = load_config("config.yaml", ["+hyper_parameters.tag=" + os.environ["RANK"]])
 try:

@@ -23,7 +23,7 @@ from torchrelay.errors import (
 )
 from torchrelay.metadata.handlers import FileMetadataHandler
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.journal import SaveWarning
+from torchrelay.runners.training.journal import SaveWarning
 
 Damage = Callable[[Path], Path]
 

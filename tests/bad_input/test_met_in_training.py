@@ -25,7 +25,7 @@ from torchrelay.errors import (
     SaveFailedError,
     UsageError,
 )
-from torchrelay.runners.journal import SaveWarning
+from torchrelay.runners.training.journal import SaveWarning
 
 
 def fails(trial: Trial, where: Any, kind: type[RelayError], *words: str, **options: Any) -> str:

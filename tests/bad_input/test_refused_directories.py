@@ -15,7 +15,7 @@ from ranks import on_ranks
 from torchrelay import JobRunner, MultiNodeCheckpointManager
 from torchrelay.errors import DamagedError, FormatError, StorageError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners import preflight
+from torchrelay.runners.training import startup
 
 
 def refuse(tmp_path: Path, where: Any, *words: str, kind: Any = UsageError, code: int = 2) -> str:
@@ -146,7 +146,7 @@ def test_a_log_without_its_job(tmp_path: Path) -> None:
 
 def test_a_directory_that_not_all_hosts_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that does not see rank 0's probe is named with the directory; no probe stays behind."""
-    monkeypatch.setattr(preflight, "VISIBLE_WITHIN_SECS", 0.2)
+    monkeypatch.setattr(startup, "VISIBLE_WITHIN_SECS", 0.2)
     (tmp_path / "host1").mkdir()
     meeting = Meeting(2)
     before = tree(tmp_path)
@@ -158,7 +158,7 @@ def test_a_directory_that_not_all_hosts_share(tmp_path: Path, monkeypatch: pytes
 
     def check(rank: int) -> None:
         run = RunDirectory(tmp_path / f"host{rank}" / "run")
-        preflight.check_run_directory(run, Trial().job, Session(rank))  # type: ignore[arg-type]
+        startup.check_run_directory(run, Trial().job, Session(rank))  # type: ignore[arg-type]
 
     errors = on_ranks(2, check)
     assert [type(error) for error in errors] == [UsageError, UsageError]

@@ -11,7 +11,7 @@ import pytest
 from bad_input import flip, run_program, shard, tree
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.options import parse_options
+from torchrelay.runners.training.plan import parse_options
 
 PROGRAM = """
 import sys

@@ -14,7 +14,7 @@ from warm import PLACE, server, warmed
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs, open_checkpoint
-from torchrelay.runners import outset
+from torchrelay.runners.training import startup
 
 PROGRAM = REPOSITORY / "tests/programs/branching.py"
 KILLED = -9
@@ -80,7 +80,7 @@ def attempt(
     folder: Path, monkeypatch: pytest.MonkeyPatch, process: str, crash_in: int | None = None, **how: object
 ) -> list[int]:
     """One attempt of the toy, played as if in a process of its own; returns the epochs it began."""
-    monkeypatch.setattr(outset, "PROCESS", process)
+    monkeypatch.setattr(startup, "PROCESS", process)
     began: list[int] = []
     job = Job("branching", blobs={"total": torch.zeros(1)})
 

@@ -13,7 +13,8 @@ from warm import CLIENT, PLACE, server, warmed
 
 # What the programs of pages import: each would take 0.7 s of a processor for it, and a second for the digits.
 ALSO = (
-    "torchrelay.runners.job_runner", "torchrelay.runners.session.local", "torchrelay.runners.life",
+    "torchrelay.runners.training.job_runner", "torchrelay.runners.session.local",
+    "torchrelay.runners.training.run_loop",
     "torchrelay.checkpoint.load.checkpoint",
     "torchrelay.jobs.data.loader", "torchrelay.runners.commands.command_line", "torchrelay.jobs.stop",
     "sklearn.datasets",

@@ -10,7 +10,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import load_config
 from torchrelay.jobs.config.tree import recovered
 from torchrelay.runners.experiment.request import read_request
-from torchrelay.runners.setting_changes import setting_changes
+from torchrelay.runners.training.capture import setting_changes
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import torchrelay
 from torchrelay import open_checkpoint
 from torchrelay.checkpoint.save import pipeline, replicas
 from torchrelay.errors import StorageError, UnknownEpochError
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 EPOCHS = 3
 

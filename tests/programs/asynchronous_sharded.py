@@ -21,7 +21,7 @@ import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs, open_checkpoint
 from torchrelay.checkpoint.save.staging.stage import Copier, Stage
 from torchrelay.errors import UnknownEpochError
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 EPOCHS = 3
 PATIENCE_SECS = 0.1

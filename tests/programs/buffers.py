@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import torchrelay
 from torchrelay import Job, JobRunner, data_parallel, max_epochs
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 KINDS = ("parts", "averaged", "wrapped", "copied", "doubled", "dict", "object", "late")
 

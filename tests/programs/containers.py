@@ -18,7 +18,7 @@ import torch
 
 import torchrelay
 from torchrelay import Job, JobRunner, max_epochs
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 
 def run(session: Any, directory: Path, epochs: int) -> dict[str, Any]:

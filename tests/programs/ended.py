@@ -14,7 +14,7 @@ import torch
 
 import torchrelay
 from torchrelay import Job, JobRunner, max_epochs
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 VALUES = {1: 0.1, 2: 0.9, 3: 0.3}
 

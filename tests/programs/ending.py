@@ -27,7 +27,7 @@ from ending_job import Start, start
 
 import torchrelay
 from torchrelay import Context, EpochLoader, Job, JobRunner, data_parallel, max_epochs
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 
 def asking(tick: int, ranks: list[int]) -> Callable[[int, Context], None]:

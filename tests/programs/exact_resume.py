@@ -21,8 +21,8 @@ from killing import Kill, Killer
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, data_parallel, max_epochs
-from torchrelay.runners.leaving import run_and_leave
 from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.training.exit import run_and_leave
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from frozen_job import frozen_job
 
 import torchrelay
 from torchrelay import JobRunner, max_epochs
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.state import dtensor
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 
 class Net(nn.Module):

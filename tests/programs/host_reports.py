@@ -21,7 +21,7 @@ import torchrelay
 from torchrelay.runners.distributed import world
 from torchrelay.runners.distributed.agreement import StorePeers
 from torchrelay.runners.distributed.liveness import ProcessId, own_process
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 EPOCHS = 2
 

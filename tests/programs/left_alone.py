@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 import torchrelay
 from torchrelay import EpochLoader, Job, JobRunner, max_epochs
-from torchrelay.runners.leaving import run_and_leave
 from torchrelay.runners.session.distributed import DistributedSession
+from torchrelay.runners.training.exit import run_and_leave
 
 X = torch.arange(32.0).reshape(32, 1)
 LOADERS: dict[str, Callable[[], Any]] = {

@@ -19,8 +19,8 @@ import torch
 
 import torchrelay
 from torchrelay import EpochLoader, Job, JobRunner, Task, TaskGroup, max_epochs, open_checkpoint
-from torchrelay.runners.leaving import run_and_leave
 from torchrelay.runners.session.distributed import DistributedSession
+from torchrelay.runners.training.exit import run_and_leave
 
 EPOCHS = 3
 CALLBACKS = (

@@ -15,7 +15,7 @@ import torch
 
 import torchrelay
 from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, max_epochs
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 
 class Counter:

@@ -14,7 +14,7 @@ from pathlib import Path
 from owned_job import run
 
 import torchrelay
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 
 def main() -> None:

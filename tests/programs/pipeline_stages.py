@@ -16,7 +16,7 @@ from typing import Any
 
 from torchrelay import lifecycle
 from torchrelay.jobs.config.config import load_config
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 STAGES = ("encoder", "expert", "agent")
 ASKS, DIES = 5, 10

@@ -18,8 +18,8 @@ import torch
 import torchrelay
 from torchrelay import Job, JobRunner, Node, max_epochs, max_steps
 from torchrelay.errors import UsageError
-from torchrelay.runners.leaving import run_and_leave
 from torchrelay.runners.session.distributed import DistributedSession
+from torchrelay.runners.training.exit import run_and_leave
 
 SECS = 40.0
 """What a collective may take: a wait that was never going to end fails the test."""

@@ -15,7 +15,7 @@ from killing import Kill, Killer
 
 import torchrelay
 from torchrelay import MultiNodeCheckpointManager
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 KILL = Kill(2, 7, 1)
 

@@ -21,8 +21,8 @@ from torchrelay.metadata.sinks.base import TrackedRun
 from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
 from torchrelay.runners.commands import command_line_index
 from torchrelay.runners.commands.command_line import main
-from torchrelay.runners.journal import SaveWarning
 from torchrelay.runners.monitoring import trackers
+from torchrelay.runners.training.journal import SaveWarning
 
 SINKS: dict[str, Callable[[Path], CsvSink | JsonlSink]] = {"csv": CsvSink, "jsonl": JsonlSink}
 

@@ -28,7 +28,7 @@ from torchrelay.checkpoint.save.planning.plan import RepeatedPlans
 from torchrelay.errors import BlobError, FencedError, RelayError, SaveFailedError, UsageError
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import warn
-from torchrelay.runners import job_runner
+from torchrelay.runners.training import job_runner
 
 RANKS = 2
 

@@ -10,7 +10,7 @@ import torch
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs
 from torchrelay.errors import NoProgressError, TaskFailedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.options import parse_options
+from torchrelay.runners.training.plan import parse_options
 
 
 def start(run: Path, fails_in: int, error: type[BaseException] = OSError, **options) -> list[int]:

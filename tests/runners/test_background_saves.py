@@ -34,7 +34,7 @@ from torchrelay.errors import SaveFailedError, StorageError, UsageError
 from torchrelay.jobs import runtime
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.journal import Journal, SaveWarning
+from torchrelay.runners.training.journal import Journal, SaveWarning
 
 
 class Handler:

@@ -30,7 +30,12 @@ NOT_FOR_A_LOCAL_RUN = (
         "runners.session.distributed",
         "runners.experiment.program",
     ),
-    *("runners.onnx_files", "runners.replay", "runners.stages.sources", "runners.stored_runs.stored_run"),
+    *(
+        "runners.training.extras.onnx_export",
+        "runners.training.extras.replay",
+        "runners.training.extras.warm_start",
+        "runners.training.extras.remote_run",
+    ),
 )
 NOT_OF_OTHERS = ("yaml", "numpy.testing", "torch.onnx", "torch.distributed.checkpoint", "fsspec", "rich")
 LISTED = "\nimport json, sys\njson.dump(sorted(sys.modules), open('modules.json', 'w'))\n"

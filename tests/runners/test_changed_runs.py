@@ -18,7 +18,7 @@ import torchrelay
 from torchrelay import Job, JobRunner, early_stopping, max_epochs, open_checkpoint
 from torchrelay.errors import TaskFailedError, UsageError
 from torchrelay.jobs.stop import function_settings, made_with, verdict_holds
-from torchrelay.runners.result import RunResult
+from torchrelay.runners.training.plan import RunResult
 
 LOSSES = (5, 4, 6, 6, 6, 3, 3, 3, 3, 3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchrelay.errors import NoProvableEpochError, UsageError
-from torchrelay.runners.choosing import Choice, Past, Wish, check_epoch, choose
+from torchrelay.runners.training.plan import Choice, Past, Wish, check_epoch, choose
 
 
 def start(wish: Wish, past: Past) -> tuple[str, int | None, bool]:

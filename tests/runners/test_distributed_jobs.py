@@ -63,7 +63,7 @@ def test_four_ranks_with_live_ddp_leave_cleanly(tmp_path):
     script = (
         "import torch, torchrelay\n"
         "from torch.nn.parallel import DistributedDataParallel as DDP\n"
-        "from torchrelay.runners.leaving import run_and_leave\n"
+        "from torchrelay.runners.training.exit import run_and_leave\n"
         "kept = []\n"
         "def work():\n"
         "    torchrelay.init()\n"

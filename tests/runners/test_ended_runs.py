@@ -124,8 +124,8 @@ def test_a_program_that_has_trained_tests_the_trained_model(tmp_path: Path) -> N
 KILLED = """
 import os, sys, torch, torchrelay
 from torchrelay import Job, JobRunner, max_epochs
-from torchrelay.runners.journal import Journal
-from torchrelay.runners.saving import Saver
+from torchrelay.runners.training.journal import Journal
+from torchrelay.runners.training.saver import Saver
 
 where, asynchronous = sys.argv[1], sys.argv[2] == "asynchronous"
 

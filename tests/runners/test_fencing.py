@@ -20,9 +20,9 @@ from torchrun import Job, children_of, clean_environment, script_file
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import DirectoryInUseError, FencedError
-from torchrelay.runners import fence
-from torchrelay.runners.fence import FenceGuard
 from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.training import saver
+from torchrelay.runners.training.saver import FenceGuard
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 ENDS_WITHIN_SECS = 15.0
@@ -247,4 +247,4 @@ def test_an_interactive_interpreter_is_never_ended(monkeypatch: pytest.MonkeyPat
     ended: list[int] = []
     guard = FenceGuard(RunState(), grace_secs=0.01, end=ended.append)
     guard._see_to_it(FencedError("taken over"))
-    assert ended == [] and fence.GRACE_SECS + 2 < ENDS_WITHIN_SECS
+    assert ended == [] and saver.GRACE_SECS + 2 < ENDS_WITHIN_SECS

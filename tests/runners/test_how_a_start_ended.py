@@ -15,7 +15,6 @@ import pytest
 from torchrelay.checkpoint.load.verify import Holding, Look
 from torchrelay.jobs.session import Solo
 from torchrelay.metadata.run_directory import RunDirectory, State
-from torchrelay.runners.choosing import Choice
 from torchrelay.runners.distributed.launcher_status import (
     forget_last_words,
     forget_note,
@@ -23,12 +22,13 @@ from torchrelay.runners.distributed.launcher_status import (
     remember_last_words,
     say_last_words,
 )
-from torchrelay.runners.journal import Journal
-from torchrelay.runners.leaving import run_and_leave
 from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.monitoring.rank_log import RankLog
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import Verdict
+from torchrelay.runners.training.exit import run_and_leave
+from torchrelay.runners.training.journal import Journal
+from torchrelay.runners.training.plan import Choice
 
 WAIT_SECS = 60.0
 
@@ -140,7 +140,7 @@ def test_a_process_without_threads_ends_all_the_same(
 
 FAILS = """
 from torchrelay.errors import StorageError
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 def work():
     raise StorageError("full")

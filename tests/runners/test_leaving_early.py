@@ -32,8 +32,6 @@ from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.save import pipeline
 from torchrelay.errors import PreemptedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.leaving import code_of_result
-from torchrelay.runners.options import parse_options
 from torchrelay.runners.session import stop_requests as asking
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop_requests import (
@@ -47,6 +45,8 @@ from torchrelay.runners.session.stop_requests import (
     seconds_of,
     signals_ask,
 )
+from torchrelay.runners.training.exit import code_of_result
+from torchrelay.runners.training.plan import parse_options
 
 
 @dataclass

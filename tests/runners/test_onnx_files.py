@@ -17,7 +17,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import load_config
 from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.runners.commands.command_line import main
-from torchrelay.runners.journal import SaveWarning
+from torchrelay.runners.training.journal import SaveWarning
 
 onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'torchrelay[onnx]'")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'torchrelay[onnx]'")

@@ -17,7 +17,7 @@ from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, TrackedRun, m
 from torchrelay.errors import UsageError
 from torchrelay.metadata.sinks.registry import sinks_of
 from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
-from torchrelay.runners.journal import SaveWarning
+from torchrelay.runners.training.journal import SaveWarning
 
 PROGRAM = Path(__file__).resolve().parent.parent / "programs/watched.py"
 
@@ -175,7 +175,9 @@ def test_other_trackers_of_a_real_run(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     named = f"mlflow:sqlite:///{tmp_path}/runs.db" if name == "mlflow" else name
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrelay.runners.journal.Journal.warn", lambda self, text: pytest.fail(text))
+        patch.setattr(
+            "torchrelay.runners.training.journal.Journal.warn", lambda self, text: pytest.fail(text)
+        )
         for epochs, back in ((2, None), (4, None), (3, 1)):
             train(tmp_path / "run", job(epochs), named, resume_from_epoch=back)
     assert len(sinks_of([named])) == 1

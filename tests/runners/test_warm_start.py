@@ -8,8 +8,8 @@ import torch
 from torchrelay import save_blobs
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.stop import max_epochs
-from torchrelay.runners.job_runner import JobRunner
 from torchrelay.runners.session.local import LocalSession
+from torchrelay.runners.training.job_runner import JobRunner
 
 
 @pytest.fixture

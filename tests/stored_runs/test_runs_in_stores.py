@@ -33,7 +33,7 @@ from torchrelay.runners.remote_runs.download import RunFiles
 from torchrelay.runners.remote_runs.upload import BYTES_PER_SEC, Putter
 from torchrelay.runners.remote_runs.workspace import WorkspaceLock, make_workspace, workspace_of
 from torchrelay.runners.session import stop_requests
-from torchrelay.runners.stored_runs import stored_run
+from torchrelay.runners.training.extras import remote_run
 
 
 def status_at(url: str) -> dict[str, object]:
@@ -146,7 +146,7 @@ def test_a_deleted_run_begins_anew(url: str, hosts: Hosts) -> None:
 
 def test_stop_by_url(url: str, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object STOP ends the run at an epoch's end, and keeps it stopped; without it the run goes on."""
-    monkeypatch.setattr(stored_run, "EVERY_SECS", 0.01)
+    monkeypatch.setattr(remote_run, "EVERY_SECS", 0.01)
     monkeypatch.setattr(upload, "_LEAST_SECS", 0.01)
     monkeypatch.setattr(stop_requests, "_LOOK_SECS", 0.0)
     seen = threading.Event()
@@ -223,7 +223,7 @@ def test_a_store_that_takes_nothing_holds_nobody_up(
     url: str, hosts: Hosts, blocked: type[Blocked], monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     """Training goes on, the end is bounded, what is missing is told and lies here; the next start puts it."""
-    monkeypatch.setattr(stored_run, "END_SECS", 0.5)
+    monkeypatch.setattr(remote_run, "END_SECS", 0.5)
 
     def each(ctx: object) -> None:
         (blocked.hangs.set if hangs else blocked.hangs.clear)()
@@ -236,7 +236,7 @@ def test_a_store_that_takes_nothing_holds_nobody_up(
     assert status_at(url)["state"] == "RUNNING"
     blocked.open_again.set()
     blocked.shut.clear()
-    monkeypatch.setattr(stored_run, "END_SECS", 60.0)
+    monkeypatch.setattr(remote_run, "END_SECS", 60.0)
     assert train(url, 3) == 3
     assert status_at(url)["state"] == "FINISHED"
 
@@ -245,7 +245,7 @@ def test_trouble_is_told_once_and_passes(
     url: str, hosts: Hosts, blocked: type[Blocked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One warning for a store that is away for a while; when it is back everything is there, without one."""
-    monkeypatch.setattr(stored_run, "EVERY_SECS", 0.01)
+    monkeypatch.setattr(remote_run, "EVERY_SECS", 0.01)
     monkeypatch.setattr(upload, "_LEAST_SECS", 0.01)
     epoch = [0]
 

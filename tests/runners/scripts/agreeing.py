@@ -12,7 +12,7 @@ from torchrelay.errors import PeerError, StorageError, TaskFailedError
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.session import decide, together
 from torchrelay.jobs.task import Task
-from torchrelay.runners.leaving import leave
+from torchrelay.runners.training.exit import leave
 
 session = torchrelay.init(seed=3)
 peers, rank = session.peers, session.env.rank

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import torchrelay
-from torchrelay.runners.leaving import run_and_leave
+from torchrelay.runners.training.exit import run_and_leave
 
 what, who = sys.argv[1], int(sys.argv[2])
 

@@ -1,1 +1,0 @@
-"""Ending early: who asks for it, how all processes come to know, and what is saved of a running epoch."""

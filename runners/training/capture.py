@@ -1,0 +1,400 @@
+"""What a start of a run was: its source, its configuration, and what it ran on.
+
+Several ranks agree on it before any file is made: rank 0 reads its source, the others compare theirs with it,
+name by name, and a rank that would run other code, or another configuration, is refused by name. One process
+that was given neither has nothing to agree on: it records all this in a thread while its first epoch runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.errors import RelayError, StorageError, UsageError
+from torchrelay.jobs.session import Peers, decide, together
+from torchrelay.metadata.code.archive import changes, open_archive, write_archive
+from torchrelay.metadata.code.capture import (
+    Given,
+    captures,
+    code_id_of,
+    command,
+    config_texts,
+    surroundings,
+    write_capture,
+    write_config,
+    write_diff,
+)
+from torchrelay.metadata.code.git import commit_hidden, repository
+from torchrelay.metadata.code.selection import Root, Sources, sources_of
+from torchrelay.metadata.code.snapshot import GONE, Script, Snapshot, digests, main_script, of_manifest, take
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.training.journal import Journal
+
+RESOLVED = "resolved.yaml"
+"""The text of a run's configuration that has every value, defaults too."""
+_NAMED = 4
+_SHOWN = 40
+
+
+def setting_changes(before: bytes, now: bytes) -> str:
+    """The keys that differ with both values, `a.b 1 -> 2`; a few are named, the rest is counted."""
+    from torchrelay.jobs.config.yaml_reader import read_findings  # yaml is for runs of configurations alone
+
+    old, new = dict(_leaves(read_findings(before).top)), dict(_leaves(read_findings(now).top))
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    named = [
+        f"{name} {_shown_value(old.get(name))} -> {_shown_value(new.get(name))}" for name in names[:_NAMED]
+    ]
+    more = len(names) - _NAMED
+    return ", ".join(named + ([f"{more} more"] if more > 0 else [])) or "other files"
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted paths and values; items of lists by their `name`, as overrides call them."""
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        named = [one.get("name") if isinstance(one, dict) else None for one in value]
+        items = [(name or at, one) for at, (name, one) in enumerate(zip(named, value, strict=True))]
+    else:
+        yield path, value
+        return
+    for name, one in items:
+        yield from _leaves(one, f"{path}.{name}" if path else str(name))
+
+
+def _shown_value(value: Any) -> str:
+    return "unset" if value is None else f"{value}"[:_SHOWN]
+
+
+_COMPARED = 16
+"""Digits of a digest that travel to the other ranks."""
+_NAMED_RANKS = 8
+_NAMED_FILES = 3
+_NAMED_LEFT_OUT = 100
+
+
+_reading = threading.Lock()
+"""Held by the thread. Who forks meanwhile waits: a loader's workers would inherit pipes to git, and locks."""
+os.register_at_fork(
+    before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release
+)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The source of this start; why there is none where there is no snapshot."""
+
+    snapshot: Snapshot | None
+    why: str = ""
+
+
+class Capturing:
+    """Captures the starts of one runner; `code` is JobRunner's option, `given` its configuration."""
+
+    def __init__(self, run: RunDirectory | None, code: Any, given: Given | None) -> None:
+        if run is None and (given is not None or code not in (None, False)):
+            raise UsageError(
+                "code and configuration belong to a run directory: give JobRunner the path of one"
+            )
+        self._run, self._given = run, given or Given()
+        self._asked = None if code is None or code is False else sources_of(code)
+        self._off = code is False
+        self._taken: Taken | None = None
+        self._pending: Callable[[], None] | None = None
+        self._thread: threading.Thread | None = None
+        self._warnings: list[str] = []
+        self._failed: Exception | None = None
+
+    def agree(self, peers: Peers, journal: Journal) -> None:
+        """Read the source and compare it between ranks; raises UsageError on all of them, naming some.
+
+        Source that cannot be archived fails the run only where it was named by `code=`; else rank 0 warns.
+        """
+        self._taken = None
+        if self._run is None or self._waits(peers):
+            return
+        told = decide(peers, "code", self._told)
+        if peers.size == 1:
+            return
+        found = together(peers, "code of all ranks", lambda: self._differences(told) if peers.rank else [])
+        if refused := {rank: names for rank, names in enumerate(found) if names}:
+            raise UsageError(_refusal(refused))
+
+    def prepare(self, journal: Journal, session: SessionBase) -> None:
+        """The log is ours: record what was agreed on, or note what is to be; by rank 0, called by all."""
+        if self._run is None or not journal.writes:
+            return
+        self._pending = partial(self._capture, self._run.path, journal, command(), _world(session))
+        if not self._waits(session.peers):
+            self.finish(journal)
+
+    def _waits(self, peers: Peers) -> bool:
+        """Whether nobody else has to agree, and nothing was given that a first step must not lose."""
+        return peers.size == 1 and self._asked is None and self._given == Given()
+
+    def begin(self) -> None:
+        """The first epoch begins: record in a thread what is not recorded yet. Later calls do nothing."""
+        work, self._pending = self._pending, None
+        if work is None:
+            return
+        thread = threading.Thread(target=work, name="torchrelay-capture", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads in this process
+            work()
+        else:
+            self._thread = thread
+
+    def finish(self, journal: Journal) -> None:
+        """Wait until it is recorded, also where no epoch has begun. What cannot be stored is a warning."""
+        self.begin()
+        if self._thread is not None:
+            self._thread.join()
+        warnings, failed = self._warnings, self._failed
+        self._thread, self._warnings, self._failed = None, [], None
+        for text in warnings:
+            journal.warn(text)
+        if failed is not None:
+            raise failed
+
+    def _capture(
+        self, run: Path, journal: Journal, called: Mapping[str, Any], world: Mapping[str, Any]
+    ) -> None:
+        """Raises nothing: `finish` tells."""
+        try:
+            with _reading:
+                self._write(run, journal, called, world)
+        except RelayError as error:
+            self._warnings.append(f"what this start was is not recorded: {error}")
+        except Exception as error:
+            self._failed = error
+
+    def _write(
+        self, run: Path, journal: Journal, called: Mapping[str, Any], world: Mapping[str, Any]
+    ) -> None:
+        taken = self._taken = self._taken or self._take()
+        before = self._before(run)
+        code = self._write_code(run, taken, self._warnings.append)
+        config = write_config(run, self._given, journal.attempt)
+        write_capture(
+            run,
+            journal.attempt,
+            {
+                **called,
+                **surroundings(),
+                "torch": torch_facts(),
+                "world": world,
+                "code": code,
+                "config": config,
+                "config_files": sorted(self._given.config),
+                "config_id": self._given.config_id,
+                "overrides": list(self._given.overrides),
+            },
+        )
+        self._say_changes(run, journal, taken.snapshot, before)
+        self._say_config(run, journal)
+
+    def record_code(self, snapshot: Snapshot, warn: Callable[[str], None]) -> dict[str, Any]:
+        """Archive source in the run and return what a record says of it; raises StorageError."""
+        if self._run is None:
+            raise UsageError("there is no run directory to archive the source in")
+        return self._write_code(self._run.path, Taken(snapshot), warn)
+
+    # Agreeing
+
+    def _told(self) -> dict[str, Any]:
+        self._taken = self._take()
+        snapshot = self._taken.snapshot
+        files = of_manifest(snapshot.manifest) if snapshot is not None else {}
+        return {
+            "files": {name: _short(digest) for name, digest in files.items()},
+            "config": self._given.config_id,
+        }
+
+    def _take(self) -> Taken:
+        if self._off:
+            return Taken(None, "code=False")
+        if self._asked is not None:
+            return Taken(take(self._asked))
+        script = main_script()
+        if script is None:
+            return Taken(None, "there is no script of a user's, as in a notebook; name the source with code=")
+        try:
+            return Taken(take(Sources([script.root.path]), roots=(script.root,)))
+        except UsageError as error:
+            self._warnings.append(f"the run goes on, its source is not archived: {error}")
+            return Taken(None, str(error))
+
+    def _differences(self, told: Mapping[str, Any]) -> list[str]:
+        """What this rank has otherwise than rank 0, as texts."""
+        found = []
+        if told["config"] != self._given.config_id:
+            found.append("the configuration differs")
+        roots = self._roots() if told["files"] else None
+        if roots is not None:
+            own = digests(roots, told["files"])
+            for name, theirs in told["files"].items():
+                if _short(own[name]) != theirs:
+                    found.append(f"{name} {'is missing' if own[name] == GONE else 'differs'}")
+        more = len(found) - _NAMED_FILES
+        return [*found[:_NAMED_FILES], *([f"{more} more"] if more > 0 else [])]
+
+    def _roots(self) -> tuple[Root, ...] | None:
+        if self._off:
+            return None
+        if self._asked is not None:
+            return self._asked.labelled()
+        script = main_script()
+        return None if script is None else (script.root,)
+
+    # Writing
+
+    def _write_code(self, run: Path, taken: Taken, warn: Callable[[str], None]) -> dict[str, Any]:
+        snapshot = taken.snapshot
+        if snapshot is None:
+            return {"id": None, "why": taken.why}
+        manifest = snapshot.manifest
+        write_archive(run / "code", manifest, snapshot.contents)
+        git = {}
+        for label, found in snapshot.git.items():
+            git[label] = found.json() | ({"diff": write_diff(run, found.diff)} if found.diff else {})
+        return {
+            "id": manifest.code_id,
+            "files": len(manifest.files),
+            "bytes": manifest.nbytes,
+            "roots": {root.label: str(root.path) for root in snapshot.roots},
+            "script": _script_in(snapshot, main_script()),
+            "import_path": _import_path(snapshot),
+            "left_out": [
+                {"name": _shown(n), "why": why}
+                for n, why in sorted(snapshot.left_out.items())[:_NAMED_LEFT_OUT]
+            ],
+            "submodules": dict(snapshot.submodules),
+            "git": git,
+            "refs": self._hidden_refs(snapshot, warn),
+        }
+
+    def _hidden_refs(self, snapshot: Snapshot, warn: Callable[[str], None]) -> list[str]:
+        """The refs that were made; git that makes none is a warning, the archive is there."""
+        if self._asked is None or not self._asked.git_ref:
+            return []
+        try:
+            return [_hidden_ref(root, snapshot) for root in snapshot.roots]
+        except StorageError as error:
+            warn(str(error))
+            return []
+
+    def _before(self, run: Path) -> dict[str, Any] | None:
+        """The last start whose source was archived."""
+        found = [one for one in captures(run) if code_id_of(one) is not None]
+        return found[-1] if found else None
+
+    def _say_changes(
+        self, run: Path, journal: Journal, snapshot: Snapshot | None, before: Mapping[str, Any] | None
+    ) -> None:
+        if before is None or snapshot is None:
+            return
+        old_id = code_id_of(before)
+        if old_id == snapshot.manifest.code_id:
+            return
+        try:
+            with open_archive(run / "code" / f"{old_id}.zip") as archive:
+                found = str(changes(of_manifest(archive.manifest), of_manifest(snapshot.manifest)))
+        except StorageError as error:
+            found = f"its archive cannot be compared ({error})"
+        journal.tell("code changed", f"code changed since attempt {before['number']}: {found}")
+
+    def _say_config(self, run: Path, journal: Journal) -> None:
+        """One line where a run goes on with another configuration than its last start had."""
+        older = [one for one in captures(run) if one["number"] < journal.attempt and one.get("config_id")]
+        if not older or older[-1]["config_id"] == self._given.config_id:
+            return
+        texts = config_texts(run, older[-1])
+        named = setting_changes(texts.get(RESOLVED, b""), self._given.config.get(RESOLVED, b""))
+        told = f"configuration changed since attempt {older[-1]['number']}: {named}"
+        journal.tell(
+            "configuration changed", f"{told}; what the checkpoint holds (an optimizer's rates) stays"
+        )
+
+
+def torch_facts() -> dict[str, Any]:
+    """Versions of torch and of what it computes with; devices are named only where they are in use."""
+    facts: dict[str, Any] = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+    }
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(errors="replace").splitlines()
+        facts["driver"] = text[0].strip() if text else None
+    except OSError:
+        facts["driver"] = None
+    if torch.cuda.is_initialized():
+        facts["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return facts
+
+
+def _world(session: SessionBase) -> dict[str, Any]:
+    nodes = session.nodes
+    hosts: dict[str, int] = {}
+    for place in nodes:
+        hosts[place.host] = hosts.get(place.host, 0) + 1
+    return {"processes": session.peers.size, "nodes": len(nodes), "hosts": hosts}
+
+
+def _script_in(snapshot: Snapshot, script: Script | None) -> str | None:
+    if script is None:
+        return None
+    name = snapshot.name_of(script.root.path / script.name)
+    return name if name in snapshot.contents else None
+
+
+def _import_path(snapshot: Snapshot) -> list[str]:
+    """The folders of the archive that imports of this process look into, in its order."""
+    found = []
+    for entry in sys.path:
+        inside = snapshot.name_of(Path(entry or "."))
+        if inside is not None and any(not inside or n.startswith(f"{inside}/") for n in snapshot.contents):
+            found.append(inside)
+    return list(dict.fromkeys(found))
+
+
+def _hidden_ref(root: Root, snapshot: Snapshot) -> str:
+    """Git commits a submodule as a commit of its own, which is recorded beside, so its files stay out."""
+    inner = tuple(f"{one}/" for one in snapshot.submodules)
+    top = f"{root.label}/" if root.label else ""
+    manifest = snapshot.manifest
+    names = [one for one in sorted((*manifest.files, *manifest.links)) if one.startswith(top)]
+    with repository(root.path) as repo:
+        if repo is None:
+            raise StorageError(f"{root.path} lies in no git repository: git_ref=True has no place there")
+        own = [one.removeprefix(top) for one in names if not one.startswith(inner)]
+        return commit_hidden(repo, manifest.code_id, own, root.label)
+
+
+def _shown(name: str) -> str:
+    """A file's name as text that anybody can print."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _short(digest: str) -> str:
+    return digest if digest.startswith("-> ") else digest[:_COMPARED]
+
+
+def _refusal(refused: Mapping[int, list[str]]) -> str:
+    texts = [f"rank {rank}: {', '.join(names)}" for rank, names in list(refused.items())[:_NAMED_RANKS]]
+    more = f"; {len(refused) - _NAMED_RANKS} more ranks" if len(refused) > _NAMED_RANKS else ""
+    return (
+        f"the ranks would not run the same: other than on rank 0 ({'; '.join(texts)}{more}). Start all ranks "
+        "with the same source and configuration; code=False does not compare the source"
+    )

@@ -1,0 +1,305 @@
+"""ONNX files that a run makes while it trains: which, when, and what they say of the run.
+
+exports/<name>-epoch-<k>.onnx    every k-th epoch
+exports/<name>-best.onnx         the best epoch so far
+exports/<name>.json              of which epochs they are
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
+from torchrelay.checkpoint.onnx_out.needed import check_packages
+from torchrelay.checkpoint.onnx_out.own_copy import bare_module, own_copy
+from torchrelay.checkpoint.onnx_out.to_onnx import to_onnx
+from torchrelay.checkpoint.storage.inflight import headway
+from torchrelay.errors import RelayError, UsageError
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.session import decide
+from torchrelay.metadata.code.capture import captures, code_id_of
+from torchrelay.metadata.fs import read_json, write_json
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.context import full_state_dict
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.training.journal import Journal
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_OPTIONS = frozenset(to_onnx.__kwdefaults__ or {}) - {"overwrite", "metadata"}
+
+
+@dataclass(frozen=True)
+class OnnxExport:
+    """Writes `exports/<name>-epoch-<k>.onnx` after every k-th epoch, and `exports/<name>-best.onnx`.
+
+        JobRunner(job, "runs/a", best=("val/acc", "max"),
+                  exports=[OnnxExport(model, torch.randn(2, 3, 32, 32), every=10, best=True)])
+
+    `model` is a module, or the name of the blob that is one; `inputs` are those of `to_onnx`, or a callable
+    that returns them when they are first needed. `every=10` means epochs 10, 20, ...; `best=True` the epoch
+    that the runner's `best` names. `options` go to `to_onnx` (`dynamic`, `rtol`, `opset`, ...).
+
+    Rank 0 writes, from a copy of the model, behind the save of the epoch; the other ranks wait for it at
+    their next collective. What cannot be exported is a warning, and the training goes on. A model that is
+    sharded over ranks (FSDP2) needs `build`, which returns a plain one: it gets the gathered state, and all
+    ranks take part. Raises UsageError for arguments that cannot be, and where the extra `onnx` is missing.
+    """
+
+    model: torch.nn.Module | str
+    inputs: Any
+    every: int | None = None
+    best: bool = False
+    name: str = "model"
+    build: Callable[[], torch.nn.Module] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_packages()
+        if not isinstance(self.model, (torch.nn.Module, str)):
+            raise UsageError(
+                f"OnnxExport({self.model!r:.60}): give a module, or the name of the blob that is one"
+            )
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise UsageError(
+                f"OnnxExport(name={self.name!r:.80}): letters, digits and . _ - make a file's name"
+            )
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
+            raise UsageError(f"OnnxExport(every={self.every!r}): it counts epochs, a whole number from 1")
+        if self.every is None and not self.best:
+            raise UsageError("OnnxExport writes nothing: give every=k, best=True, or both")
+        if unknown := sorted(set(self.options) - _OPTIONS):
+            raise UsageError(
+                f"OnnxExport(options=...) has {', '.join(unknown)}; there are {', '.join(sorted(_OPTIONS))}"
+            )
+
+
+def run_facts(run: Path | None, epoch: str, metrics: Mapping[str, float]) -> dict[str, str]:
+    """Names and texts: the epoch and its metrics; of a run directory also its name, its id, its code id."""
+    numbers = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    found = {"torchrelay.epoch": epoch, "torchrelay.metrics": json.dumps(numbers, sort_keys=True)}
+    if run is None:
+        return found
+    with suppress(RelayError):  # notes that cannot be read are left out
+        identity = RunDirectory(run).known_identity()
+        found["torchrelay.run"] = run.name
+        found["torchrelay.run_id"] = str(identity.get("uuid", ""))
+        codes = [code_id_of(one) for one in captures(run)]
+        if codes and (code := codes[-1]) is not None:
+            found["torchrelay.code_id"] = code
+    return found
+
+
+FOLDER = "exports"
+FORMAT = {"major": 1, "minor": 0, "features": []}
+
+
+class Exporting:
+    """All exports of one train call; all ranks call the same methods, rank 0 writes."""
+
+    def __init__(
+        self,
+        wanted: Sequence[OnnxExport],
+        session: SessionBase,
+        state: RunState,
+        journal: Journal,
+        best: tuple[str, str] | None,
+    ) -> None:
+        self._ones = [_One(one, session, state, journal, best) for one in wanted]
+
+    def begin(self) -> None:
+        """The state stands, new or loaded: the best epoch is looked up, files of lost epochs mended."""
+        for one in self._ones:
+            one.begin()
+
+    def epoch_done(self, metrics: Mapping[str, float], saved: bool | None) -> None:
+        """An epoch is over and saved (None: or about to be); one that was not saved is not exported."""
+        for one in self._ones:
+            one.epoch_done(metrics, saved)
+
+
+@contextmanager
+def _same_streams() -> Iterator[None]:
+    """A training that exports draws the same random numbers as one that does not."""
+    streams = RandomStreams.capture()
+    try:
+        yield
+    finally:
+        streams.restore()
+
+
+class _One:
+    """One `OnnxExport` in one run."""
+
+    def __init__(
+        self,
+        wanted: OnnxExport,
+        session: SessionBase,
+        state: RunState,
+        journal: Journal,
+        measure: tuple[str, str] | None,
+    ) -> None:
+        self._wanted, self._session, self._state, self._journal = wanted, session, state, journal
+        self._best_by = measure
+        self._best: float | None = None
+        self._inputs: Any = None
+
+    # Of the run
+
+    def begin(self) -> None:
+        """As `Exporting.begin`."""
+        if not self._wanted.best:
+            return
+        found = decide(self._session.peers, "best export", self._stands)
+        self._best = found["value"]
+        if found["epoch"] is not None:
+            self._export(f"{self._wanted.name}-best.onnx", {}, epoch=found["epoch"])
+
+    def epoch_done(self, metrics: Mapping[str, float], saved: bool | None) -> None:
+        """As `Exporting.epoch_done`."""
+        epoch, name = self._state.epoch, self._wanted.name
+        better = self._is_best(metrics)
+        if saved is False:
+            return
+        if better:
+            self._best = metrics[self._measure[0]]
+            self._export(f"{name}-best.onnx", metrics)
+        if self._wanted.every is not None and epoch % self._wanted.every == 0:
+            self._export(f"{name}-epoch-{epoch}.onnx", metrics)
+
+    @property
+    def _measure(self) -> tuple[str, str]:
+        if self._best_by is None:
+            raise UsageError("OnnxExport(best=True) needs JobRunner(best=(metric, 'max' or 'min'))")
+        return self._best_by
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        if not self._wanted.best:
+            return False
+        name, mode = self._measure
+        value = metrics.get(name, math.nan)
+        if math.isnan(value) or self._best is None:
+            return not math.isnan(value)
+        return value > self._best if mode == "max" else value < self._best
+
+    # On disk
+
+    def _stands(self) -> dict[str, Any]:
+        """Rank 0: the best value so far, and the epoch whose file has to be made again, if there is one."""
+        epoch, value = self._best_epoch()
+        noted = self._notes().get(f"{self._wanted.name}-best.onnx", {})
+        path = self._folder / f"{self._wanted.name}-best.onnx"
+        there = path.exists() and noted.get("epoch") == epoch
+        if not there and epoch is None:
+            path.unlink(missing_ok=True)  # of an epoch that this run does not go on from
+        return {"value": value, "epoch": None if there else epoch}
+
+    def _best_epoch(self) -> tuple[int | None, float | None]:
+        """The best of the epochs that the run goes on from, by what their checkpoints say."""
+        if self._state.epoch == 0 or self._journal.run is None:
+            return None, None
+        metric, mode = self._measure
+        try:
+            opened = open_checkpoint(self._journal.run.where, "best", best=(metric, mode))
+            return opened.epoch, opened.metrics[metric]
+        except (RelayError, KeyError):  # nothing has that metric yet
+            return None, None
+
+    @property
+    def _folder(self) -> Any:
+        if self._journal.run is None:
+            raise UsageError("exports belong to a run directory: give JobRunner the path of one")
+        return self._journal.run.path / FOLDER
+
+    def _notes(self) -> dict[str, Any]:
+        found = (read_json(self._folder / f"{self._wanted.name}.json") or {}).get("files")
+        return found if isinstance(found, dict) else {}
+
+    # One file
+
+    def _export(self, file: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
+        """Write a file from the live model, or from a saved `epoch`; what fails is a warning."""
+        first = self._session.peers.rank == 0
+        at = self._state.epoch if epoch is None else epoch
+        try:
+            with headway(f"exporting epoch {at} as ONNX"), _same_streams():
+                model = self._gathered() if epoch is None else None
+                if first:
+                    self._write(file, at, model, metrics)
+        except Exception as error:
+            if first:
+                self._journal.warn(
+                    f"epoch {at} was not exported, exports/{file} is "
+                    f"{'still the one of before' if (self._folder / file).exists() else 'not there'}: {error}"
+                )
+
+    def _write(self, file: str, at: int, model: Any, metrics: Mapping[str, float]) -> None:
+        self._folder.mkdir(exist_ok=True)
+        if model is None:
+            model, metrics = self._saved(at)
+        facts = run_facts(self._journal.run.path, str(at), metrics)  # type: ignore[union-attr]
+        done = to_onnx(
+            model,
+            self._example(),
+            self._folder / file,
+            overwrite=True,
+            metadata=facts,
+            **self._wanted.options,
+        )
+        notes = {**self._notes(), file: {"epoch": at, "difference": done.difference, "bytes": done.bytes}}
+        write_json(self._folder / f"{self._wanted.name}.json", {"format": FORMAT, "files": notes})
+        self._journal.tell("export", f"epoch {at} exported: {FOLDER}/{file} ({done.bytes} bytes)")
+
+    def _example(self) -> Any:
+        """The inputs; a callable is asked once."""
+        if self._inputs is None:
+            given = self._wanted.inputs
+            asks = callable(given) and not isinstance(given, torch.Tensor)
+            self._inputs = (given() if asks else given,)
+        return self._inputs[0]
+
+    # The model
+
+    def _module(self) -> torch.nn.Module:
+        found = self._wanted.model
+        if isinstance(found, str):
+            node = self._session.local_nodes[0].name
+            found = self._session.workspace(node).get(found)
+        return bare_module(found)
+
+    def _gathered(self) -> torch.nn.Module | None:
+        """The module; where it is sharded, a plain one with its whole state. All ranks come here."""
+        module = self._module()
+        if self._wanted.build is None:
+            return module
+        state = full_state_dict(module)
+        if self._session.peers.rank != 0:
+            return None
+        plain = bare_module(self._wanted.build())
+        plain.load_state_dict(state)
+        return plain
+
+    def _saved(self, epoch: int) -> tuple[torch.nn.Module, Mapping[str, float]]:
+        """A copy with the weights of a saved epoch."""
+        module = self._module()
+        copied = own_copy(module) if self._wanted.build is None else bare_module(self._wanted.build())
+        opened = open_checkpoint(self._journal.run.where, epoch)  # type: ignore[union-attr]
+        opened.load({self._blob(module): copied})
+        return copied, opened.metrics
+
+    def _blob(self, module: torch.nn.Module) -> str:
+        """The name under which the run saves the module."""
+        node = self._session.local_nodes[0].name
+        for name, entry in self._session.workspace(node).entries().items():
+            if isinstance(entry.value, torch.nn.Module) and bare_module(entry.value) is module:
+                return name
+        raise UsageError("the model is no blob of the job, so no saved epoch has it")

@@ -1,0 +1,327 @@
+"""A run in a store, as one train call has it: downloaded before it begins, uploaded while it trains.
+
+A process that is lost between a commit and the next pass of putting takes the newest lines with it. What was
+measured stands in the manifests too, so a start on another host writes these lines again, into the file of
+its own generation, before it adds to them.
+
+Rank 0 puts everything, each other process its own log and what it leaves of a crash. Of a run in a directory
+all of this does nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchrelay.checkpoint.coordinator.session_log import Ledger
+from torchrelay.checkpoint.format.manifest.summary import glance
+from torchrelay.checkpoint.load.verify import Target
+from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
+from torchrelay.checkpoint.log.record import slot_path
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.storage.retry import Patience
+from torchrelay.errors import FencedError, RelayError, StorageError
+from torchrelay.jobs.cluster import NodePlace
+from torchrelay.jobs.session import decide, together
+from torchrelay.metadata.fs import MAX_JSON_BYTES, read_note
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.distributed.launcher_status import forget_last_words, remember_last_words
+from torchrelay.runners.remote_runs.download import Brought, RunFiles, bring, found_in, unlisted
+from torchrelay.runners.remote_runs.names import CHECKPOINTS, NEEDED, STOP, for_a_start, travels
+from torchrelay.runners.remote_runs.upload import EVERY_SECS, Behind, Putter, local_goes_on
+from torchrelay.runners.remote_runs.workspace import WorkspaceLock, check_store, make_workspace, set_aside
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.training.journal import Journal, finite
+
+MOST_EPOCHS = 200
+
+
+def missing_epochs(told: Sequence[int], committed: Sequence[int], upto: int) -> list[int]:
+    """Epochs up to `upto` that are committed behind the last one that is told of, oldest first. Pure."""
+    last = max((one for one in told if one <= upto), default=0)
+    return [one for one in committed if last < one <= upto][-MOST_EPOCHS:]
+
+
+def mend_curves(
+    run: RunDirectory, view: LogView, storage: Storage, generation: int, upto: int, attempt: int
+) -> list[int]:
+    """Write the missing lines up to an epoch into the file of a generation; returns their epochs.
+
+    What cannot be read stays missing.
+    """
+    entries = {one.position.epoch: one for one in view.line() if one.position.boundary and one.healthy}
+    told = [line["epoch"] for line in run.metrics()]
+    mended: list[int] = []
+    for epoch in missing_epochs(told, sorted(entries), upto):
+        try:
+            facts = glance(storage, entries[epoch]).facts
+        except OSError:
+            continue
+        line: dict[str, Any] = {
+            "epoch": epoch,
+            "step": facts.total_steps,
+            "attempt": attempt,
+            "time": round(time.time(), 3),
+            "saved": True,
+            "metrics": {name: finite(value) for name, value in facts.metrics.items()},
+            "from_checkpoint": True,
+        }
+        run.log_metrics(generation, line)
+        mended.append(epoch)
+    return mended
+
+
+BEGIN_SECS, END_SECS = 30.0, 60.0
+"""How long a start waits until the run can be seen in the store, and an end until all is there."""
+FAILED_SECS, LAST_WORDS_SECS = 8.0, 4.0
+"""The same after a failure, for launchers end a job soon; and where a thread ends the process."""
+_OTHERS_SECS = 60.0
+_BEHIND = Patience(deadline_secs=15.0, longest_pause_secs=2.0)
+_NAMED = 4
+BRINGING_SECS = 1800.0
+
+
+class StoredRun:
+    """That of one train call, whose journal warns and says on rank 0 alone."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        session: SessionBase,
+        state: RunState,
+        journal: Journal,
+        manager: Manager | None,
+    ) -> None:
+        self._session, self._state, self._journal, self._manager = session, state, journal, manager
+        self._peers = session.peers
+        self._run = run if run.url is not None else None
+        self._files: RunFiles | None = None
+        self._behind: Behind | None = None
+        self._putter: Putter | None = None
+        self._lock: WorkspaceLock | None = None
+        self._brought = Brought()
+        if self._run is not None and manager is not None:
+            writers = manager.engine.single_writer
+            self._files = RunFiles.at(str(self._run.url), "the run directory", writers)
+
+    # Before the run
+
+    def begin(self, place: NodePlace) -> None:
+        """Make the workspace, look whether the store can be used, bring down what a start needs.
+
+        All call it. Raises UsageError, StorageError, DirectoryInUseError on all processes.
+        """
+        run, files = self._run, self._files
+        if run is None or files is None:
+            return
+
+        def make() -> None:
+            make_workspace(run.path)
+            if self._peers.rank == 0:
+                self._lock = WorkspaceLock(run.path)
+                self._lock.take()
+
+        together(self._peers, "make the workspace", make)
+        check_store(files, self._peers, place)
+        decide(
+            self._peers, "bring the run down", lambda: self._bring(run, files), deadline_secs=BRINGING_SECS
+        )
+
+    def _bring(self, run: RunDirectory, files: RunFiles) -> None:
+        found, left_out = found_in(files, for_a_start)
+        found = {**unlisted(files, NEEDED.difference(found, left_out)), **found}
+        if self._is_of_another(run, files, known="run.json" in found):
+            beside = set_aside(run.path)
+            self._journal.say(f"the workspace had files of another run, which lie in {beside} now")
+        self._brought = bring(files, found, run.path, local_goes_on)
+        self._brought.left_out.update(left_out)
+        for name, why in self._brought.left_out.items():
+            self._journal.warn(f"{run.url}/{name} is left where it is: {why}")
+        wanted = files.stat(STOP) is not None
+        if wanted:
+            run.stop_file.touch()
+        else:
+            run.stop_file.unlink(missing_ok=True)
+
+    def _is_of_another(self, run: RunDirectory, files: RunFiles, *, known: bool) -> bool:
+        """Whether what lies in the workspace is of a run that the store does not have, or not any more."""
+        try:
+            here = run.identity()
+        except RelayError:
+            return True
+        if here is None:
+            return False
+        if not known:  # lost before its first files were put, unless somebody has deleted the run
+            return all(files.stat(f"{CHECKPOINTS}/{name}") is None for name in (JOB_FILE, slot_path(0)))
+        try:
+            there = read_note(files.read_range("run.json", 0, MAX_JSON_BYTES))
+        except (StorageError, ValueError):
+            return False  # what is wrong with it is said by whoever reads it
+        return isinstance(there, dict) and there.get("uuid") != here["uuid"]
+
+    # While it runs
+
+    def opened(self) -> None:
+        """The log is ours: what this process writes is put up from now on. Rank 0 waits for a first pass."""
+        ledger = self._ledger
+        if ledger is None or ledger.holding is None or self._peers.rank != 0:
+            return
+        with suppress(StorageError):
+            self._give_up_parts()
+        self._begin_behind(travels, ledger.ask, EVERY_SECS)
+        if self._behind is not None and not self._behind.flush(BEGIN_SECS):
+            self.look()
+
+    def _give_up_parts(self) -> None:
+        """End uploads of the run's files that a killed process began; the log sees to those of epochs."""
+        files = self._files
+        for name, upload in files.unfinished("") if files is not None else ():
+            if files is not None and not name.startswith(f"{files.root.lstrip('/')}/{CHECKPOINTS}/"):
+                files.give_up((name, upload))
+
+    def goes_on(self, target: Target | None) -> None:
+        """It is known from where, and as which attempt: rank 0 mends curves, others put their own files."""
+        if self._ledger is None:
+            return
+        attempt = self._state.attempt
+        if self._peers.rank == 0:
+            self._mend(self._ledger, target, attempt)
+            return
+        log = f"logs/attempt_{attempt}/rank_{self._peers.rank}.log"
+        nodes = [place.name for place in self._session.local_nodes]
+        own = {log, f"{log}.1", *(f"crash/{node}.attempt_{attempt}.safetensors" for node in nodes)}
+        self._begin_behind(own.__contains__, lambda: None, _OTHERS_SECS)
+
+    @property
+    def _ledger(self) -> Ledger | None:
+        """The log of a run in a store; None where there is no such run."""
+        return None if self._run is None or self._manager is None else self._manager.engine.ledger
+
+    def _begin_behind(self, wanted: Callable[[str], bool], may_put: Callable[[], None], every: float) -> None:
+        run, files = self._run, self._files
+        if run is None or files is None:
+            return
+        files.patience = _BEHIND
+        self._putter = Putter(files, run.path, wanted)
+        self._putter.kept.update(self._brought.left_out)
+        look = self._look_around if self._peers.rank == 0 else lambda: None
+        self._behind = Behind(self._putter, may_put, look, every)
+        remember_last_words(self._last_words)
+
+    def _look_around(self) -> None:
+        """Has somebody asked for the end; has somebody written over our status."""
+        run, files, putter = self._run, self._files, self._putter
+        if run is None or files is None or putter is None:
+            return
+        if files.stat(STOP) is not None and not run.stop_file.exists():
+            with suppress(OSError):
+                run.stop_file.touch()
+        putter.look_at_status()
+
+    def _mend(self, ledger: Ledger, target: Target | None, attempt: int) -> None:
+        """Lines of metrics that a lost process took with it are made again from the checkpoints."""
+        run, writer = self._run, ledger.writer
+        if run is None or target is None or writer is None:
+            return
+        with suppress(StorageError):
+            upto = target.position.epoch
+            mended = mend_curves(run, writer.view, ledger.storage, ledger.generation, upto, attempt)
+            if mended:
+                some = f"epochs {mended[0]} to {mended[-1]}" if len(mended) > 1 else f"epoch {mended[0]}"
+                self._journal.say(f"metrics of {some}, lost with a process, come from the checkpoints")
+
+    def look(self) -> None:
+        """At a boundary: have the store brought up to date soon, and tell once what keeps it from that."""
+        behind = self._behind
+        if behind is None or self._run is None:
+            return
+        trouble = behind.trouble()
+        if trouble is not None and self._peers.rank == 0:
+            self._journal.warn(
+                f"{self._run.url} is not up to date: {trouble}. Training goes on, and it is tried again; the "
+                f"files lie in {self._run.path}"
+            )
+        self._journal.aside(behind.nudge)  # behind what is noted of the epoch
+
+    # At its end
+
+    def _last_words(self) -> None:
+        if self._behind is not None:
+            self._behind.flush(LAST_WORDS_SECS)
+
+    def finish(self, *, failed: bool = False, secs: float = END_SECS) -> None:
+        """Put up what is left, within seconds where the run `failed`, and tell what could not be.
+
+        The log is still ours then.
+        """
+        behind, self._behind = self._behind, None
+        if behind is None or self._run is None:
+            return
+        forget_last_words(self._last_words)
+        left = behind.close(min(secs, self._secs_left(failed=failed)))
+        if self._peers.rank != 0:
+            return
+        if left:
+            why = f" ({behind.reason})" if behind.reason else ""
+            self._journal.warn(
+                f"{self._run.url} lacks the newest of {len(left)} files ({_some(left)}), which could not be "
+                f"put up in time{why}. They lie in {self._run.path}; the same command puts them up from here"
+            )
+        if self._putter is not None and (links := sorted(self._putter.links)):
+            self._journal.warn(
+                f"links and odd files are not put up ({_some(links)}): put copies into the run directory"
+            )
+
+    def _secs_left(self, *, failed: bool) -> float:
+        if failed:
+            return FAILED_SECS
+        left = None if self._state.requests is None else self._state.requests.secs_left()
+        return END_SECS if left is None else max(LAST_WORDS_SECS, left - LAST_WORDS_SECS)
+
+    def finish_over(self) -> None:
+        """A run that is over: a process that was lost at its end may have left something here to put up."""
+        run, files = self._run, self._files
+        if run is None or files is None or self._peers.rank != 0:
+            return
+        with suppress(RelayError):
+            if files.read_range("status.json", 0, MAX_JSON_BYTES) != _bytes_of(run.path / "status.json"):
+                self._put_apart(run.status().get("generation"))
+
+    def finish_by_hand(self) -> None:
+        """Put up what a save outside of a train call has left; the log is nobody's then."""
+        if self._ledger is not None and self._peers.rank == 0:
+            self._put_apart(self._ledger.last_generation())
+
+    def _put_apart(self, generation: object) -> None:
+        """Put up what is here, unless another has written there since that generation."""
+        ledger = self._ledger
+
+        def may_put() -> None:
+            if ledger is None or ledger.last_generation() != generation:
+                raise FencedError("the run has been gone on with elsewhere")
+
+        self._begin_behind(travels, may_put, EVERY_SECS)
+        self.finish(secs=BEGIN_SECS)
+
+    def close(self) -> None:
+        """Let the workspace go; a second call does nothing."""
+        self.finish(secs=0.0)
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,271 @@
+"""Calls of modules that a run records, so that the same call gives the same bits later.
+
+    replay/epoch_<k>.safetensors     a file of `save_blobs`: arguments, what they give with the weights of
+                                     that epoch in `eval` mode, and the settings that bits hang on
+
+Written before the epoch is saved, so that no saved epoch lacks it; older ones go afterwards. Only rank 0 does
+so, and alone: a module whose tensors are sharded cannot be called by one rank, which is said, once.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torchrelay.checkpoint.files.blobs.api import save_blobs
+from torchrelay.errors import UsageError
+from torchrelay.jobs.data.fetch import Batch, MappingBatch, make_batch
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.workspace import Workspace
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.training.plan import Recipe
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from torchrelay.runners.training.journal import Journal
+
+
+Json = Any
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def taken_apart(tree: Any, tensors: list[torch.Tensor]) -> Json:
+    """The form of a tree; its tensors are copied to the CPU and appended. UsageError for other objects."""
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree.detach().to("cpu", copy=True).contiguous())
+        return ["tensor", len(tensors) - 1]
+    if type(tree) in _PLAIN:
+        return ["value", tree]
+    if isinstance(tree, (Batch, MappingBatch)):
+        inside = [taken_apart(one, tensors) for one in (tree.data, tree.indices)]
+        return ["batch", *inside, float(tree.weight)]
+    if isinstance(tree, Mapping) and all(isinstance(name, str) for name in tree):
+        return ["dict", [[name, taken_apart(one, tensors)] for name, one in tree.items()]]
+    if type(tree) in (list, tuple):
+        return [type(tree).__name__, [taken_apart(one, tensors) for one in tree]]
+    raise UsageError(f"a {type(tree).__name__} is no tensor, number, text, list, tuple, dict or batch")
+
+
+def put_together(form: Json, tensors: Sequence[torch.Tensor], device: torch.device) -> Any:
+    """The tree again, its tensors on a device. A mapping comes back as a dict."""
+    match form:
+        case ["tensor", int(number)]:
+            return tensors[number].to(device)
+        case ["value", value]:
+            return value
+        case ["batch", data, indices, float(weight)]:
+            parts = [put_together(one, tensors, device) for one in (data, indices)]
+            return make_batch(parts[0], weight=weight, indices=parts[1])
+        case ["dict", [*items]]:
+            return {str(name): put_together(one, tensors, device) for name, one in items}
+        case [("list" | "tuple") as kind, [*items]]:
+            found = [put_together(one, tensors, device) for one in items]
+            return found if kind == "list" else tuple(found)
+    raise UsageError(f"no form of inputs or outputs: {str(form)[:100]}")
+
+
+SEED = 0
+_MOST_THREADS = 1024
+"""A file that asks for more would end the process."""
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where the module's first tensor lies; the CPU for a module without any."""
+    for one in (*module.parameters(), *module.buffers()):
+        return one.device
+    return torch.device("cpu")
+
+
+def play(module: nn.Module, form: Json, tensors: Sequence[torch.Tensor]) -> tuple[Json, list[torch.Tensor]]:
+    """Call the module with recorded arguments; the form of what it gives, and the tensors of that.
+
+    Leaves the module, its buffers, and all random streams as they were. UsageError for outputs that are no
+    tensors, numbers or texts; else what `forward` raises.
+    """
+    args, kwargs = put_together(form, tensors, device_of(module))
+    with _untouched(module), torch.no_grad():
+        outputs = module(*args, **kwargs)
+    found: list[torch.Tensor] = []
+    return taken_apart(outputs, found), found
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    modes = {inner: inner.training for inner in module.modules()}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    streams = RandomStreams.capture()
+    torch.manual_seed(SEED)
+    try:
+        module.eval()
+        yield
+    finally:
+        for inner, training in modes.items():
+            inner.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        streams.restore()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors on the CPU are of one type and shape and have the same bytes, NaN included."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def settings_now(device: torch.device) -> dict[str, Any]:
+    """What the bits of a result hang on, beside code, weights and inputs."""
+    cuda = device.type == "cuda"
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(device) if cuda else device.type,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()),
+    }
+
+
+@contextmanager
+def as_it_was(settings: dict[str, Any]) -> Iterator[None]:
+    """While the block runs, what can be set of recorded settings is as it was then."""
+    before = settings_now(torch.device("cpu"))
+    _set(settings)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(settings: dict[str, Any]) -> None:
+    threads, precision = settings.get("threads"), settings.get("matmul_precision")
+    if type(threads) is int and 0 < threads <= _MOST_THREADS:
+        torch.set_num_threads(threads)
+    if precision in ("highest", "high", "medium"):
+        torch.set_float32_matmul_precision(str(precision))
+    torch.use_deterministic_algorithms(settings.get("deterministic") is True)
+    dtype = getattr(torch, str(settings.get("default_dtype")).removeprefix("torch."), None)
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        torch.set_default_dtype(dtype)
+
+
+FOLDER, FACTS = "replay", "replay"
+MOST_BYTES = 256 << 20
+"""Arguments longer than this are not recorded."""
+KEPT = 2
+"""Files that stay: the newest one's epoch may turn out not to be saved."""
+
+
+class Recorder:
+    """Mutable; one per run. Without recipes, without a run directory and on other ranks it does nothing."""
+
+    def __init__(self, recipes: Mapping[str, Recipe], run: RunDirectory | None, journal: Journal) -> None:
+        self._recipes = dict(recipes)
+        self._folder = None if run is None else run.path / FOLDER
+        self._journal = journal
+        self._modules: dict[str, nn.Module] = {}
+        self._calls: dict[str, tuple[Json, list[torch.Tensor]]] = {}
+        self._hooks: dict[str, RemovableHandle] = {}
+
+    def watch(self, workspace: Workspace, rank: int) -> None:
+        """Wait for the first call of each module; raises UsageError for a name that is no module."""
+        for name in self._recipes:
+            module = workspace.get(name)
+            if not isinstance(module, nn.Module):
+                raise UsageError(f"replay names {name!r}, which is no registered module")
+            if rank == 0 and self._folder is not None:
+                self._modules[name] = module
+                self._hooks[name] = module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+
+    def record(self, epoch: int) -> None:
+        """Play the recorded calls with the weights as they are now, and write what came of them."""
+        if self._folder is None or not self._calls:
+            return
+        blobs: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
+        for name in list(self._calls):
+            try:
+                facts[name] = self._played(name, blobs)
+            except Exception as error:  # the user's forward may raise anything in `eval`
+                self._give_up(name, f"{type(error).__name__}: {error}")
+        if facts:
+            about = {"epoch": epoch, "attempt": self._journal.attempt, "calls": facts}
+            self._write(self._folder, epoch, {**blobs, FACTS: about})
+
+    def close(self) -> None:
+        """Leave the modules as they were."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def _hook(self, name: str) -> Any:
+        def first(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._hooks.pop(name).remove()
+            try:
+                self._take(name, module, args, kwargs)
+            except Exception as error:
+                self._give_up(name, str(error))
+
+        return first
+
+    def _take(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if any(hasattr(one, "placements") for one in module.parameters()):
+            raise UsageError("its parameters are sharded, and rank 0 cannot call it alone")
+        tensors: list[torch.Tensor] = []
+        form = taken_apart((tuple(args), dict(kwargs)), tensors)
+        if (size := sum(one.nbytes for one in tensors)) > MOST_BYTES:
+            raise UsageError(f"its arguments have {size} bytes, more than {MOST_BYTES}")
+        self._calls[name] = form, tensors
+
+    def _played(self, name: str, blobs: dict[str, Any]) -> dict[str, Any]:
+        module, (form, inputs) = self._modules[name], self._calls[name]
+        gives, outputs = play(module, form, inputs)
+        for what, tensors in (("takes", inputs), ("gives", outputs)):
+            for number, tensor in enumerate(tensors):
+                blobs[f"{what}.{name}.{number}"] = tensor
+        return {
+            "recipe": self._recipes[name].to_json(),
+            "takes": form,
+            "gives": gives,
+            "inputs": len(inputs),
+            "outputs": len(outputs),
+            "settings": settings_now(device_of(module)),
+        }
+
+    def _write(self, folder: Path, epoch: int, blobs: Mapping[str, Any]) -> None:
+        try:
+            save_blobs(folder / f"epoch_{epoch}.safetensors", blobs, overwrite=True)
+            for old in files_of(folder.parent)[:-KEPT]:
+                with suppress(OSError):
+                    old[1].unlink()
+        except Exception as error:  # what is recorded beside an epoch ends no run
+            self._journal.warn(f"the call of epoch {epoch} is not recorded: {error}")
+
+    def _give_up(self, name: str, why: str) -> None:
+        self._calls.pop(name, None)
+        self._journal.warn(f"no call of {name} is recorded for `verify --replay`: {why}")
+
+
+def files_of(run: Path) -> list[tuple[int, Path]]:
+    """The recorded calls of a run by epoch, ascending."""
+    found = []
+    for path in (run / FOLDER).glob("epoch_*.safetensors"):
+        number = path.stem.removeprefix("epoch_")
+        if number.isascii() and number.isdigit():
+            found.append((int(number), path))
+    return sorted(found)

@@ -1,0 +1,281 @@
+"""Weights of upstream runs into the objects of a run that begins: opened by all alike, after `init`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
+from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
+from torchrelay.checkpoint.load.info import UPSTREAM, records_in
+from torchrelay.checkpoint.load.lookup import Below, choose, pattern_list
+from torchrelay.checkpoint.load.renaming import LoadResult
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.kinds import Kind, kind_of
+from torchrelay.checkpoint.state.leaf import spec_of
+from torchrelay.checkpoint.state.leaves.tree import container_tensors
+from torchrelay.checkpoint.state.names import submodule
+from torchrelay.checkpoint.storage.urls import is_url
+from torchrelay.errors import BlobError, UsageError
+from torchrelay.jobs.cluster import dotted_prefixes
+from torchrelay.jobs.session import Peers, together
+from torchrelay.jobs.workspace import Workspace
+from torchrelay.metadata.lineage import Stage, StageRecord
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
+from torchrelay.runners.remote_runs.resolve import parse_selector
+from torchrelay.runners.training.extras.upstream import Given, InitFrom, Upstream
+
+
+@dataclass(frozen=True)
+class Source:
+    """One upstream run, opened: what is known of it, and the names of the tensors to keep."""
+
+    checkpoint: Checkpoint
+    stage: Stage
+    kept: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.stage.alias} ({self.stage.record.path}, epoch {self.stage.record.epoch})"
+
+    def index(self) -> dict[str, Any]:
+        """The records of this stage and of those it was built on, by path of aliases."""
+        alias = self.stage.alias
+        above = records_in(self.checkpoint)
+        return {alias: self.stage.record.json(), **{f"{alias}/{path}": one for path, one in above.items()}}
+
+
+def open_sources(given: Given, peers: Peers) -> dict[str, Source]:
+    """Open what was named, by alias, alike in every process; changes nothing anywhere.
+
+    Raises the errors of `open_checkpoint`, and UsageError for names to keep that are none, on all ranks.
+    """
+    _check_alike(given, peers)
+    if not given:
+        return {}
+    found: dict[str, Source] = {}
+
+    def choose_all() -> dict[str, list[str]] | None:
+        return (
+            {alias: _choice(alias, one) for alias, one in given.upstream.items()} if peers.rank == 0 else None
+        )
+
+    chosen = together(peers, "choose upstream epochs", choose_all)[0]
+
+    def open_all() -> None:
+        for alias, (path, epoch) in chosen.items():
+            found[alias] = _opened(given, alias, path, epoch)
+
+    together(peers, "open upstream runs", open_all)
+    return found
+
+
+def _choice(alias: str, one: Upstream) -> list[str]:
+    """The place, and exactly the epoch that is meant now."""
+    try:
+        selector = parse_selector(os.fspath(one.run))
+        path = selector.path if is_url(selector.path) else str(Path(selector.path).absolute())
+        found = open_checkpoint(path, epoch=selector.epoch)
+    except UsageError as error:
+        raise type(error)(f"upstream {alias!r}: {error}") from None
+    return [path, f"{found.epoch},branch={found.branch}"]
+
+
+def _opened(given: Given, alias: str, path: str, epoch: str) -> Source:
+    checkpoint = open_checkpoint(path, epoch=epoch)
+    one = given.upstream[alias]
+    kept = _kept(checkpoint, alias, one)
+    run = None if is_url(path) else RunDirectory(path)
+    identity = run.known_identity() if run is not None else {}
+    facts = checkpoint.facts
+    record = StageRecord(
+        asked=os.fspath(one.run),
+        path=path,
+        job=identity.get("job"),
+        run_id=identity.get("uuid") or facts.run_id,
+        epoch=checkpoint.epoch,
+        branch=checkpoint.branch,
+        created=identity.get("created"),
+        metrics=dict(facts.metrics),
+        total_steps=facts.total_steps,
+        seed=facts.seed,
+        applied=tuple(start.json() for start in given.init_from if start.upstream == alias),
+        kept=tuple(dict.fromkeys(checkpoint.manifest.leaves[row].blob for row in _rows(checkpoint, kept))),
+    )
+    return Source(
+        checkpoint, Stage(alias, record, _blobs(checkpoint), run.path if identity and run else None), kept
+    )
+
+
+def _check_alike(given: Given, peers: Peers) -> None:
+    """Raise UsageError on all ranks where they would build on different runs."""
+    told = peers.exchange("start: upstream", given.json())
+    strange = [rank for rank, one in enumerate(told) if one != told[0]]
+    if strange:
+        raise UsageError(
+            f"rank {strange[0]} names other upstream runs, or other weights of them, than rank 0: give all "
+            "ranks the same upstream= and init_from="
+        )
+
+
+def _kept(checkpoint: Checkpoint, alias: str, one: Upstream) -> tuple[str, ...]:
+    """The tensors that are to be kept; random states and gradients never are."""
+    manifest = checkpoint.manifest
+    try:
+        chosen = choose(manifest, one.keep, "tensor", strict=True)
+    except UsageError as error:
+        raise UsageError(f"upstream {alias!r}, keep: {error}") from None
+    if own := next((f"{node}:{name}" for name, node in chosen if node is not None), None):
+        raise UsageError(
+            f"upstream {alias!r}, keep: {own} is one node's own; only what all nodes share is kept"
+        )
+    return tuple(
+        name for name, _ in chosen if manifest.leaves[manifest.rows[name][0]].role not in OF_POSITION
+    )
+
+
+def _rows(checkpoint: Checkpoint, names: tuple[str, ...]) -> list[int]:
+    return [checkpoint.manifest.rows[name][0] for name in names]
+
+
+def _blobs(checkpoint: Checkpoint) -> list[Mapping[str, Any]]:
+    return [
+        {"name": one.name, "kind": one.kind, "bytes": one.bytes, "leaves": len(one.leaves)}
+        for one in checkpoint.blobs.values()
+    ]
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What one `init_from` did; leaves have the names that the job calls them by."""
+
+    upstream: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    misshapen: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        skipped = {"missing": self.missing, "unexpected": self.unexpected, "of another form": self.misshapen}
+        told = [f"; {what}: {', '.join(names)}" for what, names in skipped.items() if names]
+        return f"{len(self.loaded)} leaves of {self.upstream}{''.join(told)}"
+
+
+def warm(start: InitFrom, source: Source, workspace: Workspace) -> WarmStart:
+    """Load what one `init_from` says into a node's objects; all or nothing of it.
+
+    Raises BlobError with everything that does not fit, UsageError for names that are none.
+    """
+    objects = _objects(start, source, workspace)
+    below = Below(start.prefix or start.into or "", start.into or "", start.rename or None)
+    _check_prefix(start, source, below)
+    exclude = pattern_list(start.exclude)
+    misshapen = () if start.strict else _misshapen(source.checkpoint, objects, below)
+    try:
+        result = source.checkpoint.load(
+            objects, strict=start.strict, rename=below, exclude=[*exclude, *misshapen]
+        )
+    except BlobError as error:
+        raise BlobError(
+            f"init_from {source.name}: {error}; strict=False skips all that does not fit"
+        ) from None
+    except UsageError as error:
+        raise type(error)(f"init_from {source.name}: {error}") from None
+    if not result.loaded:
+        known = ", ".join([*result.missing, *misshapen][:3])
+        raise UsageError(
+            f"init_from {source.name}: no leaf of it goes with {known}, so nothing would be taken: say which "
+            f"names go together by rename= (there is {', '.join(result.unexpected[:3]) or 'nothing else'})"
+        )
+    return _told(source, result, misshapen)
+
+
+def fill_kept(source: Source, workspace: Workspace) -> None:
+    """Load what is kept of an upstream into what holds it."""
+    for blob in source.stage.record.kept:
+        name = f"{UPSTREAM}{source.stage.alias}.{blob}"
+        result = source.checkpoint.load({name: workspace[name]}, strict=False, rename=Below(blob, name))
+        if result.missing:
+            raise BlobError(f"{source.name} lacks {', '.join(result.missing)}, which was there a moment ago")
+
+
+def _told(source: Source, result: LoadResult, misshapen: tuple[str, ...]) -> WarmStart:
+    return WarmStart(source.name, result.loaded, result.missing, result.unexpected, misshapen)
+
+
+def _objects(start: InitFrom, source: Source, workspace: Workspace) -> dict[str, Any]:
+    registered = {
+        name: entry.target
+        for name, entry in workspace.entries().items()
+        if entry.blob is not None and not name.startswith(UPSTREAM)
+    }
+    if start.into is not None:
+        return {start.into: _target(start.into, registered)}
+    wanted = {
+        name: value
+        for name, value in registered.items()
+        if name in source.checkpoint.blobs and _is_wanted(start, value)
+    }
+    if not wanted:
+        raise UsageError(
+            f"init_from {source.name}: no registered module or tensor has a name that the upstream has; it "
+            f"has {', '.join(source.checkpoint.blobs)}: say which go together by into= and prefix="
+        )
+    return wanted
+
+
+def _is_wanted(start: InitFrom, value: Any) -> bool:
+    kind = kind_of(value)
+    if kind in (Kind.MODULE, Kind.TENSOR):
+        return True
+    if kind is Kind.CONTAINER:
+        return start.include_others or next(container_tensors("", value), None) is not None
+    if kind is Kind.OPTIMIZER:
+        return start.include_optimizer
+    return start.include_others and kind is Kind.STATEFUL
+
+
+def _target(into: str, registered: Mapping[str, Any]) -> Any:
+    """The registered object of this name, or the part of a registered module."""
+    found = registered.get(into)
+    if found is None:
+        blob = next((name for name in registered if into.startswith(f"{name}.")), None)
+        module = registered.get(blob or "")
+        if isinstance(module, nn.Module) and blob is not None:
+            found = submodule(module, into[len(blob) + 1 :])
+            if found is None:
+                parts = [f"{blob}.{name}" for name, _ in module.named_modules() if name]
+                raise UsageError(f"init_from: blob {blob!r} has no part {into!r}{nearest(into, parts)}")
+    if found is None or kind_of(found) not in (Kind.MODULE, Kind.TENSOR, Kind.CONTAINER):
+        raise UsageError(
+            f"init_from: into={into!r} is no registered module or tensor, and no part of one"
+            f"{nearest(into, registered)}"
+        )
+    return found
+
+
+def _check_prefix(start: InitFrom, source: Source, below: Below) -> None:
+    """Refuse a prefix that means nothing: without `strict` it would be a warm start that takes nothing."""
+    names = list(source.checkpoint.manifest.rows)
+    if start.into is not None and not any(below.of(name) for name in names):
+        known = dict.fromkeys(prefix for name in names for prefix in [*dotted_prefixes(name), name])
+        near = nearest(below.prefix, known)
+        raise UsageError(f"init_from {source.name}: nothing there lies below {below.prefix!r}{near}")
+
+
+def _misshapen(checkpoint: Checkpoint, objects: Mapping[str, Any], below: Below) -> tuple[str, ...]:
+    """Leaves that both sides have in different forms."""
+    live = {leaf.name: spec_of(leaf) for leaf in leaves_of(objects)}
+    found: list[str] = []
+    for leaf in checkpoint.leaves:
+        here = live.get(below.of(leaf.name))
+        if here is not None and (here.kind, here.dtype, here.shape) != (leaf.kind, leaf.dtype, leaf.shape):
+            found.append(here.name)
+    return tuple(dict.fromkeys(found))

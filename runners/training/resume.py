@@ -1,0 +1,389 @@
+"""The state that a run resumes from, and what is taken from the program where that is another one now.
+
+A state of a schedule holds its horizon (`T_max`, `total_steps`), and that of an optimizer its learning rate,
+so a resume follows the old ones. `from_program` names what shall follow the program: a schedule, by its blob,
+is stepped anew from its start to where the checkpoint stood; an entry of an optimizer's groups
+(`optimizer.lr`) becomes what the program gave it. Both only where the program differs from the one that
+saved, so that the option may stay, and a restart of the same program changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from torchrelay.checkpoint.format.values import encode
+from torchrelay.checkpoint.load.verify import Target
+from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.state.gradients import Gradients
+from torchrelay.errors import BlobError, PartiallyLoadedError, StorageError, UsageError
+from torchrelay.jobs.blobs import Blob
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.session import together
+from torchrelay.jobs.stop import function_settings
+from torchrelay.records import dataclass
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.mid_epoch import places_for
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.training.journal import Journal
+from torchrelay.runners.training.preemption import PutBack
+
+_MOVES = frozenset(
+    {
+        "last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "verbose",
+        "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "mode_worse",
+    }
+)  # fmt: skip
+"""What steps change in a schedule; all else in its state is how it was made."""
+_HORIZONS = {
+    "T_max": "the rate rises again behind step {}",
+    "total_steps": "a step behind step {} fails",
+    "total_iters": "the rate stays as it is behind step {}",
+}
+_CALLED = ("lr_lambdas", "_scale_fn_custom", "_scale_fn_ref")
+"""Where schedules of torch keep functions of the program."""
+_NOT_SHOWN = ("params", "param_names")
+
+
+@dataclass
+class _Node:
+    """The schedules and optimizers of one node as the program has built them."""
+
+    schedules: dict[str, Any] = field(default_factory=dict)
+    built: dict[str, Any] = field(default_factory=dict)
+    """By schedule its state."""
+    groups: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """By optimizer the entries of its groups."""
+    optimizers: dict[str, Any] = field(default_factory=dict)
+
+
+class FromProgram:
+    """Notes what the program has built, before a load, and puts it in its place, after it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._nodes: dict[str, _Node] = {}
+        self._before: Mapping[str, Any] | None = None
+        """What the loaded checkpoint remembers; None of a fresh start."""
+
+    def note(self, session: SessionBase) -> None:
+        """Look at what `setup` has left; raises UsageError for a name of which nothing can be taken."""
+
+        def look() -> None:
+            for place in session.local_nodes:
+                node = self._nodes[place.name] = _Node()
+                for name, entry in session.workspace(place.name).entries().items():
+                    if isinstance(entry.blob, Blob):
+                        _note(node, name, entry.value)
+                self._check(node)
+
+        together(session.peers, "from_program", look)
+
+    @property
+    def built(self) -> dict[str, list[Any]]:
+        """What the program gave rates and named entries of optimizers, and functions that schedules call.
+
+        A checkpoint remembers it, of a rate that was not taken what it was when the saved one began.
+        """
+        node = next(iter(self._nodes.values()), _Node())
+        found: dict[str, Any] = {f"{name}.lr": _given(node, f"{name}.lr") for name in node.optimizers}
+        if self._before is not None:
+            found = {name: self._before.get(name) for name in found}
+        found |= {name: _given(node, name) for name in (*node.schedules, *self._names)}
+        return {name: given for name, given in found.items() if given}
+
+    def apply(
+        self, session: SessionBase, before: Mapping[str, Any], say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Change what was loaded; `before` is what `built` was when that was saved."""
+
+        def change() -> list[str]:
+            return [
+                text for place in session.local_nodes for text in self._apply(self._nodes[place.name], before)
+            ]
+
+        self._before = before
+        for text in dict.fromkeys(together(session.peers, "from_program", change)[0]):
+            say(text)
+
+    def _check(self, node: _Node) -> None:
+        for name in self._names:
+            blob, _, key = name.partition(".")
+            if name in node.schedules:
+                continue
+            optimizer = node.optimizers.get(blob)
+            if optimizer is None or not any(key in group for group in optimizer.param_groups):
+                there = [*node.schedules, *(f"{one}.lr" for one in node.optimizers)]
+                raise UsageError(
+                    f"from_program={name!r} names no schedule and no entry of an optimizer's groups; there "
+                    f"are {', '.join(there) or 'none'}"
+                )
+            for schedule, one in node.schedules.items():
+                if key == "lr" and _optimizer_of(one) is optimizer:
+                    raise UsageError(
+                        f"from_program={name!r}: {schedule} sets that rate at each step: give "
+                        f"from_program={schedule!r}, which begins with the program's rate"
+                    )
+
+    def _apply(self, node: _Node, before: Mapping[str, Any]) -> Iterator[str]:
+        for name in self._names:
+            if name not in node.schedules and before.get(name) != (wanted := _given(node, name)):
+                yield from _set_entries(node, name, wanted)
+        scheduled = [_optimizer_of(one) for one in node.schedules.values()]
+        for blob, optimizer in node.optimizers.items():
+            name = f"{blob}.lr"
+            was, now = before.get(name), _given(node, name)
+            if was not in (None, now) and name not in self._names and optimizer not in scheduled:
+                yield (
+                    f"{name} was {_short(was)} in the program and is {_short(now)}, but it stays as it was "
+                    f"saved: from_program={name!r} takes the program's"
+                )
+        for name, schedule in node.schedules.items():
+            saved, built = copy.deepcopy(schedule.state_dict()), node.built[name]
+            differences, was, now = list(_differences(built, saved)), before.get(name), _given(node, name)
+            if name in self._names and (was or []) != now:
+                differences.append("its function has changed" if was else "its function is the program's")
+            elif was and was != now:
+                yield f"{name} calls another function than before: it is the program's, as none is saved"
+            if not differences:
+                continue
+            if name in self._names:
+                _rebuild(name, schedule, built, saved, node.groups.get(id(_optimizer_of(schedule)), []))
+                yield f"{name} follows the program from step {_position(saved)} on: {_told(differences)}"
+            elif type(schedule).__module__.startswith("torch."):
+                yield (
+                    f"{name} is as it was saved, not as the program makes it: {_told(differences)}"
+                    f"{_horizon(saved)}. from_program={name!r} takes the program's"
+                )
+
+
+def _note(node: _Node, name: str, value: Any) -> None:
+    if isinstance(value, LRScheduler):
+        node.schedules[name] = value
+        node.built[name] = copy.deepcopy(value.state_dict())
+        value = _optimizer_of(value)
+    elif hasattr(value, "param_groups"):
+        node.optimizers[name] = value
+    groups = getattr(value, "param_groups", None)
+    if isinstance(groups, list) and id(value) not in node.groups:
+        node.groups[id(value)] = [
+            {key: _copied(one) for key, one in group.items() if key not in _NOT_SHOWN} for group in groups
+        ]
+
+
+def _optimizer_of(schedule: Any) -> Any:
+    return getattr(schedule, "optimizer", None)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON that a manifest can hold: of numpy's as Python's, of other objects their type."""
+    if isinstance(value, torch.Tensor) or type(value).__module__ == "numpy":
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    try:
+        return encode(value, "")
+    except BlobError:
+        return type(value).__name__
+
+
+def _given(node: _Node, name: str) -> list[Any]:
+    """Of an entry its value in each group; of a schedule what tells its functions, which no state holds."""
+    if name in node.schedules:
+        return [one for one in map(function_settings, _functions(node.schedules[name])) if one is not None]
+    blob, _, key = name.partition(".")
+    groups = node.groups.get(id(node.optimizers.get(blob)), [])
+    return [_plain(group.get(key)) for group in groups]
+
+
+def _functions(schedule: Any) -> Iterator[Any]:
+    """The functions that a schedule calls, those of schedules inside it too."""
+    for key, value in sorted(vars(schedule).items()):
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(one, LRScheduler) and key == "_schedulers":
+                yield from _functions(one)
+            elif isinstance(one, (FunctionType, functools.partial)) and key in _CALLED:
+                yield one
+
+
+def _set_entries(node: _Node, name: str, wanted: list[Any]) -> Iterator[str]:
+    blob, _, key = name.partition(".")
+    optimizer = node.optimizers[blob]
+    groups = optimizer.param_groups[: len(wanted)]
+    saved = [_plain(group.get(key)) for group in groups]
+    if saved != wanted:
+        for group, built in zip(groups, node.groups[id(optimizer)], strict=False):
+            _set(group, key, built[key])
+        yield f"{name} is {_short(wanted)} as the program says, not {_short(saved)} as it was saved"
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(group.get(key), torch.Tensor):  # others may hold it: it stays the same object
+        with torch.no_grad():
+            group[key].copy_(torch.as_tensor(value))
+    else:
+        group[key] = _copied(value)
+
+
+def _differences(built: Any, saved: Any, at: str = "") -> Iterator[str]:
+    """Where two states of a schedule differ in how it was made, in words."""
+    if isinstance(built, Mapping) and isinstance(saved, Mapping) and not isinstance(built, Counter):
+        for key in built:
+            if key not in _MOVES and key in saved:
+                yield from _differences(built[key], saved[key], f"{at}.{key}".lstrip("."))
+    elif isinstance(built, (list, tuple)) and isinstance(saved, (list, tuple)):
+        for index, (mine, other) in enumerate(zip(built, saved, strict=False)):
+            yield from _differences(mine, other, f"{at}[{index}]")
+    elif _plain(built) != _plain(saved) and not callable(built):
+        yield f"{at} was {_short(saved)} and is {_short(built)} in the program"
+
+
+def _told(differences: Sequence[str]) -> str:
+    return ", ".join(differences[:3]) + (", ..." if differences[3:] else "")
+
+
+def _short(value: Any) -> str:
+    value = _plain(value)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return f"{value:g}" if isinstance(value, float) else f"{value!s:.60}"
+
+
+def _horizon(saved: Mapping[str, Any]) -> str:
+    parts = [saved, *(one for one in saved.get("_schedulers", ()) if isinstance(one, Mapping))]
+    for part in parts:
+        for key, text in _HORIZONS.items():
+            if isinstance(part.get(key), int):
+                return f"; {text.format(part[key])}"
+    return ""
+
+
+def _position(saved: Mapping[str, Any]) -> int:
+    inner = saved.get("_schedulers") or [{}]
+    return int(saved.get("last_epoch", inner[0].get("last_epoch", 0)))
+
+
+def _rebuild(
+    name: str, schedule: Any, built: Mapping[str, Any], saved: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> None:
+    """Step the program's schedule to where the saved one was; one that follows a metric keeps its place."""
+    if isinstance(schedule, ReduceLROnPlateau):
+        schedule.load_state_dict({**built, **{key: saved[key] for key in saved if key in _MOVES}})
+        return
+    optimizer = _optimizer_of(schedule)
+    start = copy.deepcopy(dict(built))
+    if isinstance(start.get("base_lrs"), list):  # groups that were added while it trained
+        start["base_lrs"] += saved["base_lrs"][len(start["base_lrs"]) :]
+    schedule.load_state_dict(start)
+    cycles = ("momentum", "betas") if getattr(schedule, "cycle_momentum", False) else ()
+    for group, entries in zip(optimizer.param_groups, groups, strict=False):
+        for key, value in entries.items():
+            if key == "lr" or key in cycles or key not in optimizer.defaults:
+                _set(group, key, value)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of steps before the optimizer's, which were taken long ago
+            for _ in range(_position(saved) - _position(built)):
+                schedule.step()
+    except ValueError as error:
+        raise UsageError(
+            f"from_program={name!r}: the program's schedule cannot be at step {_position(saved)}, where the "
+            f"run is: {error}"
+        ) from error
+
+
+class ResumedState:
+    """What was loaded, or drawn for a fresh start, until the tasks of the first epoch have it.
+
+    `places` says where the nodes were in the epoch to be continued; it is empty at the end of one.
+    """
+
+    def __init__(self, session: SessionBase, state: RunState, from_program: FromProgram) -> None:
+        self._session, self._state, self._from_program = session, state, from_program
+        self._streams: dict[str, RandomStreams] = {}
+        self._gradients: dict[str, Gradients] = {}
+        self._load_again: Callable[[], None] = lambda: None
+        self.places: Mapping[str, Any] = {}
+
+    def derive_streams(self) -> None:
+        """Give every node its own streams; without a seed they stay as the program left them."""
+        for place in self._session.local_nodes:
+            if self._state.seed is not None:
+                self._session.set_streams(place.name, RandomStreams.derive(self._state.seed, place.rank))
+            self._streams[place.name] = self._session.streams(place.name)
+
+    def load(
+        self, manager: Manager, nodes: Sequence[str], target: Target, journal: Journal, *, older: bool
+    ) -> Target:
+        """Load the target; where its bytes prove damaged, an older one if `older`."""
+        manager.engine.say = partial(journal.tell, "state changed")
+        while True:
+            epoch = target.position.epoch
+            try:
+                if target.position.boundary:
+                    self._session.run(manager.init(nodes, retrieve_from_epoch=epoch))
+                    self._session.run(manager.load(epoch))
+                else:
+                    self._session.run(manager.go_on_at(nodes, target))
+                break
+            except (StorageError, PartiallyLoadedError) as error:
+                if not older:
+                    raise
+                target = manager.engine.ledger.instead_of(self._session.peers, target, error, journal.warn)
+        self._from_program.apply(self._session, target.facts.built, journal.say)
+        if not target.position.boundary:
+            self.places = target.facts.places
+            self._load_again = partial(self._load_inside, manager, nodes, target)
+        return target
+
+    def take(self, manager: Manager, target: Target) -> None:
+        """Count on from what was loaded; its random states and gradients wait for `restore`."""
+        engine, facts = manager.engine, target.facts
+        self._streams, self._gradients = engine.take_streams(), engine.take_gradients()
+        self._state.set_elapsed(facts.elapsed_secs)
+        self._state.begin_epoch(target.position.epoch, total_steps=facts.total_steps)
+        self._state.recall_metrics(facts.metrics, facts.last_metrics)
+        if self._state.seed is None:
+            self._state.seed = facts.seed
+
+    def restore(self) -> None:
+        """The last act before the first epoch task, or before the tail of a run whose epochs are over.
+
+        Gradients too, but for nodes that come back to a loop: there, for what comes before it may clear them.
+        """
+        for name, streams in self._streams.items():
+            self._session.set_streams(name, streams)
+        if not self.places:
+            for gradients in self._gradients.values():
+                gradients.install()
+
+    def continue_epoch(self, step: int) -> None:
+        """Begin the epoch in whose midst the position is, `step` steps of which are done."""
+        inside, self.places = self.places, {}
+        self._state.begin_epoch(self._state.epoch + 1, step=step, total_steps=self._state.total_steps)
+        own = {place.name for place in self._session.local_nodes}
+        places = places_for([place.name for place in self._session.nodes], inside)
+        self._state.put_back = PutBack(self._session, self._load_again)
+        own_places = {name: place for name, place in places.items() if name in own}
+        self._state.continue_at(own_places, self._streams, self._gradients)
+
+    def _load_inside(self, manager: Manager, nodes: Sequence[str], target: Target) -> None:
+        """Load the position once more; random states and gradients are known."""
+        self._session.run(manager.go_on_at(nodes, target))
+        manager.engine.take_streams()
+        manager.engine.take_gradients()
+        self._from_program.apply(self._session, target.facts.built)

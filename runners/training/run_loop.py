@@ -1,0 +1,498 @@
+"""The life of a run, from choosing a position to the exit group: `Life.epochs` is the sequence.
+
+A run that has ended is set up, loaded and left again. Every process of the session runs the same life; what
+is decided is decided once and told to all. Between the phases all are asked whether somebody wants to end
+early (`preemption.strongest`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.load.verify import Look, Target
+from torchrelay.checkpoint.storage.inflight import headway
+from torchrelay.errors import DamagedError, PartiallyLoadedError
+from torchrelay.jobs.data.data_parallel import drop as drop_wrappers
+from torchrelay.jobs.random import current_seed
+from torchrelay.jobs.runtime import undivided
+from torchrelay.jobs.session import decide, together
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.stop import (
+    Verdict,
+    ask_all,
+    ended_before,
+    limits_of,
+    only_time_is_up,
+    over_there,
+    warn_of_waiting,
+)
+from torchrelay.runners.session.stop_requests import ASKED, PREEMPT, Interrupted, requests_of, signals_ask
+from torchrelay.runners.training.exit import workers_stay
+from torchrelay.runners.training.extras.parts import exporting_of, recorder_of, stored_run_of
+from torchrelay.runners.training.extras.upstream import Stages
+from torchrelay.runners.training.journal import Journal, at_once
+from torchrelay.runners.training.observers import Onlookers
+from torchrelay.runners.training.plan import Choice, Plan, RunResult, Status
+from torchrelay.runners.training.preemption import (
+    MidEpochSaver,
+    agree_to_leave,
+    go_on,
+    save_at_crash,
+    save_now,
+)
+from torchrelay.runners.training.resume import FromProgram, ResumedState
+from torchrelay.runners.training.saver import FenceGuard, Saver
+from torchrelay.runners.training.startup import (
+    Request,
+    bind_blobs,
+    check_attempts,
+    ended_result,
+    look_and_choose,
+    warn_of_bare_ddp,
+)
+
+if TYPE_CHECKING:
+    from torchrelay.runners.training.job_runner import JobRunner
+
+
+class Life:
+    """One train call, around a loop that runs the tasks of its epochs.
+
+    with life.held():
+        for epoch in life.epochs():
+            session.run(job.epoch_group)
+    return life.result
+    """
+
+    def __init__(
+        self, runner: JobRunner, session: SessionBase, plan: Plan, epoch: int | None, *, again: bool = False
+    ) -> None:
+        self.job = runner.job
+        self.manager = runner.manager
+        self.upload_builder = runner.upload_task_group_builder
+        self.run_directory = runner.run_directory
+        self.capturing = runner.capturing
+        self.session, self.peers = session, session.peers
+        self.plan = plan
+        self.request = Request(epoch, plan.resume, again)
+        self.onlookers = Onlookers(
+            runner.run_directory, session.peers, runner.trackers, plan.log_every_n_secs
+        )
+        background = None if self.manager is None else self.manager.engine.background
+        self.journal = Journal(
+            runner.run_directory,
+            session.peers,
+            self.onlookers.progress,
+            at_once if background is None else background.aside,
+        )
+        self.state = RunState(
+            seed=current_seed(),
+            run_dir=str(runner.run_directory.path) if runner.run_directory else None,
+            agree_every=plan.agree_every,
+            **limits_of(runner.job.stop_conditions),
+        )
+        self.guard = FenceGuard(self.state)
+        self.saver = Saver(self.manager, self.journal, plan.max_failed_saves)
+        self.look = Look()
+        """What the log said when the position was chosen."""
+        self.recorder = recorder_of(runner.replay, runner.run_directory, self.journal)
+        self.exporting = exporting_of(runner.exports, session, self.state, self.journal, plan.best)
+        self.stages = Stages(runner.built_on, runner.run_directory, session.peers)
+        self.stored = stored_run_of(runner.run_directory, session, self.state, self.journal, self.manager)
+        kept = self.manager is not None and self.run_directory is not None
+        self.mid_epoch = MidEpochSaver(
+            session, self.state, self.saver, lambda: self.facts(self._verdict), possible=kept
+        )
+        self.from_program = FromProgram(plan.from_program)
+        self.resumed = ResumedState(session, self.state, self.from_program)
+        self.status: Status = "FINISHED"
+        self.result = RunResult(0)
+        """What came of it, behind `epochs`."""
+        asks, longest = session.peers.rank == 0, lambda: self.saver.longest_secs
+        self.requests = requests_of(plan.time_limit_secs, runner.run_directory, longest, looks=asks)
+        self._verdict = Verdict()
+        """Of the newest epoch that is over."""
+        self.resumed_from: int | None = None
+        self._untried: Choice | None = None
+        """Where this start would go on, as long as it has not come to that."""
+        self._began = self._has_failed = False
+
+    # The whole
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The session, the signals and the log are this run's; a failure is noted and raised.
+
+        A run that all processes agreed to interrupt ends without an error.
+        """
+        self.session.begin(self.state)
+        self.state.requests = self.requests
+        self.onlookers.begin()
+        save = self.plan.save_signal
+        with signals_ask(self.requests, save), workers_stay(save):
+            try:
+                with self._interrupted():
+                    yield
+            except BaseException as error:
+                self._failed(error)
+                raise
+            finally:
+                self._close()
+
+    @contextmanager
+    def _interrupted(self) -> Iterator[None]:
+        try:
+            yield
+        except Interrupted:
+            self.capturing.finish(self.journal)
+            self.result = self._leave()
+
+    def epochs(self) -> Iterator[int]:
+        """The epochs that are left; while one is handed out its tasks run.
+
+        check -> choose the position -> setup -> fresh: init, warm start, save epoch 0; resumed: load
+        -> restore random state -> loop { YIELD; metrics; stop conditions; save; stop? }
+        -> upload -> download -> exit
+        """
+        self.stored.begin(self.session.local_nodes[0])
+        choice, self.look = look_and_choose(self.request, self.job, self.session, self.manager, self.journal)
+        self._untried = choice
+        if self._has_ended(choice):
+            return
+        if choice.start == "fresh":
+            self.stages.look()
+        if self.manager is not None:
+            self.journal.say_choice(choice, self.look)
+        if not self._open(choice):
+            self.result = self._leave()
+            return
+        target = self._target(choice)
+        if self.run_directory is not None:
+            place = self._place_of_start(choice, target)
+            self.state.attempt = check_attempts(self.peers, self.journal, place, self.plan.max_attempts)
+        self.stored.goes_on(target)
+        self.onlookers.watch(self.state, self.job, self.journal)
+        self.set_up(target)
+        go_on(self.peers, self.requests)
+        verdict = self._resume(choice, target) if target else self._start_fresh(choice)
+        self._untried = None
+        self.onlookers.goes_on(self.state.epoch, self.state.total_steps)
+        self.exporting.begin()
+        self.resumed.restore()
+        if not verdict.stop:
+            while not verdict.stop:
+                asked = go_on(self.peers, self.requests)
+                # an epoch that has begun ends as a short one
+                if asked.level == ASKED and not self.resumed.places:
+                    self.status, verdict = "STOPPED", replace(verdict, asked=asked.reason)
+                    break
+                self.capturing.begin()
+                self._begin_epoch()
+                yield self.state.epoch
+                self.state.leave_epoch()
+                self.capturing.finish(self.journal)
+                self._verdict = verdict = self._end_epoch()
+            self._secure(verdict)
+        self.saver.finish(self.session)  # also what an earlier start has not sent
+        self._run_tail()
+        saved, epoch = self.saver.newest_saved, self.state.epoch
+        self.result = self._result(epoch, self.status, verdict.reasons, saved, warm_starts=self.stages.warmed)
+        self.journal.finished(self.result)
+
+    def _has_ended(self, choice: Choice) -> bool:
+        """Whether the run has ended; then its objects are as its last epoch left them, and its result stands.
+
+        Nothing is written, and the log stays as it is. False when work is left: the end is not noted, or the
+        last epoch is damaged, so that an older one has to be trained on.
+        """
+        result, manager = ended_result(choice, self.look, self.job, self.session, self.journal), self.manager
+        if result is None or manager is None:
+            return False
+        try:
+            target = manager.engine.ledger.prove(self.peers, int(result))
+            self.set_up(target)
+            manager.engine.say = self.journal.say
+            self.session.run(manager.go_on_at(self.nodes, target))
+        except (DamagedError, PartiallyLoadedError) as error:
+            self.journal.warn(f"the run had ended, but resumes from an older epoch: {error}")
+            return False
+        self.resumed.take(manager, target)
+        self.resumed.restore()
+        self.stored.finish_over()
+        self.journal.say(f"finished at epoch {int(result)} already: its state is loaded, nothing to do")
+        self.result = result
+        return True
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of the nodes that are saved."""
+        return self.job.saved_among(place.name for place in self.session.nodes)
+
+    # Starting
+
+    def _open(self, choice: Choice) -> bool:
+        """Become the writer of the log, or do without where that may be; False: leave, not all is sent."""
+        if self.manager is None:
+            return True
+        self.capturing.agree(self.peers, self.journal)
+        ledger = self.manager.engine.ledger
+        facts = self.look.facts
+        self.journal.create(self.job, self.plan.best, self.session, facts.run_id if facts else None)
+        ledger.in_run, ledger.when_fenced = True, self.guard.fenced
+        ledger.hurried, ledger.secs_left = lambda: self.requests.level() == PREEMPT, self.requests.secs_left
+        tolerant = self.run_directory is None and choice.start != "newest"
+        complete = ledger.open(self.peers, tolerant=tolerant)
+        self.journal.opened(ledger.holding, self.look, choice)
+        self.capturing.prepare(self.journal, self.session)
+        self.stages.capture()
+        self.stored.opened()
+        return complete
+
+    def _begin_branch(self, choice: Choice) -> None:
+        """Rewind the log where the choice asks for it.
+
+        Only when the state stands: a start that fails before (objects that do not fit, a setup that
+        raises) must not have abandoned any epoch.
+        """
+        if self.manager is not None and choice.rewind:
+            base = None if choice.epoch is None else Position(choice.epoch)
+            self.manager.engine.ledger.rewind(self.peers, base, self.request.of_branch(choice))
+
+    def _target(self, choice: Choice) -> Target | None:
+        """The proved position to load: exactly the explicit one, or the newest that can be proved."""
+        if self.manager is None or choice.start == "fresh":
+            return None
+        if choice.start == "explicit" and choice.epoch is not None:
+            return self.manager.engine.ledger.prove(self.peers, choice.epoch)
+        return self.manager.engine.ledger.newest(self.peers, self.journal.warn)
+
+    def _place_of_start(self, choice: Choice, target: Target | None) -> list[Any]:
+        """Where this start begins, as far as a later one can tell whether it got further."""
+        if choice.rewind:
+            return []
+        branch = self.look.branch
+        if target is None:
+            return [branch, None, 0, 0]
+        position = target.position
+        return [branch, position.epoch, position.step, self.journal.tail_at(branch, position.epoch)]
+
+    def set_up(self, target: Target | None) -> None:
+        """Run the setup group and bind the blobs, for a target that is to be loaded or for a fresh start."""
+        self._began = True
+        bind_blobs(self.job, self.session, before_setup=True)
+        self.stages.declare(self.job, None if target is None else target.manifest)
+        self.session.run(self.job.setup_group)
+        bind_blobs(self.job, self.session, before_setup=False)
+        self.session.after_setup()
+        self.from_program.note(self.session)
+        first = self.session.local_nodes[0]
+        self.recorder.watch(self.session.workspace(first.name), first.rank)
+        if self.manager is not None:
+            self.manager.engine.prepare(self.session)
+        warn_of_bare_ddp(self.session, self.journal.warn)
+
+    def _start_fresh(self, choice: Choice) -> Verdict:
+        self.session.run(self.job.init_group)
+        self.stages.warm(self.session, self.journal)
+        self.resumed.derive_streams()
+        if self.manager is not None:
+            self.session.run(self.manager.init(self.nodes))
+            self._begin_branch(choice)
+            if not any(self.session.workspace(place.name).entries() for place in self.session.local_nodes):
+                self.journal.warn(
+                    "nothing is registered, so checkpoints hold random states only: give Job blobs"
+                )
+            if self.plan.save_initial:
+                self.saver.save(self.session, Position(0), self.facts(Verdict()))
+        return Verdict()
+
+    def _resume(self, choice: Choice, target: Target) -> Verdict:
+        manager = self.manager
+        if manager is None:
+            raise NotImplementedError  # a target comes from a manager
+        nodes = {place.name for place in self.session.nodes}
+        if unsaved := nodes.difference(self.nodes):
+            # they begin as in a new run; tasks of ranks may communicate
+            self.session.run_on(self.job.init_group, unsaved if self.peers.size == 1 else nodes)
+        older = choice.start == "newest"
+        target = self.resumed.load(manager, self.nodes, target, self.journal, older=older)
+        self.journal.say_fallback(choice, self.look, target.position)
+        self.stages.resumed(self.session, self.journal, target.position)
+        self._begin_branch(choice)
+        facts, epoch, inside = target.facts, target.position.epoch, not target.position.boundary
+        self.resumed_from = epoch
+        self.saver.tell_loaded(self.session, target, self.look)
+        self.resumed.take(manager, target)
+        asked_for = choice.start == "explicit" and self.request.epoch is not None
+        rewound = asked_for or (self.look.rewound and target.position == self.look.position)
+        self._verdict = over_there(self.session, self.job, facts, epoch, inside=inside, rewound=rewound)
+        if facts.over and not self._verdict.stop:
+            for said in ended_before(self.job, facts):
+                self.journal.say(said)
+        return self._verdict
+
+    # An epoch
+
+    def _begin_epoch(self) -> None:
+        """Before the epoch's tasks, or what is left of them: here alone a place inside of tasks is known."""
+        if self.resumed.places:
+            self.resumed.continue_epoch(self.saver.newest.step if self.saver.newest else 0)
+        else:
+            self.state.begin_epoch(self.state.epoch + 1)
+        self.state.check()
+        self.state.tracked = self.job.epoch_group
+        if self.run_directory is None:
+            return
+        if len(self.session.local_nodes) == 1:  # emulated nodes come to their steps one after another
+            self.state.save_now = partial(
+                save_now, self.peers, self.state, self.requests, self.mid_epoch, self.journal
+            )
+        if self.plan.on_crash == "save":
+            selection = None if self.manager is None else self.manager.engine.selection
+            run = self.run_directory.path
+            self.state.crashed = partial(save_at_crash, run, self.session, self.state, selection)
+
+    @undivided(beyond=True)
+    def _end_epoch(self) -> Verdict:
+        """Return whether the run stops; raises what no later save could survive (`Saver`)."""
+        metrics = self.session.reduce_metrics()
+        self.onlookers.reduced(self.state, metrics)
+        verdict = ask_all(self.job, self.session)
+        warn_of_waiting(self.state, verdict, self.journal.warn)
+        self.recorder.record(self.state.epoch)
+        saved = None
+        if self.manager is not None:
+            self.requests.take_save()
+            saved = self.saver.save(self.session, Position(self.state.epoch), self.facts(verdict))
+        self.journal.epoch_done(self.state, metrics, saved, verdict)
+        self.onlookers.epoch_done(metrics)
+        self.stored.look()
+        self.exporting.epoch_done(metrics, saved)
+        return verdict
+
+    def facts(self, verdict: Verdict) -> Facts:
+        """What a checkpoint remembers of the run as it is now."""
+        measured = dict(self.state.measured)
+        return Facts(
+            metrics=measured,
+            carried={name: one for name, one in self.state.metrics.items() if name not in measured},
+            stop=verdict.by_condition,
+            total_steps=self.state.total_steps,
+            elapsed_secs=self.state.elapsed_secs,
+            seed=self.state.seed,
+            run_id=self.journal.run_id,
+            over=verdict.stop,
+            built=self.from_program.built,
+        )
+
+    # Ending
+
+    def _leave(self) -> RunResult:
+        """End a run that all processes agreed to interrupt, with its step saved where that can be.
+
+        Raises what of a save makes the run fail: a process that is lost, a directory that is another's.
+        """
+        self.saver.settle(self.session)
+        secs = self.saver.longest_secs
+        leave = agree_to_leave(self.session, self.state, self.requests, self.mid_epoch, secs)
+        if leave.inside and leave.why_not is None:
+            self.mid_epoch.save(leave.position)  # one that fails has warned
+            self.saver.settle(self.session)
+            leave = leave.after_save(self.saver.newest)
+        self.saver.finish(self.session)
+        writer = self.manager.engine.ledger.writer if self.manager is not None else None
+        # FencedError where another job has the directory: its status is not ours to write
+        decide(self.peers, "leave for now: the log", (lambda: None) if writer is None else writer.check)
+        resumes = self._untried is not None and self._untried.start == "newest"
+        saved = self.look.position if resumes else self.saver.newest
+        committed = self.look.whole if resumes else self.saver.newest_saved
+        epoch = saved.epoch if saved is not None else 0
+        result = self._result(epoch, "PREEMPTED", (leave.reason,), committed, elsewhere=leave.elsewhere)
+        self.journal.preempted(result, saved, leave.lost)
+        return result
+
+    def _secure(self, verdict: Verdict) -> None:
+        """The epochs are over: the last one is saved, or why it is not is raised."""
+        if verdict.asked is None and only_time_is_up(self.job, verdict):
+            self.status = "STOPPED"
+        self.requests.steps = False
+        self.saver.settle(self.session)
+        if self.run_directory is not None:
+            self.saver.secure(self.session, Position(self.state.epoch), self.facts(verdict))
+
+    def _run_tail(self) -> None:
+        """Upload, download, exit: each is noted as done; the next start begins at the first that is not."""
+        holding = self.manager.engine.ledger.holding if self.manager is not None else None
+        branch, epoch = holding.branch if holding else 0, self.state.epoch
+        parts = {
+            "upload": self._upload,
+            "download": lambda: self.session.run(self.job.download_group),
+            "exit": lambda: self.session.run(self.job.exit_group),
+        }
+        for part in self.journal.tail_left(branch, epoch):
+            go_on(self.peers, self.requests)
+            parts[part]()
+            self.journal.tail_part_done(branch, epoch, part)
+
+    def _upload(self) -> None:
+        """The upload gets the newest committed epoch."""
+        if self.upload_builder is None:
+            return
+        saved = self.saver.newest_saved
+        epoch = self.state.epoch if saved is None else saved
+        built: list[Any] = []
+        build = self.upload_builder.build
+        together(self.peers, "upload", lambda: built.append(build(epoch, self.manager)))
+        with headway(f"uploading epoch {epoch}"):
+            self.session.run(built[0])
+
+    def _result(
+        self, epoch: int, status: Status, stop: tuple[str, ...], committed: int | None, **more: Any
+    ) -> RunResult:
+        return RunResult(
+            epoch,
+            status=status,
+            stop=stop,
+            metrics=self.state.metrics,
+            run_dir=self.journal.where,
+            committed=committed,
+            resumed_from=self.resumed_from,
+            **more,
+        )
+
+    def _failed(self, error: BaseException) -> None:
+        """Note the failure; tasks for after a failure run only in a run that began."""
+        from torchrelay.runners.distributed.world import why_of
+
+        self._has_failed = True
+        with suppress(Exception):  # the failure is what has to be told
+            self.capturing.finish(self.journal)
+        self.saver.drain(self.session)
+        code = self.session.code_of(error)
+        self.journal.failed(error, self.state, why_of(error), code)
+        if self._began:
+            self.session.run_on_failure(self.job.exit_group, code)
+
+    def _close(self) -> None:
+        with ExitStack() as stack:  # from the last to the first, whatever fails
+            stack.callback(self.session.end)
+            stack.callback(self.stored.close)
+            stack.callback(self._let_log_go)
+            stack.callback(self.state.leave_epoch)
+            stack.callback(drop_wrappers)
+            for part in (self.onlookers, self.recorder, self.guard):
+                stack.callback(part.close)
+            self.capturing.finish(self.journal)  # where no epoch came to its end
+
+    def _let_log_go(self) -> None:
+        if self.manager is not None:
+            self.manager.engine.wait(unguarded=True)
+            self.manager.engine.say = None
+            self.stored.finish(failed=self._has_failed)
+            self.manager.engine.ledger.close()

@@ -1,0 +1,446 @@
+"""Before a run begins: what is checked, which attempt it is, its position, and its blobs in workspaces.
+
+What is checked before the user's first task changes nothing anywhere and leaves nothing behind.
+
+A start that dies is started again by a launcher, a scheduler or a script, in the next one the same may happen
+at the same place, and so on for days. What counts is where a start begins: one that begins at the place of
+the one before got no further than that, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from torchrelay.checkpoint.format.manifest.position import Position, is_pattern
+from torchrelay.checkpoint.format.values import encode
+from torchrelay.checkpoint.load.verify import Look
+from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.leaf import spec_of
+from torchrelay.checkpoint.state.leaves.tree import container_leaves
+from torchrelay.checkpoint.state.names import TensorNames
+from torchrelay.checkpoint.storage.base import SingleWriter, check_exclusion
+from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.errors import BlobError, NoProgressError, StorageError, UsageError
+from torchrelay.jobs.blobs import Blob, Scope, holds_live, invoke, kind_of
+from torchrelay.jobs.containers import is_container
+from torchrelay.jobs.data.data_parallel import bare_ddp_instances
+from torchrelay.jobs.job import Job
+from torchrelay.jobs.session import Peers, decide, together
+from torchrelay.jobs.workspace import Workspace
+from torchrelay.metadata.fs import write_new
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.steps import naming
+from torchrelay.runners.session.stop import Verdict, only_time_is_up, over_there
+from torchrelay.runners.training.journal import Journal
+from torchrelay.runners.training.plan import Choice, Past, Resume, RunResult, Wish, check_epoch, choose
+
+VISIBLE_WITHIN_SECS = 10.0
+PROBE_BYTES = 1 << 20
+
+
+def check_before_start(
+    job: Job, session: SessionBase, run: RunDirectory | None, single_writer: SingleWriter = None
+) -> None:
+    """Check what can be known before anything runs; raises UsageError or StorageError on all ranks."""
+    check_nodes(job, session)
+    together(session.peers, "check blobs", lambda: check_blobs(job))
+    if run is not None:
+        check_run_directory(run, job, session, single_writer)
+
+
+def check_nodes(job: Job, session: SessionBase) -> None:
+    """Refuse nodes to checkpoint that nobody plays."""
+    known = [place.name for place in session.nodes]
+    unknown = [name for name in job.nodes_to_checkpoint() if name not in known]
+    if unknown:
+        raise UsageError(
+            f"nodes_to_checkpoint names {', '.join(unknown)}, but the nodes are {', '.join(known)}: "
+            "name nodes that run, or leave it out"
+        )
+
+
+def check_blobs(job: Job) -> None:
+    """Try to list the leaves of every object that exists already; raises BlobError with the path.
+
+    Modules and optimizers are left to the first save: `setup` may still materialise them.
+    """
+    for blob in job.blobs:
+        if blob.is_factory or blob.scope is Scope.TRANSIENT or isinstance(blob.source, nn.Module):
+            continue
+        if is_container(blob.source):
+            objects = {one.name: one.source for one in job.blobs}
+            leaves = container_leaves(blob.name, blob.source, objects, TensorNames())
+        else:
+            leaves = leaves_of({blob.name: blob.source}) if not hasattr(blob.source, "param_groups") else []
+        for leaf in leaves:
+            spec_of(leaf)
+
+
+def check_run_directory(
+    run: RunDirectory, job: Job, session: SessionBase, single_writer: SingleWriter = None
+) -> None:
+    """Refuse a directory that is a file, read-only, full, of another job, or not seen by all hosts."""
+
+    def check() -> None:
+        run.check_usable()
+        run.check_job(job.name)
+
+    peers = session.peers
+    together(peers, "check the run directory", lambda: check() if peers.rank == 0 else None)
+    if run.url is not None:
+        return  # its store was tried before its files were brought from there
+    with _probe(run.path, peers, single_writer) as probe:
+        seen = peers.exchange("run directory seen", [session.local_nodes[0].host, _appears(probe)])
+    blind = sorted({host for host, sees in seen if not sees})
+    if blind:
+        raise UsageError(
+            f"the run directory {run.path} of {seen[0][0]} is not the one that {', '.join(blind)} sees: "
+            "choose a directory that all hosts share"
+        )
+
+
+@contextmanager
+def _probe(directory: Path, peers: Peers, single_writer: SingleWriter) -> Iterator[Path]:
+    """A file of rank 0 in the directory while all look for it; made directories vanish again."""
+    nonce = peers.exchange("probe", secrets.token_hex(8))[0]
+    probe = directory / f".probe-{nonce}"
+    made: list[Path] = []
+
+    def write() -> None:
+        if peers.rank == 0:
+            made.extend(_make_directories(directory))
+            _write_probe(probe)
+            check_exclusion(LocalStorage(directory, single_writer=single_writer))
+
+    try:
+        together(peers, "write to the run directory", write)
+        yield probe
+        peers.exchange("probed", None)
+    finally:
+        if peers.rank == 0:
+            with suppress(OSError):
+                probe.unlink()
+            for path in made:
+                with suppress(OSError):
+                    path.rmdir()
+
+
+def _make_directories(directory: Path) -> list[Path]:
+    """Create the missing ones; returns them, innermost first."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+        raise _refused(directory, error) from error
+    return missing
+
+
+def _write_probe(probe: Path) -> None:
+    """Write and sync, as a save will."""
+    try:
+        write_new(probe, bytes(PROBE_BYTES))
+    except OSError as error:
+        with suppress(OSError):
+            probe.unlink()
+        raise _refused(probe.parent, error) from error
+
+
+def _refused(directory: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"the run directory {directory} cannot be used: {error.strerror}; "
+        "choose a writable place with free space"
+    )
+
+
+def _appears(probe: Path) -> bool:
+    """Whether the file is seen in time; listing the directory refreshes what NFS remembers of it."""
+    deadline = time.monotonic() + VISIBLE_WITHIN_SECS
+    while True:
+        with suppress(OSError):
+            if probe.name in os.listdir(probe.parent):
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+
+
+PROCESS = uuid.uuid4().hex
+"""Drawn at the first import; processes that are forked later share it."""
+
+
+def this_process() -> str:
+    """Tells requests of this process from those of an earlier one, also where both are forks of one."""
+    return f"{PROCESS}.{os.getpid()}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the caller of `train` asks for; alike on all ranks, or refused."""
+
+    epoch: int | None
+    resume: Resume
+    again: bool
+
+    def of_branch(self, choice: Choice) -> dict[str, Any]:
+        """What a branch that begins by a choice remembers, so that the next process knows it again."""
+        by_user = {"by": "user"} if self.epoch is not None else {}
+        return {"epoch": choice.epoch, "process": this_process(), **by_user}
+
+
+def look_and_choose(
+    request: Request, job: Job, session: SessionBase, manager: Manager | None, journal: Journal
+) -> tuple[Choice, Look]:
+    """The position to begin from, alike on all processes, and what the log said.
+
+    Raises UsageError and the errors of the checks; DamagedError or UnknownEpochError for an explicit epoch.
+    """
+    job.check()
+    session.place(job.nodes())
+    run, peers = journal.run, session.peers
+    check_before_start(job, session, run, None if manager is None else manager.engine.single_writer)
+    if manager is None:
+        if request.epoch is not None:
+            raise UsageError(
+                f"epoch {request.epoch} was asked for, but nothing is saved: give JobRunner a run "
+                "directory or a manager"
+            )
+        return Choice("fresh"), Look()
+    manager.bind(job, default_name=run.name if run else None)
+    _check_requests(request, peers)
+    nodes = job.saved_among(place.name for place in session.nodes)
+    wish = _wish(request, manager, nodes, peers, in_directory=run is not None)
+    look = manager.engine.ledger.look(peers, tolerant=run is None and request.resume != "must")
+    for notice in look.notices:
+        journal.warn(notice)
+    past = Past(
+        commits=look.commits,
+        told_of=_told_of(journal) if not look.commits else None,
+        branch_request=look.request,
+        epochs_over=(verdict := _verdict_at(look, job, session)) is not None and verdict.stop,
+    )
+    # Rank 0 chooses for all: which process began a branch is known by rank 0's identity alone.
+    choice = Choice(**decide(peers, "choose", lambda: asdict(choose(wish, past))))
+    if choice.epoch is not None:
+        manager.engine.ledger.check(peers, choice.epoch)
+    return choice, look
+
+
+def ended_result(
+    choice: Choice, look: Look, job: Job, session: SessionBase, journal: Journal
+) -> RunResult | None:
+    """The result of a run whose end is noted; None when work is left, be it the note."""
+    if look.rest or choice.start != "newest" or look.facts is None or look.epoch is None:
+        return None
+    verdict = _verdict_at(look, job, session)
+    if verdict is None or not verdict.stop or not journal.has_ended(look.branch, look.epoch):
+        return None
+    return RunResult(
+        look.epoch,
+        status="STOPPED" if only_time_is_up(job, verdict) else "FINISHED",
+        stop=tuple(v["reason"] for v in look.facts.stop.values() if v["stop"]),
+        metrics=look.facts.last_metrics,
+        run_dir=journal.where,
+        committed=look.epoch,
+        resumed_from=look.epoch,
+    )
+
+
+def _verdict_at(look: Look, job: Job, session: SessionBase) -> Verdict | None:
+    """Whether the epochs are over at the newest entry of the current branch; None where there is none."""
+    if look.facts is None or look.epoch is None:
+        return None
+    return over_there(session, job, look.facts, look.epoch, inside=look.step > 0, rewound=look.rewound)
+
+
+def _check_requests(request: Request, peers: Peers) -> None:
+    """Raise UsageError on all ranks where they ask for different starts."""
+    asked = peers.exchange("start: requests", asdict(request))
+    if any(one != asked[0] for one in asked):
+        texts = [
+            f"rank {rank}: {'no epoch' if one['epoch'] is None else one['epoch']}, resume={one['resume']!r}"
+            + (", again" if one["again"] else "")
+            for rank, one in enumerate(asked)
+            if rank == 0 or one != asked[0]
+        ]
+        more = f"; {len(texts) - 8} more" if len(texts) > 8 else ""
+        raise UsageError(
+            f"the ranks ask for different starts ({'; '.join(texts[:8])}{more}): give all ranks the same"
+        )
+
+
+def _wish(
+    request: Request, manager: Manager, nodes: Sequence[str], peers: Peers, *, in_directory: bool
+) -> Wish:
+    """Ask the handler, on rank 0 only; beside a run directory it decides only where it says so."""
+    handler = manager.metadata_handler
+    decides = handler is not None and bool(getattr(handler, "decides", not in_directory))
+
+    def ask() -> int | None:
+        manager.set_params(nodes)
+        return check_epoch(
+            manager.get_resume_from_epoch_id(request.epoch), "the metadata handler's last_epoch"
+        )
+
+    return Wish(
+        epoch=decide(peers, "resume epoch", ask),
+        decided=decides,
+        resume=request.resume,
+        automatic=in_directory,
+        again=request.again,
+        process=this_process(),
+    )
+
+
+def _told_of(journal: Journal) -> int | None:
+    """The newest epoch that the run's metrics tell of as saved; what cannot be read tells of none."""
+    if journal.run is None or journal.peers.rank != 0:
+        return None
+    lines: list[dict[str, Any]] = []
+    with suppress(StorageError):
+        lines = journal.run.metrics()
+    return max((line["epoch"] for line in lines if line.get("saved") is True), default=None)
+
+
+MAX_ATTEMPTS = 3
+
+
+def check_attempts(peers: Peers, journal: Journal, place: list[Any], most: int | None) -> int:
+    """Note where this start begins, and return which one of the run it is; all processes together.
+
+    `place` is as far as a later start can tell whether it got further: branch, epoch, step, parts of the
+    tail; it is empty for a start that rewinds, each of which begins a branch. Raises NoProgressError where
+    `most` before it have begun there too. Not counted are starts that somebody ended by Ctrl-C, and those
+    that were used wrongly.
+    """
+    attempt, before = decide(peers, "attempts", lambda: journal.attempts_before(place))
+    if most is not None and before >= most:
+        journal.uncount()
+        where = f"epoch {Position(*place[1:3])}" if place and place[1] is not None else "the beginning"
+        raise NoProgressError(
+            f"{before} starts in a row began at {where} in {journal.where} and got no further: "
+            f"`torchrelay show` tells what ended them; mend it, and start with "
+            f"--max-attempts {before + most} (or max_attempts=; 0 for no limit)"
+        )
+    return int(attempt)
+
+
+def bind_blobs(job: Job, session: SessionBase, *, before_setup: bool) -> None:
+    """Register the blobs of each hosted node: objects before the setup group runs, the rest after.
+
+    Factories run after it, because an optimizer can only be built once `setup` has materialised its
+    module. A registry is frozen once everything is bound. What an earlier job of the session had
+    registered is forgotten, so that it is not taken for state of this one.
+    """
+    if before_setup:
+        job.blobs.begin_setup()
+    together(session.peers, "blobs", lambda: _bind_all(job, session, before_setup=before_setup))
+    if not before_setup:
+        job.blobs.freeze()
+
+
+def _bind_all(job: Job, session: SessionBase, *, before_setup: bool) -> None:
+    for place in session.local_nodes:
+        workspace = session.workspace(place.name)
+        if before_setup:
+            workspace.forget_others(job.blobs)
+            for name in workspace.outliving & workspace.entries().keys():  # of an earlier job
+                del workspace[name]
+            read = [one for condition in job.stop_conditions if (one := getattr(condition, "blob", None))]
+            workspace.outliving = {name for name, node in read if node in (None, place.name)}
+        for blob in job.blobs:
+            if before_setup and blob.is_factory:
+                continue
+            if not before_setup and not blob.is_factory and workspace.registered(blob):
+                continue
+            _bind(blob, session, workspace)
+
+
+def bind_for_load(job: Job, session: SessionBase, names: Iterable[str]) -> None:
+    """Register what a load of these blobs fills in, where a session has nothing of these names.
+
+    Factories are called in their order, as one may need what an earlier one has made.
+    """
+    asked = [name.rpartition(":")[2] for name in names]
+
+    def means(blob: Blob) -> bool:
+        own = f"{blob.name}."
+        return any(is_pattern(one) or f"{one}.".startswith(own) or own.startswith(f"{one}.") for one in asked)
+
+    def bind() -> None:
+        makes = any(blob.is_factory and means(blob) for blob in job.blobs)
+        alone = len(session.local_nodes) == 1
+        # Objects that are not asked for name the parameters of an optimizer that is.
+        wanted = [one for one in job.blobs if means(one) or makes or (alone and not one.is_factory)]
+        for place in session.local_nodes:
+            workspace = session.workspace(place.name)
+            for blob in wanted:
+                if blob.name not in workspace.entries():
+                    _bind(blob, session, workspace)
+
+    together(session.peers, "blobs", bind)
+
+
+def _bind(blob: Blob, session: SessionBase, workspace: Workspace) -> None:
+    if blob.is_factory:
+        with session.on_node(workspace.node):
+            ctx = session.context(workspace.node)
+            with naming(f"the factory of blob {blob.name!r}", ctx.place):
+                made = invoke(blob.source, workspace, ctx)
+        workspace.register(blob, made)
+        return
+    several = len(session.local_nodes) > 1
+    if kind_of(blob.source) == "value" and not is_container(blob.source):
+        workspace.register(blob, copy.deepcopy(blob.source) if several else blob.source)
+        return
+    if several and is_container(blob.source) and not holds_live(blob.source):
+        workspace.register(blob, copy.deepcopy(blob.source), _unchanged(blob))
+        return
+    if several and not getattr(blob.source, "shared_by_nodes", False):
+        raise UsageError(
+            f"blob {blob.name!r} is one object, and {len(session.local_nodes)} nodes run in this process: "
+            f"give a factory, for example {blob.name}=lambda ctx: ..., so that each node has its own"
+        )
+    workspace.register(blob, blob.source)
+
+
+def _unchanged(blob: Blob) -> Callable[[], None]:
+    """Every node has a copy of a container: refuse changes of the object itself, which no node has."""
+    try:
+        before = encode(blob.source, blob.name)
+    except BlobError:  # the save says what cannot be stored
+        return lambda: None
+
+    def check() -> None:
+        if encode(blob.source, blob.name) != before:
+            raise UsageError(
+                f"blob {blob.name!r} was changed, but several nodes run in this process and each has a copy "
+                f"of its own: change ctx[{blob.name!r}], or give a factory, {blob.name}=lambda ctx: ..."
+            )
+
+    return check
+
+
+def warn_of_bare_ddp(session: SessionBase, warn: Callable[[str], None]) -> None:
+    """Bare DDP regroups its buckets after the first step; on three and more ranks sums then differ."""
+    if len(session.nodes) > 2 and bare_ddp_instances():
+        warn(
+            "a module is wrapped in bare DistributedDataParallel: on more than 2 ranks a resumed run "
+            "ends in other bits; wrap it with torchrelay.data_parallel(module) for exact resume"
+        )
