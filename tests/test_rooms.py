@@ -74,30 +74,36 @@ def test_public_names() -> None:
         _ = torchrelay.nonsense
 
 
-ORDER = (
-    "storage",
-    "format",
-    "log",
-    "state",
-    "load",
-    "save",
-    "coordinator",
-    "tiering",
-    "engine",
-    "manager_base",
-    "manager",
-)
+ORDERS = {
+    "checkpoint": (
+        "storage",
+        "format",
+        "log",
+        "state",
+        "load",
+        "save",
+        "coordinator",
+        "tiering",
+        "engine",
+        "manager_base",
+        "manager",
+    ),
+    "runners": ("distributed", "session", "monitoring", "remote_runs", "training"),
+}
+"""Folders and modules of a room, from left to right; what is not named here may import all that is."""
 
 
-def test_arrows_within_the_checkpoint_room() -> None:
-    """A folder of the room imports what stands left of it in the order above, and nothing beside it."""
+@pytest.mark.parametrize("room", ORDERS)
+def test_arrows_within_a_room(room: str) -> None:
+    """What is named above imports what stands left of it, and nothing else of its room."""
+    order = ORDERS[room]
     wrong = {}
-    for path in sorted((ROOT / "checkpoint").rglob("*.py")):
-        own = path.relative_to(ROOT / "checkpoint").with_suffix("").parts[0]
-        if own in ORDER:
-            below = ORDER[: ORDER.index(own) + 1]
-            found = {name.split(".")[1] for name in imported(path) if name.startswith("checkpoint.")}
-            if bad := found - set(below):
+    for path in sorted((ROOT / room).rglob("*.py")):
+        own = path.relative_to(ROOT / room).with_suffix("").parts[0]
+        if own in order:
+            left = order[: order.index(own) + 1]
+            found = {name.split(".")[1] for name in imported(path) if name.startswith(f"{room}.")}
+            if bad := found - set(left):
                 wrong[str(path.relative_to(ROOT))] = bad
     assert not wrong
 
