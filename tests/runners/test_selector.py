@@ -166,3 +166,11 @@ def test_a_store_is_selected_from_by_its_url() -> None:
             select("memory://selected/nowhere")
     finally:
         system.rm("/selected", recursive=True)
+
+
+def test_the_former_name_of_the_module_still_imports() -> None:
+    """Programs that a page once told `runners.commands.selector` go on."""
+    from torchrelay.runners.commands import selector
+
+    assert selector.select is select
+    assert selector.parse_selector is parse_selector
