@@ -14,7 +14,7 @@ from config_cases import read
 
 from torchrelay.jobs.config.schema_docs import TOP, json_schema, key_table, sections
 from torchrelay.jobs.config.types import section_spec
-from torchrelay.runners.lifecycle.recording import recorded
+from torchrelay.runners.config_runs.selection import recorded
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/configuration.md").read_text()
 

@@ -12,8 +12,7 @@ import pytest
 
 from torchrelay import lifecycle
 from torchrelay.runners.commands.command_line import main
-from torchrelay.runners.lifecycle.context import StepContext
-from torchrelay.runners.lifecycle.order import STEPS
+from torchrelay.runners.config_runs.context import STEPS, StepContext
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/lifecycle.md").read_text()

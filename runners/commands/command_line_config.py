@@ -8,7 +8,7 @@ from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.schema_docs import json_schema, key_table
 from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.runners.commands.command_line_arguments import Add, add_strict
-from torchrelay.runners.lifecycle.packages import file_within
+from torchrelay.runners.config_runs.selection import file_within
 from torchrelay.runners.monitoring.console import Output
 
 
@@ -39,7 +39,7 @@ def check(chosen: argparse.Namespace, output: Output) -> int:
     if config is None:
         return ConfigError.exit_code
     if chosen.strict_config:
-        from torchrelay.runners.lifecycle.profiles import check_keys  # it loads the classes of the user's
+        from torchrelay.runners.config_runs.profiles import check_keys  # it loads the classes of the user's
 
         check_keys(config)
     if output.json:

@@ -9,7 +9,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.interpolation import RunPlace
 from torchrelay.runners.commands.command_line_arguments import Add, add_strict
-from torchrelay.runners.lifecycle.packages import config_file
+from torchrelay.runners.config_runs.selection import config_file
 from torchrelay.runners.monitoring.console import Output
 
 
@@ -46,7 +46,7 @@ def run(chosen: argparse.Namespace, output: Output) -> int:
     if not chosen.check:
         _run_and_leave(config, chosen.run_dir, strict=chosen.strict_config)
     if chosen.strict_config:
-        from torchrelay.runners.lifecycle.profiles import check_keys
+        from torchrelay.runners.config_runs.profiles import check_keys
 
         check_keys(config)
     output.line(f"ok, id {config.id[:12]}")
@@ -56,7 +56,7 @@ def run(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _run_and_leave(config: Config, run_dir: str | None, *, strict: bool) -> NoReturn:
-    from torchrelay.runners.lifecycle.profiles import run_config
+    from torchrelay.runners.config_runs.profiles import run_config
     from torchrelay.runners.training.exit import run_and_leave
 
     run_and_leave(lambda: run_config(config, run_dir=run_dir, strict=strict).exit_code)

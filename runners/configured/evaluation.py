@@ -16,6 +16,14 @@ from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Dataset, Settings
 from torchrelay.jobs.session import Peers, decide, together
+from torchrelay.runners.config_runs.class_loading import Loader, load_classes
+from torchrelay.runners.config_runs.context import PhaseState, StepContext, place_of_process, step_named
+from torchrelay.runners.config_runs.evaluation import PredictionFile, format_of, moved_batch, put, rows_of
+from torchrelay.runners.config_runs.inference import load_weights
+from torchrelay.runners.config_runs.processes import apart, let_go
+from torchrelay.runners.config_runs.profiles import call_step
+from torchrelay.runners.config_runs.selection import phases_of
+from torchrelay.runners.config_runs.steps import Network
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
 from torchrelay.runners.distributed.environment import PLACE
 from torchrelay.runners.experiment.amend_verb import CannotBuildError, load_what_is_there
@@ -29,18 +37,6 @@ from torchrelay.runners.experiment.evaluation_verb import (
     used_for,
 )
 from torchrelay.runners.experiment.using import Used
-from torchrelay.runners.lifecycle.apart import apart
-from torchrelay.runners.lifecycle.context import StepContext, place_of_process
-from torchrelay.runners.lifecycle.evaluating import moved_batch
-from torchrelay.runners.lifecycle.loading import Loader, load_classes
-from torchrelay.runners.lifecycle.order import step_named
-from torchrelay.runners.lifecycle.phase_state import PhaseState
-from torchrelay.runners.lifecycle.predictions import PredictionFile, format_of, put, rows_of
-from torchrelay.runners.lifecycle.processes_of_run import let_go
-from torchrelay.runners.lifecycle.selection import phases_of
-from torchrelay.runners.lifecycle.stepping import call_step
-from torchrelay.runners.lifecycle.steps import Network
-from torchrelay.runners.lifecycle.weights import load_weights
 
 SUFFIX = ".jsonl"
 _NO_WARM_START: dict[str, Any] = {"init_model_path": None, "init_prefix": None, "init_rename": None}

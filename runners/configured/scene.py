@@ -23,14 +23,17 @@ from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.session import Peers, Solo
 from torchrelay.metadata.experiments import RunStore
 from torchrelay.records import dataclass
+from torchrelay.runners.config_runs.selection import (
+    config_file,
+    device_of,
+    phases_of,
+    run_directory_of,
+    source_of,
+)
 from torchrelay.runners.distributed.environment import read_launch_env
 from torchrelay.runners.experiment.base_scene import BaseScene
 from torchrelay.runners.experiment.origin import RUNS, Origin
 from torchrelay.runners.experiment.request import Request
-from torchrelay.runners.lifecycle.devices import device_of
-from torchrelay.runners.lifecycle.packages import config_file
-from torchrelay.runners.lifecycle.recording import source_of
-from torchrelay.runners.lifecycle.selection import phases_of, run_directory_of
 from torchrelay.runners.remote_runs.names import refuse_remote
 
 
@@ -108,7 +111,7 @@ class ConfiguredScene(BaseScene):
         return found
 
     def _newest_data(self) -> str:
-        from torchrelay.runners.lifecycle.growing import partitions_there
+        from torchrelay.runners.config_runs.growing_data import partitions_there
 
         datasets = [one for _, one in phases_of(self.config.settings, self.runner) if one is not None]
         names = [one[0] for two in datasets for one in partitions_there(two.data_path, self.config.workspace)]
@@ -144,7 +147,7 @@ def processes(runner: RunnerKeys) -> Iterator[Peers]:
     if not env.launched:
         yield Solo()
         return
-    from torchrelay.runners.lifecycle.processes_of_run import let_go, session_on
+    from torchrelay.runners.config_runs.processes import let_go, session_on
 
     session = session_on(device_of(runner, env.local_rank))
     try:

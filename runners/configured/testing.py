@@ -15,11 +15,11 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.session import decide
 from torchrelay.metadata.experiments import read_result, write_result
+from torchrelay.runners.config_runs.profiles import ConfigResult, run_config
+from torchrelay.runners.config_runs.selection import weights_place
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.using import Used, use
-from torchrelay.runners.lifecycle.profiles import ConfigResult, run_config
-from torchrelay.runners.lifecycle.selection import weights_place
 
 Rows = dict[int, dict[str, Any]]
 

@@ -13,6 +13,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN
 from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.experiments import Note
+from torchrelay.runners.config_runs.profiles import run_config
 from torchrelay.runners.configured.scene import ConfiguredScene, processes
 from torchrelay.runners.distributed.environment import read_launch_env
 from torchrelay.runners.experiment.base_scene import say
@@ -21,7 +22,6 @@ from torchrelay.runners.experiment.launched import is_restart, launch_of
 from torchrelay.runners.experiment.making_runs import made_run
 from torchrelay.runners.experiment.request import rewind_of
 from torchrelay.runners.experiment.training_verb import check_alike
-from torchrelay.runners.lifecycle.profiles import run_config
 from torchrelay.runners.monitoring.status import standing
 
 

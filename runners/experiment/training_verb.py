@@ -11,6 +11,8 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.experiments import Identity, Note
+from torchrelay.runners.config_runs.class_loading import Unread
+from torchrelay.runners.config_runs.selection import recorded
 from torchrelay.runners.experiment.base_scene import say
 from torchrelay.runners.experiment.choosing_runs import Chosen, Start, choose_to_train
 from torchrelay.runners.experiment.launched import is_restart, launch_of
@@ -18,8 +20,6 @@ from torchrelay.runners.experiment.making_runs import made_run
 from torchrelay.runners.experiment.program import Program
 from torchrelay.runners.experiment.request import rewind_of
 from torchrelay.runners.experiment.scene import Scene
-from torchrelay.runners.lifecycle.recording import recorded
-from torchrelay.runners.lifecycle.unread import Unread
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.local import current_or_new_session
 from torchrelay.runners.training.exit import code_of_result

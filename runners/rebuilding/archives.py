@@ -23,9 +23,9 @@ from torchrelay.metadata.code.capture import capture_with_code
 from torchrelay.metadata.code.imports import LoadedCode, load_code
 from torchrelay.metadata.code.manifest import is_plain
 from torchrelay.records import dataclass
-from torchrelay.runners.lifecycle.context import StepContext, place_of_process
-from torchrelay.runners.lifecycle.loading import Loader, load_classes
-from torchrelay.runners.lifecycle.steps import Network
+from torchrelay.runners.config_runs.class_loading import Loader, load_classes
+from torchrelay.runners.config_runs.context import StepContext, place_of_process
+from torchrelay.runners.config_runs.steps import Network
 from torchrelay.runners.training.plan import Recipe
 
 _RESOLVED = "resolved.yaml"

@@ -17,10 +17,10 @@ from torchrelay.jobs.config.config import Config
 from torchrelay.metadata.code.capture import capture_with_code
 from torchrelay.metadata.experiments import read_note
 from torchrelay.records import dataclass
-from torchrelay.runners.lifecycle.apart import apart
-from torchrelay.runners.lifecycle.selection import MODEL, phases_of
+from torchrelay.runners.config_runs.exports import first_batch
+from torchrelay.runners.config_runs.processes import apart
+from torchrelay.runners.config_runs.selection import MODEL, phases_of
 from torchrelay.runners.rebuilding.archives import Archives, archives_of
-from torchrelay.runners.rebuilding.first_batch import first_batch
 from torchrelay.runners.rebuilding.program_of_run import program_of
 from torchrelay.runners.training.plan import Recipe
 

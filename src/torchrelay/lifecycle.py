@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from torchrelay.runners.lifecycle.context import ContextKeyError, StepContext
-from torchrelay.runners.lifecycle.evaluating import evaluation
-from torchrelay.runners.lifecycle.loading import ClassLoadError
-from torchrelay.runners.lifecycle.phase_state import PhaseState
-from torchrelay.runners.lifecycle.profiles import ConfigResult, ProfileResult, run_config
-from torchrelay.runners.lifecycle.stepping import StepFailedError
-from torchrelay.runners.lifecycle.steps import Instance, Network, Runner, Startup, Terminal
+from torchrelay.runners.config_runs.class_loading import ClassLoadError
+from torchrelay.runners.config_runs.context import ContextKeyError, PhaseState, StepContext
+from torchrelay.runners.config_runs.evaluation import evaluation
+from torchrelay.runners.config_runs.profiles import ConfigResult, ProfileResult, StepFailedError, run_config
+from torchrelay.runners.config_runs.steps import Instance, Network, Runner, Startup, Terminal
 
 __all__ = [
     "ClassLoadError",

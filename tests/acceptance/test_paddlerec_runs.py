@@ -16,9 +16,8 @@ from torchrelay import open_checkpoint, save_blobs
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.config.config import load_config
 from torchrelay.lifecycle import Network, StepContext, StepFailedError, run_config
-from torchrelay.runners.lifecycle.devices import device_of
-from torchrelay.runners.lifecycle.loading import Loader, load_classes
-from torchrelay.runners.lifecycle.refused import check_launch
+from torchrelay.runners.config_runs.class_loading import Loader, load_classes
+from torchrelay.runners.config_runs.selection import check_launch, device_of
 
 BOTH = "runner.train1.phases=[a,b]"
 SCOPES = """\

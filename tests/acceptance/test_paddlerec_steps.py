@@ -20,7 +20,7 @@ from torchrun import REPOSITORY, clean_environment
 from torchrelay import open_checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.lifecycle import ClassLoadError, StepContext, StepFailedError
-from torchrelay.runners.lifecycle.packages import config_file
+from torchrelay.runners.config_runs.selection import config_file
 
 STEPS = {
     "Instance": "setup",

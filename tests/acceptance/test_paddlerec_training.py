@@ -16,7 +16,7 @@ from torchrelay.errors import UnknownEpochError, UsageError, exit_code_of
 from torchrelay.jobs.config.config import load_config
 from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.lifecycle import run_config
-from torchrelay.runners.lifecycle.packages import config_file
+from torchrelay.runners.config_runs.selection import config_file
 
 VALIDATED = lifecycle_cases.CONFIG.replace("dataset_name: d}", "dataset_name: d, validation: VALIDATION}")
 

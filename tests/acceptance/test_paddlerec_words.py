@@ -20,8 +20,8 @@ from torchrelay.jobs.config.config import load_config
 from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.jobs.session import Solo
 from torchrelay.lifecycle import ClassLoadError, StepFailedError, run_config
-from torchrelay.runners.lifecycle.own_loop import _waiting
-from torchrelay.runners.lifecycle.profiles import check_keys
+from torchrelay.runners.config_runs.profiles import check_keys
+from torchrelay.runners.config_runs.steps import _waiting
 
 INFER = ("mode=[infer1]", "runner.infer1.metrics_path=null")
 
@@ -423,7 +423,7 @@ def test_a_rank_that_saves_alone_says_whom_it_waits_for(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the others do not come to `self.save`, a line says so long before the wait is over."""
-    monkeypatch.setattr("torchrelay.runners.lifecycle.own_loop._WAIT_SECS", 0.01)
+    monkeypatch.setattr("torchrelay.runners.config_runs.steps._WAIT_SECS", 0.01)
     with _waiting(3, Solo()):
         said, end = "", time.monotonic() + 20
         while not said and time.monotonic() < end:

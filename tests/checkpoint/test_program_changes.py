@@ -18,7 +18,7 @@ from torchrelay import Job, JobRunner, early_stopping, max_epochs, open_checkpoi
 from torchrelay.checkpoint.manager import MultiNodeCheckpointManager
 from torchrelay.errors import BlobError, RelayError, SaveFailedError, UsageError
 from torchrelay.jobs.config.runner_schema import CheckpointKeys, Runner
-from torchrelay.runners.lifecycle.training import runner_options
+from torchrelay.runners.config_runs.training import runner_options
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
 

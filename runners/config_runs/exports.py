@@ -1,4 +1,4 @@
-"""`save_inference_*`: the weights of the models alone, written out beside the epochs as these are saved.
+"""What a profile writes out while it trains: weights of the models alone, and ONNX files.
 
 A file of `export_checkpoint` per phase, `<path>/<epoch>/<phase>.safetensors`, with the names of the model's
 own `state_dict`. It is made of the committed epoch, never of live objects, so it is what that epoch holds. A
@@ -9,16 +9,20 @@ the epoch is saved all the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.files.interop.export import export_checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.session import warn
 from torchrelay.metadata.handlers import SeveralHandlers
 from torchrelay.records import dataclass
-from torchrelay.runners.lifecycle.selection import MODEL
+from torchrelay.runners.config_runs.context import StepContext
+from torchrelay.runners.config_runs.selection import MODEL, phases_of, reader_path
+from torchrelay.runners.config_runs.user_objects import made, made_dataset
 from torchrelay.runners.remote_runs.names import is_remote
 
 
@@ -103,3 +107,42 @@ def with_export(options: Mapping[str, Any], export: InferenceExport | None) -> d
         return dict(options)
     there = options.get("metadata_handler")
     return {**options, "metadata_handler": export if there is None else SeveralHandlers([there, export])}
+
+
+def first_batch(context: StepContext, phase: str) -> tuple[Any]:
+    """The arguments of a call; raises UsageError where the phase has no data."""
+    pairs = phases_of(context.settings, context.runner)
+    dataset = next(found for one, found in pairs if one.name == phase)
+    path = None if dataset is None else reader_path(dataset)
+    if dataset is None or path is None:
+        raise UsageError(f"phase.{phase} has no data to take example inputs from: give --input")
+    reader = made(context.classes.of(path), dataset)
+    collate = getattr(reader, "collate", None)
+    batches = EpochLoader(made_dataset(reader, dataset), dataset.batch_size, shuffle=False, collate=collate)
+    return (next(iter(batches)).data,)
+
+
+def with_onnx(options: Mapping[str, Any], context: StepContext) -> dict[str, Any]:
+    """JobRunner's options with an `OnnxExport` for each phase, beside those that are there.
+
+    A file is called `model` where there is one phase, else as the phase; its inputs are those of a batch that
+    answers depend on. Raises UsageError where the extra `onnx` is missing.
+    """
+    keys = context.runner.onnx
+    if keys is None:
+        return dict(options)
+    from torchrelay.runners.training.extras.onnx_export import OnnxExport
+
+    alone = len(context.phases) == 1
+    made = [
+        OnnxExport(
+            phase.model,
+            partial(first_batch, context, name),
+            keys.every,
+            keys.best,
+            name="model" if alone else name,
+            options={"drop_unused": True},
+        )
+        for name, phase in context.phases.items()
+    ]
+    return {**options, "exports": [*options.get("exports", ()), *made]}

@@ -1,4 +1,4 @@
-"""`local_cluster_train`: the same command once more, by torchrun, with several processes on this machine."""
+"""Processes of a profile: sessions over them, ranks on this machine, and what is put back behind it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,37 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import RelayError
+from torchrelay.runners.distributed.environment import current_world
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.distributed import DistributedSession
+
+if TYPE_CHECKING:
+    import torch
+
+
+def session_on(device: torch.device) -> DistributedSession:
+    """A session of its own, over the processes that have met if they compute on `device`, else met anew."""
+    world = current_world()
+    if world is not None and world.device == device:
+        return DistributedSession(world)
+    if world is not None:
+        world.close()
+    return DistributedSession.from_env(device=device)
+
+
+def let_go(session: SessionBase, *, world_stays: bool) -> None:
+    """Let go of what a profile kept; the processes stay together for the next one where `world_stays`."""
+    if session.closed:
+        return
+    if world_stays and isinstance(session, DistributedSession):
+        session.release()
+    else:
+        session.close()
+
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -63,3 +91,37 @@ def _signals_to(process: subprocess.Popen[Any]) -> Iterator[None]:
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Put environment, working directory, `sys.path`, random streams, torch's defaults back in the end."""
+    import torch
+
+    from torchrelay.jobs.random import RandomStreams
+
+    environ, folder, streams = dict(os.environ), Path.cwd(), RandomStreams.capture()
+    paths = list(sys.path)
+    dtype, gradients, exact = (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    try:
+        yield
+    finally:
+        _put_back_environment(environ)
+        os.chdir(folder)
+        sys.path[:] = paths
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(gradients)
+        torch.use_deterministic_algorithms(exact)
+        streams.restore()
+
+
+def _put_back_environment(before: dict[str, str]) -> None:
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value

@@ -1,4 +1,4 @@
-"""Data that grow: which files an epoch is over, looked up before it begins and saved with the position.
+"""Data that grow: which files an epoch is over, looked up before it begins, and when a run over them ends.
 
 A *partition* is a file among `data_path`, or what lies in a directory among them: each file there, each
 directory there with its files. Partitions are taken in the order in which they were found, those found at
@@ -9,16 +9,23 @@ the very files that it began with, whatever came meanwhile, and partition n is t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import NotAllowedNowError, RelayError, UsageError
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.schema import Dataset
 from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.session import Peers, decide
 from torchrelay.jobs.stop import Rule, StopAnswer
 from torchrelay.records import dataclass
+from torchrelay.runners.config_runs.context import PhaseState, StepContext
+from torchrelay.runners.config_runs.selection import LOADER
+from torchrelay.runners.config_runs.user_objects import made, made_dataset
 
 Partition = list[str]
 """Its name, then its files: paths relative to the workspace where they lie below it."""
@@ -162,3 +169,46 @@ def _below(path: Path) -> list[Path]:
 def _name(path: Path, workspace: Path) -> str:
     text = os.path.abspath(path)  # noqa: PTH100 - without following links
     return os.path.relpath(text, workspace) if text.startswith(f"{workspace}{os.sep}") else text
+
+
+def grows(runner: RunnerKeys, dataset: Dataset) -> bool:
+    """Whether the data of an epoch are looked up before it."""
+    return dataset.grows or runner.epochs_per_partition is not None
+
+
+def growing_loader(
+    kind: type, dataset: Dataset, workspace: Path, runner: RunnerKeys, options: Mapping[str, Any]
+) -> GrowingLoader:
+    """A loader over data that are read by a reader of class `kind`, made anew for the files of an epoch."""
+
+    def there() -> list[list[str]]:
+        return partitions_there(dataset.data_path, workspace)
+
+    def read(files: Sequence[str]) -> Any:
+        of_epoch = replace(dataset, data_path=tuple(str(workspace / one) for one in files))
+        return made_dataset(made(kind, of_epoch), of_epoch)
+
+    per = runner.epochs_per_partition
+    return GrowingLoader(there, read, dataset.batch_size, per_partition=per, **options)
+
+
+def look(phase: PhaseState, peers: Peers) -> None:
+    """Before an epoch: have its data looked up, where they grow."""
+    if isinstance(phase.loader, GrowingLoader):
+        phase.loader.look(peers)
+
+
+def ends_of_data(context: StepContext) -> Iterator[PartitionsOver]:
+    """When a profile is over that goes from partition to partition; alike on all ranks."""
+    for phase in context.phases.values():
+        loader = phase.loader
+        if not isinstance(loader, GrowingLoader) or loader.per_partition is None:
+            continue
+        work = partial(_epochs, context.run_dir, f"{phase.name}.{LOADER}", loader)
+        count = decide(context.session.peers, "partitions", work)
+        yield PartitionsOver(f"{phase.name}.data", loader, count)
+
+
+def _epochs(run_dir: str, blob: str, loader: GrowingLoader) -> int:
+    known = known_before(run_dir, blob)
+    return len(with_new(known, loader.there())) * (loader.per_partition or 1)

@@ -1,14 +1,23 @@
-"""A configuration, run: its profiles in the order of `mode`, in this process, each apart from the others."""
+"""A configuration, run: its profiles in the order of `mode`, each apart from the others, step by step."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
-from torchrelay.errors import PreemptedError, UnknownEpochError, UsageError
+from torchrelay.errors import (
+    PreemptedError,
+    RelayError,
+    TaskFailedError,
+    UnknownEpochError,
+    UsageError,
+    exit_code_of,
+)
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
@@ -17,28 +26,115 @@ from torchrelay.jobs.session import Solo
 from torchrelay.metadata.experiments import RunStore
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.environment import LaunchEnv, current_world, read_launch_env
-from torchrelay.runners.lifecycle.apart import apart
-from torchrelay.runners.lifecycle.context import StepContext, place_of_process
-from torchrelay.runners.lifecycle.loading import Classes, Loader, load_classes
-from torchrelay.runners.lifecycle.local_ranks import LocalRanksError, command_of, run_local_ranks
-from torchrelay.runners.lifecycle.order import STEPS, step_named
-from torchrelay.runners.lifecycle.processes_of_run import let_go
-from torchrelay.runners.lifecycle.recording import built_on, recorded, replayed, source_of
-from torchrelay.runners.lifecycle.refused import check_launch
-from torchrelay.runners.lifecycle.selection import (
+from torchrelay.runners.config_runs import steps
+from torchrelay.runners.config_runs.class_loading import Classes, Loader, Unread, load_classes
+from torchrelay.runners.config_runs.context import (
+    END,
+    LAST_OF_START_UP,
+    STEPS,
+    StepContext,
+    StepName,
+    after,
+    place_of_process,
+    step_named,
+)
+from torchrelay.runners.config_runs.processes import (
+    LocalRanksError,
+    apart,
+    command_of,
+    let_go,
+    run_local_ranks,
+)
+from torchrelay.runners.config_runs.selection import (
+    built_on,
+    check_launch,
     epochs_place,
     is_of_training,
+    recorded,
+    replayed,
     run_directory_of,
+    source_of,
     weights_place,
 )
-from torchrelay.runners.lifecycle.stepping import StepFailedError, run_steps
-from torchrelay.runners.lifecycle.training import runner_options
-from torchrelay.runners.lifecycle.unread import Unread
+from torchrelay.runners.config_runs.training import runner_options
+from torchrelay.runners.config_runs.user_objects import made
+from torchrelay.runners.distributed.environment import LaunchEnv, current_world, read_launch_env
 from torchrelay.runners.remote_runs.mirror import mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, is_remote
 from torchrelay.runners.training.exit import code_of_result
 from torchrelay.runners.training.plan import RunResult
+
+_OWN = f"{Path(__file__).parents[2]}/"
+
+
+class StepFailedError(RelayError):
+    """A step of a profile failed; `__cause__` is why. The message says what did not run because of it."""
+
+    def __init__(self, runner: str, step: StepName, error: BaseException, not_run: Sequence[str]) -> None:
+        left = f"; not run: {', '.join(not_run)}" if not_run else ""
+        super().__init__(
+            f"runner {runner} failed in step {step.name} ({step.class_name}){left}: {_reason(error)}"
+        )
+        self.exit_code = exit_code_of(error)
+        self.runner, self.step, self.not_run = runner, step.name, tuple(not_run)
+        self.consequence = getattr(error, "consequence", False)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The steps that a profile ran, in order."""
+
+    steps: tuple[str, ...]
+
+
+def run_steps(
+    context: StepContext,
+    not_run: Sequence[str] = (),
+    started: Callable[[StepContext], None] = lambda _: None,
+) -> Ran:
+    """Run the steps from `setup` on; `started` is called when start-up is over, behind the step `start`.
+
+    Raises StepFailedError, naming `not_run`, for what a step, or `started`, raises.
+    """
+    status, ran = STEPS[0].name, list[str]()
+    while status != END:
+        step = step_named(status)
+        context.pop("status", None)
+        try:
+            call_step(step, context)
+            if step.name == LAST_OF_START_UP:
+                started(context)
+        except Exception as error:
+            raise StepFailedError(context.runner_name, step, error, not_run) from error
+        ran.append(step.name)
+        status = context.get("status") or after(step.name)
+    return Ran(tuple(ran))
+
+
+def call_step(step: StepName, context: StepContext) -> None:
+    """Make the class of a step, the user's or ours, and call its method. Raises what that raises."""
+    kind = context.classes.steps.get(step.name) or getattr(steps, step.class_name)
+    one = made(kind, context)
+    own = getattr(one, step.older, None)
+    (own if callable(own) else getattr(one, step.name))(context)
+
+
+def _reason(error: BaseException) -> str:
+    """One line of our own errors, which say what to do; else the traceback from the user's code on."""
+    if isinstance(error, TaskFailedError):
+        return f"{error}\n{error.details}".rstrip()
+    if isinstance(error, RelayError):
+        return str(error)
+    return f"\n{''.join(traceback.format_exception(type(error), error, _users_part(error))).rstrip()}"
+
+
+def _users_part(error: BaseException) -> TracebackType | None:
+    """The frames from the first one of the user's on; all where there is none."""
+    step = error.__traceback__
+    while step is not None and step.tb_frame.f_code.co_filename.startswith(_OWN):
+        step = step.tb_next
+    return step or error.__traceback__
+
 
 JobOptions = Mapping[str, Any]
 

@@ -1,8 +1,13 @@
-"""The job of a profile that trains: one task per phase and epoch, so that each can be gone on from."""
+"""The job of a profile that trains: a task per phase and epoch, and what is measured of its steps.
+
+PaddleRec prints this for its queue datasets; here every phase has it, once per start, in rank 0.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +22,116 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.stop import early_stopping, max_epochs, max_steps, max_time
 from torchrelay.jobs.task import Task
 from torchrelay.metadata.fs import append_line
-from torchrelay.runners.lifecycle.context import StepContext
-from torchrelay.runners.lifecycle.evaluating import evaluation, log_tally, metrics_of, moved_batch
-from torchrelay.runners.lifecycle.growing_data import ends_of_data, look
-from torchrelay.runners.lifecycle.inference_export import local_beside
-from torchrelay.runners.lifecycle.meter import Meter
-from torchrelay.runners.lifecycle.operator_times import watched
-from torchrelay.runners.lifecycle.phase_state import PhaseState
-from torchrelay.runners.lifecycle.selection import keeping
-from torchrelay.runners.lifecycle.tally import Tally
+from torchrelay.records import dataclass
+from torchrelay.runners.config_runs.context import PhaseState, StepContext
+from torchrelay.runners.config_runs.evaluation import Tally, evaluation, log_tally, metrics_of, moved_batch
+from torchrelay.runners.config_runs.exports import local_beside
+from torchrelay.runners.config_runs.growing_data import ends_of_data, look
+from torchrelay.runners.config_runs.selection import keeping
 from torchrelay.runners.session.context import Context
+
+_MILLI = 1000.0
+
+
+@dataclass
+class Meter:
+    """Measures a loop over batches; `line` is due every `interval` steps. Seconds, of this process.
+
+    `samples` are those of all ranks, as far as this one knows: its own times their number.
+    """
+
+    interval: int
+    ranks: int = 1
+    clock: Callable[[], float] = time.perf_counter
+    steps: int = 0
+    _since: float = 0.0
+    _data_secs: float = 0.0
+    _samples: int = 0
+    _values: dict[str, Any] = field(default_factory=dict)
+
+    def over(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches; what they take to come counts as data time."""
+        source = iter(batches)
+        self._begin()
+        while True:
+            asked = self.clock()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            self._data_secs += self.clock() - asked
+            yield batch
+
+    def step(self, samples: int, values: Mapping[str, Any]) -> str | None:
+        """Count a step; the line where one is due. `values` are looked at only then."""
+        self.steps += 1
+        self._samples += samples * self.ranks
+        if self.steps % self.interval:
+            return None
+        text = self._text(values)
+        self._begin()
+        return text
+
+    def _begin(self) -> None:
+        self._since, self._data_secs, self._samples = self.clock(), 0.0, 0
+
+    def _text(self, values: Mapping[str, Any]) -> str:
+        shown = [f"{name} {float(value):.6g}" for name, value in values.items()]  # waits for the device
+        secs = max(self.clock() - self._since, 1e-9)
+        each = secs / self.interval
+        timing = (
+            f"{each * _MILLI:.2f} ms/step, data {self._data_secs / self.interval * _MILLI:.2f} ms, "
+            f"{self._samples / secs:.0f} samples/s"
+        )
+        return ", ".join([*shown, timing])
+
+
+_SHOWN = 15
+_US_PER_MS = 1e-3
+_PERCENT = 100.0
+
+
+def watched(batches: Iterable[Any], steps: int, tell: Callable[[str], None]) -> Iterator[Any]:
+    """The batches; torch's profiler looks at the first `steps` of them, then `tell` gets lines about it."""
+    source, data_secs, taken = iter(batches), 0.0, 0
+    profiler = torch.profiler.profile(activities=_activities(), acc_events=True)
+    began = time.perf_counter()
+    profiler.start()
+    try:
+        while taken < steps:
+            asked = time.perf_counter()
+            try:
+                batch = next(source)
+            except StopIteration:
+                break
+            data_secs += time.perf_counter() - asked
+            taken += 1
+            yield batch
+    finally:
+        profiler.stop()
+        secs = time.perf_counter() - began
+        for line in _lines(profiler.key_averages(), taken, data_secs / max(secs, 1e-9)):
+            tell(line)
+    yield from source
+
+
+def _activities() -> list[Any]:
+    known = torch.profiler.ProfilerActivity
+    return [known.CPU, *([known.CUDA] if torch.cuda.is_available() else [])]
+
+
+def _lines(rows: Iterable[Any], steps: int, share_of_data: float) -> Iterator[str]:
+    """A line for all, then one for each of the dearest operators; milliseconds of itself, without callees."""
+    costs = sorted(((_cost_ms(row), row.key, row.count) for row in rows), reverse=True)
+    total = max(sum(cost for cost, _, _ in costs), 1e-9)
+    yield f"{steps} steps: operators {total:.3f} ms, data {_PERCENT * share_of_data:.1f} % of the time"
+    for cost, name, count in costs[:_SHOWN]:
+        yield f"  {name}: {cost:.3f} ms, {_PERCENT * cost / total:.1f} %, {count} calls"
+
+
+def _cost_ms(row: Any) -> float:
+    """Of the device where it computed, else of the CPU."""
+    return float(row.self_device_time_total or row.self_cpu_time_total) * _US_PER_MS
 
 
 def train_job(context: StepContext) -> Job:
