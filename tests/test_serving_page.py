@@ -17,7 +17,7 @@ from torchrun import clean_environment
 
 from torchrelay.jobs.runtime import Signature
 from torchrelay.runners.commands.command_line import whole_parser
-from torchrelay.runners.serving.limits import Limits
+from torchrelay.runners.programs.serve_options import Limits
 from torchrelay.runners.serving.openapi import description
 from torchrelay.runners.serving.served import Served
 

@@ -12,8 +12,8 @@ from functools import partial
 from torchrelay.errors import UsageError
 from torchrelay.runners.commands.command_line_arguments import Add, add_model_options
 from torchrelay.runners.commands.command_line_run_status import is_run, run_status
-from torchrelay.runners.experiment.request import VERBS, Request, add_options
 from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.programs.request import VERBS, Request, add_options
 
 _PROGRAM = re.compile(r".*\.py|[^\W\d][\w.]*:[^\W\d]\w*")
 
@@ -78,17 +78,17 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
         raise UsageError(f"{verb} what? Give a PROGRAM, or a configuration with -m")
     output.close()
     if chosen.program is None:
-        from torchrelay.runners.configured.entry import perform
+        from torchrelay.runners.programs.config_cli import perform_configuration
         from torchrelay.runners.training.exit import run_and_leave
 
-        run_and_leave(lambda: perform(request))
+        run_and_leave(lambda: perform_configuration(request))
     if verb == "package":
         from torchrelay.runners.experiment.packaging_runs import Typed, package_run
 
         typed = Typed(chosen.model, chosen.blob, tuple(chosen.input or ()))
         if (code := package_run(chosen.program, request, typed)) is not None:
             return code
-    from torchrelay.runners.experiment.loading_programs import load_and_perform
+    from torchrelay.runners.programs.cli import load_and_perform
 
     load_and_perform(chosen.program, request)
     raise UsageError(f"{chosen.program} left without an exit code")

@@ -16,8 +16,8 @@ from torchrelay.errors import UsageError
 from torchrelay.metadata.experiments import ProgramRun, read_note
 from torchrelay.runners.commands.command_line_arguments import Add
 from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.programs.serve_options import ServeOptions, add_serve_options
 from torchrelay.runners.remote_runs.resolve import Selector, parse_selector
-from torchrelay.runners.serving.options import ServeOptions, add_serve_options
 from torchrelay.runners.serving.serve import check_installed, say, serve
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
     note = read_note(Path(selector.path)) if Path(selector.path).is_dir() else None
     if note is None or not note.is_of_program:
         _serve_configured(chosen, selector, options)
-    from torchrelay.runners.experiment.archived_process import run_process
+    from torchrelay.runners.programs.archived_code import run_process
 
     _refuse_given(chosen, ("blob", "handler", "signature", "device"), "the program says it; or give --model")
     run = ProgramRun(Path(selector.path).absolute(), note)

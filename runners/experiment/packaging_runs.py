@@ -9,8 +9,8 @@ from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiments import ProgramRun, read_note
 from torchrelay.records import dataclass
-from torchrelay.runners.experiment.archived import perform_archived
-from torchrelay.runners.experiment.request import Request
+from torchrelay.runners.programs.archived_code import perform_archived
+from torchrelay.runners.programs.request import Request
 from torchrelay.runners.remote_runs.resolve import Selector, existing_directory, locate, parse_selector
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def package_run(target: str, request: Request, typed: Typed) -> int | None:
 
 def _package_here(selector: Selector, epoch: str, request: Request, typed: Typed) -> int:
     from torchrelay.checkpoint.package.saving import save
-    from torchrelay.runners.experiment.base_scene import say
-    from torchrelay.runners.experiment.packaging_verb import lacking
+    from torchrelay.runners.programs.command_context import say
+    from torchrelay.runners.programs.verbs.package import lacking
     from torchrelay.runners.rebuilding.loaded_model import loaded_model
     from torchrelay.runners.rebuilding.named_functions import named
     from torchrelay.runners.rebuilding.typed_inputs import typed_inputs

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.random import seed as set_seed
-from torchrelay.runners.experiment.base_scene import say
-from torchrelay.runners.experiment.request import Request
-from torchrelay.runners.experiment.scene import Scene
-from torchrelay.runners.experiment.using import Used, use
-from torchrelay.runners.serving.options import ServeOptions
+from torchrelay.runners.programs.command_context import say
+from torchrelay.runners.programs.epoch_selection import Used, use
+from torchrelay.runners.programs.program import Scene
+from torchrelay.runners.programs.request import Request
+from torchrelay.runners.programs.serve_options import ServeOptions
 from torchrelay.runners.serving.serve import check_installed, serve
 
 if TYPE_CHECKING:

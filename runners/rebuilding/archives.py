@@ -80,7 +80,7 @@ class Archives:
         )  # fmt: skip
 
     def _made(self, recipe: Recipe) -> Any:
-        from torchrelay.runners.experiment.program import made_program
+        from torchrelay.runners.programs.program import made_program
 
         module: Any = self.code.import_module(recipe.in_archive(self.code.script))
         found = reduce(getattr, recipe.name.split("."), module)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiments import read_note
-from torchrelay.runners.experiment.program import Program, made_program
+from torchrelay.runners.programs.program import Program, made_program
 from torchrelay.runners.rebuilding.archives import Archives
 
 _REMEDY = "give the model by --model module:function (model=), a callable that makes it"

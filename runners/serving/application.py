@@ -10,9 +10,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from torchrelay.runners.programs.serve_options import Limits
 from torchrelay.runners.serving.access import Doorkeeper
 from torchrelay.runners.serving.computing import Computing
-from torchrelay.runners.serving.limits import Limits
 from torchrelay.runners.serving.meters import CONTENT_TYPE, Meters
 from torchrelay.runners.serving.openapi import description
 from torchrelay.runners.serving.page import HEADERS, page

@@ -15,7 +15,7 @@ from dataclasses import field
 from typing import Any
 
 from torchrelay.records import dataclass
-from torchrelay.runners.serving.limits import Limits
+from torchrelay.runners.programs.serve_options import Limits
 from torchrelay.runners.serving.served import Served
 
 Clock = Callable[[], float]

@@ -17,16 +17,16 @@ from torchrelay.checkpoint.package.saving import save
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature
 from torchrelay.runners.experiment.server_verb import followed
-from torchrelay.runners.experiment.using import Used, use
+from torchrelay.runners.programs.epoch_selection import Used, use
+from torchrelay.runners.programs.serve_options import ServeOptions
 from torchrelay.runners.rebuilding.model_of_run import rebuilt
 from torchrelay.runners.serving.epochs import EpochSource
 from torchrelay.runners.serving.models import PlainModel, code_id_of_run
-from torchrelay.runners.serving.options import ServeOptions
 from torchrelay.runners.serving.packages import PackageHandler
 from torchrelay.runners.serving.serve import check_installed, say, serve
 
 if TYPE_CHECKING:
-    from torchrelay.runners.configured.scene import ConfiguredScene
+    from torchrelay.runners.programs.command_context import ConfiguredScene
 
 
 def server(scene: ConfiguredScene) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from torchrelay.runners.serving.limits import Limits
+from torchrelay.runners.programs.serve_options import Limits
 from torchrelay.runners.serving.refusal import BUSY_SECS
 
 _FULL = (

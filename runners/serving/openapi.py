@@ -6,7 +6,7 @@ from typing import Any
 
 import torchrelay
 from torchrelay.jobs.runtime import Signature, TensorSpec
-from torchrelay.runners.serving.limits import Limits
+from torchrelay.runners.programs.serve_options import Limits
 from torchrelay.runners.serving.served import Served
 from torchrelay.runners.serving.tensor_bodies import MEDIA_TYPE
 

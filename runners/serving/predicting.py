@@ -9,10 +9,10 @@ from typing import Any
 
 import anyio
 
+from torchrelay.runners.programs.serve_options import Budget, Limits
 from torchrelay.runners.serving.batching import Asked, Queue
 from torchrelay.runners.serving.computing import refusal_of
 from torchrelay.runners.serving.desk import SMALL_BYTES, SMALL_ELEMENTS, Desk, settle
-from torchrelay.runners.serving.limits import Budget, Limits
 from torchrelay.runners.serving.questions import JSON, Form, Question, form_of, read_question, write_answer
 from torchrelay.runners.serving.reading import Body, GoneError, Receive
 from torchrelay.runners.serving.refusal import busy, unavailable

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from os import PathLike
 from typing import Any
 
-from torchrelay.runners.experiment.samples import Samples
+from torchrelay.runners.programs.program import Samples
 from torchrelay.runners.serving.refusal import FaultyAnswerError
 from torchrelay.runners.serving.trees import joined, rows, shape_of
 

@@ -18,7 +18,7 @@ import torch
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
-from torchrelay.runners.serving.limits import Limits
+from torchrelay.runners.programs.serve_options import Limits
 from torchrelay.runners.serving.refusal import FaultyAnswerError, wrong
 from torchrelay.runners.serving.tensor_bodies import MEDIA_TYPE, body_of, tensors_of
 from torchrelay.runners.serving.trees import json_bytes, plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from torchrelay.runners.serving.limits import Budget
+from torchrelay.runners.programs.serve_options import Budget
 from torchrelay.runners.serving.refusal import RefusedError, busy, wrong
 
 Receive = Callable[[], Awaitable[Any]]

@@ -17,12 +17,12 @@ from typing import Any
 import uvicorn
 
 from torchrelay.errors import UsageError
+from torchrelay.runners.programs.serve_options import Limits
 from torchrelay.runners.serving.access import Doorkeeper
 from torchrelay.runners.serving.application import Application
 from torchrelay.runners.serving.batching import Queue
 from torchrelay.runners.serving.computing import Computing
 from torchrelay.runners.serving.connections import patient
-from torchrelay.runners.serving.limits import Limits
 from torchrelay.runners.serving.meters import Meters
 from torchrelay.runners.serving.predicting import Predicting
 from torchrelay.runners.serving.served import Holder

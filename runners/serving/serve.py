@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from torchrelay.errors import UsageError
 
 if TYPE_CHECKING:
-    from torchrelay.runners.serving.options import ServeOptions
+    from torchrelay.runners.programs.serve_options import ServeOptions
     from torchrelay.runners.serving.running import Running
     from torchrelay.runners.serving.served import Source
 

@@ -38,7 +38,7 @@ _HOMES = {
     "Node": "jobs.cluster",
     "OnnxExport": "runners.training.extras.onnx_export",
     "OnnxModule": "checkpoint.onnx_in.onnx_module",
-    "Program": "runners.experiment.program",
+    "Program": "runners.programs.program",
     "ReaderWithLimit": "jobs.data.readers",
     "RelayError": "errors",
     "RunResult": "runners.training.plan",
@@ -79,7 +79,7 @@ _HOMES = {
     "load_into": "checkpoint.files.blobs.load_into",
     "load_states": "checkpoint.archive.loading",
     "load_upstream": "runners.training.extras.load_upstream",
-    "main": "runners.experiment.entry",
+    "main": "runners.programs.cli",
     "max_epochs": "jobs.stop",
     "max_steps": "jobs.stop",
     "max_time": "jobs.stop",
@@ -157,8 +157,8 @@ if TYPE_CHECKING:
     from torchrelay.metadata.sql.handler import SqlHandler as SqlHandler
     from torchrelay.runners.session.context import Context as Context
     from torchrelay.runners.session.distributed import DistributedSession as DistributedSession
-    from torchrelay.runners.experiment.entry import main as main
-    from torchrelay.runners.experiment.program import Program as Program
+    from torchrelay.runners.programs.cli import main as main
+    from torchrelay.runners.programs.program import Program as Program
     from torchrelay.runners.training.job_runner import JobRunner as JobRunner
     from torchrelay.runners.session.local import LocalSession as LocalSession
     from torchrelay.runners.training.extras.onnx_export import OnnxExport as OnnxExport

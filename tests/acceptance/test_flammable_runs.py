@@ -22,8 +22,8 @@ import torchrelay
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiments import Identity
 from torchrelay.runners.commands.command_line import main
-from torchrelay.runners.experiment.training_verb import check_alike
 from torchrelay.runners.monitoring.status import standing
+from torchrelay.runners.programs.verbs.train import check_alike
 
 GATED = """def after_epoch(self, ctx):
         import pathlib, time

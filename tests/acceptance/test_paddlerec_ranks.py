@@ -180,8 +180,8 @@ VERBS = """\
 import os
 from torchrelay.jobs.config.config import load_config
 from torchrelay.lifecycle import StepFailedError, run_config
-from torchrelay.runners.configured.entry import perform
-from torchrelay.runners.experiment.request import Request
+from torchrelay.runners.programs.config_cli import perform_configuration as perform
+from torchrelay.runners.programs.request import Request
 from torchrelay.runners.training.exit import run_and_leave
 
 unlike = load_config("config.yaml", ["+hyper_parameters.tag=" + os.environ["RANK"]])

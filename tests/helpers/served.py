@@ -17,8 +17,8 @@ import httpx
 import torch
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
+from torchrelay.runners.programs.serve_options import Limits
 from torchrelay.runners.serving.access import doorkeeper
-from torchrelay.runners.serving.limits import Limits
 from torchrelay.runners.serving.running import Running, bound_socket
 from torchrelay.runners.serving.served import Holder, Served
 from torchrelay.runners.serving.tensor_handler import TensorHandler

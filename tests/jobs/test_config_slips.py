@@ -9,7 +9,7 @@ import pytest
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import load_config
 from torchrelay.jobs.config.tree import recovered
-from torchrelay.runners.experiment.request import read_request
+from torchrelay.runners.programs.request import read_request
 from torchrelay.runners.training.capture import setting_changes
 
 

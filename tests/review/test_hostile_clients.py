@@ -17,10 +17,9 @@ pytest.importorskip("uvicorn", reason="pip install 'torchrelay[serve]'")
 import torch
 from served import linear, served, serving
 
+from torchrelay.runners.programs.serve_options import Limits, ServeOptions
 from torchrelay.runners.serving import serve as serving_module
 from torchrelay.runners.serving.batching import Asked, Queue
-from torchrelay.runners.serving.limits import Limits
-from torchrelay.runners.serving.options import ServeOptions
 from torchrelay.runners.serving.telling import tell
 from torchrelay.runners.serving.tensor_handler import TensorHandler
 

@@ -20,9 +20,8 @@ from torchrelay.metadata.experiments import Identity, Note, RunStore
 from torchrelay.metadata.lineage import Stage, StageRecord, capture, stages_of
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.commands.command_line import main
-from torchrelay.runners.experiment.choosing_runs import Chosen, Known, Start, choose_to_train
-from torchrelay.runners.experiment.making_runs import made_run
 from torchrelay.runners.monitoring.status import Standing, standing
+from torchrelay.runners.programs.run_selection import Chosen, Known, Start, choose_to_train, made_run
 from torchrelay.runners.session.stop_requests import Requests, nothing_follows, signals_ask
 
 RUN = {"format": {"major": 1, "minor": 0, "features": []}, "job": "j", "uuid": "u", "created": 1.0}

@@ -28,7 +28,7 @@ NOT_FOR_A_LOCAL_RUN = (
         "metadata.sql",
         "runners.distributed.world",
         "runners.session.distributed",
-        "runners.experiment.program",
+        "runners.programs.program",
     ),
     *(
         "runners.training.extras.onnx_export",

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from torchrelay.errors import UsageError
+from torchrelay.runners.programs.serve_options import Budget, Limits
 from torchrelay.runners.serving.batching import Asked, Queue
-from torchrelay.runners.serving.limits import Budget, Limits
 from torchrelay.runners.serving.served import Served
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from torchrelay.jobs.runtime import Signature, TensorSpec
-from torchrelay.runners.serving.limits import Limits
+from torchrelay.runners.programs.serve_options import Limits
 from torchrelay.runners.serving.questions import Form, form_of, read_question, write_answer
 from torchrelay.runners.serving.refusal import FaultyAnswerError, RefusedError
 from torchrelay.runners.serving.tensor_bodies import body_of, tensors_of

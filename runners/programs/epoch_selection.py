@@ -1,18 +1,25 @@
-"""What `test` and `eval` share: the run, the code that it is used with, and the epoch."""
+"""The epoch that a verb uses: of which run, by which code, and loaded into what is there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from torchrelay.checkpoint.format.manifest.position import Selection
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.log.job_file import has_job
 from torchrelay.errors import NoProvableEpochError, NotAllowedNowError, UnknownEpochError, UsageError
+from torchrelay.jobs.blobs import is_stateful
+from torchrelay.jobs.job import Job
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.experiments import ProgramRun
 from torchrelay.records import dataclass
-from torchrelay.runners.experiment.base_scene import BaseScene
-from torchrelay.runners.experiment.choosing_runs import choose_to_use
 from torchrelay.runners.monitoring.status import standing
+from torchrelay.runners.programs.command_context import BaseScene
+from torchrelay.runners.programs.run_selection import choose_to_use
 
 
 @dataclass(frozen=True)
@@ -81,3 +88,25 @@ def _newest(run: ProgramRun, wanted: str | None) -> tuple[int, int]:
     if wanted is None and opened.epoch == 0 and opened.position.boundary:
         raise UsageError(untrained)
     return opened.epoch, opened.branch
+
+
+def load_what_is_there(
+    job: Job, run: Path, epoch: str, resume_exclude: Sequence[str], exclude: Sequence[str]
+) -> None:
+    """Load an epoch into those objects of a job that it has; raises BlobError where one does not fit.
+
+    As in a resume, leaves of `resume_exclude` are not loaded, and those of `exclude` that it does not have.
+    New and gone blobs are no reason to refuse.
+    """
+    opened = open_checkpoint(run, epoch)
+    known = {
+        blob.name: blob.source
+        for blob in job.blobs
+        if is_stateful(blob.source) or isinstance(blob.source, torch.Tensor)
+    }
+    wanted = {name: one for name, one in known.items() if name in opened.blobs and name not in resume_exclude}
+    meant = [
+        one for one in resume_exclude if any(one.startswith(f"{name}.") or one[0] == "*" for name in wanted)
+    ]
+    absent = opened.absent(wanted, Selection(None, tuple(exclude)))
+    opened.load(wanted, exclude=[*meant, *absent])

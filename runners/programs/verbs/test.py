@@ -1,4 +1,4 @@
-"""`test -m config.yaml`: the profiles of the mode that infer, over epochs of a run; rows are stored in it."""
+"""`test`: measure committed epochs, store the results in their run, show them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,84 @@ from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
-from torchrelay.jobs.session import decide
+from torchrelay.jobs.random import seed as set_seed
+from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.experiments import read_result, write_result
 from torchrelay.runners.config_runs.profiles import ConfigResult, run_config
 from torchrelay.runners.config_runs.selection import weights_place
-from torchrelay.runners.configured.scene import ConfiguredScene, processes
-from torchrelay.runners.experiment.base_scene import say
-from torchrelay.runners.experiment.using import Used, use
+from torchrelay.runners.programs.command_context import ConfiguredScene, processes, say
+from torchrelay.runners.programs.epoch_selection import Used, use
+from torchrelay.runners.programs.program import Scene
+from torchrelay.runners.session.local import current_or_new_session
+
+
+def test(scene: Scene) -> int:
+    """Measure, unless this epoch was measured by this code; returns the exit code."""
+    with current_or_new_session() as session:
+        used = Used(**decide(session.peers, "run to test", lambda: use(scene)))
+        if used.said and not scene.request.json:
+            say(used.said)
+        stored = decide(session.peers, "stored result", lambda: _stored(scene, used))
+        if stored is not None:
+            _show(scene, stored, "tested before; --retest measures again")
+            return 0
+        result = _measured(scene, used, session.peers)
+        decide(session.peers, "store the result", lambda: _store(used, result))
+        _show(scene, result, "")
+    return 0
+
+
+def _stored(scene: Scene, used: Used) -> dict[str, Any] | None:
+    if scene.request.retest:
+        return None
+    return read_result(Path(used.path), used.epoch, used.code_id, used.config_id, own=used.own)
+
+
+def _measured(scene: Scene, used: Used, peers: Peers) -> dict[str, Any]:
+    program = scene.made()
+    set_seed(program.seed)
+    program.load_weights(used.path, used.name)
+    found = program.test()
+    return {
+        "run": used.run,
+        "epoch": used.epoch,
+        "branch": used.branch,
+        "code_id": used.code_id,
+        "config_id": used.config_id,
+        "own": used.own,
+        "time": round(time.time(), 3),
+        "ranks": peers.size,
+        "metrics": {name: _told(one) for name, one in found.items() if not isinstance(one, list)},
+        "values": {name: [_told(v) for v in one] for name, one in found.items() if isinstance(one, list)},
+    }
+
+
+def _store(used: Used, result: Mapping[str, Any]) -> None:
+    write_result(Path(used.path), used.epoch, used.code_id, result)
+
+
+def _show(scene: Scene, result: Mapping[str, Any], remark: str) -> None:
+    if scene.request.json:
+        say(json.dumps(result, indent=1, sort_keys=True))
+        return
+    told = [f"{name} {_short(value)}" for name, value in result["metrics"].items()]
+    told += [f"{name} ({len(values)} values)" for name, values in result["values"].items()]
+    end = f" ({remark})" if remark else ""
+    say(f"epoch {result['epoch']} of {result['run']}: {', '.join(told) or 'nothing measured'}{end}")
+
+
+def _told(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
 
 Rows = dict[int, dict[str, Any]]
 
 
-def test(scene: ConfiguredScene) -> int:
+def test_configuration(scene: ConfiguredScene) -> int:
     """Measure, unless this epoch was measured by this code; returns the exit code.
 
     Epochs are what `--epoch` says, else the profile's own `epoch`, else the newest. A profile that writes
@@ -35,11 +101,11 @@ def test(scene: ConfiguredScene) -> int:
         raise UsageError(f"{scene.file}: no runner of its mode infers: there is nothing to test with")
     with processes(scene.runner) as peers:
         used = Used(**decide(peers, "run to test", lambda: use(scene)))
-        stored = decide(peers, "stored result", lambda: _stored(scene, used, profiles))
+        stored = decide(peers, "stored result", lambda: _stored_rows(scene, used, profiles))
     if used.said:
         say(used.said, to=sys.stderr)
     if stored is not None:
-        _show(scene, [stored], f"{_line(stored)} (tested before; --retest measures again)")
+        _show_rows(scene, [stored], f"{_line(stored)} (tested before; --retest measures again)")
         return 0
     config = scene.with_overrides(list(_epochs(scene, used, profiles)))
     names = [one.name for one in profiles]
@@ -47,8 +113,8 @@ def test(scene: ConfiguredScene) -> int:
         done = run_config(config, names, run_dir=used.path, strict=scene.request.strict_config)
     results = [_result(scene, used, epoch, row) for epoch, row in sorted(_rows(done, profiles).items())]
     with processes(scene.runner) as peers:
-        decide(peers, "store the results", lambda: _store(used, results))
-    _show(scene, results, f"stored in {used.path}")
+        decide(peers, "store the results", lambda: _store_rows(used, results))
+    _show_rows(scene, results, f"stored in {used.path}")
     return done.exit_code
 
 
@@ -75,7 +141,7 @@ def _chooses(runner: RunnerKeys) -> bool:
     return runner.epoch is not None or runner.infer_start_epoch is not None or of_path is not None
 
 
-def _stored(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerKeys]) -> dict[str, Any] | None:
+def _stored_rows(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerKeys]) -> dict[str, Any] | None:
     """What was measured before, where that is all there would be to do."""
     writes = any(one.predictions_path or one.metrics_path for one in profiles)
     several = scene.request.epoch is None and any(map(_chooses, profiles))
@@ -99,7 +165,7 @@ def _rows(done: ConfigResult, profiles: Sequence[RunnerKeys]) -> Rows:
         before = f"{one.name}/" if len(profiles) > 1 else ""
         for row in done[one.name] or ():
             values = {name: value for name, value in row.items() if name not in ("runner", "epoch")}
-            named = {f"{before}{name}": _told(value) for name, value in values.items()}
+            named = {f"{before}{name}": _told_cell(value) for name, value in values.items()}
             found[row["epoch"]] = {**found.get(row["epoch"], {}), **named}
     return found
 
@@ -119,12 +185,12 @@ def _result(scene: ConfiguredScene, used: Used, epoch: int, metrics: Mapping[str
     }
 
 
-def _store(used: Used, results: Sequence[Mapping[str, Any]]) -> None:
+def _store_rows(used: Used, results: Sequence[Mapping[str, Any]]) -> None:
     for one in results:
         write_result(Path(used.path), one["epoch"], used.code_id, one)
 
 
-def _show(scene: ConfiguredScene, results: Sequence[Mapping[str, Any]], text: str) -> None:
+def _show_rows(scene: ConfiguredScene, results: Sequence[Mapping[str, Any]], text: str) -> None:
     if scene.request.json:
         say(json.dumps({"results": list(results)}, indent=1, sort_keys=True))
     else:
@@ -136,5 +202,5 @@ def _line(result: Mapping[str, Any]) -> str:
     return f"epoch {result['epoch']} of {result['run']}: {told}"
 
 
-def _told(value: Any) -> Any:
+def _told_cell(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

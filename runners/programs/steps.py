@@ -1,24 +1,193 @@
-"""What a program does with a batch, with an epoch, with a dataset; every step can be overridden alone."""
+"""What a program consists of, and what it does with a batch, an epoch, a dataset: each can be overridden.
+
+For people and for clients of the server. Of the sizes only the first, that of the batch, is known to differ;
+nothing is ever refused because of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.data.data_parallel import data_parallel
+from torchrelay.jobs.data.loader import EpochLoader
+from torchrelay.jobs.runtime import Signature, Size, TensorSpec
 from torchrelay.jobs.session import Peers, Solo
 from torchrelay.metadata.experiments import append_values
-from torchrelay.runners.experiment.collecting import Collected, Collector, Reduction, told_values
-from torchrelay.runners.experiment.noted_signature import FirstCall
-from torchrelay.runners.experiment.parts import Parts
+from torchrelay.metadata.fs import write_json
+from torchrelay.runners.programs.metrics import Collected, Collector, Reduction, told_values
+from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.context import Context
+from torchrelay.runners.session.local import LocalSession, current_session
 from torchrelay.runners.session.metrics import MetricLog, reduce_metrics
+
+if TYPE_CHECKING:
+    from torchrelay.jobs.config.config import Config
+
+
+class Parts:
+    """The parts, and how they are made; `make_...` are to be overridden, the properties are what was made.
+
+    `config` is the configuration of `-m FILE`, None without one; it is there before `__init__` runs.
+    """
+
+    seed: int = 0
+    batch_size: int = 32
+    config: Config | None = None
+    parts: ClassVar[tuple[str, ...]] = ("data", "model", "criterion", "optimizer", "scheduler")
+    """The order in which a training makes them."""
+
+    def make_data(self) -> Mapping[str, Any]:
+        """Datasets by name: `train`, and where there are such, `val` and `test`. To be written."""
+        raise UsageError(
+            f'{type(self).__name__} has no data: write make_data(self), which returns {{"train": ...}}'
+        )
+
+    def make_model(self) -> nn.Module:
+        """The model. To be written; it is moved to the device by the caller."""
+        raise UsageError(
+            f"{type(self).__name__} has no model: write make_model(self), which returns a module"
+        )
+
+    def make_criterion(self) -> Any:
+        """What makes a loss of outputs and targets: cross entropy."""
+        return nn.CrossEntropyLoss()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """What changes the model: AdamW with a learning rate of 1e-3."""
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def make_scheduler(self) -> Any:
+        """What changes the learning rate after every epoch; None: nothing."""
+        return None
+
+    def make_loader(self, data: Any, *, training: bool) -> Iterable[Any]:
+        """Batches of a dataset: an EpochLoader of `batch_size` samples, of all ranks together."""
+        return EpochLoader(data, self.batch_size, shuffle=training)
+
+    def more_state(self) -> Mapping[str, Any]:
+        """Blobs of your own, which checkpoints hold beside model, optimizer, scheduler and loader."""
+        return {}
+
+    @cached_property
+    def data(self) -> Mapping[str, Any]:
+        """The datasets."""
+        return self.make_data()
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model, on the device."""
+        model = self.make_model()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"make_model of {type(self).__name__} returned {model!r:.60}, no torch module")
+        return model.to(self.device)
+
+    @cached_property
+    def criterion(self) -> Any:
+        """The criterion, on the device if it is a module."""
+        criterion = self.make_criterion()
+        return criterion.to(self.device) if isinstance(criterion, nn.Module) else criterion
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+        return self.make_optimizer()
+
+    @cached_property
+    def scheduler(self) -> Any:
+        """The scheduler, or None."""
+        return self.make_scheduler()
+
+    @cached_property
+    def loader(self) -> Iterable[Any]:
+        """The batches to train on."""
+        return self.make_loader(self.dataset("train"), training=True)
+
+    @property
+    def session(self) -> SessionBase | None:
+        """The current session; None outside of one, as in a notebook."""
+        return current_session()
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where this process computes: its GPU, else the CPU."""
+        session = self.session
+        return session.device if session is not None else LocalSession().device
+
+    def dataset(self, name: str) -> Any:
+        """One of the datasets; raises UsageError where `make_data` made none of this name."""
+        if name not in self.data:
+            there = ", ".join(self.data) or "nothing"
+            raise UsageError(f"make_data of {type(self).__name__} has no {name!r}, it has {there}")
+        return self.data[name]
+
+
+FILE = "signature.json"
+_BATCH = "batch"
+
+
+class FirstCall:
+    """Notes the shapes of a module's first call, then takes its hook out."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.signature: Signature | None = None
+        self._handle = module.register_forward_hook(self._seen, with_kwargs=True)
+
+    def _seen(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        self._handle.remove()
+        self.signature = signature_of(module, args, kwargs, output)
+
+    def write(self, run: Path) -> None:
+        """Store it in the run, once; a run that cannot take it goes on without."""
+        if self.signature is not None and not (run / FILE).exists():
+            with suppress(RelayError):
+                write_json(run / FILE, self.signature.to_json(), durable=False)
+
+
+def signature_of(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+) -> Signature | None:
+    """What one call took and gave; None where that is not tensors with a first dimension."""
+    named = [*zip(_names(module, len(args)), args, strict=True), *kwargs.items()]
+    inputs = [spec for name, value in named for spec in _specs(name, value)]
+    outputs = list(_specs("output", output))
+    if not inputs or not outputs or not all(spec.shape for spec in inputs):
+        return None
+    return Signature(tuple(inputs), tuple(outputs))
+
+
+def _names(module: nn.Module, count: int) -> list[str]:
+    """The names of `forward`'s first parameters."""
+    try:
+        known = [
+            one.name
+            for one in inspect.signature(module.forward).parameters.values()
+            if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):
+        known = []
+    return [known[at] if at < len(known) else f"input_{at}" for at in range(count)]
+
+
+def _specs(name: str, value: Any) -> Iterator[TensorSpec]:
+    if isinstance(value, torch.Tensor):
+        rest = tuple(value.shape)[1:]
+        shape: tuple[Size, ...] = (_BATCH, *rest) if value.ndim else ()
+        yield TensorSpec(name, shape, str(value.dtype).removeprefix("torch."))
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _specs(str(key) if name == "output" else f"{name}.{key}", one)
+    elif isinstance(value, (list, tuple)):
+        for at, one in enumerate(value):
+            yield from _specs(f"{name}_{at}", one)
 
 
 class Steps(Parts):

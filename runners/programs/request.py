@@ -11,7 +11,7 @@ from typing import Any
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Parser
-from torchrelay.runners.serving.options import ServeOptions, add_serve_options
+from torchrelay.runners.programs.serve_options import ServeOptions, add_serve_options
 from torchrelay.runners.session.stop_requests import seconds_of
 
 VERBS = {

@@ -10,30 +10,38 @@ No call stack is looked at. A class of another module cannot tell, so that the c
 
 from __future__ import annotations
 
+import importlib
 import os
+import runpy
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.experiment.amend_verb import amend
-from torchrelay.runners.experiment.archived import run_archived
-from torchrelay.runners.experiment.archived_process import MARK
-from torchrelay.runners.experiment.evaluation_verb import evaluate
-from torchrelay.runners.experiment.packaging_verb import package
-from torchrelay.runners.experiment.program import Program
-from torchrelay.runners.experiment.request import Request, read_request
-from torchrelay.runners.experiment.scene import Scene
-from torchrelay.runners.experiment.server_verb import server
-from torchrelay.runners.experiment.status_verb import status
-from torchrelay.runners.experiment.testing_verb import test
-from torchrelay.runners.experiment.training_verb import train
-from torchrelay.runners.training.exit import run_and_leave, taken
+from torchrelay.runners.programs.archived_code import MARK, run_archived
+from torchrelay.runners.programs.program import Program, Scene
+from torchrelay.runners.programs.request import Request, read_request
+from torchrelay.runners.programs.verbs.amend import amend
+from torchrelay.runners.programs.verbs.eval import evaluate
+from torchrelay.runners.programs.verbs.package import package
+from torchrelay.runners.programs.verbs.status import status
+from torchrelay.runners.programs.verbs.test import test
+from torchrelay.runners.programs.verbs.train import train
+from torchrelay.runners.training.exit import hand_over, run_and_leave, taken
+
+
+def _server(scene: Scene) -> int:
+    """Serve a run. The only call of a room above: it is imported when it is asked for."""
+    from torchrelay.runners.experiment.server_verb import server
+
+    return server(scene)
+
 
 _VERBS: dict[str, Callable[[Scene], int]] = {
     "train": train,
     "test": test,
     "eval": evaluate,
-    "server": server,
+    "server": _server,
     "status": status,
     "amend": lambda scene: amend(scene, scene.fit),
     "package": package,
@@ -77,3 +85,45 @@ def _check_told(program: type[Program], module: str | None) -> None:
             f"main({program.__name__}) cannot tell whether this script is imported, because the class is of "
             f"{program.__module__}: write torchrelay.main({program.__name__}, __name__)"
         )
+
+
+def load_and_perform(target: str, request: Request) -> None:
+    """Do it and end the process, as the program would by itself; raises UsageError for a bad target."""
+    path = Path(target)
+    if path.suffix == ".py" or path.is_file():
+        _run_script(path, request)
+        raise UsageError(f"{target} does not end with torchrelay.main(...): add it, or give module:Class")
+    program = _of_module(target)
+    run_and_leave(lambda: perform(program, request))
+
+
+def _run_script(path: Path, request: Request) -> None:
+    if not path.is_file():
+        raise UsageError(f"there is no script {path}")
+    sys.argv = [str(path), request.verb]
+    sys.path[0] = str(path.resolve().parent)
+    hand_over(request, str(path))
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        hand_over(None)
+
+
+def _of_module(target: str) -> type[Program]:
+    module, colon, name = target.partition(":")
+    if module.endswith(".py"):
+        raise UsageError(
+            f"{target}: a script is given without a class, {module}; a class by package.module:Class"
+        )
+    if not (colon and name and all(part.isidentifier() for part in module.split("."))):
+        raise UsageError(f"{target!r} is no program: give script.py, or package.module:Class")
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - the text
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            raise UsageError(f"there is no module {error.name} for {target}, seen from here") from None
+        raise
+    if not (isinstance(found, type) and issubclass(found, Program)):
+        raise UsageError(f"{module} has no {name} that is a torchrelay.Program")
+    return found

@@ -11,9 +11,9 @@ from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.experiments import ProgramRun, newest_result
-from torchrelay.runners.experiment.base_scene import BaseScene, say
-from torchrelay.runners.experiment.choosing_runs import Start, choose_to_train, newest_of
 from torchrelay.runners.monitoring.status import standing
+from torchrelay.runners.programs.command_context import BaseScene, say
+from torchrelay.runners.programs.run_selection import Start, choose_to_train, newest_of
 
 
 def status(scene: BaseScene) -> int:

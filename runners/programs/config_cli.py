@@ -6,25 +6,24 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from torchrelay.runners.configured.archived import run_archived, source_told
-from torchrelay.runners.configured.scene import ConfiguredScene
-from torchrelay.runners.experiment.archived_process import MARK
-from torchrelay.runners.experiment.request import Request
-from torchrelay.runners.experiment.status_verb import status
+from torchrelay.runners.programs.archived_code import MARK, run_archived_configuration, source_told
+from torchrelay.runners.programs.command_context import ConfiguredScene
+from torchrelay.runners.programs.request import Request
+from torchrelay.runners.programs.verbs.status import status
 
 Verb = Callable[[ConfiguredScene], int]
 _ON_ONE_RANK = ("status", "amend")
 _WITH_ARCHIVED_CODE = ("test", "eval")
 
 
-def perform(request: Request) -> int:
+def perform_configuration(request: Request) -> int:
     """Do it in this process, or in one on archived code; returns the exit code."""
     archived, source = os.environ.pop(MARK, None), source_told()
     if request.verb in _ON_ONE_RANK and os.environ.get("RANK", "0") != "0":
         return 0
     scene = ConfiguredScene(request, archived, source)
     if request.run_id is not None and archived is None and request.verb in _WITH_ARCHIVED_CODE:
-        code = run_archived(scene)
+        code = run_archived_configuration(scene)
         if code is not None:
             return code
     return _verb(request.verb)(scene)
@@ -33,24 +32,24 @@ def perform(request: Request) -> int:
 def _verb(name: str) -> Verb:
     """The function of a verb; those that load tensors are of modules that import torch."""
     if name == "train":
-        from torchrelay.runners.configured.training import train
+        from torchrelay.runners.programs.verbs.train import train_configuration
 
-        return train
+        return train_configuration
     if name == "test":
-        from torchrelay.runners.configured.testing import test
+        from torchrelay.runners.programs.verbs.test import test_configuration
 
-        return test
+        return test_configuration
     if name == "eval":
-        from torchrelay.runners.configured.evaluation import evaluate
+        from torchrelay.runners.programs.verbs.eval import evaluate_configuration
 
-        return evaluate
+        return evaluate_configuration
     if name == "server":
-        from torchrelay.runners.serving.configured import server
+        from torchrelay.runners.serving.configured import server  # the only call of a room above
 
         return server
     if name == "amend":
-        from torchrelay.runners.configured.evaluation import fit
-        from torchrelay.runners.experiment.amend_verb import amend
+        from torchrelay.runners.programs.verbs.amend import amend
+        from torchrelay.runners.programs.verbs.eval import fit_configuration
 
-        return lambda scene: amend(scene, partial(fit, scene))
+        return lambda scene: amend(scene, partial(fit_configuration, scene))
     return status

@@ -7,23 +7,18 @@ running, for code that takes the run's newest epoch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from torchrelay.checkpoint.format.manifest.position import Selection
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import DamagedError, DirectoryInUseError, RelayError, StorageError, UsageError
-from torchrelay.jobs.blobs import is_stateful
-from torchrelay.jobs.job import Job
 from torchrelay.metadata.code.capture import captures, command, surroundings, write_capture
 from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.code.snapshot import Snapshot
 from torchrelay.metadata.experiments import ProgramRun, update_note
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.experiment.base_scene import BaseScene, say
 from torchrelay.runners.monitoring.status import standing
+from torchrelay.runners.programs.command_context import BaseScene, say
 from torchrelay.runners.training.capture import Capturing
 
 Fit = Callable[[Path, str], None]
@@ -86,28 +81,6 @@ def _check_fit(run: ProgramRun, fit: Fit) -> None:
             f"{run.id} cannot be amended: the changed code does not take its epoch {opened.epoch} "
             f"({type(error).__name__}: {text:.500}); train makes a new run"
         ) from error
-
-
-def load_what_is_there(
-    job: Job, run: Path, epoch: str, resume_exclude: Sequence[str], exclude: Sequence[str]
-) -> None:
-    """Load an epoch into those objects of a job that it has; raises BlobError where one does not fit.
-
-    As in a resume, leaves of `resume_exclude` are not loaded, and those of `exclude` that it does not have.
-    New and gone blobs are no reason to refuse.
-    """
-    opened = open_checkpoint(run, epoch)
-    known = {
-        blob.name: blob.source
-        for blob in job.blobs
-        if is_stateful(blob.source) or isinstance(blob.source, torch.Tensor)
-    }
-    wanted = {name: one for name, one in known.items() if name in opened.blobs and name not in resume_exclude}
-    meant = [
-        one for one in resume_exclude if any(one.startswith(f"{name}.") or one[0] == "*" for name in wanted)
-    ]
-    absent = opened.absent(wanted, Selection(None, tuple(exclude)))
-    opened.load(wanted, exclude=[*meant, *absent])
 
 
 def _record(run: ProgramRun, scene: BaseScene, snapshot: Snapshot) -> int:

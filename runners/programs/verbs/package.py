@@ -7,9 +7,9 @@ from typing import Any
 from torchrelay.checkpoint.package.opening import Package
 from torchrelay.errors import UsageError
 from torchrelay.jobs.random import seed as set_seed
-from torchrelay.runners.experiment.base_scene import say
-from torchrelay.runners.experiment.scene import Scene
-from torchrelay.runners.experiment.using import Used, use
+from torchrelay.runners.programs.command_context import say
+from torchrelay.runners.programs.epoch_selection import Used, use
+from torchrelay.runners.programs.program import Scene
 from torchrelay.runners.session.local import current_or_new_session
 
 

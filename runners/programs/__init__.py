@@ -1,0 +1,1 @@
+"""Programs and configurations as experiments: the verbs, and the runs that they make, choose and use."""

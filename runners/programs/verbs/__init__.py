@@ -1,0 +1,1 @@
+"""The verbs of programs and configurations, a file each."""

@@ -1,0 +1,292 @@
+"""`eval IN... OUT`: results for files, each in its place when it is whole."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.storage.urls import is_url
+from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
+from torchrelay.jobs.config.config import Config
+from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.schema import Dataset, Settings
+from torchrelay.jobs.random import seed as set_seed
+from torchrelay.jobs.session import Peers, decide, together
+from torchrelay.metadata.code.snapshot import place_of
+from torchrelay.metadata.experiments import Evaluated, note_evaluated
+from torchrelay.metadata.fs import sync_directory
+from torchrelay.runners.config_runs.class_loading import Loader, load_classes
+from torchrelay.runners.config_runs.context import PhaseState, StepContext, place_of_process, step_named
+from torchrelay.runners.config_runs.evaluation import PredictionFile, format_of, moved_batch, put, rows_of
+from torchrelay.runners.config_runs.inference import load_weights
+from torchrelay.runners.config_runs.processes import apart, let_go
+from torchrelay.runners.config_runs.profiles import call_step
+from torchrelay.runners.config_runs.selection import phases_of
+from torchrelay.runners.config_runs.steps import Network
+from torchrelay.runners.distributed.environment import PLACE
+from torchrelay.runners.programs.command_context import BaseScene, ConfiguredScene, processes, say
+from torchrelay.runners.programs.epoch_selection import Used, load_what_is_there, use
+from torchrelay.runners.programs.program import Program, Scene
+from torchrelay.runners.programs.verbs.amend import CannotBuildError
+from torchrelay.runners.session.local import current_or_new_session
+
+Work = Sequence[tuple[Path, Path]]
+"""Files to read, and where their results go."""
+
+
+def evaluate(scene: Scene) -> int:
+    """Evaluate, having looked at all paths before the model is loaded; ranks share the files."""
+    with current_or_new_session() as session:
+        peers = session.peers
+        work = planned(scene.request.paths, scene.program.result_suffix)
+        refuse_to_replace(work, [scene.origin.file], ())
+        together(peers, "paths", lambda: check_writable([out for _, out in work]))
+        used = Used(**decide(peers, "run to evaluate", lambda: used_for(scene, work)))
+        if used.said:
+            say(used.said)
+        program = scene.made()
+        set_seed(program.seed)
+        program.load_weights(used.path, used.name)
+        own = work[peers.rank :: peers.size]
+        together(peers, "evaluation", lambda: _all(program, own))
+        note_results(scene, used, (out for _, out in own))
+        say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {scene.request.paths[-1]}")
+    return 0
+
+
+def used_for(scene: BaseScene, work: Work) -> dict[str, Any]:
+    """Rank 0: what `use` chooses where the files to read are no source, and a note of them in the run.
+
+    Raises UsageError for a result in place of the run's source.
+    """
+    read = scene.contents_of((path for path, _ in work), written=False)
+    scene.take_evaluated(read)
+    used = use(scene)
+    run = scene.store.find(used["path"])
+    source = scene.archived_source(run) or {}
+    for out in sorted({out for _, out in work}):
+        name = scene.source_name(run, out)
+        if name in source and not scene.evaluated.get(place_of(out), {}).get(source[str(name)], False):
+            raise _refused(out, f"is among the source of {used['run']}")
+    _note(used["path"], read)
+    return used
+
+
+def note_results(scene: BaseScene, used: Used, outs: Iterable[Path]) -> None:
+    """Note what was written where source lies, by the process that wrote it."""
+    _note(used.path, scene.contents_of(outs, written=True))
+
+
+def _note(run: str, files: Evaluated) -> None:
+    with suppress(StorageError):  # where nobody may write, such files go on looking like source
+        note_evaluated(Path(run), files)
+
+
+def planned(paths: Sequence[str], suffix: str) -> list[tuple[Path, Path]]:
+    """What is read, and where its result goes; raises UsageError for what is not there.
+
+    One file goes into the file OUT; of several, or a directory, the results go into the directory OUT,
+    under the names of the inputs with `suffix` added.
+    """
+    *given, last = [Path(path) for path in paths]
+    inputs: list[Path] = []
+    for path in given:
+        if path.is_dir():
+            inputs += sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
+        elif path.exists():
+            inputs.append(path)
+        else:
+            raise UsageError(f"there is no {path} to evaluate")
+    if not inputs:
+        raise UsageError(f"there is no file to evaluate in {', '.join(map(str, given))}")
+    if len(given) == 1 and not given[0].is_dir() and not last.is_dir():
+        return [(inputs[0], last)]
+    outs = [last / f"{path.name}{suffix}" for path in inputs]
+    twice = {out for out in outs if outs.count(out) > 1}
+    if twice:
+        raise UsageError(f"two files would have their result in {min(twice)}: evaluate them one by one")
+    return list(zip(inputs, outs, strict=True))
+
+
+def refuse_to_replace(work: Work, kept: Iterable[Path], data: Iterable[Path]) -> None:
+    """Raise UsageError for a result in place of an input, of a file of `kept` or of source, or among `data`.
+
+    `data` are files and directories that are read in training, where a result would be a sample. Results of
+    earlier calls elsewhere are replaced.
+    """
+    read = {path.resolve() for path, _ in work}
+    known = {path.resolve() for path in kept}
+    folders = {path.resolve() for path in data}
+    for out in sorted({out for _, out in work}):
+        place = out.resolve()
+        if place in read:
+            raise _refused(out, "is one of the files to evaluate")
+        if place in known or (out.suffix in (".py", ".yaml", ".yml") and out.exists()):
+            raise _refused(out, "is source")
+        if folders & {place, place.parent}:
+            raise _refused(out, "is, or lies beside, data of the configuration")
+
+
+def _refused(out: Path, why: str) -> UsageError:
+    return UsageError(f"{out} {why}: give, as the last of the names, another place for results")
+
+
+def check_writable(outs: Sequence[Path]) -> None:
+    """Make the directory of several results, and refuse places that cannot be written; raises UsageError."""
+    for folder in {out.parent for out in outs}:
+        try:
+            folder.mkdir(exist_ok=True)
+            probe = folder / f".tmp-{secrets.token_hex(6)}"
+            probe.touch(exist_ok=False)
+            probe.unlink()
+        except OSError as error:
+            raise UsageError(f"results cannot be written to {folder}: {error.strerror}") from error
+    for out in outs:
+        if out.is_dir():
+            raise UsageError(f"the result cannot be written to {out}: it is a directory")
+
+
+def _all(program: Program, work: Sequence[tuple[Path, Path]]) -> None:
+    for path, out in work:
+        _one(program, path, out)
+
+
+def _one(program: Program, path: Path, out: Path) -> None:
+    """Evaluate a file; its result is written beside its place and put there whole."""
+    result = program.eval(path)
+    temporary = out.with_name(f".tmp-{secrets.token_hex(6)}-{out.name}")
+    try:
+        program.store_result(result, temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(out)
+        sync_directory(out.parent)
+    except OSError as error:
+        if isinstance(error, RelayError):
+            raise
+        raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+SUFFIX = ".jsonl"
+_NO_WARM_START: dict[str, Any] = {"init_model_path": None, "init_prefix": None, "init_rename": None}
+
+
+def evaluate_configuration(scene: ConfiguredScene) -> int:
+    """Evaluate, having looked at all paths before anything is built; ranks share the files."""
+    runner, dataset = _profile(scene)
+    work = planned(scene.request.paths, SUFFIX)
+    settings = scene.config.settings
+    data = [Path(path) for one in settings.dataset for path in one.data_path if not is_url(path)]
+    refuse_to_replace(work, [Path(scene.file)], data)
+    with processes(runner) as peers:
+        together(peers, "paths", lambda: check_writable([out for _, out in work]))
+        used = Used(**decide(peers, "run to evaluate", lambda: used_for(scene, work)))
+    if used.said:
+        say(used.said)
+    with apart(), ExitStack() as stack:
+        settings = _reading(scene.config.settings, dataset, work[0][0])
+        context = _built(scene.config, settings, runner, used.path, stack)
+        (phase,) = context.phases.values()
+        peers = context.session.peers
+        together(peers, "load", lambda: load_weights(phase, context.settings, runner, used.path, used.name))
+        together(peers, "evaluation", lambda: _all_rows(context, phase, dataset, work, peers))
+        note_results(scene, used, (out for _, out in work[peers.rank :: peers.size]))
+    say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {scene.request.paths[-1]}")
+    return 0
+
+
+def fit_configuration(scene: ConfiguredScene, run: Path, epoch: str) -> None:
+    """Load an epoch into what the code makes now, in this process alone; raises what that raises."""
+    runner, keys = replace(scene.runner, **_NO_WARM_START), scene.runner.checkpoint
+    left_out = ((), ()) if keys is None else (keys.resume_exclude or (), keys.exclude or ())
+    with apart(), ExitStack() as stack:
+        for name in PLACE:
+            os.environ.pop(name, None)
+        try:
+            context = _built(scene.config, scene.config.settings, runner, str(run), stack)
+        except (DamagedError, StorageError):
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise CannotBuildError(
+                f"{run.name} cannot be amended: what train builds, its data too, cannot be built here "
+                f"({type(error).__name__}: {text:.500})"
+            ) from error
+        load_what_is_there(context.job, run, epoch, *left_out)
+
+
+def _profile(scene: ConfiguredScene) -> tuple[RunnerKeys, Dataset]:
+    """The first profile of the mode that infers, else the one that trains; its only phase's dataset."""
+    found = scene.inferring()
+    runner = found[0] if found else replace(scene.runner, kind="infer", **_NO_WARM_START)
+    pairs = phases_of(scene.config.settings, runner)
+    if len(pairs) != 1:
+        names = ", ".join(phase.name for phase, _ in pairs) or "none"
+        raise UsageError(
+            f"eval takes one phase, runner.{runner.name} has {names}: choose it by "
+            f"-o runner.{runner.name}.phases=[NAME]"
+        )
+    ((phase, dataset),) = pairs
+    if dataset is None:
+        raise UsageError(f"phase.{phase.name} has no dataset, so nobody reads the files")
+    return runner, dataset
+
+
+def _reading(settings: Settings, dataset: Dataset, file: Path) -> Settings:
+    """The same, with that dataset over one file."""
+    datasets = tuple(_of(dataset, file) if one.name == dataset.name else one for one in settings.dataset)
+    return replace(settings, dataset=datasets)
+
+
+def _built(
+    config: Config, settings: Settings, runner: RunnerKeys, run_dir: str, stack: ExitStack
+) -> StepContext:
+    """The context behind the steps `setup` and `build`."""
+    loader = Loader()
+    stack.callback(loader.forget)
+    context = StepContext(
+        config=config, settings=settings, runner=runner, runner_name=runner.name,
+        is_infer=runner.infers,
+        run_dir=run_dir, job_options={}, classes=load_classes(settings, runner, loader), env=config.resolved,
+        config_yaml=config.name, workspace=config.workspace, **place_of_process(),
+    )  # fmt: skip
+    call_step(step_named("setup"), context)
+    stack.callback(lambda: let_go(context.session, world_stays=True))
+    call_step(step_named("build"), context)
+    return context
+
+
+def _of(dataset: Dataset, file: Path) -> Dataset:
+    return replace(dataset, data_path=(str(file.absolute()),))
+
+
+def _all_rows(context: StepContext, phase: PhaseState, dataset: Dataset, work: Work, peers: Peers) -> None:
+    phase.model.eval()
+    for path, out in work[peers.rank :: peers.size]:
+        _rows_of_one(context, phase, _of(dataset, path), out)
+
+
+def _rows_of_one(context: StepContext, phase: PhaseState, dataset: Dataset, out: Path) -> None:
+    """A row per sample of a file, in its order; the result takes its place when it is whole."""
+    loader: Any = Network().build_loader(context, phase.keys, dataset)
+    result = PredictionFile(str(out.absolute()), format_of(out.name, None), 0, 1)
+    predict = getattr(phase.model, "predict", None)
+    with torch.no_grad(), result.part() as part:
+        for batch in loader.placed(0, 1):
+            outputs = phase.model(moved_batch(batch, context.device))
+            predicted = predict(outputs, batch) if callable(predict) else outputs
+            rows = rows_of(predicted, batch.count, f"phase {phase.name}")
+            for index, row in zip(batch.indices.tolist(), rows, strict=True):
+                put(part, index, row)
+    result.merge({})
+    result.close()
