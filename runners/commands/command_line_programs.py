@@ -83,7 +83,7 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
 
         run_and_leave(lambda: perform_configuration(request))
     if verb == "package":
-        from torchrelay.runners.experiment.packaging_runs import Typed, package_run
+        from torchrelay.runners.artifacts.package_run import Typed, package_run
 
         typed = Typed(chosen.model, chosen.blob, tuple(chosen.input or ()))
         if (code := package_run(chosen.program, request, typed)) is not None:

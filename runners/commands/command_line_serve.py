@@ -95,7 +95,7 @@ def _by_program(chosen: argparse.Namespace, selector: Selector, options: ServeOp
 
 def _by_handler(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> int:
     """Serve that model itself, its code and all, by a handler of the user's."""
-    from torchrelay.runners.rebuilding.model_of_run import rebuilt
+    from torchrelay.runners.artifacts.rebuild import rebuilt
 
     with rebuilt(Path(selector.path).resolve(), None, chosen.blob) as found:
         return serve(options, lambda: _plain(chosen, selector, lambda: found.make().module, found.blob))
@@ -131,7 +131,7 @@ def _served(options: ServeOptions, source: Any) -> NoReturn:
 
 
 def _named_model(chosen: argparse.Namespace, selector: Selector) -> Source:
-    from torchrelay.runners.rebuilding.named_functions import named
+    from torchrelay.runners.artifacts.loaded_model import named
 
     return _plain(chosen, selector, named(chosen.model, "--model"), chosen.blob or _BLOB)
 

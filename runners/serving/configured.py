@@ -16,10 +16,10 @@ from torch import nn
 from torchrelay.checkpoint.package.saving import save
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature
+from torchrelay.runners.artifacts.rebuild import rebuilt
 from torchrelay.runners.experiment.server_verb import followed
 from torchrelay.runners.programs.epoch_selection import Used, use
 from torchrelay.runners.programs.serve_options import ServeOptions
-from torchrelay.runners.rebuilding.model_of_run import rebuilt
 from torchrelay.runners.serving.epochs import EpochSource
 from torchrelay.runners.serving.models import PlainModel, code_id_of_run
 from torchrelay.runners.serving.packages import PackageHandler

@@ -16,7 +16,7 @@ from torchrelay.jobs.runtime import Signature
 from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.fs import read_json
 from torchrelay.records import dataclass
-from torchrelay.runners.rebuilding.named_functions import named
+from torchrelay.runners.artifacts.loaded_model import named
 from torchrelay.runners.serving.served import Served, ServingHandler
 from torchrelay.runners.serving.tensor_handler import TensorHandler, dtype_of
 

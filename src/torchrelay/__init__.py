@@ -86,7 +86,7 @@ _HOMES = {
     "metric_rows": "metadata.experiments",
     "open_checkpoint": "checkpoint.load.checkpoint",
     "open_package": "checkpoint.package.opening",
-    "run_to_onnx": "runners.onnx_files.run_to_onnx",
+    "run_to_onnx": "runners.artifacts.run_to_onnx",
     "save": "checkpoint.package.saving",
     "save_blobs": "checkpoint.files.blobs.api",
     "save_states": "checkpoint.archive.saving",
@@ -162,7 +162,7 @@ if TYPE_CHECKING:
     from torchrelay.runners.training.job_runner import JobRunner as JobRunner
     from torchrelay.runners.session.local import LocalSession as LocalSession
     from torchrelay.runners.training.extras.onnx_export import OnnxExport as OnnxExport
-    from torchrelay.runners.onnx_files.run_to_onnx import run_to_onnx as run_to_onnx
+    from torchrelay.runners.artifacts.run_to_onnx import run_to_onnx as run_to_onnx
     from torchrelay.runners.training.plan import RunResult as RunResult
     from torchrelay.runners.serving.served import ServingHandler as ServingHandler
     from torchrelay.runners.serving.tensor_handler import TensorHandler as TensorHandler

@@ -13,7 +13,7 @@ from torch import nn
 from torchrelay import to_onnx
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
-from torchrelay.runners.rebuilding.typed_inputs import typed_inputs
+from torchrelay.runners.artifacts.loaded_model import typed_inputs
 
 onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'torchrelay[onnx]'")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'torchrelay[onnx]'")

@@ -20,7 +20,7 @@ from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.errors import DamagedError, RelayError, UsageError
 from torchrelay.records import dataclass
-from torchrelay.runners.rebuilding.archives import Archives, archives_of
+from torchrelay.runners.artifacts.rebuild import Archives, archives_of
 from torchrelay.runners.training.extras.replay import (
     FACTS,
     FOLDER,

@@ -14,7 +14,7 @@ from torchrelay.runners.programs.request import Request
 from torchrelay.runners.remote_runs.resolve import Selector, existing_directory, locate, parse_selector
 
 if TYPE_CHECKING:
-    from torchrelay.runners.rebuilding.loaded_model import LoadedModel
+    from torchrelay.runners.artifacts.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,9 @@ def package_run(target: str, request: Request, typed: Typed) -> int | None:
 
 def _package_here(selector: Selector, epoch: str, request: Request, typed: Typed) -> int:
     from torchrelay.checkpoint.package.saving import save
+    from torchrelay.runners.artifacts.loaded_model import loaded_model, named, typed_inputs
     from torchrelay.runners.programs.command_context import say
     from torchrelay.runners.programs.verbs.package import lacking
-    from torchrelay.runners.rebuilding.loaded_model import loaded_model
-    from torchrelay.runners.rebuilding.named_functions import named
-    from torchrelay.runners.rebuilding.typed_inputs import typed_inputs
 
     if request.config is not None:
         raise UsageError("-m is for programs: a run has its configuration")

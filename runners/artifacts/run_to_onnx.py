@@ -11,7 +11,7 @@ import torch
 from torchrelay.checkpoint.onnx_out.needed import check_packages
 from torchrelay.checkpoint.onnx_out.targets import target_of
 from torchrelay.checkpoint.onnx_out.to_onnx import OnnxFile, to_onnx
-from torchrelay.runners.rebuilding.loaded_model import loaded_model
+from torchrelay.runners.artifacts.loaded_model import loaded_model
 from torchrelay.runners.training.extras.onnx_export import run_facts
 
 

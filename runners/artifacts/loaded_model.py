@@ -1,0 +1,157 @@
+"""The model of an epoch of a run with its weights; functions and example inputs as they are typed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
+from torchrelay.checkpoint.storage.open import FILE
+from torchrelay.checkpoint.storage.urls import is_url
+from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
+from torchrelay.runners.artifacts.rebuild import Made, rebuilt
+
+Where = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A module with the weights of an epoch; `run` is None where there are checkpoints alone."""
+
+    module: nn.Module
+    opened: Checkpoint
+    run: Path | None
+    of_batches: bool
+    inputs: Any
+    """Example inputs: those given, else what the run or the function knows."""
+
+
+@contextmanager
+def loaded_model(
+    where: Where, epoch: int | str, *, model: Any = None, blob: str | None = None, inputs: Any = None
+) -> Iterator[LoadedModel]:
+    """Make the model and load it; what its code needs stays until the block ends.
+
+    `model` is a callable that makes it, or a module, or None where the run's archive has it. Raises
+    UsageError where something is not known, and what `open_checkpoint`, its `load` and the code raise.
+    """
+    opened, run = open_checkpoint(where, epoch), run_of(where)
+    factory = _factory(model)
+    if run is None and factory is None:
+        raise UsageError(f"{where} is no run directory, so nothing tells its model: give model= (--model)")
+    with rebuilt(run, factory, blob) as found:
+        made = found.make()
+        fill(opened, made.module, found.blob)
+        yield LoadedModel(made.module, opened, run, found.of_batches, _example(made, inputs))
+
+
+def fill(opened: Checkpoint, module: nn.Module, blob: str) -> None:
+    """Load a blob of an epoch into a module; raises UsageError where there is none of this name."""
+    if blob not in opened.blobs:
+        raise UsageError(
+            f"epoch {opened.epoch} has no blob {blob!r}, it has {', '.join(opened.blobs)}: "
+            "give blob= (--blob)"
+        )
+    opened.load_saved({blob: module})
+
+
+def run_of(where: Where) -> Path | None:
+    """The run directory; None where there are checkpoints alone."""
+    text = os.fspath(where)
+    if is_url(text) and not text.startswith(FILE):
+        return None
+    path = Path(text.removeprefix(FILE)).absolute()
+    return path if (path / "run.json").is_file() else None
+
+
+def _factory(model: Any) -> Callable[[], Any] | None:
+    if isinstance(model, nn.Module):
+        return lambda: model
+    if model is not None and not callable(model):
+        raise UsageError(f"model={model!r:.80}: give a callable that makes the module, or the module")
+    return model  # type: ignore[no-any-return]
+
+
+def _example(made: Made, given: Any) -> Any:
+    found = made.inputs() if given is None and made.inputs is not None else given
+    if found is None:
+        raise UsageError("what is the model called with? give inputs= (--input x=float32[batch,10])")
+    return found
+
+
+_TEXT = re.compile(r"(\w[\w.]*)=(\w+)\[([^\[\]]*)\]")
+_NAMED_SIZE = 3
+"""How large a named size of an example is, unless the text says it."""
+
+
+@dataclass(frozen=True)
+class TypedInputs:
+    """Examples by name, and the names of their sizes, as `to_onnx` takes them."""
+
+    tensors: dict[str, torch.Tensor]
+    dynamic: dict[str, dict[int, str]]
+
+
+def typed_inputs(texts: Sequence[str]) -> TypedInputs:
+    """Tensors of these forms: numbers drawn from a normal distribution, zeros where they are whole.
+
+    A size is a number, a name (3 in the example), or `name=size`. Raises UsageError.
+    """
+    tensors, dynamic = {}, {}
+    draw = torch.Generator().manual_seed(0)
+    for text in texts:
+        found = _TEXT.fullmatch(text)
+        dtype = getattr(torch, found[2], None) if found else None
+        if found is None or not isinstance(dtype, torch.dtype):
+            raise UsageError(
+                f"--input {text!r}: give it as x=float32[batch,3,32,32], a size's name where it differs"
+            )
+        sizes = [_size(text, one.strip()) for one in found[3].split(",") if one.strip()]
+        shape = [size for _, size in sizes]
+        kind = dtype.is_floating_point or dtype.is_complex
+        tensors[found[1]] = (
+            torch.randn(shape, generator=draw).to(dtype) if kind else torch.zeros(shape, dtype=dtype)
+        )
+        dynamic[found[1]] = {dim: name for dim, (name, _) in enumerate(sizes) if name is not None}
+    return TypedInputs(tensors, dynamic)
+
+
+def _size(text: str, one: str) -> tuple[str | None, int]:
+    name, equals, number = one.partition("=")
+    if one.isascii() and one.isdecimal() and int(one[:9]) > 0:
+        return None, int(one)
+    if name.isidentifier() and (not equals or (number.isascii() and number.isdecimal() and int(number) > 0)):
+        return name, int(number) if equals else _NAMED_SIZE
+    raise UsageError(f"--input {text!r}: {one!r} is no size; give 32, batch, or time=16")
+
+
+def named(text: str, what: str) -> Any:
+    """What `module:name` names, imported from here; raises UsageError where there is no such thing.
+
+    `what` is the option, for messages. The working directory stays on `sys.path`: functions import, too.
+    """
+    module, colon, name = text.partition(":")
+    if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise UsageError(f"{what} {text!r:.80}: give module:name")
+    here = os.getcwd()  # noqa: PTH109 - the text
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            raise UsageError(f"{what}: there is no module {error.name}, seen from here") from None
+        raise
+    if not callable(found):
+        raise UsageError(f"{what}: {module} has no {name} that can be called")
+    return found

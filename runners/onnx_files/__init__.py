@@ -1,1 +1,0 @@
-"""ONNX files of runs: of any epoch afterwards, and while a run trains."""

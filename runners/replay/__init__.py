@@ -1,1 +1,0 @@
-"""Calls of modules that a run records, and plays again later on the model rebuilt from its archives."""
