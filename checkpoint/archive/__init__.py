@@ -1,1 +1,1 @@
-"""State archives: states and plain values in one zip file that zipfile and json alone can read."""
+"""The former place of state archives, which lie in `torchrelay.models.archive`."""

@@ -60,7 +60,7 @@ def package_run(target: str, request: Request, typed: Typed) -> int | None:
 
 
 def _package_here(selector: Selector, epoch: str, request: Request, typed: Typed) -> int:
-    from torchrelay.checkpoint.package.saving import save
+    from torchrelay.models.package.api import save
     from torchrelay.runners.artifacts.loaded_model import loaded_model, named, typed_inputs
     from torchrelay.runners.programs.command_context import say
     from torchrelay.runners.programs.verbs.package import lacking
@@ -81,7 +81,7 @@ def _package_here(selector: Selector, epoch: str, request: Request, typed: Typed
 
 
 def _metadata(where: str, found: LoadedModel) -> dict[str, Any]:
-    from torchrelay.checkpoint.package.epochs import code_id_of_run
+    from torchrelay.models.package.api import code_id_of_run
 
     known = {"run": Path(where).name, "epoch": found.opened.epoch, "code_id": code_id_of_run(where)}
     return {key: value for key, value in known.items() if value is not None}

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.onnx_out.needed import check_packages
-from torchrelay.checkpoint.onnx_out.targets import target_of
-from torchrelay.checkpoint.onnx_out.to_onnx import OnnxFile, to_onnx
+from torchrelay.models.onnx.exporter.target import target_of
+from torchrelay.models.onnx.exporter.to_onnx import OnnxFile, check_packages, to_onnx
 from torchrelay.runners.artifacts.loaded_model import loaded_model
 from torchrelay.runners.training.extras.onnx_export import run_facts
 

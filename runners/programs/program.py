@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
-from torchrelay.checkpoint.package.opening import Package
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.interpolation import RunPlace
@@ -21,6 +20,7 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.stop import max_epochs, max_steps
 from torchrelay.metadata.experiments import metric_rows
+from torchrelay.models.package.reader import Package
 from torchrelay.records import dataclass
 from torchrelay.runners.programs.command_context import BaseScene
 from torchrelay.runners.programs.epoch_selection import load_what_is_there
@@ -211,7 +211,7 @@ class Program(Samples):
 
         Raises the errors of `torchrelay.save`.
         """
-        from torchrelay.checkpoint.package.saving import save
+        from torchrelay.models.package.api import save
 
         said = {"labels": self.labels, "preprocessing": self.preprocessing, "metadata": metadata}
         return save(path, self.model, self.package_inputs(), **said, overwrite=overwrite)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from torchrelay.checkpoint.package.saving import save
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature
+from torchrelay.models.package.api import save
 from torchrelay.runners.artifacts.rebuild import rebuilt
 from torchrelay.runners.experiment.server_verb import followed
 from torchrelay.runners.programs.epoch_selection import Used, use

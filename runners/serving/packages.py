@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.load.handle import checked_device
-from torchrelay.checkpoint.package import Package, open_package
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
+from torchrelay.models.package.reader import Package, open_package
 from torchrelay.runners.serving.models import MakeHandler
 from torchrelay.runners.serving.served import Served
 from torchrelay.runners.serving.tensor_handler import Sample, TensorHandler

@@ -31,7 +31,7 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     activation checkpointing) put before or between them is taken off; a submodule that is itself called
     `module` keeps its name. Extra states that are no tensors are handed out as they are.
     """
-    from torchrelay.checkpoint.archive.states import entries_of
+    from torchrelay.models.archive.states import entries_of
 
     return {entry.name: _on_cpu(entry.value) for entry in entries_of(module)}
 

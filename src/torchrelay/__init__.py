@@ -37,7 +37,7 @@ _HOMES = {
     "MultiNodeCheckpointManager": "checkpoint.manager",
     "Node": "jobs.cluster",
     "OnnxExport": "runners.training.extras.onnx_export",
-    "OnnxModule": "checkpoint.onnx_in.onnx_module",
+    "OnnxModule": "models.onnx.importer.module",
     "Program": "runners.programs.program",
     "ReaderWithLimit": "jobs.data.readers",
     "RelayError": "errors",
@@ -58,7 +58,7 @@ _HOMES = {
     "Upstream": "runners.training.extras.upstream",
     "Workspace": "jobs.workspace",
     "WorkspaceType": "jobs.workspace",
-    "compile": "checkpoint.package.compiling",
+    "compile": "models.package.compile",
     "data_parallel": "jobs.data.data_parallel",
     "db_name": "checkpoint.manager_base",
     "early_stopping": "jobs.stop",
@@ -66,18 +66,18 @@ _HOMES = {
     "estimate_bytes": "checkpoint.files.blobs.api",
     "export_checkpoint": "checkpoint.files.interop.export",
     "final_output": "jobs.task",
-    "from_onnx": "checkpoint.onnx_in.onnx_module",
+    "from_onnx": "models.onnx.importer.module",
     "fsdp_state": "checkpoint.state.leaves.fsdp1",
     "get_ckpt_filename": "checkpoint.manager_base",
-    "get_params": "checkpoint.archive.states",
-    "get_states": "checkpoint.archive.states",
+    "get_params": "models.archive.states",
+    "get_states": "models.archive.states",
     "import_checkpoint": "checkpoint.files.interop.importer",
     "init": "runners.session.local",
-    "load": "checkpoint.package.loading",
+    "load": "models.package.api",
     "load_blobs": "checkpoint.files.blobs.api",
     "load_code": "metadata.code.imports",
     "load_into": "checkpoint.files.blobs.load_into",
-    "load_states": "checkpoint.archive.loading",
+    "load_states": "models.archive.api",
     "load_upstream": "runners.training.extras.load_upstream",
     "main": "runners.programs.cli",
     "max_epochs": "jobs.stop",
@@ -85,26 +85,26 @@ _HOMES = {
     "max_time": "jobs.stop",
     "metric_rows": "metadata.experiments",
     "open_checkpoint": "checkpoint.load.checkpoint",
-    "open_package": "checkpoint.package.opening",
+    "open_package": "models.package.reader",
     "run_to_onnx": "runners.artifacts.run_to_onnx",
-    "save": "checkpoint.package.saving",
+    "save": "models.package.api",
     "save_blobs": "checkpoint.files.blobs.api",
-    "save_states": "checkpoint.archive.saving",
+    "save_states": "models.archive.api",
     "seed": "jobs.random",
-    "set_states": "checkpoint.archive.loading",
-    "summary": "checkpoint.package.summary",
-    "to_onnx": "checkpoint.onnx_out.to_onnx",
+    "set_states": "models.archive.api",
+    "summary": "models.package.reader",
+    "to_onnx": "models.onnx.exporter.to_onnx",
 }
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.archive.loading import load_states as load_states, set_states as set_states
-    from torchrelay.checkpoint.archive.saving import save_states as save_states
-    from torchrelay.checkpoint.archive.states import get_params as get_params, get_states as get_states
-    from torchrelay.checkpoint.package.compiling import compile as compile
-    from torchrelay.checkpoint.package.loading import load as load
-    from torchrelay.checkpoint.package.opening import open_package as open_package
-    from torchrelay.checkpoint.package.saving import save as save
-    from torchrelay.checkpoint.package.summary import summary as summary
+    from torchrelay.models.archive.api import load_states as load_states, set_states as set_states
+    from torchrelay.models.archive.api import save_states as save_states
+    from torchrelay.models.archive.states import get_params as get_params, get_states as get_states
+    from torchrelay.models.package.compile import compile as compile
+    from torchrelay.models.package.api import load as load
+    from torchrelay.models.package.reader import open_package as open_package
+    from torchrelay.models.package.api import save as save
+    from torchrelay.models.package.reader import summary as summary
     from torchrelay.checkpoint.files.blobs.api import (
         estimate_bytes as estimate_bytes,
         load_blobs as load_blobs,
@@ -117,8 +117,8 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.manager import CheckpointManager as CheckpointManager
     from torchrelay.checkpoint.manager_base import db_name as db_name, get_ckpt_filename as get_ckpt_filename
     from torchrelay.checkpoint.manager import MultiNodeCheckpointManager as MultiNodeCheckpointManager
-    from torchrelay.checkpoint.onnx_in.onnx_module import OnnxModule as OnnxModule, from_onnx as from_onnx
-    from torchrelay.checkpoint.onnx_out.to_onnx import to_onnx as to_onnx
+    from torchrelay.models.onnx.importer.module import OnnxModule as OnnxModule, from_onnx as from_onnx
+    from torchrelay.models.onnx.exporter.to_onnx import to_onnx as to_onnx
     from torchrelay.checkpoint.load.checkpoint import open_checkpoint as open_checkpoint
     from torchrelay.checkpoint.state.leaves.fsdp1 import fsdp_state as fsdp_state
     from torchrelay.checkpoint.storage.open import Tier as Tier

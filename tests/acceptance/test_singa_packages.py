@@ -189,7 +189,7 @@ def test_sng_8_and_14_another_process_needs_no_class(made: Path, tmp_path: Path)
             print(type(model).__module__, model.training, model.second.weight is model.first.weight)
     """
     lines = alone(code, made, tmp_path / "io.zip", where=tmp_path).splitlines()
-    assert lines[0] == "torchrelay.checkpoint.package.program_module False True"
+    assert lines[0] == "torchrelay.models.package.program_module False True"
     assert lines[1].startswith("torchrelay_code_") and lines[1].endswith("package_models False True")
 
 

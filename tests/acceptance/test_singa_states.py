@@ -21,8 +21,6 @@ from package_models import Tied, inputs, trained
 from torch import nn
 
 import torchrelay
-from torchrelay.checkpoint.archive.members import StoredTensors
-from torchrelay.checkpoint.archive.singa import read_singa_states
 from torchrelay.checkpoint.storage.local import LocalWriteHandle
 from torchrelay.errors import (
     BlobError,
@@ -33,6 +31,8 @@ from torchrelay.errors import (
     StorageError,
     UsageError,
 )
+from torchrelay.models.archive.singa import read_singa_states
+from torchrelay.models.archive.tensors import StoredTensors
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),

@@ -18,7 +18,7 @@ from torchrelay.runners.artifacts.loaded_model import typed_inputs
 onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'torchrelay[onnx]'")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'torchrelay[onnx]'")
 
-made = importlib.import_module("torchrelay.checkpoint.onnx_out.to_onnx")
+made = importlib.import_module("torchrelay.models.onnx.exporter.to_onnx")
 
 
 class Convolutions(nn.Module):
@@ -213,7 +213,7 @@ def test_an_example_without_values_is_refused(tmp_path):
 def test_a_missing_extra_is_named(tmp_path, monkeypatch):
     """With the command that installs it."""
     monkeypatch.setattr(
-        "torchrelay.checkpoint.onnx_out.needed.find_spec",
+        "torchrelay.models.onnx.exporter.to_onnx.find_spec",
         lambda name: None if name == "onnxscript" else importlib.util.find_spec(name),
     )
     with pytest.raises(UsageError, match=r"need onnxscript: pip install 'torchrelay\[onnx\]'"):

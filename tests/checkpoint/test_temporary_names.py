@@ -18,7 +18,7 @@ from torchrelay.checkpoint.files.publish import Maker, sweep, temporary_beside
 _WRITES = """
 import sys, torch, torchrelay
 from torchrelay.checkpoint.format.shard import writer as shard_writer
-from torchrelay.checkpoint.archive.zip_writing import ZipWriter
+from torchrelay.models.archive.zip_writer import ZipWriter
 
 def stop(*_):
     print("there", flush=True)

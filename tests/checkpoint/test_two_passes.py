@@ -18,9 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchrelay import Job, JobRunner, LocalSession, load_into, max_epochs, save_blobs
-from torchrelay.checkpoint.archive import loading as archive_loads
-from torchrelay.checkpoint.archive.loading import load_states
-from torchrelay.checkpoint.archive.saving import save_states
 from torchrelay.checkpoint.files.blobs import load_into as file_loads
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
@@ -33,6 +30,8 @@ from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.checkpoint.state.reads import Read
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle
 from torchrelay.errors import DamagedError, PartiallyLoadedError, StorageError
+from torchrelay.models.archive import api as archive_loads
+from torchrelay.models.archive.api import load_states, save_states
 
 MIB = 1 << 20
 SIZES = {"large": 4 * MIB + 123, "even": 2 * MIB, "block": MIB, "none": 0, "small.a": 5, "small.b": 70_000}

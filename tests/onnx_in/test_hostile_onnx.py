@@ -18,8 +18,8 @@ import onnx_models as made  # noqa: E402
 from onnx import TensorProto, helper  # noqa: E402
 
 from torchrelay import from_onnx  # noqa: E402
-from torchrelay.checkpoint.onnx_in import limits  # noqa: E402
 from torchrelay.errors import RelayError  # noqa: E402
+from torchrelay.models.onnx.importer import limits  # noqa: E402
 
 X = torch.zeros(1, 4)
 

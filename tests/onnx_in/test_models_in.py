@@ -20,8 +20,8 @@ from onnx.reference import ReferenceEvaluator  # noqa: E402
 
 import torchrelay  # noqa: E402
 from torchrelay import OnnxModule, from_onnx  # noqa: E402
-from torchrelay.checkpoint.onnx_in import plan  # noqa: E402
 from torchrelay.errors import UsageError  # noqa: E402
+from torchrelay.models.onnx.importer import executor  # noqa: E402
 
 X = torch.from_numpy(made.random(3, 4))
 
@@ -203,8 +203,8 @@ def test_sng_11_a_dropped_operator_leaves_values_not_weights_or_sizes() -> None:
     ]
     proto = made.model(nodes, {"w": made.random(2, 4)}, {"x": ["n", 4]}, ["y"])
     graph = from_onnx(proto)._graph
-    assert plan.ends_without(graph, 1) == ("m",)
-    assert plan.ends_without(graph, 3) == ("h",)
+    assert executor.ends_without(graph, 1) == ("m",)
+    assert executor.ends_without(graph, 3) == ("h",)
 
 
 def test_sng_11_what_is_not_needed_is_not_run() -> None:

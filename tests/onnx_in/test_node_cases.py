@@ -20,7 +20,7 @@ from onnx import numpy_helper  # noqa: E402
 from onnx.backend.test.loader import load_model_tests  # noqa: E402
 
 from torchrelay import from_onnx  # noqa: E402
-from torchrelay.checkpoint.onnx_in.stored_tensors import stored_tensor  # noqa: E402
+from torchrelay.models.onnx.importer.tensors import stored_tensor  # noqa: E402
 
 PASSED_AT_LEAST = 1836
 SINGA_CASES = 609

@@ -15,10 +15,10 @@ import torch
 
 import torchrelay
 from torchrelay import load_states, save_states
-from torchrelay.checkpoint.onnx_in import limits
-from torchrelay.checkpoint.onnx_out.targets import target_of
-from torchrelay.checkpoint.package.operators import operator_of
 from torchrelay.errors import DamagedError, FormatError, UsageError
+from torchrelay.models.onnx.exporter.target import target_of
+from torchrelay.models.onnx.importer import limits
+from torchrelay.models.package.program import operator_of
 
 Json = Any
 

@@ -20,7 +20,7 @@ NOT_FOR_A_LOCAL_RUN = (
     *(
         "checkpoint.save.staging",
         "checkpoint.files.interop",
-        "checkpoint.onnx_out",
+        "models.onnx.exporter",
         "checkpoint.storage.object_store",
     ),
     *("checkpoint.log.tiered_storage", "jobs.config.", "jobs.data.loader", "metadata.sinks.registry"),

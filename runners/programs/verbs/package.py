@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrelay.checkpoint.package.opening import Package
 from torchrelay.errors import UsageError
 from torchrelay.jobs.random import seed as set_seed
+from torchrelay.models.package.reader import Package
 from torchrelay.runners.programs.command_context import say
 from torchrelay.runners.programs.epoch_selection import Used, use
 from torchrelay.runners.programs.program import Scene

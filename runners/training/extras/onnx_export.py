@@ -19,9 +19,6 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
-from torchrelay.checkpoint.onnx_out.needed import check_packages
-from torchrelay.checkpoint.onnx_out.own_copy import bare_module, own_copy
-from torchrelay.checkpoint.onnx_out.to_onnx import to_onnx
 from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.random import RandomStreams
@@ -29,6 +26,8 @@ from torchrelay.jobs.session import decide
 from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.fs import read_json, write_json
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.models.onnx.exporter.graph import bare_module, own_copy
+from torchrelay.models.onnx.exporter.to_onnx import check_packages, to_onnx
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.context import full_state_dict
 from torchrelay.runners.session.run_state import RunState

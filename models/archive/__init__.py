@@ -1,0 +1,1 @@
+"""State archives: states and plain values in one zip file that zipfile and json alone can read."""

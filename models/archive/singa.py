@@ -1,0 +1,77 @@
+"""State archives of SINGA 3: a zip of an npz file and a JSON index, read for those who move here.
+
+`tensor_dict.npz` has the arrays by name, `states_attr.json` says of each whether it is of the model
+(`state_type` 0) or beside it (1). Names and shapes are SINGA's: `conv1.W` is what torch calls `conv1.weight`,
+and the weight of a linear layer is stored transposed; a state dict is made of them by hand.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.errors import DamagedError, FormatError, RelayError
+from torchrelay.models.archive.zip_writer import Where, fetched
+
+ARRAYS, INDEX = "tensor_dict.npz", "states_attr.json"
+LIMIT = 16 << 30
+"""Bytes that members may unpack to; theirs are compressed."""
+_NUMBERS = "biufc"
+
+
+def read_singa_states(path: Where) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The states of the model and those beside it, by SINGA's names. Needs numpy; nothing is unpickled.
+
+    Raises UsageError where there is no file, FormatError for another file, DamagedError, StorageError.
+    """
+    with fetched(path) as (place, shown):
+        try:
+            arrays, kinds = _read(Path(place), shown)
+        except RelayError:
+            raise
+        except (zipfile.BadZipFile, OSError, ValueError, KeyError, EOFError, NotImplementedError) as error:
+            raise DamagedError(f"{shown} is no archive of SINGA that can be read: {error}") from error
+    if arrays.keys() != kinds.keys():
+        odd = sorted(arrays.keys() ^ kinds.keys())[0]
+        raise DamagedError(f"{shown}: {odd!r} is in one of {ARRAYS} and {INDEX} only")
+    model, aux = ({name: one for name, one in arrays.items() if kinds[name] == kind} for kind in (0, 1))
+    return model, aux
+
+
+def _read(place: Path, shown: str) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    with zipfile.ZipFile(place) as archive:
+        if not {ARRAYS, INDEX} <= set(archive.namelist()):
+            raise FormatError(f"{shown} is no archive of SINGA: it has no {ARRAYS} and {INDEX}")
+        if sum(info.file_size for info in archive.infolist()) > LIMIT:
+            raise FormatError(f"{shown} would unpack to more than {LIMIT} bytes")
+        index = json.loads(archive.read(INDEX))
+        arrays = _arrays(archive.read(ARRAYS))
+    return arrays, {name: _kind(name, said) for name, said in index.items()}
+
+
+def _kind(name: str, said: Any) -> int:
+    kind = said.get("state_type") if isinstance(said, Mapping) else None
+    if kind not in (0, 1):
+        raise ValueError(f"{name!r} is neither of the model nor beside it")
+    return int(kind)
+
+
+def _arrays(data: bytes) -> dict[str, torch.Tensor]:
+    try:
+        import numpy
+    except ImportError as error:
+        raise FormatError("archives of SINGA hold numpy arrays: install numpy") from error
+    found: dict[str, torch.Tensor] = {}
+    with numpy.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        for name in arrays.files:
+            array = arrays[name]
+            if array.dtype.kind not in _NUMBERS:
+                raise ValueError(f"{name!r} holds no numbers")
+            found[name] = torch.from_numpy(numpy.ascontiguousarray(array).reshape(array.shape))
+    return found

@@ -1,0 +1,317 @@
+"""From a module to an ONNX graph: a copy is exported by torch, and what it refuses is said in one line.
+
+Parameters and buffers keep the names that they have in the module, and their values: nothing that is
+computed of them is folded into constants, so that the file holds the states themselves.
+
+The model itself is only read, so that its mode, its device, its gradients, its buffers and its weights
+are afterwards what they were, whatever fails. The price is the memory of a second model.
+"""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import re
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from torchrelay.checkpoint.state.names import innermost
+from torchrelay.errors import UsageError
+from torchrelay.models.onnx.exporter.inputs import Example
+
+_DATA_DEPENDENT = (
+    "the forward decides by the values of tensors, which a file cannot: use torch.where, torch.cond or sizes"
+)
+_CONVERTED = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
+_CONSTANT = re.compile(r"You marked (\w+) as dynamic but your code specialized it to be a constant \((\d+)\)")
+_LONGEST = 300
+
+
+def refusal(error: Exception, model: str) -> UsageError:
+    """The error for a user; what torch said in full is its `__cause__` once it is raised from it."""
+    causes = _chain(error)
+    place = next((found for one in causes if (found := _place(one))), "")
+    return UsageError(f"{model} cannot go into an ONNX file{place}: {_why(causes)}")
+
+
+def _why(causes: list[BaseException]) -> str:
+    texts = [str(one) for one in causes]
+    if any("DataDependent" in type(one).__name__ or "data-dependent" in str(one) for one in causes):
+        return _DATA_DEPENDENT
+    for text in texts:
+        if found := _CONSTANT.search(text):
+            return (
+                f"its size {found[1]!r} is {found[2]} for ever, because forward has it as a number: take it "
+                f"from a shape, or leave it fixed with dynamic="
+            )
+        if found := _CONVERTED.search(text):
+            return f"the operator {found[1]} has no form in ONNX: replace it in forward"
+    return f"{type(causes[-1]).__name__}: {_line(texts[-1])}"
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    found = [error]
+    while (cause := found[-1].__cause__) is not None and cause not in found:
+        found.append(cause)
+    return found
+
+
+def _line(text: str) -> str:
+    """The first line that says something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = lines[0] if lines else "no reason was given"
+    return first if len(first) <= _LONGEST else f"{first[:_LONGEST]} ..."
+
+
+def _place(error: BaseException) -> str:
+    """Where in code that is neither torch's nor ours it happened: ` at model.py:30 (if x.sum() > 0:)`."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_users(frame.filename):
+            line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            shown = f" ({line[:80]})" if line else ""
+            return f" because of {Path(frame.filename).name}:{frame.lineno}{shown}"
+    return ""
+
+
+def _is_users(file: str) -> bool:
+    import torchrelay
+
+    packages = [Path(torch.__file__).parent, Path(torchrelay.__file__).parent, Path(__file__).parents[2]]
+    path = Path(file)
+    ours = any(path.is_relative_to(one) for one in packages[:2]) or path.parent == Path(__file__).parent
+    return path.is_file() and not ours and "site-packages" not in path.parts and "contextlib" not in path.name
+
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    Value = ir.Value
+    Model = ir.Model
+
+
+def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tuple[Model, Mapping[str, str]]:
+    """Export a module that may be changed by it; the symbols of its sizes by the names that they have here.
+
+    Raises UsageError, one line, for whatever torch cannot export.
+    """
+    extents = example.extents()
+    grown = example.resized({size: max(extent, 2) for size, extent in extents.items()})
+    dims = {size: torch.export.Dim(size, min=1) for size in extents}
+    args, kwargs = grown.shapes(dims)
+    try:
+        program = torch.export.export(
+            model, grown.args, grown.kwargs, dynamic_shapes=_by_parameter(model, args, kwargs), strict=False
+        )
+        made = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=opset, verbose=False)
+        if made is None:
+            raise RuntimeError("the exporter made nothing")
+        graph = made.model
+        _check_operator_set(graph, opset)
+        states = _states(graph, program)
+        _simplify(graph, states)
+        _name_states(states)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise refusal(error, type(model).__name__) from error
+    return graph, _symbols(graph, grown)
+
+
+def _check_operator_set(graph: Model, opset: int | None) -> None:
+    """Torch's exporter goes on with a version that it knows where it cannot write the wanted one."""
+    made = graph.opset_imports[""]
+    if opset is not None and made != opset:
+        raise UsageError(
+            f"opset={opset}: torch {torch.__version__} writes this model in operator set {made} instead; "
+            "give another (--opset), or leave it out"
+        )
+
+
+def check_apart(inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Raise UsageError where an input and an output have one name."""
+    if both := sorted(set(inputs) & set(outputs)):
+        raise UsageError(
+            f"{', '.join(both)}: an input and an output of one name; give input_names= or output_names="
+        )
+
+
+def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: Mapping[str, str]) -> Model:
+    """Give inputs, outputs and sizes their names, in place; raises UsageError where names collide."""
+    import onnx_ir as ir
+
+    for index, value in enumerate(list(graph.graph.outputs)):
+        before = graph.graph.outputs[:index]
+        if value.is_graph_input() or value.is_initializer() or any(value is one for one in before):
+            node = ir.Node("", "Identity", [value], name=f"output_{index}_is")
+            node.outputs[0].shape, node.outputs[0].type = value.shape, value.type
+            graph.graph.append(node)
+            graph.graph.outputs[index] = node.outputs[0]
+    wanted = dict(zip([*inputs, *outputs], [*graph.graph.inputs, *graph.graph.outputs], strict=True))
+    for name in sorted(wanted.keys() & graph.graph.initializers.keys()):
+        raise UsageError(
+            f"{name!r} is an input or output and also a parameter or buffer: give input_names= or "
+            "output_names="
+        )
+    _rename(graph, wanted)
+    for value in _values(graph):
+        if value.shape is not None:
+            value.shape = ir.Shape([_size(dim, symbols) for dim in value.shape])
+    return graph
+
+
+def without_unused(graph: Model) -> None:
+    """Take inputs out, in place, that no node reads."""
+    for value in [one for one in graph.graph.inputs if not one.uses()]:
+        graph.graph.inputs.remove(value)
+
+
+def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`torch.export` takes specifications by position, or all of them by the name of the parameter."""
+    if not kwargs:
+        return args
+    import inspect
+
+    names = list(inspect.signature(model.forward).parameters)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _states(graph: Model, program: torch.export.ExportedProgram) -> dict[int, tuple[Value, str]]:
+    """The initializers that are parameters and buffers, with their names there; by `id` of the value."""
+    tensors = {**dict(program.named_buffers()), **program.state_dict}
+    places = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
+    found = {}
+    for value in graph.graph.initializers.values():
+        raw = getattr(value.const_value, "raw", None)
+        if isinstance(raw, torch.Tensor) and (name := places.get(raw.data_ptr())) is not None:
+            found[id(value)] = (value, name)
+    return found
+
+
+def _simplify(graph: Model, states: Mapping[int, Any]) -> None:
+    """Compute what follows from constants alone and drop what nobody uses.
+
+    onnxscript's own `optimize` would also make one initializer of two states that have equal values.
+    """
+    from onnx_ir.passes import common
+    from onnxscript import optimizer
+
+    optimizer.inline(graph)
+    for _ in range(2):
+        optimizer.fold_constants(
+            graph, onnx_shape_inference=True, should_fold=lambda node: _folds(node, states)
+        )
+        optimizer.remove_unused_nodes(graph)
+    common.CommonSubexpressionEliminationPass()(graph)
+    common.RemoveUnusedOpsetsPass()(graph)
+
+
+def _folds(node: Any, states: Mapping[int, Any]) -> bool | None:
+    return False if any(id(one) in states for one in node.inputs) else None
+
+
+def _name_states(states: Mapping[int, tuple[Value, str]]) -> None:
+    """The exporter gives a state another name where an input has that; inputs are named later."""
+    for value, name in states.values():
+        if value.name != name and value.is_initializer():
+            value.name = name
+
+
+def _symbols(graph: Model, example: Example) -> dict[str, str]:
+    """What the exporter calls the sizes that have names."""
+    found = {}
+    for value, sizes in zip(graph.graph.inputs, example.sizes, strict=True):
+        for dim, size in sizes.items():
+            symbol = None if value.shape is None else value.shape[dim]
+            if symbol is not None and not isinstance(symbol, int):
+                found[str(symbol.value)] = size
+    return found
+
+
+def _size(dim: Any, symbols: Mapping[str, str]) -> int | str | None:
+    if isinstance(dim, int) or dim.value is None:
+        return dim if isinstance(dim, int) else None
+    return re.sub(r"\w+", lambda word: symbols.get(word[0], word[0]), str(dim.value))
+
+
+def _rename(graph: Model, wanted: Mapping[str, Value]) -> None:
+    """Name values; others that have one of these names get another one."""
+    mine = {id(value) for value in wanted.values()}
+    for value in _values(graph):
+        if value.name in wanted and id(value) not in mine:
+            value.name = f"{value.name}.inner"
+    for number, value in enumerate(wanted.values()):
+        value.name = f"torchrelay.{number}"
+    for name, value in wanted.items():
+        value.name = name
+
+
+def _values(graph: Model) -> list[Value]:
+    nodes = [one for node in graph.graph.all_nodes() for one in node.outputs]
+    return [*graph.graph.inputs, *graph.graph.initializers.values(), *nodes]
+
+
+def own_copy(model: nn.Module) -> nn.Module:
+    """The bare module, without torch's wrappers, copied; raises UsageError for what cannot be."""
+    bare = bare_module(model)
+    _check_whole(bare)
+    known = {id(tensor): _copied(tensor) for tensor in _tensors(bare)}
+    try:
+        copied = copy.deepcopy(bare, dict[int, Any](known))
+    except Exception as error:
+        raise UsageError(
+            f"{type(bare).__name__} cannot be copied, and the export works on a copy ({error}): "
+            "give a model that copy.deepcopy takes"
+        ) from error
+    return copied.eval()
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Put back what the model does to its buffers, changed or replaced."""
+    before = [(module, name, buffer, buffer if buffer is None else buffer.clone())
+              for module in model.modules() for name, buffer in module._buffers.items()]  # fmt: skip
+    try:
+        yield
+    finally:
+        for module, name, buffer, values in before:
+            module._buffers[name] = buffer
+            if buffer is not None and values is not None:
+                buffer.copy_(values)
+
+
+def bare_module(model: Any) -> nn.Module:
+    """What torch's wrappers wrap; raises UsageError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{model!r:.80} is no torch.nn.Module: give the model itself")
+    return innermost(model)
+
+
+def _check_whole(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if hasattr(tensor, "full_tensor"):
+            raise UsageError(
+                f"{name} is sharded over ranks (DTensor): export a plain model that has loaded "
+                "ctx.full_state_dict(module), or give OnnxExport build=, which makes one"
+            )
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
+            raise UsageError(f"{name} has no values yet (lazy or meta): call the model once, or load it")
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, buffers, and tensors that modules hold otherwise, such as computed weights."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():
+        yield from (one for one in vars(module).values() if isinstance(one, torch.Tensor))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach().to("cpu", copy=True)
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values

@@ -1,0 +1,200 @@
+"""Example inputs: the tensors that `forward` is called with, their names, their sizes that may differ."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
+
+
+def name_of_path(path: Sequence[Any], head: str = "") -> str:
+    """Keys behind dots, positions behind underscores: `batch.x`, `output_1`; `head` where it is empty."""
+    name = head
+    for key in path:
+        if isinstance(key, pytree.SequenceKey):
+            name = f"{name or 'output'}_{key.idx}"
+            continue
+        part = str(key.key if isinstance(key, pytree.MappingKey) else getattr(key, "name", key))
+        name = f"{name}.{part}" if name else part
+    return name
+
+
+def leaf_names(names: Sequence[str]) -> list[str]:
+    """The same names; those that come again get a number."""
+    taken: Counter[str] = Counter()
+    found = []
+    for name in names:
+        wanted, number = name, taken[name]
+        while wanted in found:
+            number += 1
+            wanted = f"{name}_{number}"
+        taken[name] = number
+        found.append(wanted)
+    return found
+
+
+BATCH = "batch"
+Sizes = Mapping[int, str]
+Dynamic = bool | Mapping[str, Sizes]
+
+
+@dataclass(frozen=True)
+class Example:
+    """How `forward` is called: `args` and `kwargs`, on the CPU.
+
+    `names` and `sizes` belong to the tensors among them, in their order; `sizes` has the named dimensions.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    names: tuple[str, ...]
+    sizes: tuple[Sizes, ...]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the inputs, in the order of `names`."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def extents(self) -> dict[str, int]:
+        """The named sizes as they are here; raises UsageError where one name has two sizes."""
+        found: dict[str, int] = {}
+        for name, tensor, sizes in zip(self.names, self.tensors, self.sizes, strict=True):
+            for dim, size in sizes.items():
+                if found.setdefault(size, tensor.shape[dim]) != tensor.shape[dim]:
+                    raise UsageError(
+                        f"the size {size!r} is {found[size]} and, as dimension {dim} of {name!r}, "
+                        f"{tensor.shape[dim]}: one name is one size; give dynamic= for {name!r}"
+                    )
+        return found
+
+    def resized(self, wanted: Mapping[str, int]) -> Example:
+        """The same with other named sizes: rows are left out, or those from the beginning come again."""
+        sizes = iter(self.sizes)
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            for dim, size in next(sizes).items():
+                rows = torch.arange(wanted[size]) % leaf.shape[dim]
+                leaf = leaf.index_select(dim, rows)
+            return leaf
+
+        args, kwargs = pytree.tree_map(one, (self.args, self.kwargs))
+        return Example(args, kwargs, self.names, self.sizes)
+
+    def shapes(self, dims: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What `torch.export` wants to know of every leaf: named dimensions; None for what is no tensor."""
+        sizes = iter(self.sizes)
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return None
+            return {dim: dims[size] for dim, size in next(sizes).items()}
+
+        args, kwargs = pytree.tree_map(one, (self.args, self.kwargs))
+        return args, kwargs
+
+
+def example_of(model: torch.nn.Module, inputs: Any, names: Sequence[str] | None, dynamic: Dynamic) -> Example:
+    """Take apart what the user gave: a tensor, a sequence of arguments, or a mapping of them by name.
+
+    Raises UsageError for what `forward` does not take, for names that do not fit, for empty dimensions.
+    """
+    args, kwargs = _bound(model, inputs)
+    args, kwargs = pytree.tree_map(_on_cpu, (args, kwargs))
+    found = [
+        (path, leaf)
+        for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]
+        if isinstance(leaf, torch.Tensor)
+    ]
+    if not found:
+        raise UsageError("inputs hold no tensor: give examples of what forward takes")
+    own = leaf_names([_name(model, args, kwargs, path) for path, _ in found])
+    chosen = _checked_names(names, own)
+    tensors = dict(zip(chosen, (leaf for _, leaf in found), strict=True))
+    return Example(args, kwargs, chosen, _sizes(tensors, dynamic))
+
+
+def _bound(model: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named arguments, in the order of `forward`."""
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    args = () if kwargs else tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(
+            f"inputs do not fit {type(model).__name__}.forward{signature}: {error}; give a tensor, a "
+            "sequence of arguments, or a mapping of them by name (a dict as an argument: in a tuple)"
+        ) from None
+    return bound.args, bound.kwargs
+
+
+def _on_cpu(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        raise UsageError("an input is on the meta device and has no values: give examples with values")
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], path: Any) -> str:
+    """The parameter's name, and behind it what leads to the tensor; of an only dict its keys alone."""
+    which, first, *rest = path
+    head = str(first.key) if which.idx == 1 else _parameter(model, first.idx)
+    if rest and len(args) + len(kwargs) == 1 and isinstance((*args, *kwargs.values())[0], Mapping):
+        return name_of_path(rest)
+    return name_of_path(rest, head)
+
+
+def _parameter(model: torch.nn.Module, index: int) -> str:
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    for at, one in enumerate(parameters):
+        if one.kind is one.VAR_POSITIONAL:
+            return f"{one.name}_{index - at}"
+        if at == index:
+            return one.name
+    return f"input_{index}"
+
+
+def _checked_names(given: Sequence[str] | None, own: Sequence[str]) -> tuple[str, ...]:
+    if given is None:
+        return tuple(own)
+    if isinstance(given, str) or len(given) != len(own) or len(set(given)) != len(given):
+        raise UsageError(
+            f"input_names={given!r}: give {len(own)} different names, one for each of {', '.join(own)}"
+        )
+    return tuple(given)
+
+
+def _sizes(tensors: Mapping[str, torch.Tensor], dynamic: Dynamic) -> tuple[Sizes, ...]:
+    """The named dimensions of every tensor: the first is the batch where it is as long as the first's."""
+    said = {} if isinstance(dynamic, bool) else dict(dynamic)
+    for name in said:
+        if name not in tensors:
+            raise UsageError(f"dynamic names {name!r}; the inputs are {', '.join(tensors)}")
+    shapes = [tensor.shape for tensor in tensors.values() if tensor.ndim]
+    batch = shapes[0][0] if shapes and dynamic is not False else None
+    found = []
+    for name, tensor in tensors.items():
+        default = {0: BATCH} if tensor.ndim and tensor.shape[0] == batch else {}
+        sizes = dict(said.get(name, default))
+        _check_sizes(name, tensor, sizes)
+        found.append(sizes)
+    return tuple(found)
+
+
+def _check_sizes(name: str, tensor: torch.Tensor, sizes: Sizes) -> None:
+    for dim, size in sizes.items():
+        if type(dim) is not int or not 0 <= dim < tensor.ndim:
+            raise UsageError(f"dynamic={{{name!r}: {{{dim!r}: ...}}}}: {name!r} has {tensor.ndim} dimensions")
+        if not isinstance(size, str) or not size.isidentifier():
+            raise UsageError(f"dynamic calls a size of {name!r} {size!r}: give a name such as 'batch'")
+        if not tensor.shape[dim]:
+            raise UsageError(f"dimension {dim} of the example {name!r} is empty: give at least one row")

@@ -1,0 +1,369 @@
+"""A model as it is run: made of a checked ModelProto, its operators in order, nothing of protobuf.
+
+One pass over all graphs, inner ones included; unsupported operators, missing values and circles are told
+with names, the unsupported ones all at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.runtime import Signature, Size, TensorSpec
+from torchrelay.models.onnx.importer.limits import MAX_DEPTH, check_made
+from torchrelay.models.onnx.importer.model_file import KNOWN_DOMAINS, opsets
+from torchrelay.models.onnx.importer.tensors import (
+    DTYPES,
+    FLOAT4,
+    NARROW_BITS,
+    NARROW_INTS,
+    STRING,
+    is_texts,
+    stored_sparse,
+    stored_tensor,
+    stored_texts,
+)
+from torchrelay.records import dataclass
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One operator; an input or output that is left out has an empty name.
+
+    `attributes` are numbers, texts, tuples of these, CPU tensors and graphs. `version` is the operator set's.
+    """
+
+    operator: str
+    domain: str
+    version: int
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    narrow: Mapping[int, int] = field(default_factory=dict)
+    """Input position -> element type, where the file declares one that torch has not."""
+
+    def __str__(self) -> str:
+        kind = f"{self.domain}.{self.operator}" if self.domain else self.operator
+        first = next((one for one in self.outputs if one), "")
+        return f"{kind} {self.name!r}" if self.name else f"{kind} (which makes {first!r})"
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Domain and operator."""
+        return self.domain, self.operator
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Operators so ordered that each comes after those whose values it takes.
+
+    `stored` maps the names of values that the file holds to where they lie in the module: initializers under
+    their state dict key, constants under a number. `captured` are names of the graphs around this one.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    initializers: Mapping[str, str]
+    constants: Mapping[str, int]
+    captured: tuple[str, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
+        return self  # nothing of it changes, so copies of a module share it
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """What a file says: the main graph, the tensors that it stores, what it takes and gives."""
+
+    graph: Graph
+    initializers: Mapping[str, torch.Tensor]
+    constants: tuple[torch.Tensor, ...]
+    signature: Signature
+    uses: Mapping[str, frozenset[tuple[str, int]]] = field(default_factory=dict)
+    """State dict key -> (operator, input position) of all who take that initializer."""
+
+
+def in_order(graph: Any, stored: frozenset[str], outer: frozenset[str]) -> tuple[list[Any], set[str]]:
+    """The nodes of a GraphProto, each after what it needs; and what it takes from `outer`.
+
+    `stored` are its inputs and initializers. Raises UsageError for a value that nobody makes, one that is
+    made twice, and for circles.
+    """
+    makers = _makers(graph, stored)
+    needs = [_needed(node) for node in graph.node]
+    missing = sorted({name for need in needs for name in need} - makers.keys() - stored - outer)
+    unmade = [one.name for one in graph.output if one.name not in makers.keys() | stored | outer]
+    if missing or unmade:
+        told = ", ".join(map(repr, [*missing, *unmade][:20]))
+        raise UsageError(f"graph {graph.name!r} needs values that nothing makes: {told}")
+    captured = {name for need in needs for name in need} & outer - makers.keys() - stored
+    return [graph.node[at] for at in _sorted(graph, makers, needs)], captured
+
+
+def _makers(graph: Any, stored: frozenset[str]) -> dict[str, int]:
+    makers: dict[str, int] = {}
+    for at, node in enumerate(graph.node):
+        for name in filter(None, node.output):
+            if name in makers or name in stored:
+                raise UsageError(f"graph {graph.name!r} makes the value {name!r} twice")
+            makers[name] = at
+    return makers
+
+
+def _needed(node: Any, depth: int = 0) -> set[str]:
+    """The names that a node takes, those that graphs inside of it take from around them included."""
+    if depth > MAX_DEPTH:
+        raise UsageError(f"{node.op_type} {node.name!r} has graphs more than {MAX_DEPTH} deep")
+    found = set(filter(None, node.input))
+    for attribute in node.attribute:
+        for graph in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+            found |= _needed_inside(graph, depth + 1)
+    return found
+
+
+def _needed_inside(graph: Any, depth: int) -> set[str]:
+    own = {one.name for side in (graph.input, graph.initializer) for one in side}
+    own |= {one.values.name for one in graph.sparse_initializer}
+    own |= {name for node in graph.node for name in node.output}
+    wanted: set[str] = {one.name for one in graph.output}
+    for node in graph.node:
+        wanted |= _needed(node, depth)
+    return wanted - own
+
+
+def _sorted(graph: Any, makers: dict[str, int], needs: list[set[str]]) -> Iterable[int]:
+    before = [{makers[name] for name in need if name in makers} for need in needs]
+    if all(max(found, default=-1) < at for at, found in enumerate(before)):
+        return range(len(needs))  # as the format wants it
+    done: list[int] = []
+    seen: set[int] = set()
+    left = list(range(len(needs)))
+    waiting: dict[int, list[int]] = {}
+    counts = [len(found) for found in before]
+    for at, found in enumerate(before):
+        for one in found:
+            waiting.setdefault(one, []).append(at)
+    ready = [at for at in left if counts[at] == 0]
+    while ready:
+        at = ready.pop(0)
+        done.append(at)
+        seen.add(at)
+        for after in waiting.get(at, ()):
+            counts[after] -= 1
+            if counts[after] == 0:
+                ready.append(after)
+    if len(done) < len(needs):
+        node = graph.node[next(at for at in left if at not in seen)]
+        raise UsageError(
+            f"graph {graph.name!r} has a circle: {len(needs) - len(done)} operators wait for each other, "
+            f"among them"
+            f" {node.op_type} {node.name!r}, which makes {list(node.output)[:3]}"
+        )
+    return done
+
+
+def content_of(model: Any, folder: Path | None, supported: Callable[[str, str], bool]) -> Content:
+    """What a ModelProto says, in no more memory than the file has bytes; UsageError, DamagedError."""
+    versions = opsets(model)
+    _check_supported(model.graph, versions, supported)
+    return _Builder(versions, folder).content(model.graph)
+
+
+def _domain(proto: Any) -> str:
+    return "" if proto.domain == "ai.onnx" else proto.domain
+
+
+def _all_nodes(graph: Any, depth: int = 0) -> Iterable[Any]:
+    if depth > MAX_DEPTH:
+        raise UsageError(f"graph {graph.name!r} lies more than {MAX_DEPTH} graphs deep: no model needs that")
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+                yield from _all_nodes(inner, depth + 1)
+
+
+def _check_supported(graph: Any, versions: dict[str, int], supported: Callable[[str, str], bool]) -> None:
+    """Name every operator that cannot be run, with how often it occurs, in one error."""
+    missing = Counter((_domain(node), node.op_type) for node in _all_nodes(graph))
+    missing = Counter({kind: count for kind, count in missing.items() if not supported(*kind)})
+    if missing:
+        told = ", ".join(
+            f"{domain + '.' if domain else ''}{name} ({count} time{'s' * (count > 1)})"
+            for (domain, name), count in sorted(missing.items())
+        )
+        raise UsageError(
+            f"{len(missing)} operator{'s' * (len(missing) > 1)} of this model cannot be imported: {told}. "
+            f"Cut the model"
+            " before them with outputs=, or export it without them"
+        )
+    used = {_domain(node) for node in _all_nodes(graph)}
+    for domain in used & KNOWN_DOMAINS.keys():
+        if domain and versions.get(domain, 1) > KNOWN_DOMAINS[domain]:
+            raise UsageError(
+                f"the file uses version {versions[domain]} of {domain}, and {KNOWN_DOMAINS[domain]} is the "
+                f"newest known"
+            )
+
+
+class _Builder:
+    def __init__(self, versions: dict[str, int], folder: Path | None) -> None:
+        self._versions, self._folder = versions, folder
+        self._initializers: dict[str, torch.Tensor] = {}
+        self._constants: list[torch.Tensor] = []
+        self._uses: dict[str, set[tuple[str, int]]] = {}
+        self._narrow: dict[str, int] = {}
+        self._dense = 0
+
+    def content(self, proto: Any) -> Content:
+        graph = self.graph(proto, frozenset(), {})
+        uses = {key: frozenset(found) for key, found in self._uses.items()}
+        return Content(graph, self._initializers, tuple(self._constants), _signature(proto, graph), uses)
+
+    def graph(self, proto: Any, outer: frozenset[str], outer_keys: dict[str, str]) -> Graph:
+        """A graph and those inside of it; `outer` are the names that the graphs around it have."""
+        initializers = {one.name: self._store(proto, one.name, one) for one in proto.initializer}
+        for one in proto.sparse_initializer:
+            initializers[one.values.name] = self._store(proto, one.values.name, one)
+        self._note_narrow(proto)
+        inputs = tuple(one.name for one in proto.input if one.name not in initializers)
+        _check_unique(proto.name, [*inputs, *initializers])
+        stored = frozenset([*inputs, *initializers])
+        ordered, captured = in_order(proto, stored, outer)
+        visible = outer | stored | {name for node in ordered for name in node.output if name}
+        keys = {**outer_keys, **initializers}
+        constants: dict[str, int] = {}
+        nodes = []
+        for one in ordered:
+            if one.op_type == "Constant" and _domain(one) == "" and self._constant(one, constants):
+                continue
+            nodes.append(self._node(one, visible, keys))
+        outputs = tuple(one.name for one in proto.output)
+        for inner in (
+            value for node in nodes for value in node.attributes.values() if isinstance(value, Graph)
+        ):
+            captured |= set(inner.captured) - (visible - outer)
+        captured |= set(outputs) & outer - (visible - outer)
+        return Graph(
+            proto.name, inputs, outputs, tuple(nodes), initializers, constants, tuple(sorted(captured))
+        )
+
+    def _note_narrow(self, proto: Any) -> None:
+        declared = {one.name: one.type.tensor_type.elem_type for one in [*proto.input, *proto.value_info]}
+        declared.update((one.name, one.data_type) for one in proto.initializer)
+        self._narrow.update((name, number) for name, number in declared.items() if number in NARROW_BITS)
+
+    def _store(self, graph: Any, name: str, proto: Any) -> str:
+        if not name:
+            raise UsageError(f"graph {graph.name!r} has an initializer without a name")
+        key = name
+        while key in self._initializers:
+            key = f"{graph.name}/{key}"
+            if len(key) > 4096:
+                raise UsageError(f"initializer {name!r} occurs again and again")
+        if not hasattr(proto, "values") and is_texts(proto):
+            raise UsageError(f"initializer {name!r} has texts, for which torch has no tensors")
+        sparse = hasattr(proto, "values")
+        if sparse:
+            self._dense += max(0, math.prod(proto.dims))
+            check_made("the sparse initializers together", [self._dense])
+        self._initializers[key] = stored_sparse(proto) if sparse else stored_tensor(proto, self._folder)
+        return key
+
+    def _constant(self, proto: Any, constants: dict[str, int]) -> bool:
+        """Take the tensor of a Constant; False where it is texts."""
+        made = self._attributes(proto, frozenset(), {})
+        value = next(iter(made.values()), None)
+        if (
+            "value_string" in made
+            or "value_strings" in made
+            or value is None
+            or (isinstance(value, tuple) and (value and isinstance(value[0], str)))
+        ):
+            return False
+        if not isinstance(value, torch.Tensor):
+            name = next(iter(made))
+            value = torch.tensor(value, dtype=torch.int64 if name.startswith("value_int") else torch.float32)
+        constants[proto.output[0]] = len(self._constants)
+        self._constants.append(value)
+        return True
+
+    def _node(self, proto: Any, visible: frozenset[str], keys: dict[str, str]) -> Node:
+        domain = _domain(proto)
+        for at, name in enumerate(proto.input):
+            if name in keys:
+                self._uses.setdefault(keys[name], set()).add((proto.op_type, at))
+        return Node(
+            proto.op_type, domain, self._versions.get(domain, 1), proto.name, tuple(proto.input),
+            tuple(proto.output), self._attributes(proto, visible, keys),
+            {at: self._narrow[name] for at, name in enumerate(proto.input) if name in self._narrow},
+        )  # fmt: skip
+
+    def _attributes(self, proto: Any, visible: frozenset[str], keys: dict[str, str]) -> dict[str, Any]:
+        return {one.name: self._attribute(one, proto, visible, keys) for one in proto.attribute}
+
+    def _attribute(self, proto: Any, node: Any, visible: frozenset[str], keys: dict[str, str]) -> Any:
+        match proto.type:
+            case 1:
+                return float(proto.f)
+            case 2:
+                return int(proto.i)
+            case 3:
+                return proto.s.decode("utf-8", "replace")
+            case 4:
+                return stored_texts(proto.t) if is_texts(proto.t) else stored_tensor(proto.t, self._folder)
+            case 5:
+                return self.graph(proto.g, visible, keys)
+            case 6:
+                return tuple(map(float, proto.floats))
+            case 7:
+                return tuple(map(int, proto.ints))
+            case 8:
+                return tuple(one.decode("utf-8", "replace") for one in proto.strings)
+            case 9:
+                return tuple(stored_tensor(one, self._folder) for one in proto.tensors)
+            case 11:
+                return stored_sparse(proto.sparse_tensor)
+            case 13:
+                return proto.tp.SerializeToString()
+        raise UsageError(
+            f"attribute {proto.name!r} of {node.op_type} {node.name!r} has no kind that can be imported"
+        )
+
+
+def _check_unique(graph: str, names: list[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise UsageError(f"graph {graph!r} has {twice[0]!r} twice among its inputs and initializers")
+
+
+def _signature(proto: Any, graph: Graph) -> Signature:
+    declared = {one.name: one for one in [*proto.input, *proto.output]}
+    sides = (tuple(_spec(declared[name]) for name in names) for names in (graph.inputs, graph.outputs))
+    return Signature(*sides)
+
+
+def _spec(proto: Any) -> TensorSpec:
+    kind = proto.type.tensor_type
+    shape: list[Size] = []
+    for at, one in enumerate(kind.shape.dim):
+        fixed = one.HasField("dim_value") and one.dim_value >= 0
+        shape.append(one.dim_value if fixed else one.dim_param or f"{proto.name}_{at}")
+    return TensorSpec(proto.name, tuple(shape), _dtype_name(kind.elem_type))
+
+
+def _dtype_name(number: int) -> str:
+    if number in DTYPES:
+        return str(DTYPES[number]).removeprefix("torch.")
+    narrow = {21: "uint4", 22: "int4", 25: "uint2", 26: "int2", FLOAT4: "float4_e2m1", STRING: "string"}
+    return narrow.get(number, "unknown") if number in (*NARROW_INTS, FLOAT4, STRING) else "unknown"

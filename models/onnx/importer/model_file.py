@@ -1,0 +1,227 @@
+"""From what users give to a ModelProto whose names are texts and whose operator sets are known."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torchrelay.errors import DamagedError, StorageError, UsageError
+from torchrelay.models.onnx.importer.limits import MAX_DEPTH, MAX_NODES
+
+
+def check_readable(model: Any) -> None:
+    """Refuse a model with a name that is no text (DamagedError), or graphs nested too deeply (UsageError)."""
+    found = [one.domain for one in model.opset_import]
+    for function in model.functions:
+        found += [function.name, function.domain, *function.input, *function.output]
+        found += [name for node in function.node for name in _of_node(node, 0)]
+    for name in [*found, *_of_graph(model.graph, 0)]:
+        if not isinstance(name, str):
+            raise DamagedError(f"the model has a name that is no text, {name[:20]!r}: the file is damaged")
+
+
+def _of_graph(graph: Any, depth: int) -> Iterable[Any]:
+    if depth > MAX_DEPTH:
+        raise UsageError(f"the model has graphs more than {MAX_DEPTH} graphs deep: no model needs that")
+    yield graph.name
+    for one in [*graph.input, *graph.output, *graph.value_info]:
+        yield one.name
+        yield from (size.dim_param for size in one.type.tensor_type.shape.dim)
+    for tensor in [*graph.initializer, *(one.values for one in graph.sparse_initializer)]:
+        yield from _of_tensor(tensor)
+    for node in graph.node:
+        yield from _of_node(node, depth)
+
+
+def _of_node(node: Any, depth: int) -> Iterable[Any]:
+    yield from (node.name, node.domain, node.op_type, *node.input, *node.output)
+    for attribute in node.attribute:
+        yield attribute.name
+        if attribute.HasField("t"):
+            yield from _of_tensor(attribute.t)
+        for graph in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+            yield from _of_graph(graph, depth + 1)
+
+
+def _of_tensor(tensor: Any) -> Iterable[Any]:
+    yield tensor.name
+    yield from (text for entry in tensor.external_data for text in (entry.key, entry.value))
+
+
+KNOWN_OPSET = 28
+"""The newest operator set whose operators were implemented."""
+OLDEST_OPSET = 7
+"""Older ones are converted to this one: they broadcast in ways that no operator has today."""
+_Name = tuple[str, str, str]
+"""Domain, name and overload of a function."""
+KNOWN_DOMAINS = {"": KNOWN_OPSET, "ai.onnx.ml": 6, "ai.onnx.preview": 1, "ai.onnx.preview.training": 1}
+
+
+def need_onnx() -> Any:
+    """The package onnx; UsageError with the remedy where it is not installed."""
+    try:
+        import onnx
+        import onnx.external_data_helper
+    except ImportError as error:
+        raise UsageError(
+            "reading ONNX files needs the package onnx: pip install 'torchrelay[onnx]'"
+        ) from error
+    return onnx
+
+
+def read_model(source: Any) -> tuple[Any, Path | None]:
+    """The ModelProto of a path, of bytes or of itself, with the folder in which its external data may lie.
+
+    Tensors that lie outside of the file are not read. Raises StorageError for a file that cannot be read,
+    DamagedError for what is no ONNX model, UsageError for what cannot be read by this version.
+    """
+    onnx = need_onnx()
+    if isinstance(source, onnx.ModelProto):
+        return source, None
+    if hasattr(source, "model_proto"):  # torch.onnx.ONNXProgram
+        return source.model_proto, None
+    if isinstance(source, bytes | bytearray | memoryview):
+        return _parsed(onnx, bytes(source), "these bytes"), None
+    if not isinstance(source, str | os.PathLike):
+        raise UsageError(f"a model is a path, bytes or a ModelProto, not {type(source).__name__}")
+    path = Path(source)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+    return _parsed(onnx, content, str(path)), path.absolute().parent
+
+
+def _parsed(onnx: Any, content: bytes, what: str) -> Any:
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    try:
+        model = onnx.ModelProto.FromString(content)
+    except (DecodeError, RecursionError, ValueError) as error:
+        raise DamagedError(f"{what}: this is no ONNX model ({error})") from error
+    if not model.HasField("graph"):
+        raise DamagedError(f"{what}: this is no ONNX model (it has no graph)")
+    return model
+
+
+def opsets(model: Any) -> dict[str, int]:
+    """The version of each domain; the main one is "" here, also where it is written out."""
+    return {_domain(one.domain): one.version for one in model.opset_import} or {"": 1}
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
+
+
+def known_model(model: Any) -> Any:
+    """The same model in operator sets that we know: as it is, with functions inlined, or converted.
+
+    Raises UsageError that says what is too new or too old; nothing is run as if it were another version.
+    """
+    onnx = need_onnx()
+    if not model.HasField("graph"):
+        raise DamagedError("the model has no graph")
+    check_readable(model)
+    if model.ir_version > onnx.IR_VERSION:
+        raise UsageError(
+            f"the file has IR version {model.ir_version}; the installed onnx {onnx.__version__} knows up to"
+            f" {onnx.IR_VERSION}: install a newer onnx"
+        )
+    if len(model.functions):
+        model = _inlined(onnx, model)
+    version = opsets(model).get("", KNOWN_OPSET)
+    if version < OLDEST_OPSET:
+        return _converted(onnx, model, version, OLDEST_OPSET)
+    if version > KNOWN_OPSET and _newer_than_known(onnx, model, version):
+        return _converted(onnx, model, version, KNOWN_OPSET)
+    return model
+
+
+def _newer_than_known(onnx: Any, model: Any, version: int) -> bool:
+    """Whether any operator changed after the newest set that we know; UsageError if nobody can say."""
+    if version > onnx.defs.onnx_opset_version():
+        raise UsageError(
+            f"the file uses operator set {version}; torchrelay knows up to {KNOWN_OPSET}, and the "
+            f"installed onnx"
+            f" {onnx.__version__} up to {onnx.defs.onnx_opset_version()}, so that it cannot be converted: "
+            f"export the"
+            f" model with opset_version={KNOWN_OPSET} or less"
+        )
+    kinds = {node.op_type for node in model.graph.node if _domain(node.domain) == ""}
+    return any(
+        onnx.defs.has(kind) and onnx.defs.get_schema(kind, version, "").since_version > KNOWN_OPSET
+        for kind in kinds
+    )
+
+
+def _converted(onnx: Any, model: Any, version: int, target: int) -> Any:
+    from onnx import version_converter
+
+    try:
+        return version_converter.convert_version(model, target)
+    except Exception as error:
+        raise UsageError(
+            f"the file uses operator set {version}, and onnx cannot convert it to {target}: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _inlined(onnx: Any, model: Any) -> Any:
+    from onnx import inliner
+
+    _check_functions(model)
+    try:
+        return inliner.inline_local_functions(model)
+    except Exception as error:
+        raise UsageError(f"the functions of the model cannot be inlined: {_first_line(error)}") from error
+
+
+def _check_functions(model: Any) -> None:
+    """Refuse, before anything unfolds them, functions that call each other in a circle or too deeply.
+
+    Also those that do it so often that a file of some thousand bytes unfolds to a model beyond all memory.
+    """
+    bodies = {_function(one): Counter(map(_called, _nodes(one.node))) for one in model.functions}
+    depth: dict[_Name, int] = {}
+    size: dict[_Name, int] = {}
+    pending = dict(bodies)
+    while pending:
+        ready = [name for name, calls in pending.items() if not calls.keys() & pending.keys()]
+        if not ready:
+            raise UsageError(f"functions of the model call each other in a circle: {sorted(pending)[:3]}")
+        for name in ready:
+            calls = pending.pop(name)
+            depth[name] = 1 + max((depth[one] for one in calls.keys() & depth.keys()), default=0)
+            size[name] = sum(count * size.get(one, 1) for one, count in calls.items())
+            if depth[name] > MAX_DEPTH:
+                raise UsageError(f"function {name[1]!r} of the model calls others more than {MAX_DEPTH} deep")
+    nodes = sum(size.get(_called(node), 1) for node in _nodes(model.graph.node))
+    if nodes > MAX_NODES:
+        raise UsageError(
+            f"the functions of the model unfold to {nodes} operators, more than {MAX_NODES}: if the file is "
+            "trustworthy, raise torchrelay.models.onnx.importer.limits.MAX_NODES"
+        )
+
+
+def _function(one: Any) -> _Name:
+    return _domain(one.domain), one.name, getattr(one, "overload", "")
+
+
+def _called(node: Any) -> _Name:
+    return _domain(node.domain), node.op_type, getattr(node, "overload", "")
+
+
+def _nodes(nodes: Iterable[Any]) -> Iterator[Any]:
+    """The nodes and those of their graphs; `check_readable` has bounded how deep these lie."""
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+                yield from _nodes(inner.node)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,296 @@
+"""`from_onnx`: a file of ONNX as an nn.Module that can be trained, extended, cut and exported again."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, Signature
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.session import warn
+from torchrelay.models.onnx.importer import state
+from torchrelay.models.onnx.importer.executor import Plan, Surroundings, plan_of, run_plan, supported
+from torchrelay.models.onnx.importer.graph import Graph, content_of
+from torchrelay.models.onnx.importer.host_ints import Ints, known_ints
+from torchrelay.models.onnx.importer.model_file import known_model, read_model
+
+_Ends = tuple[tuple[str, ...] | None, tuple[str, ...], int]
+
+
+class OnnxModule(nn.Module):
+    """The model of an ONNX file. Its state dict has the names that the initializers have in the file.
+
+    Call it as the file says: inputs in order, or by name; one output comes back as it is, several as a
+    tuple. Made by `from_onnx`, whose arguments it takes, or subclassed: `super().forward(x, aux=("v1",))` has
+    intermediate values. Batch normalization and dropout follow `train()` and `eval()`; a file made for
+    training begins in train mode.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        outputs: Sequence[str] | None = None,
+        drop_last: int = 0,
+        freeze: Sequence[str] = (),
+        trainable: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        model, beside = read_model(source)
+        if model.training_info:
+            warn(
+                "the file has training_info (an optimizer and initial values), which is left out: train the "
+                "module with an optimizer of torch",
+                stacklevel=2,
+            )
+        content = content_of(known_model(model), Path(folder) if folder is not None else beside, supported)
+        self._graph = content.graph
+        self._ends: _Ends = (_names(outputs), (), drop_last)
+        self._plans: dict[_Ends, Plan] = {}
+        self._inner_plans: dict[int, Plan] = {}
+        self._known: dict[int | str, tuple[torch.Tensor, int, Ints | None]] = {}
+        self.signature = content.signature
+        kept = state.kept_initializers(content, self._plan(self._ends))
+        trained = state.trained_initializers(content, kept, trainable)
+        self._paths = state.paths_of(kept, self)
+        state.keep(self, self._paths, content.initializers, trained)
+        state.keep_constants(self, content.constants)
+        self._read_small()
+        self.freeze(*state.as_patterns(freeze))
+        self.train(state.begins_in_training(content))
+
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        """`forward(*inputs, outputs=None, aux=(), drop_last=None)`.
+
+        `aux`: values by name that follow the outputs, in a tuple. `outputs`: values by name in place of the
+        file's outputs. `drop_last`: without the last so many operators, with what is left open as outputs.
+        Operators that none of these needs are not run. A property, so that each model shows the names of its
+        own inputs.
+        """
+        return _Forward(self)
+
+    def values(self) -> tuple[str, ...]:
+        """Names of the values that operators make, in their order: what `aux` and `outputs` take."""
+        return tuple(name for node in self._graph.nodes for name in node.outputs if name)
+
+    def trains_otherwise(self) -> bool:
+        """Whether some operator does something else in train mode than in eval mode."""
+        return any(node.operator in ("BatchNormalization", "Dropout") for node in self._graph.nodes)
+
+    def freeze(self, *patterns: str) -> None:
+        """No gradient for the parameters that a pattern matches; UsageError for one that matches none."""
+        for one in state.matching(dict(self._named()), patterns):
+            one.requires_grad_(False)
+
+    def unfreeze(self, *patterns: str) -> None:
+        """Gradients for the parameters that a pattern matches; UsageError for one that matches none."""
+        for one in state.matching(dict(self._named()), patterns):
+            one.requires_grad_(True)
+
+    def run(
+        self,
+        given: Mapping[str, Any],
+        outputs: Sequence[str] | None = None,
+        aux: Sequence[str] = (),
+        drop_last: int | None = None,
+    ) -> Any:
+        """The same as forward, with all inputs by the names that they have in the file."""
+        ends = self._ends if outputs is None and drop_last is None else (_names(outputs), (), drop_last or 0)
+        plan = self._plan((ends[0], tuple(_names(aux) or ()), ends[2]))
+        missing = [name for name in plan.needed & set(self._graph.inputs) if name not in given]
+        if missing:
+            raise UsageError(f"the model needs {', '.join(map(repr, sorted(missing)))}, which was not given")
+        _check_content(given)
+        device = _some_device(given.values())
+        around = Surroundings(self.training, device, self._stored, self._known_ints, self._inner_plans)
+        found = run_plan(self._graph, plan, given, around)
+        results = tuple(one.tensor(device) if isinstance(one, Ints) else one for one in found)
+        return results[0] if len(results) == 1 else results
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        held = self.__dict__.get("_modules", {}).get(name)
+        if isinstance(held, state.Container) and not isinstance(value, state.Container):
+            raise UsageError(
+                f"the file has initializers below {name!r}, so nothing else can have this name: choose "
+                "another, or hold the imported model in an attribute of your module"
+            )
+        super().__setattr__(name, value)
+
+    def extra_repr(self) -> str:
+        """What the model takes and gives."""
+        taken = ", ".join(f"{one.name}{list(one.shape)}" for one in self.signature.inputs)
+        given = ", ".join(one.name for one in self.signature.outputs)
+        return f"{taken} -> {given}; {len(self._graph.nodes)} operators"
+
+    def _named(self) -> Any:
+        for name, path in self._paths.items():
+            tensor = state.kept(self, path)
+            if isinstance(tensor, nn.Parameter):
+                yield name, tensor
+
+    def _plan(self, ends: _Ends) -> Plan:
+        if ends not in self._plans:
+            self._plans[ends] = plan_of(self._graph, *ends)
+        plan = self._plans[ends]
+        lost = [one for one in plan.needed & set(self._graph.initializers) if not self._has(one)]
+        if lost:
+            raise UsageError(
+                f"this model was cut where it was made, so that {lost[0]!r} is not there any more"
+            )
+        return plan
+
+    def _has(self, name: str) -> bool:
+        return "_paths" not in self.__dict__ or self._graph.initializers[name] in self._paths
+
+    def _stored(self, graph: Graph, name: str) -> torch.Tensor:
+        key = graph.initializers.get(name)
+        if key is None:
+            return state.constant(self, graph.constants[name])
+        return state.kept(self, self._paths[key])
+
+    def _known_ints(self, graph: Graph, name: str) -> Ints | None:
+        """Small tensors as numbers, read again only when they changed."""
+        key = graph.initializers[name] if name in graph.initializers else graph.constants[name]
+        return self._read_again(key, self._stored(graph, name))
+
+    def _read_again(self, key: int | str, tensor: torch.Tensor) -> Ints | None:
+        held = self._known.get(key)
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:  # it is being traced
+            if held is None:
+                return None
+            tensor = held[0]
+        version = -1 if tensor.is_inference() else tensor._version
+        if held is None or held[0] is not tensor or held[1] != version or version < 0:
+            with _disable_current_modes():  # while the model is traced, the real tensor is read
+                held = self._known[key] = (tensor, version, known_ints(tensor))
+        return held[2]
+
+    def _read_small(self) -> None:
+        """Read what may mean sizes, so that a model can be traced that never ran."""
+        small: dict[int | str, torch.Tensor] = {
+            key: state.kept(self, path) for key, path in self._paths.items()
+        }
+        small.update(enumerate(self.get_submodule(state.CONSTANTS).buffers()))
+        for key, tensor in small.items():
+            if not isinstance(tensor, nn.Parameter) and (
+                not tensor.is_floating_point() or tensor.numel() <= 16
+            ):
+                self._read_again(key, tensor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}, "_inner_plans": {}}
+
+
+class _Forward:
+    """The forward of one model, with a signature that has the names of its inputs."""
+
+    def __init__(self, module: OnnxModule) -> None:
+        self._module = module
+
+    @property
+    def __code__(self) -> CodeType:
+        """Where it stands, which torch.export asks of a forward."""
+        return type(self).__call__.__code__
+
+    @property
+    def __signature__(self) -> Signature:
+        plain = [
+            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD)
+            for name in python_names(self._module._graph.inputs)
+        ]
+        rest = (("outputs", None), ("aux", ()), ("drop_last", None))
+        return Signature(
+            [*plain, *(Parameter(name, Parameter.KEYWORD_ONLY, default=one) for name, one in rest)]
+        )
+
+    def __call__(
+        self,
+        *inputs: Any,
+        outputs: Sequence[str] | None = None,
+        aux: Sequence[str] = (),
+        drop_last: int | None = None,
+        **named: Any,
+    ) -> Any:
+        names = self._module._graph.inputs
+        if len(inputs) > len(names):
+            raise UsageError(
+                f"the model takes {len(names)} inputs, {', '.join(names)}; {len(inputs)} were given"
+            )
+        given = dict(zip(names, inputs, strict=False))
+        spelled = {**dict(zip(python_names(names), names, strict=True)), **{name: name for name in names}}
+        for name, value in named.items():
+            if name not in spelled or spelled[name] in given:
+                raise UsageError(
+                    f"{name!r} is no input of the model, or given twice; it takes {', '.join(names)}"
+                )
+            given[spelled[name]] = value
+        return self._module.run(given, outputs, aux, drop_last)
+
+
+def python_names(names: Sequence[str]) -> list[str]:
+    """The names as Python can have them for arguments, no two alike."""
+    found: list[str] = []
+    for name in names:
+        plain = re.sub(r"\W", "_", name, flags=re.ASCII) or "x"
+        plain = f"_{plain}" if plain[0].isdigit() or plain in ("outputs", "aux", "drop_last") else plain
+        found.append(plain if plain not in found else f"{plain}_{len(found)}")
+    return found
+
+
+def from_onnx(
+    source: Any,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    outputs: Sequence[str] | None = None,
+    drop_last: int = 0,
+    freeze: Sequence[str] = (),
+    trainable: Sequence[str] = (),
+) -> OnnxModule:
+    """A model of an ONNX file as an nn.Module with the names of the file, ready to be trained.
+
+    `source`: a path, the bytes of a file, a ModelProto, or what torch.onnx.export returned. `folder`: where
+    the external data of a ModelProto lies; a path has its own. `outputs` or `drop_last` cut the model for
+    good: weights that are needed no more are left out. Float initializers are parameters, integer ones
+    buffers; so are running statistics, and what no gradient reaches. `freeze`: patterns (`conv1.*`) of
+    parameters without gradient; `trainable`: of one-element constants of exporters (`val_7`) that are
+    parameters nevertheless.
+
+    Nothing in the file is executed but its operators, and no file outside of its folder is read. Raises
+    UsageError that lists all operators that cannot be imported, or says what else cannot be; DamagedError,
+    StorageError. Source: the ONNX standard, operator sets 7 to 28; the ancestor's SONNXModel (SINGA).
+    """
+    return OnnxModule(
+        source, folder=folder, outputs=outputs, drop_last=drop_last, freeze=freeze, trainable=trainable
+    )
+
+
+def _names(given: Sequence[str] | None) -> tuple[str, ...] | None:
+    if isinstance(given, str):
+        raise UsageError(f"names of values are a tuple, as ({given!r},), not one text")
+    return None if given is None else tuple(given)
+
+
+def _check_content(given: Mapping[str, Any]) -> None:
+    """Mappings and arrays of numbers are refused by name; what a tracer hands in instead of a tensor is not.
+
+    Arrays of texts are taken, since torch has no tensors of texts.
+    """
+    for name, value in given.items():
+        kind = type(value)
+        array = kind.__module__.partition(".")[0] == "numpy" and value.dtype.kind not in "OSU"
+        if isinstance(value, (Mapping, str)) or array:
+            raise UsageError(f"the input {name!r} is a {kind.__name__}: give a tensor (torch.as_tensor)")
+
+
+def _some_device(values: Any) -> torch.device:
+    return next((one.device for one in values if isinstance(one, torch.Tensor)), torch.device("cpu"))

@@ -1,0 +1,220 @@
+"""Attention, over all positions or as a recurrence; rotary positions; products of matrices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from torchrelay.models.onnx.importer.operator import Call
+from torchrelay.models.onnx.importer.ops.elementwise import widened
+from torchrelay.models.onnx.importer.tensors import dtype_of
+
+
+def _heads(call: Call, x: Tensor, heads: str) -> Tensor:
+    """(batch, heads, length, size) of packed heads too."""
+    if x.dim() == 4:
+        return x
+    return x.reshape(x.shape[0], x.shape[1], call.need(heads), -1).transpose(1, 2)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _attention(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, past_key: Tensor | None = None,
+    past_value: Tensor | None = None, valid: Tensor | None = None,
+) -> Any:  # fmt: skip
+    packed = q.dim() == 3
+    q = _heads(call, q, "q_num_heads")
+    k, v = (_heads(call, one, "kv_num_heads") for one in (k, v))
+    past = 0
+    if past_key is not None and past_value is not None:
+        past = past_key.shape[2]
+        k, v = torch.cat([past_key, k], 2), torch.cat([past_value, v], 2)
+    scale = call.get("scale", 0.0) or 1 / math.sqrt(q.shape[-1])
+    root = math.sqrt(scale)
+    keys, values = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
+    raw = torch.matmul(q * root, (keys * root).transpose(-1, -2))
+    cap = call.get("softcap", 0.0)
+    capped = cap * torch.tanh(raw / cap) if cap else raw
+    bias = _bias(call, capped, mask, valid, past)
+    biased = capped if bias is None else capped + bias
+    weights = _weights(call, biased)
+    y = torch.matmul(weights.to(values.dtype), values)
+    y = y.transpose(1, 2).reshape(y.shape[0], y.shape[2], -1) if packed else y
+    seen = (raw, capped, biased, weights)[call.get("qk_matmul_output_mode", 0)]
+    return (y, k, v, seen)[: max(call.outputs, 1)]
+
+
+def _weights(call: Call, scores: Tensor) -> Tensor:
+    precision = call.get("softmax_precision", 0)
+    wide = scores.to(dtype_of(precision, str(call.node))) if precision else scores
+    alone = torch.isneginf(wide).all(-1, keepdim=True)  # a row that attends to nothing gives 0
+    found = torch.softmax(torch.where(alone, torch.zeros_like(wide), wide), -1)
+    return torch.where(alone, torch.zeros_like(found), found).to(scores.dtype)
+
+
+def _bias(call: Call, scores: Tensor, mask: Tensor | None, valid: Tensor | None, past: int) -> Tensor | None:
+    """What is added to the scores, minus infinity where a key must not be seen; None for nothing."""
+    rows, columns = scores.shape[-2:]
+    total: Tensor | None = None
+    if mask is not None:
+        missing = columns - mask.shape[-1]
+        if mask.dtype == torch.bool:
+            total = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -math.inf)
+        else:
+            total = mask.to(scores.dtype)
+        total = torch.nn.functional.pad(total, [0, missing], value=-math.inf) if missing else total
+    hidden = _hidden(call, rows, columns, past, valid, scores.device)
+    if hidden is None:
+        return total
+    closed = torch.zeros_like(hidden, dtype=scores.dtype).masked_fill(hidden, -math.inf)
+    return closed if total is None else total + closed
+
+
+def _hidden(
+    call: Call, rows: Any, columns: Any, past: int, valid: Tensor | None, device: torch.device
+) -> Tensor | None:
+    left, right = call.get("left_window_size", -1), call.get("right_window_size", -1)
+    causal = call.get("is_causal", 0)
+    keys = torch.arange(columns, device=device)
+    found = None if valid is None else (keys >= valid[:, None])[:, None, None]
+    if not causal and left < 0 and right < 0:
+        return found
+    ahead = past if valid is None else (valid - rows)[:, None, None, None]
+    places = torch.arange(rows, device=device)[:, None] + ahead
+    rules = [keys > places] if causal else []
+    rules += [keys < places - left] if left >= 0 else []
+    rules += [keys > places + right] if right >= 0 else []
+    for rule in rules:
+        found = rule if found is None else found | rule
+    return found
+
+
+def _flex(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scale = call.get("scale", 0.0) or 1 / math.sqrt(q.shape[-1])
+    default = 11 if q.dtype == torch.float64 else 1
+    wide = dtype_of(call.get("softmax_precision", default) or default, str(call.node))
+    keys, values = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
+    scores = torch.matmul(q.to(wide), keys.to(wide).transpose(-1, -2)) * scale
+    scores = _modified(call, "score_mod", scores)
+    probabilities = _modified(call, "prob_mod", torch.softmax(scores, -1))
+    return torch.matmul(probabilities, values.to(wide)).to(q.dtype)
+
+
+def _modified(call: Call, name: str, x: Tensor) -> Tensor:
+    if not call.has(name):
+        return x
+    graph = call.graph(name)
+    found: Tensor = call.enter(graph, {graph.inputs[0]: x})[0]
+    return found
+
+
+def _rotary(call: Call, x: Tensor, cos: Tensor, sin: Tensor, places: Tensor | None = None) -> Tensor:
+    """Rotary positions (Su and others, 2021)."""
+    four = x if x.dim() == 4 else _heads(call, x, "num_heads")
+    four = four.transpose(1, 2)  # batch, length, heads, size
+    turned = call.get("rotary_embedding_dim", 0) or four.shape[-1]
+    head, rest = four[..., :turned], four[..., turned:]
+    if places is not None:
+        cos, sin = cos[places], sin[places]
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    if call.get("interleaved", 0):
+        one, other = head[..., 0::2], head[..., 1::2]
+    else:
+        one, other = head.chunk(2, -1)
+    parts = (cos * one - sin * other, sin * one + cos * other)
+    head = torch.stack(parts, -1).flatten(-2) if call.get("interleaved", 0) else torch.cat(parts, -1)
+    found = torch.cat([head, rest], -1)
+    return found.transpose(1, 2) if x.dim() == 4 else found.reshape(x.shape)
+
+
+OPERATORS: dict[str, Any] = {"Attention": _attention, "RotaryEmbedding": _rotary}
+PREVIEW_OPERATORS: dict[str, Any] = {"FlexAttention": _flex}
+
+
+def _unpacked(x: Tensor, heads: int) -> Tensor:
+    """(batch, length, heads * size) as (batch, heads, length, size) in float32."""
+    return x.reshape(x.shape[0], x.shape[1], heads, -1).transpose(1, 2).float()
+
+
+def _linear_attention(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, past: Tensor | None = None, decay: Tensor | None = None,
+    beta: Tensor | None = None,
+) -> Any:  # fmt: skip
+    heads, inner = call.need("q_num_heads"), call.need("kv_num_heads")
+    rule = call.get("update_rule", "gated_delta")
+    gated, delta = rule in ("gated", "gated_delta"), rule in ("delta", "gated_delta")
+    if gated != (decay is not None) or delta != (beta is not None):
+        raise call.fail(f"the rule {rule!r} takes decay and beta where it needs them, and nowhere else")
+    queries, keys, values = _unpacked(q, heads), _unpacked(k, inner), _unpacked(v, inner)
+    scale = call.get("scale", 0.0) or 1 / math.sqrt(queries.shape[-1])
+    state = (
+        queries.new_zeros(q.shape[0], inner, keys.shape[-1], values.shape[-1])
+        if past is None
+        else past.float()
+    )
+    fading = None if decay is None else _unpacked(decay, inner).exp()
+    rates = None if beta is None else beta.float().transpose(1, 2).unsqueeze(-1)
+    outs = []
+    for at in range(q.shape[1]):
+        key, value = keys[:, :, at], values[:, :, at]
+        state = state if fading is None else state * fading[:, :, at].unsqueeze(-1)
+        if rates is not None:
+            value = rates[:, :, at] * (value - torch.einsum("bhdm,bhd->bhm", state, key))
+        state = state + key.unsqueeze(-1) * value.unsqueeze(-2)
+        seen = state.repeat_interleave(heads // inner, 1)
+        outs.append(scale * torch.einsum("bhd,bhdm->bhm", queries[:, :, at], seen))
+    found = torch.stack(outs, 1).flatten(2).to(q.dtype)
+    return found, state.to(q.dtype if past is None else past.dtype)
+
+
+def _causal_conv(
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None, past: Tensor | None = None
+) -> Any:
+    length = weight.shape[2] - 1
+    before = x.new_zeros(x.shape[0], x.shape[1], length) if past is None else past
+    wide = torch.cat([before, x], 2)
+    found = functional.conv1d(wide, weight, bias, groups=x.shape[1])
+    found = functional.silu(found) if call.get("activation", "none") in ("silu", "swish") else found
+    return found, wide[:, :, wide.shape[2] - length :]
+
+
+RECURRENT_OPERATORS: dict[str, Any] = {
+    "LinearAttention": _linear_attention,
+    "CausalConvWithState": _causal_conv,
+}
+
+
+def _matmul(call: Call, one: Tensor, other: Tensor) -> Tensor:
+    return torch.matmul(one, other)
+
+
+def _gemm(call: Call, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
+    a = a.t() if call.get("transA", 0) else a
+    b = b.t() if call.get("transB", 0) else b
+    alpha, beta = call.get("alpha", 1.0), call.get("beta", 1.0)
+    if c is not None and c.dim() == 1 and alpha == beta == 1 and a.is_floating_point():
+        return torch.nn.functional.linear(a, b.t(), c) if c.shape[0] == b.shape[1] else a @ b + c
+    product = a @ b
+    product = product if alpha == 1 else (product * alpha).to(a.dtype)
+    if c is None:
+        return product
+    return product + (c if beta == 1 else (c * beta).to(a.dtype))
+
+
+def _einsum(call: Call, *parts: Tensor) -> Tensor:
+    return torch.einsum(call.need("equation"), *parts)
+
+
+MATRIX_OPERATORS: dict[str, Any] = {
+    "MatMul": widened(_matmul),
+    "Gemm": _gemm,
+    "Einsum": _einsum,
+    "Det": lambda call, x: torch.linalg.det(x),
+}

@@ -1,0 +1,171 @@
+"""Operators that run graphs (If, Loop, Scan), and values that are lists or may be missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrelay.models.onnx.importer.host_ints import as_ints
+from torchrelay.models.onnx.importer.limits import check_turns
+from torchrelay.models.onnx.importer.operator import Call, Operator
+
+
+def _if(call: Call, condition: Tensor) -> Any:
+    return call.enter(call.graph("then_branch" if bool(condition) else "else_branch"), {})
+
+
+def _loop(call: Call, trips: list[int] | None, go_on: Tensor | None, *carried: Any) -> Any:
+    body = call.graph("body")
+    count = len(carried)
+    _check_arity(call, body, 2 + count, 1 + count)
+    most = trips[0] if trips else None
+    values, scanned = list(carried), [[] for _ in body.outputs[1 + count :]]  # type: ignore[var-annotated]
+    alive, turn = True if go_on is None else bool(go_on), 0
+    while alive and (most is None or turn < most):
+        check_turns(str(call.node), turn + 1)
+        number = torch.tensor(turn, dtype=torch.int64, device=call.device)
+        given = dict(
+            zip(body.inputs, [number, torch.tensor(alive, device=call.device), *values], strict=True)
+        )
+        found, *results = call.enter(body, given)
+        values = results[:count]
+        for held, one in zip(scanned, results[count:], strict=True):
+            held.append(call.tensor(one))
+        alive, turn = bool(call.tensor(found)), turn + 1
+    return tuple(values) + tuple(_stacked(call, held) for held in scanned)
+
+
+def _stacked(call: Call, held: list[Tensor]) -> Tensor:
+    return torch.stack(held) if held else torch.empty(0, device=call.device)
+
+
+def _check_arity(call: Call, body: Any, inputs: int, outputs: int) -> None:
+    if len(body.inputs) != inputs or len(body.outputs) < outputs:
+        raise call.fail(
+            f"its graph takes {len(body.inputs)} values and gives {len(body.outputs)}; {inputs} are there"
+        )
+
+
+def _scan(call: Call, *given: Any) -> Any:
+    if call.version < 9:
+        return _scan_in_batches(call, *given)
+    return _scanned(call, list(given), offset=0)
+
+
+def _scanned(call: Call, given: list[Any], offset: int) -> tuple[Any, ...]:
+    body, streams = call.graph("body"), call.need("num_scan_inputs")
+    count = len(given) - streams
+    if not 0 < streams <= len(given):
+        raise call.fail(f"{streams} of {len(given)} inputs are to be scanned")
+    _check_arity(call, body, len(given), count)
+    outs = len(body.outputs) - count
+    axes = call.get("scan_input_axes", (offset,) * streams)
+    backwards = call.get("scan_input_directions" if call.version >= 9 else "directions", (0,) * streams)
+    ways = call.get("scan_output_directions", (0,) * outs)
+    out_axes = call.get("scan_output_axes", (offset,) * outs)
+    values, slices = (
+        list(given[:count]),
+        [one.movedim(axis, 0) for one, axis in zip(given[count:], axes, strict=True)],
+    )
+    slices = [one.flip(0) if back else one for one, back in zip(slices, backwards, strict=True)]
+    turns = slices[0].shape[0]
+    check_turns(str(call.node), turns)
+    scanned: list[list[Tensor]] = [[] for _ in range(outs)]
+    for turn in range(turns):
+        results = call.enter(
+            body, dict(zip(body.inputs, [*values, *(one[turn] for one in slices)], strict=True))
+        )
+        values = list(results[:count])
+        for held, one in zip(scanned, results[count:], strict=True):
+            held.append(call.tensor(one))
+    stacked = [
+        _stacked(call, held[::-1] if back else held).movedim(0, axis)
+        for held, back, axis in zip(scanned, ways, out_axes, strict=True)
+    ]
+    return (*values, *stacked)
+
+
+def _scan_in_batches(call: Call, lengths: Tensor | None, *given: Any) -> Any:
+    """Operator set 8: everything has a batch in front, each with a length of its own."""
+    streams = call.need("num_scan_inputs")
+    count = len(given) - streams
+    batch, longest = given[count].shape[:2]
+    ends = [longest] * batch if lengths is None else as_ints(lengths) or []
+    runs = []
+    for at in range(batch):
+        one = [value[at] for value in given[:count]] + [value[at][: ends[at]] for value in given[count:]]
+        runs.append(_scanned(call, one, offset=0))
+    found = []
+    for place in range(len(runs[0])):
+        parts = [run[place] for run in runs]
+        if place >= count:
+            parts = [torch.cat([one, one.new_zeros(longest - one.shape[0], *one.shape[1:])]) for one in parts]
+        found.append(torch.stack(parts))
+    return tuple(found)
+
+
+OPERATORS: dict[str, Any] = {
+    "If": _if,
+    "Loop": Operator(_loop, ints=(0,)),
+    "Scan": _scan,
+}
+
+
+def _insert(call: Call, sequence: list[Any], one: Any, place: list[int] | None = None) -> list[Any]:
+    at = len(sequence) if place is None else place[0] + (len(sequence) if place[0] < 0 else 0)
+    if not 0 <= at <= len(sequence):
+        raise call.fail(f"place {at} of a sequence of {len(sequence)}")
+    return [*sequence[:at], one, *sequence[at:]]
+
+
+def _erase(call: Call, sequence: list[Any], place: list[int] | None = None) -> list[Any]:
+    at = range(len(sequence))[-1 if place is None else place[0]]
+    return sequence[:at] + sequence[at + 1 :]
+
+
+def _split(call: Call, x: Tensor, sizes: Any = None) -> list[Tensor]:
+    axis = call.get("axis", 0)
+    if sizes is None:
+        parts = list(x.split(1, axis))
+        return parts if call.get("keepdims", 1) else [one.squeeze(axis) for one in parts]
+    if isinstance(sizes, Tensor):
+        sizes = int(sizes) if sizes.dim() == 0 else sizes.tolist()
+    return list(torch.split(x, sizes, axis))
+
+
+def _concat(call: Call, sequence: list[Tensor]) -> Tensor:
+    axis = call.need("axis")
+    return torch.stack(sequence, axis) if call.get("new_axis", 0) else torch.cat(sequence, axis)
+
+
+def _map(call: Call, sequence: list[Any], *others: Any) -> Any:
+    body = call.graph("body")
+    rows = []
+    for at, one in enumerate(sequence):
+        rest = [other[at] if isinstance(other, list) else other for other in others]
+        rows.append(call.enter(body, dict(zip(body.inputs, [one, *rest], strict=True))))
+    return tuple([call.tensor(row[at]) for row in rows] for at in range(len(body.outputs)))
+
+
+def _get(call: Call, value: Any) -> Any:
+    if value is None:
+        raise call.fail("the value is missing")
+    return value
+
+
+SEQUENCE_OPERATORS: dict[str, Any] = {
+    "SequenceEmpty": lambda call: [],
+    "SequenceConstruct": lambda call, *parts: list(parts),
+    "SequenceLength": lambda call, sequence: torch.tensor(len(sequence), device=call.device),
+    "SequenceAt": Operator(lambda call, sequence, place: sequence[place[0]], ints=(1,)),
+    "SequenceInsert": Operator(_insert, ints=(2,)),
+    "SequenceErase": Operator(_erase, ints=(1,)),
+    "SplitToSequence": _split,
+    "ConcatFromSequence": _concat,
+    "SequenceMap": _map,
+    "Optional": lambda call, value=None: value,
+    "OptionalGetElement": _get,
+    "OptionalHasElement": lambda call, value=None: torch.tensor(value is not None, device=call.device),
+}

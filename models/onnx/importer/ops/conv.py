@@ -1,0 +1,212 @@
+"""Convolutions, and how windows lie over an input: strides, dilations, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from torchrelay.models.onnx.importer.operator import Call, Operator
+from torchrelay.models.onnx.importer.ops.resize import bilinear
+from torchrelay.records import dataclass
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Per spatial dimension: size of the window, step, distance inside of it, what is added around."""
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+
+    @property
+    def even(self) -> bool:
+        """Whether as much is added before as after."""
+        return self.before == self.after
+
+    def spans(self) -> tuple[int, ...]:
+        """Elements from the first to the last of a window."""
+        return tuple(
+            (size - 1) * dilation + 1 for size, dilation in zip(self.kernel, self.dilations, strict=True)
+        )
+
+
+def windows_of(call: Call, sizes: Sequence[Any], kernel: Sequence[int]) -> Windows:
+    """The windows of a convolution or pooling over an input with these spatial sizes."""
+    rank = len(kernel)
+    strides = tuple(call.get("strides", (1,) * rank))
+    dilations = tuple(call.get("dilations", (1,) * rank))
+    plain = Windows(tuple(kernel), strides, dilations, (0,) * rank, (0,) * rank)
+    if any(one < 1 for one in (*kernel, *strides, *dilations)) or not len(strides) == len(dilations) == rank:
+        raise call.fail("sizes, strides and dilations of windows are at least 1, one for each dimension")
+    mode = call.get("auto_pad", "NOTSET")
+    if mode in ("SAME_UPPER", "SAME_LOWER"):
+        return _same(plain, sizes, upper=mode == "SAME_UPPER")
+    pads = tuple(call.get("pads", (0,) * (2 * rank))) if mode == "NOTSET" else (0,) * (2 * rank)
+    if len(pads) != 2 * rank or any(type(one) is int and one < 0 for one in pads):
+        raise call.fail(f"pads {pads} are no two numbers for each of {rank} dimensions")
+    return Windows(plain.kernel, strides, dilations, pads[:rank], pads[rank:])
+
+
+def _same(plain: Windows, sizes: Sequence[Any], upper: bool) -> Windows:
+    before, after = [], []
+    for size, stride, span in zip(sizes, plain.strides, plain.spans(), strict=True):
+        total = max((-(-size // stride) - 1) * stride + span - size, 0)
+        small = total // 2
+        before.append(small if upper else total - small)
+        after.append(total - small if upper else small)
+    return Windows(plain.kernel, plain.strides, plain.dilations, tuple(before), tuple(after))
+
+
+def padded(x: Tensor, before: Sequence[Any], after: Sequence[Any], value: float = 0.0) -> Tensor:
+    """`x` with elements added around its spatial dimensions."""
+    widths = [one for pair in zip(reversed(before), reversed(after), strict=True) for one in pair]
+    return functional.pad(x, widths, value=value) if any(type(one) is not int or one for one in widths) else x
+
+
+_FORWARD: dict[int, Callable[..., Tensor]] = {
+    1: functional.conv1d,
+    2: functional.conv2d,
+    3: functional.conv3d,
+}
+_BACKWARD: dict[int, Callable[..., Tensor]] = {
+    1: functional.conv_transpose1d,
+    2: functional.conv_transpose2d,
+    3: functional.conv_transpose3d,
+}
+
+
+def _of_rank(call: Call, table: dict[int, Callable[..., Tensor]], x: Tensor) -> Callable[..., Tensor]:
+    if x.dim() - 2 not in table:
+        raise call.fail(f"an input of {x.dim()} dimensions; torch convolves over 1 to 3 dimensions")
+    return table[x.dim() - 2]
+
+
+def convolved(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The convolution that the attributes of the call describe."""
+    run = _of_rank(call, _FORWARD, x)
+    windows = windows_of(call, x.shape[2:], call.get("kernel_shape", weight.shape[2:]))
+    groups = call.get("group", 1)
+    if windows.even:
+        return run(x, weight, bias, windows.strides, windows.before, windows.dilations, groups)
+    wide = padded(x, windows.before, windows.after)
+    return run(wide, weight, bias, windows.strides, 0, windows.dilations, groups)
+
+
+def _conv_transpose(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    run = _of_rank(call, _BACKWARD, x)
+    rank = x.dim() - 2
+    strides, dilations = call.get("strides", (1,) * rank), call.get("dilations", (1,) * rank)
+    more = call.get("output_padding", (0,) * rank)
+    spans = [(size - 1) * one + 1 for size, one in zip(weight.shape[2:], dilations, strict=True)]
+    full = [(size - 1) * step + span + extra for size, step, span, extra in zip(
+        x.shape[2:], strides, spans, more, strict=True)]  # fmt: skip
+    before, after = _cut(call, x, full, strides)
+    whole = run(x, weight, None, strides, 0, 0, call.get("group", 1), dilations)
+    missing = [size - have for size, have in zip(full, whole.shape[2:], strict=True)]
+    whole = padded(whole, [0] * rank, missing)
+    for at, (one, other) in enumerate(zip(before, after, strict=True)):
+        if one < 0 or other < 0:
+            whole = padded(
+                whole,
+                [max(-one, 0) * (i == at) for i in range(rank)],
+                [max(-other, 0) * (i == at) for i in range(rank)],
+            )
+        whole = whole.narrow(at + 2, max(one, 0), whole.shape[at + 2] - max(one, 0) - max(other, 0))
+    return whole if bias is None else whole + bias.reshape(-1, *(1,) * rank)
+
+
+def _cut(call: Call, x: Tensor, full: list[Any], strides: Any) -> tuple[list[Any], list[Any]]:
+    """How much of the full result goes at each side."""
+    rank, mode = x.dim() - 2, call.get("auto_pad", "NOTSET")
+    if call.has("output_shape"):
+        shape = list(call.get("output_shape"))[-rank:]
+    elif mode in ("SAME_UPPER", "SAME_LOWER"):
+        shape = [size * step for size, step in zip(x.shape[2:], strides, strict=True)]
+    else:
+        pads = call.get("pads", (0,) * 2 * rank) if mode == "NOTSET" else (0,) * 2 * rank
+        return list(pads[:rank]), list(pads[rank:])
+    total = [size - wanted for size, wanted in zip(full, shape, strict=True)]
+    small = [one // 2 for one in total]
+    large = [one - less for one, less in zip(total, small, strict=True)]
+    return (small, large) if mode == "SAME_UPPER" else (large, small)
+
+
+def _deform_conv(
+    call: Call,
+    x: Tensor,
+    weight: Tensor,
+    offset: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Windows whose places are moved by `offset`, weighted by `mask` (Zhu and others, 2019)."""
+    if x.dim() != 4:
+        raise call.fail("only two spatial dimensions are implemented")
+    n, channels = x.shape[:2]
+    windows = windows_of(call, x.shape[2:], weight.shape[2:])
+    parts, groups = call.get("offset_group", 1), call.get("group", 1)
+    kh, kw = windows.kernel
+    oh, ow = offset.shape[2:]
+    moved = offset.reshape(n, parts, kh * kw, 2, oh, ow)
+    rows, columns = (
+        (torch.arange(out, device=x.device) * windows.strides[at] - windows.before[at])
+        for at, out in ((0, oh), (1, ow))
+    )
+    inner = [(i * windows.dilations[0], j * windows.dilations[1]) for i in range(kh) for j in range(kw)]
+    down = torch.tensor([one for one, _ in inner], device=x.device)[:, None, None] + rows[:, None]
+    right = torch.tensor([one for _, one in inner], device=x.device)[:, None, None] + columns[None]
+    ys, xs = moved[:, :, :, 0] + down, moved[:, :, :, 1] + right  # n, parts, kh*kw, oh, ow
+    source = x.reshape(n * parts, channels // parts, *x.shape[2:])
+    flat = (n * parts, kh * kw * oh, ow)
+    taken = bilinear(source, ys.reshape(flat), xs.reshape(flat)).reshape(
+        n, parts, channels // parts, kh * kw, oh, ow
+    )
+    if mask is not None:
+        taken = taken * mask.reshape(n, parts, 1, kh * kw, oh, ow)
+    columns_of = taken.reshape(n, groups, channels // groups * kh * kw, oh * ow)
+    kernel = weight.reshape(groups, weight.shape[0] // groups, -1)
+    found = torch.einsum("gok,ngkp->ngop", kernel, columns_of).reshape(n, -1, oh, ow)
+    return found if bias is None else found + bias.reshape(-1, 1, 1)
+
+
+def _col2im(call: Call, x: Tensor, image: list[Any], block: list[Any]) -> Tensor:
+    rank = len(block)
+    strides, dilations = call.get("strides", (1,) * rank), call.get("dilations", (1,) * rank)
+    pads = call.get("pads", (0,) * 2 * rank)
+    wide = [size + pads[at] + pads[at + rank] for at, size in enumerate(image)]
+    counts = [(size - dilation * (kernel - 1) - 1) // stride + 1 for size, dilation, kernel, stride in zip(
+        wide, dilations, block, strides, strict=True)]  # fmt: skip
+    n, channels = x.shape[0], x.shape[1]
+    for kernel in block:
+        channels //= kernel
+    places = torch.zeros((1, 1), dtype=torch.int64, device=x.device)  # window element x block
+    for size, dilation, kernel, stride, count in zip(wide, dilations, block, strides, counts, strict=True):
+        one = (
+            torch.arange(kernel, device=x.device)[:, None] * dilation
+            + torch.arange(count, device=x.device) * stride
+        )
+        places = places[:, None, :, None] * size + one[None, :, None, :]
+        places = places.reshape(places.shape[0] * kernel, -1)
+    total = 1
+    for size in wide:
+        total *= size
+    flat = torch.zeros(n, channels, total, dtype=x.dtype, device=x.device)
+    flat = flat.index_add(2, places.reshape(-1), x.reshape(n, channels, -1))
+    found = flat.reshape(n, channels, *wide)
+    for at, size in enumerate(image):
+        found = found.narrow(at + 2, pads[at], size)
+    return found
+
+
+OPERATORS: dict[str, Any] = {
+    "Conv": convolved,
+    "ConvTranspose": _conv_transpose,
+    "DeformConv": _deform_conv,
+    "Col2Im": Operator(_col2im, ints=(1, 2)),
+}

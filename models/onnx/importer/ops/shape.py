@@ -1,0 +1,320 @@
+"""Operators that move elements about, and tensors made of shapes, ranges and random numbers.
+
+Random numbers are torch's, whose state a checkpoint keeps, so that a resumed run goes on exactly. Seeds that
+a file gives to single operators are not used: with them every step would draw the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrelay.models.onnx.importer.host_ints import Ints, as_ints
+from torchrelay.models.onnx.importer.limits import check_made
+from torchrelay.models.onnx.importer.operator import Call, Operator
+from torchrelay.models.onnx.importer.tensors import dtype_of
+
+List = list[Any]
+
+
+def _shape(call: Call, x: Any) -> Ints:
+    shape = (len(x.values),) * (not x.scalar) if isinstance(x, Ints) else tuple(x.shape)
+    return Ints(tuple(shape)[slice(call.get("start", 0), call.get("end"))])
+
+
+def _size(call: Call, x: Any) -> Ints:
+    return Ints((len(x.values) if isinstance(x, Ints) else x.numel(),), scalar=True)
+
+
+def _reshape(call: Call, x: Tensor, shape: List | None = None) -> Tensor:
+    sizes = list(call.get("shape", ())) if shape is None else shape
+    if not call.get("allowzero", 0):
+        sizes = [x.shape[at] if type(one) is int and one == 0 else one for at, one in enumerate(sizes)]
+    return x.reshape(sizes)
+
+
+def _flatten(call: Call, x: Tensor) -> Tensor:
+    axis = call.get("axis", 1)
+    axis = axis + x.dim() if axis < 0 else axis
+    return (
+        x.reshape(math.prod(x.shape[:axis]), -1)
+        if x.numel()
+        else x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+    )
+
+
+def _transpose(call: Call, x: Tensor) -> Tensor:
+    return x.permute(call.get("perm") or tuple(reversed(range(x.dim()))))
+
+
+def _squeeze(call: Call, x: Tensor, axes: List | None = None) -> Tensor:
+    chosen = call.get("axes", axes)
+    if chosen is None:
+        chosen = [at for at, size in enumerate(x.shape) if size == 1]
+    for at in chosen:
+        if x.shape[at] != 1:
+            raise call.fail(f"dimension {at} of {tuple(x.shape)} is not 1")
+    return torch.squeeze(x, tuple(chosen)) if chosen else x
+
+
+def _unsqueeze(call: Call, x: Tensor, axes: List | None = None) -> Tensor:
+    chosen = list(call.get("axes", axes) or ())
+    rank = x.dim() + len(chosen)
+    for at in sorted(at + rank if at < 0 else at for at in chosen):
+        x = x.unsqueeze(at)
+    return x
+
+
+def _expand(call: Call, x: Tensor, shape: List) -> Tensor:
+    more = len(shape) - x.dim()
+    x = x.reshape((1,) * max(more, 0) + tuple(x.shape))
+    wanted = [1] * max(-more, 0) + list(shape)
+    return x.expand([have if _is_one(want) else want for want, have in zip(wanted, x.shape, strict=True)])
+
+
+def _is_one(size: Any) -> bool:
+    return type(size) is int and size == 1
+
+
+def _tile(call: Call, x: Tensor, repeats: List) -> Tensor:
+    check_made(str(call.node), [size * times for size, times in zip(x.shape, repeats, strict=True)])
+    return x.repeat(repeats)
+
+
+def _concat(call: Call, *parts: Tensor) -> Tensor:
+    axis = call.get("axis", 1)
+    return torch.cat(parts, axis)
+
+
+def _split(call: Call, x: Tensor, sizes: List | None = None) -> tuple[Tensor, ...]:
+    axis, parts = call.get("axis", 0), call.get("split", sizes)
+    if parts is None:
+        count = call.get("num_outputs", len(call.node.outputs))
+        whole = -(-x.shape[axis] // count)
+        parts = [min(whole, max(x.shape[axis] - at * whole, 0)) for at in range(count)]
+    return tuple(torch.split(x, list(parts), axis))
+
+
+def _slice(
+    call: Call,
+    x: Tensor,
+    starts: List | None = None,
+    ends: List | None = None,
+    axes: List | None = None,
+    steps: List | None = None,
+) -> Tensor:
+    starts, ends = list(call.get("starts", starts)), list(call.get("ends", ends))
+    axes = list(call.get("axes", axes) or range(len(starts)))
+    for axis, start, end, step in zip(axes, starts, ends, steps or [1] * len(starts), strict=True):
+        x = _sliced(call, x, axis, start, end, step)
+    return x
+
+
+def _sliced(call: Call, x: Tensor, axis: int, start: Any, end: Any, step: int) -> Tensor:
+    if step == 0:
+        raise call.fail("a step of 0")
+    if step > 0:
+        at = axis % x.dim()
+        return x[(slice(None),) * at + (slice(start, end, step),)]
+    places = range(x.shape[axis])[slice(start, None if end < -x.shape[axis] else end, step)]
+    return x.index_select(axis, torch.tensor(list(places), dtype=torch.int64, device=x.device))
+
+
+def _pad(
+    call: Call, x: Tensor, pads: List | None = None, value: Any = None, axes: List | None = None
+) -> Tensor:
+    widths = list(call.get("pads", pads))
+    fill = value[0] if value else call.get("value", 0.0)
+    axes = [at % x.dim() for at in (axes or range(x.dim()))]
+    before, after = widths[: len(axes)], widths[len(axes) :]
+    sizes = list(x.shape)
+    for at, one, other in zip(axes, before, after, strict=True):
+        sizes[at] = sizes[at] + one + other
+    check_made(str(call.node), sizes)
+    mode = call.get("mode", "constant")
+    for at, one, other in zip(axes, before, after, strict=True):
+        x = _padded(call, x, at, one, other, mode, fill)
+    return x
+
+
+def _padded(call: Call, x: Tensor, axis: int, before: Any, after: Any, mode: str, fill: Any) -> Tensor:
+    if mode == "constant":
+        widths = [0, 0] * (x.dim() - 1 - axis) + [before, after]
+        return torch.nn.functional.pad(x, widths, value=fill)
+    size = x.shape[axis]
+    places = torch.arange(-before, size + after, device=x.device)
+    if mode == "edge":
+        places = places.clamp(0, size - 1)
+    elif mode == "wrap":
+        places = places % size
+    elif mode == "reflect":
+        turn = max(2 * (size - 1), 1)
+        places = places % turn
+        places = torch.where(places >= size, turn - places, places)
+    else:
+        raise call.fail(f"mode {mode!r} of padding is not known")
+    return x.index_select(axis, places)
+
+
+def _depth_to_space(call: Call, x: Tensor) -> Tensor:
+    n, c, h, w = x.shape
+    b = call.need("blocksize")
+    if call.get("mode", "DCR") == "DCR":
+        parts = x.reshape(n, b, b, c // (b * b), h, w).permute(0, 3, 4, 1, 5, 2)
+    else:
+        parts = x.reshape(n, c // (b * b), b, b, h, w).permute(0, 1, 4, 2, 5, 3)
+    return parts.reshape(n, c // (b * b), h * b, w * b)
+
+
+def _space_to_depth(call: Call, x: Tensor) -> Tensor:
+    n, c, h, w = x.shape
+    b = call.need("blocksize")
+    if call.get("mode", "DCR") == "DCR":
+        parts = x.reshape(n, c, h // b, b, w // b, b).permute(0, 3, 5, 1, 2, 4)
+    else:
+        parts = x.reshape(n, c, h // b, b, w // b, b).permute(0, 1, 3, 5, 2, 4)
+    return parts.reshape(n, c * b * b, h // b, w // b)
+
+
+def _center_crop_pad(call: Call, x: Tensor, shape: List) -> Tensor:
+    axes = [at % x.dim() for at in call.get("axes", range(x.dim()))]
+    for at, wanted in zip(axes, shape, strict=True):
+        check_made(str(call.node), [wanted])
+        less = x.shape[at] - wanted
+        if less > 0:
+            x = x.narrow(at, less // 2, wanted)
+        elif less < 0:
+            x = _padded(call, x, at, -less // 2, -less - (-less // 2), "constant", 0)
+    return x
+
+
+def _reverse_sequence(call: Call, x: Tensor, lengths: Tensor) -> Tensor:
+    batch, time = call.get("batch_axis", 1), call.get("time_axis", 0)
+    steps = torch.arange(x.shape[time], device=x.device)
+    ends = lengths[:, None]
+    places = torch.where(steps < ends, ends - 1 - steps, steps)  # batch, time
+    places = places if batch == 0 else places.t()
+    shape = [size if at in (batch, time) else 1 for at, size in enumerate(x.shape)]
+    return torch.gather(x, time, places.reshape(shape).expand(x.shape))
+
+
+def _trilu(call: Call, x: Tensor, k: List | None = None) -> Tensor:
+    diagonal = k[0] if k else 0
+    return torch.triu(x, diagonal) if call.get("upper", 1) else torch.tril(x, diagonal)
+
+
+OPERATORS: dict[str, Any] = {
+    "Shape": Operator(_shape, raw=True),
+    "Size": Operator(_size, raw=True),
+    "Reshape": Operator(_reshape, ints=(1,)),
+    "Flatten": _flatten,
+    "Transpose": _transpose,
+    "Squeeze": Operator(_squeeze, ints=(1,)),
+    "Unsqueeze": Operator(_unsqueeze, ints=(1,)),
+    "Expand": Operator(_expand, ints=(1,)),
+    "Tile": Operator(_tile, ints=(1,)),
+    "Concat": _concat,
+    "Split": Operator(_split, ints=(1,)),
+    "Slice": Operator(_slice, ints=(1, 2, 3, 4)),
+    "Pad": Operator(_pad, ints=(1, 3), numbers=(2,)),
+    "DepthToSpace": _depth_to_space,
+    "SpaceToDepth": _space_to_depth,
+    "CenterCropPad": Operator(_center_crop_pad, ints=(1,)),
+    "ReverseSequence": _reverse_sequence,
+    "Trilu": Operator(_trilu, ints=(1,)),
+}
+
+
+def _constant_of_shape(call: Call, shape: list[Any]) -> Tensor:
+    check_made(str(call.node), shape)
+    value = call.get("value", torch.zeros(1))
+    return torch.full(shape, value.item(), dtype=value.dtype, device=call.device)
+
+
+def _range(call: Call, start: Any, limit: Any, step: Any) -> Tensor:
+    dtype = start.dtype if isinstance(start, Tensor) else torch.int64
+    if dtype in (torch.int64, torch.int32, torch.int16):
+        (first,), (end,), (by,) = (as_ints(one) or [0] for one in (start, limit, step))
+        if by == 0:
+            raise call.fail("a step of 0")
+        if all(type(one) is int for one in (first, end, by)):
+            check_made(str(call.node), [max(-(-(end - first) // by), 0)])
+            if (end - first) * by <= 0:
+                return torch.empty(0, dtype=dtype, device=call.device)
+        return torch.arange(first, end, by, dtype=dtype, device=call.device)
+    first, end, by = (float(one) for one in (start, limit, step))
+    if by == 0 or not all(map(math.isfinite, (first, end, by))):
+        raise call.fail("a step of 0, or bounds that are not finite")
+    count = max(math.ceil((end - first) / by), 0)
+    check_made(str(call.node), [count])
+    return (first + by * torch.arange(count, device=call.device, dtype=torch.float64)).to(dtype)
+
+
+def _eye_like(call: Call, x: Tensor) -> Tensor:
+    dtype = dtype_of(call.get("dtype"), str(call.node)) if call.has("dtype") else x.dtype
+    rows, columns = x.shape
+    down = torch.arange(rows, device=x.device)[:, None]
+    right = torch.arange(columns, device=x.device)[None]
+    hit: Tensor = right - down == call.get("k", 0)
+    return hit.to(dtype)
+
+
+def _one_hot(call: Call, places: Tensor, depth: list[Any], values: Tensor) -> Tensor:
+    axis, count = call.get("axis", -1), depth[0]
+    check_made(str(call.node), [*places.shape, count])
+    off, on = values[0], values[1]
+    whole = torch.remainder(places.to(torch.int64), count)
+    inside = (places >= -count) & (places < count)
+    axis = axis + places.dim() + 1 if axis < 0 else axis
+    shape = [1] * (places.dim() + 1)
+    shape[axis] = count
+    hit = (
+        whole.unsqueeze(axis) == torch.arange(count, device=places.device).reshape(shape)
+    ) & inside.unsqueeze(axis)
+    return torch.where(hit, on, off)
+
+
+def _dtype(call: Call, like: Tensor | None = None) -> torch.dtype:
+    if call.has("dtype") or like is None:
+        return dtype_of(call.get("dtype", 1), str(call.node))
+    return like.dtype
+
+
+def _random(kind: str, like: bool) -> Any:
+    def run(call: Call, x: Tensor | None = None) -> Tensor:
+        shape = tuple(x.shape) if like and x is not None else call.need("shape")
+        check_made(str(call.node), shape)
+        made = torch.empty(shape, dtype=_dtype(call, x), device=call.device)
+        if kind == "normal":
+            return made.normal_(call.get("mean", 0.0), call.get("scale", 1.0))
+        return made.uniform_(call.get("low", 0.0), call.get("high", 1.0))
+
+    return run
+
+
+def _bernoulli(call: Call, x: Tensor) -> Tensor:
+    return torch.bernoulli(x.float()).to(_dtype(call, x))
+
+
+def _multinomial(call: Call, x: Tensor) -> Tensor:
+    count = call.get("sample_size", 1)
+    check_made(str(call.node), [x.shape[0], count])
+    found = torch.multinomial(torch.softmax(x, -1), count, replacement=True)
+    return found.to(dtype_of(call.get("dtype", 6), str(call.node)))
+
+
+MAKE_OPERATORS: dict[str, Any] = {
+    "ConstantOfShape": Operator(_constant_of_shape, ints=(0,)),
+    "Range": Operator(_range, raw=True),
+    "EyeLike": _eye_like,
+    "OneHot": Operator(_one_hot, ints=(1,)),
+    "RandomNormal": _random("normal", like=False),
+    "RandomNormalLike": _random("normal", like=True),
+    "RandomUniform": _random("uniform", like=False),
+    "RandomUniformLike": _random("uniform", like=True),
+    "Bernoulli": _bernoulli,
+    "Multinomial": _multinomial,
+}

@@ -1,0 +1,261 @@
+"""Tensors of a file or of one beside it: their types, and sizes proved before anything is allocated.
+
+The format lets a model name any file. Here the name must be a relative path that stays, links resolved, in
+the folder of the model, and the bytes asked for must lie in a regular file.
+
+Numbers of less than 8 bits have no arithmetic in torch: two- and four-bit integers live in 8 bits, four-bit
+and six-bit floats in float32, both with only the values that the narrow type has. Texts have no tensor at
+all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.errors import DamagedError, StorageError, UsageError
+from torchrelay.models.onnx.importer.limits import MAX_RANK, check_made
+
+
+def external_bytes(proto: Any, folder: Path | None, nbytes: int) -> torch.Tensor:
+    """The `nbytes` bytes that a TensorProto says lie elsewhere, as uint8.
+
+    Raises UsageError for a place outside of `folder`, DamagedError for bytes that are not there.
+    """
+    what = f"tensor {proto.name!r}"
+    said = {entry.key: entry.value for entry in proto.external_data}
+    if folder is None:
+        raise UsageError(
+            f"{what} lies in a file of its own, {said.get('location')!r}: say where with folder=, or give "
+            f"a path"
+        )
+    path = _inside(folder, said.get("location", ""), what)
+    offset, length = _number(said, "offset", what, 0), _number(said, "length", what, nbytes)
+    if length != nbytes:
+        raise DamagedError(
+            f"{what} needs {nbytes} bytes, and the model says that {length} are stored in {path}"
+        )
+    return _read(path, offset, nbytes, what)
+
+
+def _inside(folder: Path, location: str, what: str) -> Path:
+    root = Path(os.path.realpath(folder))
+    given = Path(location)
+    if not location or "\0" in location or "\\" in location or given.is_absolute() or ".." in given.parts:
+        raise UsageError(
+            f"{what} is said to lie in {location!r}, which is no path inside of the model's folder"
+        )
+    path = Path(os.path.realpath(root / given))
+    if not path.is_relative_to(root):
+        raise UsageError(f"{what} is said to lie in {location!r}, which leads out of {root}")
+    return path
+
+
+def _number(said: dict[str, str], key: str, what: str, default: int) -> int:
+    text = said.get(key, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise UsageError(f"{what} has {key} {text[:40]!r} in its external data: no number of bytes")
+    return int(text)
+
+
+def _read(path: Path, offset: int, nbytes: int, what: str) -> torch.Tensor:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageError(f"{what} lies in {path}, which cannot be opened: {error.strerror}") from error
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(file)
+        raise UsageError(f"{what} is said to lie in {path}, which is no regular file")
+    with open(file, "rb", buffering=0) as opened:
+        if offset + nbytes > found.st_size:
+            raise DamagedError(
+                f"{what} needs bytes {offset} to {offset + nbytes} of {path}, which has {found.st_size}"
+            )
+        content = torch.empty(nbytes, dtype=torch.uint8)
+        view = memoryview(content.numpy())  # type: ignore[arg-type]
+        opened.seek(offset)
+        done = 0
+        while done < nbytes:
+            now = opened.readinto(view[done : done + 2**30])
+            if not now:
+                raise DamagedError(f"{what}: {path} ended after {offset + done} bytes")
+            done += now
+    return content
+
+
+STRING = 8
+DTYPES = {
+    1: torch.float32,
+    2: torch.uint8,
+    3: torch.int8,
+    4: torch.uint16,
+    5: torch.int16,
+    6: torch.int32,
+    7: torch.int64,
+    9: torch.bool,
+    10: torch.float16,
+    11: torch.float64,
+    12: torch.uint32,
+    13: torch.uint64,
+    14: torch.complex64,
+    15: torch.complex128,
+    16: torch.bfloat16,
+    17: torch.float8_e4m3fn,
+    18: torch.float8_e4m3fnuz,
+    19: torch.float8_e5m2,
+    20: torch.float8_e5m2fnuz,
+    24: torch.float8_e8m0fnu,
+}
+"""By the number that TensorProto.DataType has."""
+NARROW_INTS = {21: (0, 15), 22: (-8, 7), 25: (0, 3), 26: (-2, 1)}
+"""uint4, int4, uint2, int2: least and greatest value."""
+FLOAT4 = 23
+NARROW_BITS = {21: 4, 22: 4, 25: 2, 26: 2, FLOAT4: 4}
+FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the lower three bits of float4e2m1 mean; the fourth is the sign."""
+
+
+def dtype_of(number: int, what: str) -> torch.dtype:
+    """The type that tensors of this element type have here; UsageError, naming `what`, without one."""
+    if number in NARROW_INTS:
+        return torch.int8 if NARROW_INTS[number][0] < 0 else torch.uint8
+    if number == FLOAT4:
+        return torch.float32
+    if number not in DTYPES:
+        kind = "texts, for which torch has no tensors" if number == STRING else f"elements of type {number}"
+        raise UsageError(f"{what} has {kind}: such a model cannot be imported")
+    return DTYPES[number]
+
+
+def number_of(dtype: torch.dtype) -> int:
+    """The number of the element type of a tensor's type."""
+    return next(number for number, one in DTYPES.items() if one == dtype)
+
+
+_EXTERNAL = 1
+_TYPED = {1: "float_data", 11: "double_data", 7: "int64_data", 12: "uint64_data", 13: "uint64_data",
+          14: "float_data", 15: "double_data"}  # fmt: skip
+"""The field of the elements that are not raw; everything else is in int32_data."""
+
+
+def stored_tensor(proto: Any, folder: Path | None = None) -> torch.Tensor:
+    """The tensor of a TensorProto, on the CPU, in memory of its own.
+
+    Raises UsageError for what cannot be (texts, negative sizes), DamagedError where the shape that is
+    declared and the data that is there do not fit.
+    """
+    what = f"tensor {proto.name!r}"
+    dtype_of(proto.data_type, what)
+    shape = _shape(proto.dims, what)
+    if sys.byteorder != "little":
+        raise UsageError("ONNX files have little-endian tensors, and this machine is none")
+    count = math.prod(shape)
+    if proto.data_location == _EXTERNAL:
+        return _unpacked(
+            external_bytes(proto, folder, _nbytes(proto, count)), proto.data_type, count
+        ).reshape(shape)
+    if proto.HasField("raw_data"):
+        _check_size(what, shape, len(proto.raw_data), _nbytes(proto, count))
+        raw = torch.frombuffer(bytearray(proto.raw_data), dtype=torch.uint8) if count else torch.empty(0)
+        return _unpacked(raw, proto.data_type, count).reshape(shape)
+    return _typed(proto, what, shape, count)
+
+
+def stored_sparse(proto: Any) -> torch.Tensor:
+    """A SparseTensorProto, made dense."""
+    what = f"sparse tensor {proto.values.name!r}"
+    shape = _shape(proto.dims, what)
+    check_made(what, shape)
+    values, places = stored_tensor(proto.values), stored_tensor(proto.indices).long()
+    if places.dim() == 2:
+        if places.shape[1] != len(shape):
+            raise DamagedError(f"{what} has places of {places.shape[1]} numbers for {len(shape)} dimensions")
+        strides = torch.tensor([math.prod(shape[at + 1 :]) for at in range(len(shape))])
+        if bool((places >= torch.tensor(shape)).any()) or bool((places < 0).any()):
+            raise DamagedError(f"{what} has places outside of its shape")
+        places = (places * strides).sum(1)
+    if places.numel() != values.numel() or bool(((places < 0) | (places >= math.prod(shape))).any()):
+        raise DamagedError(f"{what} has places outside of its shape, or not one for each value")
+    dense = torch.zeros(math.prod(shape), dtype=values.dtype)
+    dense[places] = values
+    return dense.reshape(shape)
+
+
+def stored_texts(proto: Any) -> tuple[str, ...]:
+    """The texts of a TensorProto of texts."""
+    return tuple(one.decode("utf-8", "replace") for one in proto.string_data)
+
+
+def is_texts(proto: Any) -> bool:
+    """Whether it has texts."""
+    return bool(proto.data_type == STRING)
+
+
+def _shape(dims: Sequence[int], what: str) -> tuple[int, ...]:
+    shape = tuple(int(one) for one in dims)
+    if len(shape) > MAX_RANK or any(one < 0 for one in shape):
+        raise UsageError(f"{what} declares the shape {shape[:8]}: no tensor has that")
+    return shape
+
+
+def _nbytes(proto: Any, count: int) -> int:
+    number = proto.data_type
+    if number in NARROW_BITS:
+        return (count * NARROW_BITS[number] + 7) // 8
+    return int(count * DTYPES[number].itemsize)
+
+
+def _check_size(what: str, shape: Sequence[int], found: int, wanted: int) -> None:
+    if found != wanted:
+        raise DamagedError(f"{what} declares the shape {tuple(shape)}, {wanted} bytes, and has {found}")
+
+
+def _unpacked(raw: torch.Tensor, number: int, count: int) -> torch.Tensor:
+    if number not in NARROW_BITS:
+        return raw.view(DTYPES[number]) if count else torch.empty(0, dtype=DTYPES[number])
+    bits = NARROW_BITS[number]
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    parts = ((raw.to(torch.uint8)[:, None] >> shifts) & (2**bits - 1)).reshape(-1)[:count]
+    return narrow_values(parts, number)
+
+
+def narrow_values(codes: torch.Tensor, number: int) -> torch.Tensor:
+    """What the bits of numbers narrower than 8 bits mean."""
+    if number == FLOAT4:
+        table = torch.tensor([*FLOAT4_VALUES, *(-one for one in FLOAT4_VALUES)])
+        return table[codes.long()]
+    low, high = NARROW_INTS[number]
+    if low == 0:
+        return codes.to(torch.uint8)
+    signed = codes.to(torch.int8)
+    return torch.where(signed > high, signed - (high - low + 1), signed)
+
+
+def _typed(proto: Any, what: str, shape: tuple[int, ...], count: int) -> torch.Tensor:
+    number = proto.data_type
+    field = getattr(proto, _TYPED.get(number, "int32_data"))
+    dtype = dtype_of(number, what)
+    if number in NARROW_BITS:
+        per = 8 // NARROW_BITS[number]
+        _check_size(what, shape, len(field), -(-count // per))
+        return _unpacked(torch.tensor(field, dtype=torch.int32).to(torch.uint8), number, count).reshape(shape)
+    wanted = count * 2 if dtype.is_complex else count
+    if len(field) != wanted:
+        raise DamagedError(f"{what} declares the shape {shape}, {count} elements, and has {len(field)}")
+    if dtype.is_complex:
+        halves = torch.float32 if number == 14 else torch.float64
+        return torch.tensor(field, dtype=halves).view(dtype).reshape(shape)
+    if dtype.is_floating_point and dtype not in (torch.float32, torch.float64):
+        width = torch.int16 if dtype.itemsize == 2 else torch.uint8  # the bits stand in the integers
+        return torch.tensor(field, dtype=torch.int32).to(width).view(dtype).reshape(shape)
+    return torch.tensor(field, dtype=dtype).reshape(shape)

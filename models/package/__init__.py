@@ -1,0 +1,1 @@
+"""Model packages: one file from which a model runs without the code that trained it."""

@@ -1,0 +1,276 @@
+"""`save` and `load`: a model, or one with the states of an epoch, as one file that needs no source."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrelay.checkpoint.format import canonical_json, values
+from torchrelay.checkpoint.format.canonical_json import Fields, Json
+from torchrelay.checkpoint.format.value_decoding import decode
+from torchrelay.checkpoint.load.checkpoint import open_checkpoint
+from torchrelay.errors import BlobError, DamagedError, UsageError
+from torchrelay.metadata.code.capture import captures, code_id_of
+from torchrelay.metadata.code.imports import ArchivedImports
+from torchrelay.models.archive.api import aux_of, fill
+from torchrelay.models.archive.manifest import (
+    AUX,
+    CONSTANTS,
+    MEMBER_LIMIT,
+    MODEL,
+    PACKAGE,
+    ArchiveFile,
+    Contents,
+    open_archive_file,
+    write_contents,
+)
+from torchrelay.models.archive.states import States, checked, recorded_call, states_of
+from torchrelay.models.archive.tensors import Outgoing
+from torchrelay.models.archive.zip_writer import Where
+from torchrelay.models.package import reader
+from torchrelay.models.package.export import export, parts_that_train_otherwise
+from torchrelay.models.package.graph_lowering import Dynamic, Exported
+from torchrelay.models.package.reader import SOURCE, Package, open_package, package_of
+from torchrelay.models.package.sources import sources_of
+
+
+def of_epoch(
+    model: nn.Module, run: str | os.PathLike[str], epoch: int | str, blob: str
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A loaded copy of the model, and `run`, `epoch` and `code_id` as far as known.
+
+    Raises what `open_checkpoint` and its `load` raise.
+    """
+    opened = open_checkpoint(run, epoch)
+    if blob not in opened.blobs:
+        raise UsageError(f"{run} has no blob {blob!r}, it has {', '.join(opened.blobs)}: give blob=")
+    loaded = copy.deepcopy(model)
+    opened.load({blob: loaded})
+    found = {"run": os.fspath(run), "epoch": opened.epoch, "code_id": code_id_of_run(run)}
+    return loaded, {key: value for key, value in found.items() if value is not None}
+
+
+def code_id_of_run(run: str | os.PathLike[str]) -> str | None:
+    """The code of all starts; None where they had several, since the epoch is of one of them."""
+    path = Path(run)
+    ids = {code_id_of(one) for one in captures(path)} if path.is_dir() else set()
+    return ids.pop() if len(ids) == 1 else None
+
+
+Constructor = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+def save(
+    path: Where,
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    constructor: Constructor | None = None,
+    dynamic: Dynamic | None = None,
+    labels: Sequence[str] | None = None,
+    preprocessing: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+    aux_states: Mapping[str, Any] | None = None,
+    source: bool = True,
+    drop_unused: bool = False,
+    run: str | os.PathLike[str] | None = None,
+    epoch: int | str = "last",
+    blob: str = "model",
+    overwrite: bool = False,
+) -> Package:
+    """Write a model into one file from which it is rebuilt without its class being there; see `load`.
+
+    `inputs` are an example of what `forward` takes: a tensor, a tuple of arguments, or a dict by name;
+    they are needed for the program and the signature, unless `compile(model, inputs)` was called before.
+    The first size of inputs may differ later; `dynamic={"tokens": {0: "batch", 1: "length"}}` says it
+    otherwise. The program is of the model in eval mode. `constructor=(args, kwargs)` is what the class
+    was called with, needed for the source form; a class that needs no argument does without. With
+    `source=False` no source is archived. `drop_unused` leaves inputs out that no answer depends on. With
+    `run`, a run directory or checkpoints, the states are those that the blob `blob` has in its `epoch`
+    (of a copy: `model` stays as it is), and `metadata` tells of both. `labels` name the classes of the
+    output, `preprocessing` refers to what makes inputs. `aux_states` are values and tensors that belong to
+    the states, an optimizer's say, as `save_states` takes them: `load_states(path, model)` gives them back.
+    The file appears whole and durable or not at all; it replaces another only with `overwrite`.
+
+    What cannot be part of the package (no inputs, an operator that programs may not use, no source) is left
+    out, told by the package's `without`; a package that has states only is warned of, and one whose source
+    nobody could run for want of `constructor`.
+    Raises UsageError, BlobError for a state or value that cannot be stored, StorageError.
+    """
+    if inputs is None and (known := recorded_call(checked(model))) is not None:
+        inputs, dynamic = known.inputs, dynamic or known.dynamic
+    if run is not None:
+        model, of_run = of_epoch(checked(model), run, epoch, blob)
+        metadata = {**of_run, **(metadata or {})}
+    states = states_of(checked(model))
+    without: list[str] = []
+    exported = _exported(model, inputs, dynamic, without, drop_unused=drop_unused)
+    class_path, files = _source(model, wanted=source, without=without)
+    arguments = _constructor(model, constructor, without) if files else None
+    package = {
+        **_described(exported, labels, preprocessing, metadata),
+        "still": parts_that_train_otherwise(model),
+        "class_path": class_path,
+        "constructor": arguments,
+        "without": without,
+    }
+    aux = aux_of(aux_states or {}, states)
+    where = write_contents(path, _contents(states, exported, files, aux, package), overwrite=overwrite)
+    if arguments is None and (files or exported is None):
+        lacks = "cannot make the model of its source" if exported is not None else "has states only"
+        warnings.warn(f"{where} {lacks}: {'; '.join(without)}", stacklevel=2)
+    return open_package(path)
+
+
+def _described(
+    exported: Exported | None,
+    labels: Sequence[str] | None,
+    preprocessing: Any,
+    metadata: Mapping[str, Any] | None,
+) -> dict[str, Json]:
+    return {
+        "program": exported is not None,
+        "signature": None if exported is None else exported.signature.to_json(),
+        "labels": _labels(labels),
+        "preprocessing": values.encode(preprocessing, "preprocessing"),
+        "metadata": values.encode(dict(metadata or {}), "metadata", tensor=_no_tensor),
+    }
+
+
+def _contents(
+    states: States,
+    exported: Exported | None,
+    files: Mapping[str, bytes],
+    aux: tuple[Json, Mapping[str, Outgoing]],
+    package: Json,
+) -> Contents:
+    constants = {} if exported is None else dict(exported.constants)
+    members = {reader.SOURCE + name: data for name, data in files.items()}
+    if exported is not None:
+        members[reader.PROGRAM] = canonical_json.dumps(exported.json)
+    groups = {
+        MODEL: states.tensors,
+        AUX: aux[1],
+        CONSTANTS: {name: Outgoing(tensor) for name, tensor in constants.items()},
+    }
+    return Contents(
+        PACKAGE, groups, states.ties, states.extra, aux[0], states.order, package=package, members=members
+    )
+
+
+def _no_tensor(path: str, tensor: torch.Tensor) -> Json:
+    raise BlobError(
+        f"{path} is a tensor, and metadata has plain values: give tensors as aux_states={{...}}, which "
+        "load_states(path, model) and open_package(path).aux() give back"
+    )
+
+
+def _exported(
+    model: nn.Module, inputs: Any, dynamic: Dynamic | None, without: list[str], *, drop_unused: bool
+) -> Exported | None:
+    if inputs is None:
+        without.append("no program and no signature: no inputs were given, and compile was not called")
+        return None
+    try:
+        exported = export(model, inputs, dynamic, drop_unused=drop_unused)
+    except BlobError as error:
+        without.append(f"no program: {error}")
+        return None
+    without.extend(f"no free size {name!r}: traced, the model fixes it" for name in exported.fixed)
+    return exported
+
+
+def _source(model: nn.Module, *, wanted: bool, without: list[str]) -> tuple[str, dict[str, bytes]]:
+    class_path, files, reason = sources_of(model)
+    if not wanted:
+        without.append("no source: source=False was given")
+        return class_path, {}
+    if reason:
+        without.append(f"no source: {reason}")
+    return class_path, files
+
+
+def _constructor(model: nn.Module, given: Constructor | None, without: list[str]) -> Json:
+    if given is None:
+        try:
+            inspect.signature(type(model)).bind()
+        except TypeError:
+            without.append(
+                f"no constructor arguments: {type(model).__name__} needs some; "
+                "give constructor=(args, kwargs)"
+            )
+            return None
+        given = ((), {})
+    if len(given) != 2 or not isinstance(given[0], (list, tuple)) or not isinstance(given[1], Mapping):
+        raise UsageError("constructor is (args, kwargs): a sequence and a dict")
+    args, kwargs = list(given[0]), dict(given[1])
+    try:
+        inspect.signature(type(model)).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(f"constructor: {type(model).__name__} does not take these: {error}") from None
+    return {"args": values.encode(args, "constructor"), "kwargs": values.encode(kwargs, "constructor")}
+
+
+def _labels(labels: Sequence[str] | None) -> list[str] | None:
+    if labels is None:
+        return None
+    if isinstance(labels, str) or not all(isinstance(one, str) for one in labels):
+        raise UsageError("labels are a sequence of texts, one for each class")
+    return list(labels)
+
+
+def load(path: Where, *, trust_source: bool = False) -> nn.Module:
+    """The model of a package, in eval mode on the CPU, without its class being there.
+
+    Without more said its program runs: operators of torch, told as data. No code of the package is run and
+    nothing is unpickled. A package of strangers can still cost time and memory, and meet bugs of torch's
+    operators.
+    **With `trust_source=True` the archived source is run** with this process's rights, to make the class
+    anew with the archived constructor arguments: trust it as your own scripts. Then it is the real class,
+    which trains as ever. Its modules get names of their own, so nothing of yours is replaced.
+    Raises UsageError where the package has not what is asked for, and says what it has; BlobError where the
+    source does not give a model that the states fit; FormatError, DamagedError, StorageError.
+    """
+    if not trust_source:
+        return open_package(path).module()
+    with open_archive_file(path) as archive:
+        package = package_of(archive, path)
+        if not package.source or not package.has_constructor:
+            raise UsageError(f"{package.where} cannot be rebuilt from source: {'; '.join(package.without)}")
+        model = _constructed(archive, package)
+        fill(archive, model, strict=True)
+    return model.eval()
+
+
+def _constructed(archive: ArchiveFile, package: Package) -> nn.Module:
+    args, kwargs = _arguments(archive.fields.fields("package").fields("constructor"))
+    contents = {name: archive.read(SOURCE + name, MEMBER_LIMIT) for name in package.source}
+    module, _, name = package.class_path.partition(":")
+    try:
+        found: Any = ArchivedImports(package.where, contents, {}, ("",)).module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        model = found(*args, **kwargs)
+    except Exception as error:
+        raise BlobError(
+            f"the archived source of {package.where} does not make {package.class_path}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise BlobError(f"{package.class_path} of {package.where} makes a {type(model).__name__}, no module")
+    return model
+
+
+def _arguments(fields: Fields) -> tuple[list[Any], Mapping[str, Any]]:
+    args, kwargs = decode(fields.values.get("args")), decode(fields.values.get("kwargs"))
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise DamagedError(f"{fields.what} is damaged: no arguments")
+    return args, kwargs

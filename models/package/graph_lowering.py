@@ -1,0 +1,383 @@
+"""The graph of `torch.export` as steps of a program: what is called, what each step is, what is unused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+
+from torchrelay.errors import BlobError, UsageError
+from torchrelay.jobs.runtime import Signature, TensorSpec
+from torchrelay.models.package.program import (
+    CONSTANT,
+    STATE,
+    Argument,
+    Program,
+    Ref,
+    Step,
+    Tree,
+    encode,
+    name_of,
+    names_in,
+    tree_of,
+)
+from torchrelay.records import dataclass
+
+BATCH = "batch"
+Dynamic = Mapping[str, Mapping[int, str]]
+"""Names of sizes that may differ, by input and dimension: {"tokens": {0: "batch", 1: "length"}}."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """How `forward` is called: example arguments, each under its name, and the tensors among them."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    arguments: tuple[Argument, ...]
+    leaves: tuple[tuple[str, torch.Tensor], ...]
+
+
+def call_of(model: nn.Module, inputs: Any) -> Call:
+    """The call that `inputs` mean: a tensor, a tuple of positional arguments, or a dict by name.
+
+    Raises UsageError where `forward` does not take them.
+    """
+    args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(f"{type(model).__name__}.forward does not take these inputs: {error}") from None
+    found: list[Argument] = []
+    leaves: list[tuple[str, torch.Tensor]] = []
+    for name, value, positional in _by_name(bound, len(args)):
+        tree, own = tree_of(value, lambda one: isinstance(one, torch.Tensor), name)
+        found.append(Argument(name, _shifted(tree, len(leaves)), positional))
+        leaves.extend(own)
+    return Call(args, kwargs, tuple(found), tuple(leaves))
+
+
+def _by_name(bound: inspect.BoundArguments, positional: int) -> Iterator[tuple[str, Any, bool]]:
+    at = 0
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            for number, item in enumerate(value):
+                yield f"{name}_{number}", item, True
+                at += 1
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            for key, item in value.items():
+                yield key, item, False
+        else:
+            yield name, value, at < positional
+            at += 1
+
+
+def _shifted(tree: Any, by: int) -> Any:
+    match tree:
+        case {"leaf": at}:
+            return {"leaf": at + by}
+        case {"dict": pairs}:
+            return {"dict": [[key, _shifted(item, by)] for key, item in pairs]}
+        case {"list": items}:
+            return {"list": [_shifted(item, by) for item in items]}
+        case {"tuple": items}:
+            return {"tuple": [_shifted(item, by) for item in items]}
+    return tree
+
+
+def dynamic_names(call: Call, dynamic: Dynamic | None) -> dict[str, dict[int, str]]:
+    """The names of sizes that may differ, by tensor. By default the first, of all inputs that share it."""
+    known = {name for name, _ in call.leaves}
+    if dynamic is not None:
+        if strange := sorted(set(dynamic) - known):
+            raise UsageError(f"there is no input {strange[0]!r}; there are {', '.join(sorted(known))}")
+        return {name: dict(sizes) for name, sizes in dynamic.items()}
+    firsts = [(name, tensor.shape[0]) for name, tensor in call.leaves if tensor.dim()]
+    return {name: {0: BATCH} for name, size in firsts if size == firsts[0][1]}
+
+
+def mapped(value: Any, of_tensor: Any, *rest: Any) -> Any:
+    """The same value with other tensors; `rest` may have what everything else becomes."""
+    if isinstance(value, torch.Tensor):
+        return of_tensor(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(item, of_tensor, *rest) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(item, of_tensor, *rest) for item in value)
+    if isinstance(value, Mapping):
+        return {key: mapped(item, of_tensor, *rest) for key, item in value.items()}
+    return rest[0] if rest else value
+
+
+def without_unused(program: Program, specs: Sequence[TensorSpec]) -> tuple[Program, tuple[TensorSpec, ...]]:
+    """The program and its inputs (`specs`, in their order) without those that no step and no output uses.
+
+    Sequences get shorter, dicts lose keys; an argument of nothing else goes too.
+    """
+    used = set(names_in(list(program.outputs)))
+    for step in program.steps:
+        used.update(names_in([*step.args, *step.kwargs.values()]))
+    kept = [at for at, name in enumerate(program.inputs) if name in used]
+    numbers = {at: number for number, at in enumerate(kept)}
+    arguments = tuple(
+        replace(one, tree=tree) for one in program.arguments if (tree := _kept(one.tree, numbers)) is not None
+    )
+    inputs = tuple(program.inputs[at] for at in kept)
+    return replace(program, arguments=arguments, inputs=inputs), tuple(specs[at] for at in kept)
+
+
+def _kept(tree: Tree, numbers: Mapping[int, int]) -> Tree | None:
+    """The tree of the leaves that stay, renumbered; None where none of its leaves does."""
+    match tree:
+        case {"leaf": at}:
+            return {"leaf": numbers[at]} if at in numbers else None
+        case {"dict": pairs}:
+            found = [[key, one] for key, item in pairs if (one := _kept(item, numbers)) is not None]
+            return {"dict": found} if found or not pairs else None
+        case {"list": items} | {"tuple": items}:
+            inside = [one for item in items if (one := _kept(item, numbers)) is not None]
+            return {next(iter(tree)): inside} if inside or not items else None
+    return tree
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A program, what it takes and gives, and the constants that it computes with beside the states."""
+
+    program: Program
+    json: Any
+    signature: Signature
+    constants: Mapping[str, torch.Tensor]
+    fixed: tuple[str, ...]
+    """Sizes that were to be free and that the model, traced, fixes."""
+
+
+class _Rewriting:
+    """Nodes of the traced graph to steps; what cannot be one is collected, to be told all at once."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.refused: dict[str, None] = {}
+        self.aliases: dict[fx.Node, Any] = {}
+        """Nodes that stand for the value of another, or for several."""
+
+    def graph(self, module: fx.GraphModule, nodes: Sequence[fx.Node], prefix: str = "") -> Any:
+        """All calls of a graph; what its output node gives."""
+        for node in nodes:
+            if node.op == "call_function":
+                self._call(module, node, prefix)
+            elif node.op == "output":
+                return self.value(node.args[0])
+        return None
+
+    def _call(self, module: fx.GraphModule, node: fx.Node, prefix: str) -> None:
+        target = str(getattr(node.target, "__name__", node.target))
+        if target == "wrap_with_set_grad_enabled":
+            self._inlined(module, node, prefix)
+            return
+        source = self.value(node.args[0]) if target == "getitem" else None
+        if isinstance(source, (list, tuple)):
+            self.aliases[node] = source[node.args[1]]  # type: ignore[index]
+            return
+        name = name_of(node.target)
+        if name is None:
+            self.refused.setdefault(str(node.target))
+            return
+        args, kwargs = self.value(tuple(node.args)), self.value(dict(node.kwargs))
+        self.aliases[node] = Ref(prefix + node.name)
+        self.steps.append(Step(prefix + node.name, name, tuple(args), kwargs))
+
+    def _inlined(self, module: fx.GraphModule, node: fx.Node, prefix: str) -> None:
+        """Whether gradients are recorded changes no answer, so the part is taken in as it is."""
+        part: Any = module.get_submodule(str(node.args[1].target))  # type: ignore[union-attr]
+        nodes = list(part.graph.nodes)
+        given = [self.value(argument) for argument in node.args[2:]]
+        inner = (one for one in nodes if one.op == "placeholder")
+        self.aliases.update(zip(inner, given, strict=True))
+        self.aliases[node] = self.graph(part, nodes, f"{prefix}{node.name}.")
+
+    def value(self, argument: Any) -> Any:
+        """An argument with nodes replaced by what they stand for."""
+        if isinstance(argument, fx.Node):
+            return self.aliases.get(argument, Ref(argument.name))
+        if isinstance(argument, (list, tuple)):
+            return [self.value(item) for item in argument]
+        if isinstance(argument, dict):
+            return {key: self.value(item) for key, item in argument.items()}
+        return argument
+
+
+def _encoded(argument: Any) -> Any:
+    return encode(argument, lambda one: one.name if isinstance(one, Ref) else None)
+
+
+def rewritten(
+    traced: torch.export.ExportedProgram,
+    call: Call,
+    names: Mapping[str, Mapping[int, str]],
+    *,
+    drop_unused: bool = False,
+) -> Exported:
+    """The program of a traced model; raises BlobError, naming at once all operators that it cannot have."""
+    signature = traced.graph_signature
+    if odd := {spec.kind.name for spec in signature.output_specs} - {"USER_OUTPUT", "BUFFER_MUTATION"}:
+        raise BlobError(
+            f"the model's forward pass gives back {', '.join(sorted(odd))}, which no program does"
+        )
+    rewriting = _Rewriting()
+    flat = rewriting.graph(traced.graph_module, list(traced.graph.nodes))
+    if rewriting.refused:
+        raise BlobError(
+            f"the model uses {len(rewriting.refused)} operators that no program may use: "
+            f"{', '.join(rewriting.refused)}"
+        )
+    for spec, value in zip(signature.output_specs, flat, strict=True):
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            buffer = next(one.arg.name for one in signature.input_specs if one.target == spec.target)
+            step = f"{buffer}.changed"
+            rewriting.steps.append(Step(step, "aten.copy_.default", (Ref(buffer), value), {}))
+    users = [
+        value
+        for spec, value in zip(signature.output_specs, flat, strict=True)
+        if spec.kind is OutputKind.USER_OUTPUT
+    ]
+    tensors, constants = _tensors(traced)
+    inputs = _inputs(traced)
+    result, outputs, output_specs = _result(traced, users, _size_names(traced, call, names))
+    program = Program(call.arguments, inputs, tensors, tuple(rewriting.steps), tuple(outputs), result)
+    specs, fixed = _input_specs(traced, call, names), tuple(sorted(fixed_sizes(traced, call, names)))
+    if drop_unused:
+        program, specs = without_unused(program, specs)
+    json = program.to_json(_encoded)
+    return Exported(program, json, Signature(specs, output_specs), constants, fixed)
+
+
+def _inputs(traced: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """The tensors among what the user gives; constants are part of the traced graph."""
+    specs = traced.graph_signature.input_specs
+    return tuple(
+        spec.arg.name
+        for spec in specs
+        if spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument)
+    )
+
+
+def _tensors(
+    traced: torch.export.ExportedProgram,
+) -> tuple[dict[str, tuple[str, str]], dict[str, torch.Tensor]]:
+    states, constants = traced.state_dict, traced.constants
+    found: dict[str, tuple[str, str]] = {}
+    kept: dict[str, torch.Tensor] = {}
+    for spec in traced.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            continue
+        if not isinstance(spec.arg, TensorArgument) or spec.target is None:
+            raise BlobError(
+                f"the model's forward pass needs {spec.kind.name} {spec.target!r}, which is no tensor"
+            )
+        if spec.target in states:
+            found[spec.arg.name] = (STATE, spec.target)
+        else:
+            found[spec.arg.name] = (CONSTANT, spec.target)
+            kept[spec.target] = constants[spec.target]
+    return found, kept
+
+
+def _nodes(traced: torch.export.ExportedProgram) -> dict[str, fx.Node]:
+    return {node.name: node for node in traced.graph.nodes}
+
+
+def _size_names(
+    traced: torch.export.ExportedProgram, call: Call, names: Mapping[str, Mapping[int, str]]
+) -> dict[str, str]:
+    """What torch calls a size to what we call it."""
+    nodes, found = _nodes(traced), {}
+    for placeholder, (name, _) in zip(_inputs(traced), call.leaves, strict=True):
+        for at, text in names.get(name, {}).items():
+            size = nodes[placeholder].meta["val"].shape[at]
+            if not is_fixed(size):
+                found[str(size)] = text
+    return found
+
+
+def is_fixed(size: Any) -> bool:
+    """Whether a traced size has one value; torch keeps a symbol for some that have."""
+    return isinstance(size, int) or str(size).isdigit()
+
+
+def fixed_sizes(
+    traced: torch.export.ExportedProgram, call: Call, names: Mapping[str, Mapping[int, str]]
+) -> set[str]:
+    """The names of sizes that turned out to be fixed in some input."""
+    nodes = _nodes(traced)
+    return {
+        text
+        for placeholder, (name, _) in zip(_inputs(traced), call.leaves, strict=True)
+        for at, text in names.get(name, {}).items()
+        if is_fixed(nodes[placeholder].meta["val"].shape[at])
+    }
+
+
+def _input_specs(
+    traced: torch.export.ExportedProgram, call: Call, names: Mapping[str, Mapping[int, str]]
+) -> tuple[TensorSpec, ...]:
+    """The inputs, with the number for each size that the model turned out to fix."""
+    nodes, found = _nodes(traced), []
+    for placeholder, (name, tensor) in zip(_inputs(traced), call.leaves, strict=True):
+        shape = nodes[placeholder].meta["val"].shape
+        known = names.get(name, {})
+        sizes = tuple(int(size) if is_fixed(size) else known[at] for at, size in enumerate(shape))
+        found.append(TensorSpec(name, sizes, _dtype(tensor)))
+    return tuple(found)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _result(
+    traced: torch.export.ExportedProgram, users: Sequence[Any], size_names: Mapping[str, str]
+) -> tuple[Any, list[Any], tuple[TensorSpec, ...]]:
+    """How outputs are put together; constants among them stay constants."""
+    slots = traced.call_spec.out_spec.unflatten([_Slot(value) for value in users])
+    tree, leaves = tree_of(plain(slots), _is_slot, "output")
+    nodes, specs, outputs = _nodes(traced), [], []
+    for name, slot in leaves:
+        value = slot.value
+        outputs.append(value)
+        meta = nodes[value.name].meta.get("val") if isinstance(value, Ref) and value.name in nodes else None
+        if isinstance(meta, torch.Tensor):
+            sizes = tuple(
+                int(s) if isinstance(s, int) else _size_text(str(s), size_names) for s in meta.shape
+            )
+            specs.append(TensorSpec(name, sizes, _dtype(meta)))
+        else:
+            specs.append(TensorSpec(name, (), "int64"))
+    return tree, outputs, tuple(specs)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    value: Any
+
+
+def _is_slot(one: Any) -> bool:
+    return isinstance(one, _Slot)
+
+
+def plain(value: Any) -> Any:
+    """Results of classes of their own (of Hugging Face, say) that are mappings become dicts."""
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _size_text(text: str, names: Mapping[str, str]) -> str:
+    for symbol, name in sorted(names.items(), key=lambda item: -len(item[0])):
+        text = text.replace(symbol, name)
+    return text

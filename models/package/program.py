@@ -1,0 +1,389 @@
+"""A program: the steps of a model's forward pass, without the model's class.
+
+It is data: a list of calls of operators of torch, each with the values of earlier steps and constants.
+Nothing of it is Python source, and nothing is unpickled, unlike in a file of `torch.export.save`, whose
+loading runs pickles of sample inputs and constants, and evaluates text as expressions of sizes.
+`program_module.py` runs it.
+
+Arguments of a step: `{"at": name}` is the value of a step or input. `{"layout": ...}` and
+`{"memory_format": ...}` are torch's, `{"device": ...}` where the model lay when the program was made: it
+means where it lies now. Other constants are typed values (`format/values.py`).
+
+How a call's arguments and results are put together: `{"leaf": 0}` is the first tensor, `{"list": [...]}`,
+`{"tuple": [...]}`, `{"dict": [[key, tree], ...]}` hold others, `{"value": ...}` is a constant. A named tuple
+is stored as the tuple that it is.
+
+Tensor work is torch's own `aten` library: every one of its operators but those that touch files or take
+memory on trust. Arithmetic with sizes is a fixed table. Operators of other libraries are not stored.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.format import values
+from torchrelay.checkpoint.format.canonical_json import Fields, Json, check_stamp, stamp
+from torchrelay.errors import BlobError, DamagedError, FormatError, UsageError
+from torchrelay.records import dataclass
+
+LAYOUTS = {"strided": torch.strided}
+MEMORY_FORMATS = {
+    name: getattr(torch, name)
+    for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The value of a step or input."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, as it was called where the program was made."""
+
+    text: str
+
+
+def encode(value: Any, name_of: Callable[[Any], str | None]) -> Json:
+    """One argument as JSON; `name_of` knows what is the value of a step. Raises BlobError for the rest."""
+    if (name := name_of(value)) is not None:
+        return {"at": name}
+    if isinstance(value, (list, tuple)):
+        return [encode(item, name_of) for item in value]
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    for kind, table in (("layout", LAYOUTS), ("memory_format", MEMORY_FORMATS)):
+        for name, known in table.items():
+            if value is known:
+                return {kind: name}
+    return values.encode(value, "an argument")
+
+
+def decode(json: Json) -> Any:
+    """The argument, `Ref` and `Place` where values and devices come in; raises DamagedError, FormatError."""
+    if isinstance(json, list):
+        return [decode(item) for item in json]
+    if not isinstance(json, dict):
+        return json
+    match json:
+        case {"at": str(name)}:
+            return Ref(name)
+        case {"device": str(text)}:
+            return Place(text)
+        case {"layout": str(name)} if name in LAYOUTS:
+            return LAYOUTS[name]
+        case {"memory_format": str(name)} if name in MEMORY_FORMATS:
+            return MEMORY_FORMATS[name]
+        case {"$": str(), "v": _}:
+            return values.decode(json)
+    raise DamagedError(f"an argument of a step is {str(json)[:100]}")
+
+
+def resolved(argument: Any, found: Mapping[str, Any], device: torch.device) -> Any:
+    """The argument with the values of this call."""
+    if isinstance(argument, Ref):
+        return found[argument.name]
+    if isinstance(argument, list):
+        return [resolved(item, found, device) for item in argument]
+    return device if isinstance(argument, Place) else argument
+
+
+def names_in(argument: Any) -> list[str]:
+    """The steps and inputs that an argument needs."""
+    if isinstance(argument, Ref):
+        return [argument.name]
+    return [name for item in argument for name in names_in(item)] if isinstance(argument, list) else []
+
+
+Tree = Json
+_DEPTH = 32
+
+
+def tree_of(value: Any, is_leaf: Callable[[Any], bool], what: str) -> tuple[Tree, list[tuple[str, Any]]]:
+    """The tree of a value, and its leaves with what they are called (`what`, `what_0`, `what_key`).
+
+    Raises BlobError for what it cannot hold.
+    """
+    leaves: list[tuple[str, Any]] = []
+
+    def walk(one: Any, name: str, depth: int) -> Tree:
+        if depth > _DEPTH:
+            raise BlobError(f"{what} is nested deeper than {_DEPTH} levels")
+        if is_leaf(one):
+            leaves.append((name, one))
+            return {"leaf": len(leaves) - 1}
+        if isinstance(one, (list, tuple)):
+            kind = "list" if isinstance(one, list) else "tuple"
+            return {kind: [walk(item, _inside(name, at), depth + 1) for at, item in enumerate(one)]}
+        if isinstance(one, Mapping):
+            if not all(type(key) is str for key in one):
+                raise BlobError(f"{name} is a dict with keys that are no strings")
+            return {"dict": [[key, walk(item, _inside(name, key), depth + 1)] for key, item in one.items()]}
+        return {"value": values.encode(one, name)}
+
+    return walk(value, what, 0), leaves
+
+
+def _inside(name: str, key: int | str) -> str:
+    return f"{name}_{key}" if name else str(key)
+
+
+def built(tree: Tree, leaves: Sequence[Any]) -> Any:
+    """The value of a tree with these leaves."""
+    match tree:
+        case {"leaf": int(at)}:
+            return leaves[at]
+        case {"list": [*items]}:
+            return [built(item, leaves) for item in items]
+        case {"tuple": [*items]}:
+            return tuple(built(item, leaves) for item in items)
+        case {"dict": [*pairs]}:
+            return {key: built(item, leaves) for key, item in pairs}
+        case {"value": json}:
+            return values.decode(json)
+    raise DamagedError(f"a call is described by {str(tree)[:100]}")
+
+
+def check_tree(tree: Tree, count: int, depth: int = 0) -> None:
+    """Raise DamagedError for what is no tree of leaves below `count`."""
+    if depth <= _DEPTH:
+        match tree:
+            case {"leaf": int(at)} if 0 <= at < count:
+                return
+            case {"list": [*items]} | {"tuple": [*items]}:
+                for item in items:
+                    check_tree(item, count, depth + 1)
+                return
+            case {"dict": [*pairs]}:
+                for pair in pairs:
+                    match pair:
+                        case [str(), item]:
+                            check_tree(item, count, depth + 1)
+                        case _:
+                            raise DamagedError(f"a call is described by {str(pair)[:100]}")
+                return
+            case {"value": json}:
+                values.decode(json)
+                return
+    raise DamagedError(f"a call is described by {str(tree)[:100]}")
+
+
+def leaves_in(tree: Tree, value: Any, what: str) -> Iterator[tuple[int, Any]]:
+    """The leaves of a value by number; raises UsageError where it is not put together as the tree says."""
+    match tree:
+        case {"leaf": int(at)}:
+            yield at, value
+        case {"list": [*items]} | {"tuple": [*items]}:
+            if not isinstance(value, (list, tuple)) or len(value) != len(items):
+                raise UsageError(f"{what} must be a sequence of {len(items)}, not {_shown(value)}")
+            for number, (item, inside) in enumerate(zip(items, value, strict=True)):
+                yield from leaves_in(item, inside, f"{what}[{number}]")
+        case {"dict": [*pairs]}:
+            keys = [key for key, _ in pairs]
+            if not isinstance(value, Mapping) or set(value) != set(keys):
+                raise UsageError(f"{what} must be a dict of {', '.join(keys)}, not {_shown(value)}")
+            for key, item in pairs:
+                yield from leaves_in(item, value[key], f"{what}[{key!r}]")
+        case {"value": json}:
+            if values.encode(value, what) != json:
+                raise UsageError(
+                    f"{what} was {values.decode(json)!r} when the program was made and is part of it; "
+                    f"it cannot be {_shown(value)} now"
+                )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(map(str, value))}"[:200]
+    return (
+        f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else repr(value)[:80]
+    )
+
+
+STATE, CONSTANT = "state", "constant"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call: `name` is what later steps call its value; `free` are values that nobody needs after it."""
+
+    name: str
+    operator: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    free: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of the call: its name in `forward`, and how its tensors lie in it."""
+
+    name: str
+    tree: Tree
+    positional: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """The whole of it.
+
+    `inputs`: names of the tensors that a call brings, in flat order. `tensors`: name within the program to
+    (STATE or CONSTANT, stored name). `outputs`: what comes out, flat; `result` puts it together.
+    """
+
+    arguments: tuple[Argument, ...]
+    inputs: tuple[str, ...]
+    tensors: Mapping[str, tuple[str, str]]
+    steps: tuple[Step, ...]
+    outputs: tuple[Any, ...]
+    result: Tree
+
+    def to_json(self, encode: Any) -> Json:
+        """As JSON has it; `encode` writes one argument."""
+        return {
+            "format": stamp(),
+            "arguments": [
+                {"name": one.name, "tree": one.tree, "positional": one.positional} for one in self.arguments
+            ],
+            "inputs": list(self.inputs),
+            "tensors": {name: list(where) for name, where in self.tensors.items()},
+            "steps": [
+                {
+                    "name": step.name,
+                    "operator": step.operator,
+                    "args": [encode(item) for item in step.args],
+                    "kwargs": {key: encode(item) for key, item in step.kwargs.items()},
+                }
+                for step in self.steps
+            ],
+            "outputs": [encode(item) for item in self.outputs],
+            "result": self.result,
+        }
+
+
+def program_from_json(json: Json, what: str) -> Program:
+    """Back, every reference checked; raises DamagedError, FormatError. Operators are looked up later."""
+    if not isinstance(json, dict):
+        raise DamagedError(f"{what}: no program")
+    check_stamp(json.get("format"), what=what)
+    fields = Fields(json, what)
+    inputs = fields.texts("inputs")
+    tensors = {name: _where(where, what) for name, where in fields.fields("tensors").values.items()}
+    known = {*inputs, *tensors}
+    if len(known) != len(inputs) + len(tensors):
+        raise DamagedError(f"{what}: inputs and tensors share a name")
+    steps = []
+    for step in fields.each("steps", _step):
+        _check_known(step.args, known, what)
+        _check_known(list(step.kwargs.values()), known, what)
+        if step.name in known:
+            raise DamagedError(f"{what}: {step.name!r} stands twice")
+        known.add(step.name)
+        steps.append(step)
+    outputs = tuple(decode(item) for item in fields.items("outputs"))
+    _check_known(outputs, known, what)
+    given = fields.each("arguments", _argument)
+    for one in given:
+        check_tree(one.tree, len(inputs))
+    check_tree(json.get("result"), len(outputs))
+    return Program(given, inputs, tensors, _freeing(steps, outputs), outputs, json["result"])
+
+
+def _where(where: Json, what: str) -> tuple[str, str]:
+    match where:
+        case [("state" | "constant") as kind, str(name)]:
+            return kind, name
+    raise DamagedError(f"{what}: a tensor lies at {str(where)[:100]}")
+
+
+def _argument(fields: Fields) -> Argument:
+    return Argument(fields.text("name"), fields.values.get("tree"), fields.flag("positional"))
+
+
+def _step(fields: Fields) -> Step:
+    args = tuple(decode(item) for item in fields.items("args"))
+    kwargs = {key: decode(item) for key, item in fields.fields("kwargs").values.items()}
+    return Step(fields.text("name"), fields.text("operator"), args, kwargs)
+
+
+def _check_known(found: Any, known: set[str], what: str) -> None:
+    for name in names_in(list(found)):
+        if name not in known:
+            raise DamagedError(f"{what}: a step uses {name[:100]!r}, which no step before it makes")
+
+
+def _freeing(steps: list[Step], outputs: tuple[Any, ...]) -> tuple[Step, ...]:
+    """The steps, each with the values of steps that it is the last to need."""
+    made = {step.name for step in steps}
+    needed = set(names_in(list(outputs)))
+    found: list[Step] = []
+    for step in reversed(steps):
+        used = {step.name, *names_in([*step.args, *step.kwargs.values()])} & made
+        free = tuple(sorted(used - needed))
+        needed |= used
+        found.append(Step(step.name, step.operator, step.args, step.kwargs, free))
+    return tuple(reversed(found))
+
+
+_ATEN = re.compile(r"aten\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
+_NEVER = re.compile(
+    r"from_file|save|print|_print|warn|format|set|set_|set_data|.*storage.*|_?nested.*|.*_unsafe|_reshape_alias"
+    r"|.*_with_dims.*|sparse_resize.*|_?coalesced_?|_?(ccol_|crow_|col_|row_)?indices(_copy)?"
+    r"|_convert_indices.*|_ctc_loss.*|ctc_loss.*|.*max_pool.*_backward|.*embedding.*_backward.*"
+)
+"""Files, foreign memory, constructors that skip the checks of what they are given, ways to change the indices
+of sparse tensors after these were checked, and what torch 2.13 does not check: it writes where indices say.
+"""
+
+_PLAIN: dict[str, Callable[..., Any]] = {
+    f"operator.{name}": getattr(operator, name)
+    for name in (
+        *("add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow", "getitem"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_"),
+    )
+}
+_PLAIN.update({f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc", "sqrt")})
+_PLAIN.update(
+    {
+        f"torch.{name}": getattr(torch, name)
+        for name in ("sym_max", "sym_min", "sym_not", "sym_int", "sym_float", "sym_ite", "sym_sum")
+    }
+)
+_PLAIN["round"] = round
+_NAMES = {id(function): name for name, function in _PLAIN.items()}
+
+
+def name_of(target: Any) -> str | None:
+    """The name under which an operator is stored; None for what a program may not use."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target) if _aten(str(target)) is target else None
+    return _NAMES.get(id(target))
+
+
+def operator_of(name: str) -> Callable[..., Any]:
+    """The operator of a stored name; raises FormatError for any other name."""
+    found = _PLAIN.get(name) or _aten(name)
+    if found is None:
+        raise FormatError(f"the program uses {name[:100]!r}, which is no operator that programs may use")
+    return found
+
+
+def _aten(name: str) -> Callable[..., Any] | None:
+    matched = _ATEN.fullmatch(name)
+    if matched is None or _NEVER.fullmatch(matched[1]):
+        return None
+    packet = getattr(torch.ops.aten, matched[1], None)
+    found = getattr(packet, matched[2], None) if isinstance(packet, torch._ops.OpOverloadPacket) else None
+    if not isinstance(found, torch._ops.OpOverload) or not torch._C._dispatch_has_kernel(found.name()):
+        return None  # not of the tensor library, but of TorchScript's, which knows files
+    trusts = any(argument.name == "unsafe" for argument in found._schema.arguments)
+    return None if trusts else found

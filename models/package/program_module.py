@@ -1,0 +1,221 @@
+"""A module that runs a program: trained tensors under their old names, and no code but torch's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrelay.errors import DamagedError, UsageError
+from torchrelay.jobs.runtime import Signature, TensorSpec
+from torchrelay.jobs.session import warn
+from torchrelay.models.package.program import (
+    STATE,
+    Argument,
+    Program,
+    built,
+    leaves_in,
+    operator_of,
+    resolved,
+)
+from torchrelay.records import dataclass
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a program computes with: states by name (a tied tensor under each), and constants."""
+
+    states: Mapping[str, torch.Tensor]
+    constants: Mapping[str, torch.Tensor]
+    parameters: frozenset[str]
+    """Which states are parameters."""
+    trainable: frozenset[str]
+
+
+class ProgramModule(nn.Module):
+    """A model as its package tells it, in eval mode; its state dict has the names of the original.
+
+    Called as the original was when the program was made; `flat` takes and gives tensors in the order of
+    `signature`. Gradients flow. The steps are those of the eval mode: `train()` is refused where parts of the
+    original do otherwise in training (`still`), as dropout and batch normalisation.
+    """
+
+    def __init__(
+        self, program: Program, signature: Signature, tensors: Tensors, still: Sequence[str] | None = ()
+    ) -> None:
+        super().__init__()
+        self._still = None if still is None else tuple(still)
+        self.signature = signature
+        self._program = program
+        self._calls = tuple((step, operator_of(step.operator)) for step in program.steps)
+        self._held: dict[str, tuple[str, str]] = {}
+        placed: dict[int, torch.Tensor] = {}
+        for name, tensor in tensors.states.items():
+            parameter, trainable = name in tensors.parameters, name in tensors.trainable
+            held = placed.setdefault(id(tensor), nn.Parameter(tensor, trainable) if parameter else tensor)
+            self._hold(name, held, persistent=True)
+        for name, tensor in tensors.constants.items():
+            self._hold(name, tensor, persistent=False)
+        if missing := [name for _, name in program.tensors.values() if name not in self._held]:
+            raise DamagedError(f"the program needs {missing[0]!r}, which the package does not have")
+        self.forward = MethodType(_with_names(program.arguments), self)
+        self.eval()
+
+    def train(self, mode: bool = True) -> ProgramModule:
+        """Set the mode; raises UsageError for training where parts of the model would stand still."""
+        if mode and self._still is None and self.__dict__.get("_held"):  # not while it is being made
+            warn(
+                "the package is of an earlier version and does not say which parts train otherwise than its "
+                "program, which is the model in eval mode: dropout and batch normalisation stand still",
+                stacklevel=2,
+            )
+        if mode and self._still:
+            more = f" and {len(self._still) - 5} more" if len(self._still) > 5 else ""
+            raise UsageError(
+                f"this program is the model in eval mode: {', '.join(self._still[:5])}{more} would stand "
+                "still in training. load(path, trust_source=True) makes the real class, if you trust its "
+                "source; without train() the parameters train as they are"
+            )
+        return super().train(mode)
+
+    def _hold(self, name: str, tensor: torch.Tensor, *, persistent: bool) -> None:
+        """Put a tensor where its name says.
+
+        Not by `register_*`: these refuse names of this class's own, as `flat`, which a model may well have.
+        """
+        path, _, leaf = name.rpartition(".")
+        owner: nn.Module = self
+        for part in path.split(".") if path else ():
+            if part not in owner._modules:
+                _check_free(owner, part, name)
+                owner._modules[part] = nn.Module()
+            owner = owner._modules[part]  # type: ignore[assignment]
+        _check_free(owner, leaf, name)
+        if isinstance(tensor, nn.Parameter):
+            owner._parameters[leaf] = tensor
+        else:
+            owner._buffers[leaf] = tensor
+            if not persistent:
+                owner._non_persistent_buffers_set.add(leaf)
+        self._held[name] = (path, leaf)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        path, leaf = self._held[name]
+        owner: nn.Module = self
+        for part in path.split(".") if path else ():
+            owner = owner._modules[part]  # type: ignore[assignment]
+        found = owner._parameters if leaf in owner._parameters else owner._buffers
+        return found[leaf]  # type: ignore[return-value]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie; the CPU where there are none."""
+        for name in self._held:
+            return self._tensor(name).device
+        return torch.device("cpu")
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original gives; raises UsageError for arguments that the program was not made for."""
+        return built(self._program.result, self._run(self._inputs(args, kwargs)))
+
+    def flat(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The outputs in the order of `signature.outputs`, of inputs in the order of `signature.inputs`."""
+        if len(tensors) != len(self._program.inputs):
+            raise UsageError(f"the model takes {len(self._program.inputs)} tensors, not {len(tensors)}")
+        return self._run(list(tensors))
+
+    def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        given = self._program.arguments
+        names = [one.name for one in given]
+        if len(args) > sum(one.positional for one in given) or set(kwargs) - set(names):
+            raise UsageError(f"the model takes {', '.join(names) or 'nothing'}, not {_called(args, kwargs)}")
+        found = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(found) != len(given) or len(args) + len(kwargs) != len(given):
+            raise UsageError(f"the model takes {', '.join(names) or 'nothing'}, not {_called(args, kwargs)}")
+        flat: list[Any] = [None] * len(self._program.inputs)
+        for one in given:
+            for at, tensor in leaves_in(one.tree, found[one.name], one.name):
+                flat[at] = tensor
+        return flat
+
+    def _run(self, inputs: Sequence[Any]) -> list[Any]:
+        if not torch.compiler.is_exporting():
+            _check_inputs(inputs, self.signature.inputs)
+        device = self.device
+        found: dict[str, Any] = dict(zip(self._program.inputs, inputs, strict=True))
+        for name, (_, stored) in self._program.tensors.items():
+            found[name] = self._tensor(stored)
+        for step, operator in self._calls:
+            args = [resolved(argument, found, device) for argument in step.args]
+            kwargs = {key: resolved(argument, found, device) for key, argument in step.kwargs.items()}
+            found[step.name] = operator(*args, **kwargs)
+            for name in step.free:
+                del found[name]
+        return [resolved(output, found, device) for output in self._program.outputs]
+
+
+def _check_free(owner: nn.Module, name: str, stored: str) -> None:
+    """Raise DamagedError for a name that no part of a module can have, or that is taken."""
+    taken = name in owner._modules or name in owner._parameters or name in owner._buffers
+    if not name or taken or hasattr(_EMPTY, name):
+        raise DamagedError(f"the package has a tensor {stored[:100]!r}, which no module can have")
+
+
+_EMPTY = nn.Module()
+
+
+def states_of(program: Program) -> list[str]:
+    """The stored names of the states that a program computes with."""
+    return [name for kind, name in program.tensors.values() if kind == STATE]
+
+
+def _with_names(arguments: Sequence[Argument]) -> Callable[..., Any]:
+    """A `forward` that tells the names of the original's arguments to those who ask for its signature."""
+
+    def forward(self: ProgramModule, *args: Any, **kwargs: Any) -> Any:
+        return self._called(*args, **kwargs)
+
+    named = [
+        inspect.Parameter(one.name, _POSITIONAL if one.positional else inspect.Parameter.KEYWORD_ONLY)
+        for one in arguments
+    ]
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = inspect.Signature([own, *named])  # type: ignore[attr-defined]
+    return forward
+
+
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _called(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    return f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
+
+
+def _check_inputs(inputs: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+    """Raise UsageError for the first input that is not as the signature says."""
+    named: dict[str, tuple[int, str]] = {}
+    for value, spec in zip(inputs, specs, strict=True):
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(f"{spec.name} must be a tensor, not {type(value).__name__}")
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype != spec.dtype or len(value.shape) != len(spec.shape):
+            raise UsageError(_unlike(value, spec))
+        for size, wanted in zip(value.shape, spec.shape, strict=True):
+            if isinstance(wanted, int):
+                if size != wanted:
+                    raise UsageError(_unlike(value, spec))
+            elif named.setdefault(wanted, (size, spec.name))[0] != size:
+                first, where = named[wanted]
+                raise UsageError(
+                    f"{wanted} is {first} in {where} and {size} in {spec.name}: it must be one size"
+                )
+
+
+def _unlike(value: torch.Tensor, spec: TensorSpec) -> str:
+    dtype = str(value.dtype).removeprefix("torch.")
+    wanted = ", ".join(map(str, spec.shape))
+    return f"{spec.name} is {dtype}{list(value.shape)}; the model takes {spec.dtype}[{wanted}]"

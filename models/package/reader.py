@@ -1,0 +1,260 @@
+"""`open_package` and `summary`: what a package holds, read without torch; the model without its source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.canonical_json import Fields, Json
+from torchrelay.checkpoint.format.value_decoding import decode, references
+from torchrelay.errors import DamagedError, FormatError, UsageError
+from torchrelay.jobs.runtime import Signature, TensorSpec
+from torchrelay.models.archive.manifest import (
+    CONSTANTS,
+    MEMBER_LIMIT,
+    MODEL,
+    PACKAGE,
+    ArchiveFile,
+    open_archive_file,
+)
+from torchrelay.models.archive.tensors import PARAMETER, Entry
+from torchrelay.models.archive.zip_writer import Where
+from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+PROGRAM = "program.json"
+SOURCE = "source/"
+
+
+@dataclass(frozen=True)
+class Package:
+    """What a package says of its model; `module()` is the model itself.
+
+    `signature` is None where nobody gave inputs. `metadata` has what was known of the run: `run`, `epoch`,
+    `code_id`, whatever of these there is. `preprocessing` refers to what makes inputs (a text, or a value of
+    the author's). `class_path` is "module:Class"; `source` names the archived files; `without` says, for
+    what a package lacks, why. `still` names the parts of the model that the program has in eval mode alone,
+    None where an earlier version wrote the package.
+    """
+
+    where: str
+    signature: Signature | None
+    labels: tuple[str, ...] | None
+    preprocessing: Any
+    metadata: Mapping[str, Any]
+    class_path: str
+    has_program: bool
+    has_constructor: bool
+    source: tuple[str, ...]
+    without: tuple[str, ...]
+    still: tuple[str, ...] | None
+    place: Where = field(repr=False, compare=False)
+    """As it was given; `where` is for messages."""
+
+    def module(self) -> nn.Module:
+        """The model in eval mode on the CPU, of its program: no source is run and nothing is unpickled.
+
+        Raises UsageError where the package has no program, and says what else there is; DamagedError.
+        """
+        if not self.has_program or self.signature is None:
+            raise UsageError(f"{self.where} has no program to run: {self._instead()}")
+        with open_archive_file(self.place) as archive:
+            return _module(archive, self.signature, self.still)
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """The states alone, tied names with one tensor; raises DamagedError."""
+        with open_archive_file(self.place) as archive:
+            return archive.states()
+
+    def aux(self) -> dict[str, Any]:
+        """What `save` was given as `aux_states`, tensors on the CPU; raises DamagedError."""
+        with open_archive_file(self.place) as archive:
+            return archive.aux()
+
+    def _instead(self) -> str:
+        reason = "; ".join(self.without) or "it was saved without inputs"
+        if self.source and self.has_constructor:
+            return f"{reason}. Its source is archived: load(path, trust_source=True) runs it, if you trust it"
+        return f"{reason}. It has states only: make the model and call torchrelay.load_states(path, model)"
+
+
+def open_package(where: Where) -> Package:
+    """Open a package; reads its manifest alone and needs no torch.
+
+    Raises UsageError where there is no file, or a state archive, which is no package; FormatError for a
+    foreign file or a newer version, DamagedError, StorageError.
+    """
+    with open_archive_file(where) as archive:
+        return package_of(archive, where)
+
+
+def package_of(archive: ArchiveFile, where: Where) -> Package:
+    """What the manifest says; raises as `open_package`."""
+    if archive.kind != PACKAGE:
+        raise UsageError(
+            f"{archive.what} is a state archive, no package: make the model and call load_states(path, model)"
+        )
+    fields = archive.fields.fields("package")
+    found = fields.optional("signature", fields.fields)
+    labels = fields.optional("labels", fields.texts)
+    return Package(
+        archive.what,
+        None if found is None else signature_in(found),
+        labels,
+        decode(fields.values.get("preprocessing")),
+        _mapping(decode(fields.fields("metadata").values), fields),
+        fields.text("class_path"),
+        fields.flag("program"),
+        fields.values.get("constructor") is not None,
+        tuple(sorted(name.removeprefix(SOURCE) for name in archive.members if name.startswith(SOURCE))),
+        fields.texts("without"),
+        fields.texts("still") if "still" in fields.values else None,
+        where,
+    )
+
+
+def _mapping(found: Any, fields: Fields) -> Mapping[str, Any]:
+    if type(found) is not dict:  # `{"$": "int", "v": "5"}` is an object in JSON and a number as a value
+        raise fields.wrong("metadata")
+    return found
+
+
+def signature_in(fields: Fields) -> Signature:
+    """What goes in and out, as a manifest says; raises DamagedError."""
+    try:
+        return Signature.from_json(fields.values)
+    except UsageError as error:
+        raise DamagedError(f"{fields.what} is damaged: {error}") from None
+
+
+def _module(archive: ArchiveFile, signature: Signature, still: Sequence[str] | None) -> nn.Module:
+    from torchrelay.models.package.program import program_from_json
+    from torchrelay.models.package.program_module import ProgramModule, Tensors
+
+    program = program_from_json(_program_json(archive), f"{archive.what}: {PROGRAM}")
+    if len(signature.inputs) != len(program.inputs):
+        raise DamagedError(f"{archive.what}: program and signature do not have the same inputs")
+    entries = archive.tensors(MODEL).entries
+    kinds = {**entries, **{name: entries[first] for name, first in archive.ties.items()}}
+    constants = archive.tensors(CONSTANTS)
+    tensors = Tensors(
+        archive.states(),
+        {name: constants.read(name) for name in constants.entries},
+        frozenset(name for name, entry in kinds.items() if entry.role == PARAMETER),
+        frozenset(name for name, entry in kinds.items() if entry.trainable),
+    )
+    return ProgramModule(program, signature, tensors, still)
+
+
+def _program_json(archive: ArchiveFile) -> Json:
+    what = f"{archive.what}: {PROGRAM}"
+    try:
+        return canonical_json.loads(archive.read(PROGRAM, MEMBER_LIMIT), what=what, limit_bytes=MEMBER_LIMIT)
+    except FormatError as error:
+        raise FormatError(f"{what}: {error}") from None
+
+
+ROWS = 200
+"""States that are listed one by one."""
+
+
+def summary(what: Any) -> str:
+    """A text on a module, or on the file of a state archive or model package (path or URL).
+
+    It lists states with type, shape and bytes, totals, and what else a file holds: aux values, signature,
+    labels, where it came from, what it lacks. No tensor is read. Raises as `load_states` does.
+    """
+    if isinstance(what, (str, os.PathLike)):
+        return "\n".join(_of_file(what))
+    return "\n".join(_of_module(what))
+
+
+def _of_file(where: Where) -> Iterable[str]:
+    with open_archive_file(where) as archive:
+        entries = archive.tensors(MODEL).entries
+        kind = "model package" if archive.kind == PACKAGE else "state archive"
+        yield f"{archive.what}: {kind}"
+        if archive.kind == PACKAGE:
+            yield from _of_package(package_of(archive, where))
+        elif "signature" in archive.fields.values:
+            yield from signature_lines(signature_in(archive.fields.fields("signature")))
+        yield from _states(entries, archive.ties, archive.extra)
+        yield from _aux(archive)
+
+
+def _of_package(package: Package) -> Iterable[str]:
+    yield f"  class       {package.class_path}"
+    yield f"  program     {'yes' if package.has_program else 'no'}"
+    yield f"  source      {', '.join(package.source) or 'none'}"
+    if package.signature is not None:
+        yield from signature_lines(package.signature)
+    if package.labels is not None:
+        yield f"  labels      {', '.join(package.labels)}"
+    if package.preprocessing is not None:
+        yield f"  preprocess  {package.preprocessing}"
+    for key, value in package.metadata.items():
+        yield f"  {key:<11} {value}"
+    for reason in package.without:
+        yield f"  without     {reason}"
+
+
+def signature_lines(signature: Signature) -> Iterable[str]:
+    """What goes in and what comes out, a line each."""
+    for side, specs in (("input", signature.inputs), ("output", signature.outputs)):
+        for spec in specs:
+            yield f"  {side:<11} {spec_text(spec)}"
+
+
+def spec_text(spec: TensorSpec) -> str:
+    """`x float32[batch, 3]`."""
+    return f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]"
+
+
+def _aux(archive: ArchiveFile) -> Iterable[str]:
+    trees = archive.fields.fields("aux").fields("values").values
+    for name, tree in trees.items():
+        tensors = len(references(tree))
+        yield f"  aux         {name}: {f'{tensors} tensors and values' if tensors else str(tree)[:80]}"
+
+
+def _states(entries: Mapping[str, Entry], ties: Mapping[str, str], extra: Iterable[str]) -> Iterable[str]:
+    width = max((len(name) for name in list(entries)[:ROWS]), default=0)
+    for name in list(entries)[:ROWS]:
+        entry = entries[name]
+        form = f"{entry.element.name}{list(entry.shape)}"
+        yield f"  {name:<{width}}  {entry.role:<9}  {form:<24}  {entry.nbytes} B"
+    if len(entries) > ROWS:
+        yield f"  ... and {len(entries) - ROWS} more"
+    for name, first in ties.items():
+        yield f"  {name} is {first}"
+    for name in extra:
+        yield f"  {name} is a plain value"
+    numbers = [_elements(entry) for entry in entries.values() if entry.role == PARAMETER]
+    nbytes = sum(entry.nbytes for entry in entries.values())
+    yield f"  {len(entries)} states, {sum(numbers):,} parameters, {nbytes:,} bytes"
+
+
+def _elements(entry: Entry) -> int:
+    return entry.nbytes // entry.element.itemsize
+
+
+def _of_module(module: Any) -> Iterable[str]:
+    from torchrelay.checkpoint.format.dtypes import logical_dtype
+    from torchrelay.models.archive.states import checked, recorded_call, states_of
+
+    states = states_of(checked(module))
+    yield f"{type(module).__module__}.{type(module).__qualname__}"
+    if (known := recorded_call(module)) is not None:
+        yield from signature_lines(known.signature)
+    entries = {
+        name: Entry(logical_dtype(one.tensor.dtype, name), tuple(one.tensor.shape), one.role, one.trainable)
+        for name, one in states.tensors.items()
+    }
+    yield from _states(entries, states.ties, states.extra)
