@@ -33,7 +33,7 @@ def process(run_dir: str, leaves: int, epochs: int, *, asynchronous: bool) -> di
 
     import torchrelay
     from torchrelay import Job, JobRunner, max_epochs
-    from torchrelay.checkpoint.engine import Engine
+    from torchrelay.checkpoint.manager.engine import Engine
 
     torch.set_num_threads(1)
     torchrelay.seed(0)

@@ -17,7 +17,7 @@ from typing import Any
 import torchrelay
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.manager import MultiNodeCheckpointManager
+from torchrelay.checkpoint.manager.checkpoint_manager import MultiNodeCheckpointManager
 from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import RelayError
 from torchrelay.metadata.handlers import FileMetadataHandler

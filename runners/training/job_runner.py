@@ -13,8 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.manager import ManagerOptions, MultiNodeCheckpointManager, UploadTaskGroupBuilder
-from torchrelay.checkpoint.manager_base import Manager, check_handler
+from torchrelay.checkpoint.manager.base import Manager, check_handler
+from torchrelay.checkpoint.manager.checkpoint_manager import (
+    ManagerOptions,
+    MultiNodeCheckpointManager,
+    UploadTaskGroupBuilder,
+)
 from torchrelay.checkpoint.storage.open import FILE
 from torchrelay.errors import LeftByInterrupt, NotAllowedNowError, TaskFailedError, UsageError
 from torchrelay.jobs.job import Job

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.load.open import place_of, proved_entry
 from torchrelay.checkpoint.log.view import wanted
-from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.manager.base import Manager
 from torchrelay.errors import FencedError, LostDirectoryError, PeerError, SaveFailedError, UsageError
 from torchrelay.jobs.session import decide
 from torchrelay.runners.distributed.environment import current_world

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs
-from torchrelay.checkpoint.engine import Engine
+from torchrelay.checkpoint.manager.engine import Engine
 from torchrelay.checkpoint.save.staging.stage import Stage
 
 TENSORS = 66

@@ -13,7 +13,7 @@ import torch
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs
-from torchrelay.checkpoint.engine import Engine
+from torchrelay.checkpoint.manager.engine import Engine
 from torchrelay.checkpoint.save.staging.memory import Block, Room
 from torchrelay.checkpoint.save.staging.stage import Copier, Stage
 

@@ -314,7 +314,7 @@ def _verification() -> Iterator[Bug]:
 def _behind() -> Iterator[Bug]:
     yield Bug(
         "old epochs wait for a save that never comes",
-        "checkpoint/engine.py",
+        "checkpoint/manager/engine.py",
         "            self.retaining.behind()\n            self.ledger.finish",
         "            self.ledger.finish",
         ["tests/runners/test_deletions.py"],

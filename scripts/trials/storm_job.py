@@ -19,7 +19,7 @@ from torch import nn
 
 import torchrelay
 from torchrelay import EpochLoader, Job, JobRunner, Scope, data_parallel, max_epochs
-from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.manager.base import Manager
 from torchrelay.metadata.handlers import FileMetadataHandler
 
 EPOCHS = 4

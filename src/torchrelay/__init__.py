@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "CheckpointManager": "checkpoint.manager",
+    "CheckpointManager": "checkpoint.manager.checkpoint_manager",
     "Cluster": "jobs.cluster",
     "Context": "runners.session.context",
     "Counter": "jobs.task",
@@ -34,7 +34,7 @@ _HOMES = {
     "LocalSession": "runners.session.local",
     "MetadataHandler": "metadata.handlers",
     "MetricSink": "metadata.sinks.base",
-    "MultiNodeCheckpointManager": "checkpoint.manager",
+    "MultiNodeCheckpointManager": "checkpoint.manager.checkpoint_manager",
     "Node": "jobs.cluster",
     "OnnxExport": "runners.training.extras.onnx_export",
     "OnnxModule": "models.onnx.importer.module",
@@ -54,13 +54,13 @@ _HOMES = {
     "TensorHandler": "runners.serving.tensor_handler",
     "Tier": "checkpoint.storage.open",
     "TrackedRun": "metadata.sinks.base",
-    "UploadTaskGroupBuilder": "checkpoint.manager",
+    "UploadTaskGroupBuilder": "checkpoint.manager.checkpoint_manager",
     "Upstream": "runners.training.extras.upstream",
     "Workspace": "jobs.workspace",
     "WorkspaceType": "jobs.workspace",
     "compile": "models.package.compile",
     "data_parallel": "jobs.data.data_parallel",
-    "db_name": "checkpoint.manager_base",
+    "db_name": "checkpoint.manager.base",
     "early_stopping": "jobs.stop",
     "epoch_limiter": "jobs.stop",
     "estimate_bytes": "checkpoint.files.blobs.api",
@@ -68,7 +68,7 @@ _HOMES = {
     "final_output": "jobs.task",
     "from_onnx": "models.onnx.importer.module",
     "fsdp_state": "checkpoint.state.leaves.fsdp1",
-    "get_ckpt_filename": "checkpoint.manager_base",
+    "get_ckpt_filename": "checkpoint.manager.base",
     "get_params": "models.archive.states",
     "get_states": "models.archive.states",
     "import_checkpoint": "checkpoint.files.interop.importer",
@@ -114,15 +114,19 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.files.interop.export import export_checkpoint as export_checkpoint
     from torchrelay.checkpoint.files.interop.importer import import_checkpoint as import_checkpoint
     from torchrelay.checkpoint.files.blobs.load_into import load_into as load_into
-    from torchrelay.checkpoint.manager import CheckpointManager as CheckpointManager
-    from torchrelay.checkpoint.manager_base import db_name as db_name, get_ckpt_filename as get_ckpt_filename
-    from torchrelay.checkpoint.manager import MultiNodeCheckpointManager as MultiNodeCheckpointManager
+    from torchrelay.checkpoint.manager.checkpoint_manager import CheckpointManager as CheckpointManager
+    from torchrelay.checkpoint.manager.base import db_name as db_name, get_ckpt_filename as get_ckpt_filename
+    from torchrelay.checkpoint.manager.checkpoint_manager import (
+        MultiNodeCheckpointManager as MultiNodeCheckpointManager,
+    )
     from torchrelay.models.onnx.importer.module import OnnxModule as OnnxModule, from_onnx as from_onnx
     from torchrelay.models.onnx.exporter.to_onnx import to_onnx as to_onnx
     from torchrelay.checkpoint.load.checkpoint import open_checkpoint as open_checkpoint
     from torchrelay.checkpoint.state.leaves.fsdp1 import fsdp_state as fsdp_state
     from torchrelay.checkpoint.storage.open import Tier as Tier
-    from torchrelay.checkpoint.manager import UploadTaskGroupBuilder as UploadTaskGroupBuilder
+    from torchrelay.checkpoint.manager.checkpoint_manager import (
+        UploadTaskGroupBuilder as UploadTaskGroupBuilder,
+    )
     from torchrelay.errors import RelayError as RelayError
     from torchrelay.jobs.blobs import Scope as Scope
     from torchrelay.jobs.cluster import Cluster as Cluster, Node as Node

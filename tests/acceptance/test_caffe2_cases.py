@@ -23,7 +23,7 @@ from torchrelay import (
     Workspace,
     epoch_limiter,
 )
-from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.manager.base import Manager
 
 TOY_NAMES = {"val", "val_cursor", "total"}
 

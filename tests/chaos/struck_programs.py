@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torchrelay
-from torchrelay.checkpoint.engine import Engine
+from torchrelay.checkpoint.manager.engine import Engine
 from torchrelay.checkpoint.storage import local
 from torchrelay.runners.chaos import checks, damage, target
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchrelay import Job, JobRunner, early_stopping, max_epochs, open_checkpoint, seed
-from torchrelay.checkpoint.manager import MultiNodeCheckpointManager
+from torchrelay.checkpoint.manager.checkpoint_manager import MultiNodeCheckpointManager
 from torchrelay.errors import BlobError, RelayError, SaveFailedError, UsageError
 from torchrelay.jobs.config.runner_schema import CheckpointKeys, Runner
 from torchrelay.runners.config_runs.training import runner_options

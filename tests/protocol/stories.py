@@ -22,7 +22,6 @@ import torch
 from weak_disk import Snapshot, WeakDisk
 
 from torchrelay import LocalSession
-from torchrelay.checkpoint.engine import Engine
 from torchrelay.checkpoint.format.log_state import Key, Retirement, State
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.log import append as log_append
@@ -35,6 +34,7 @@ from torchrelay.checkpoint.log.lease import WriterIdentity
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft, unpin_draft
+from torchrelay.checkpoint.manager.engine import Engine
 from torchrelay.checkpoint.tiering import open as placed_module
 from torchrelay.errors import PartiallyLoadedError, RelayError, StorageError
 

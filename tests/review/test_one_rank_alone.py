@@ -19,9 +19,9 @@ from ranks import on_ranks
 from torchrun import REPOSITORY, torchrun
 
 from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, Task, max_epochs
-from torchrelay.checkpoint import engine as engine_module
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.log.writer import LogWriter
+from torchrelay.checkpoint.manager import engine as engine_module
 from torchrelay.checkpoint.save import pipeline as save_module
 from torchrelay.checkpoint.save import replicas
 from torchrelay.checkpoint.save.planning.plan import RepeatedPlans

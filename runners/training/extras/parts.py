@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.manager_base import Manager
+    from torchrelay.checkpoint.manager.base import Manager
     from torchrelay.metadata.run_directory import RunDirectory
     from torchrelay.runners.session.base import SessionBase
     from torchrelay.runners.session.run_state import RunState

@@ -22,7 +22,7 @@ from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import LogView
-from torchrelay.checkpoint.manager_base import Manager
+from torchrelay.checkpoint.manager.base import Manager
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.errors import FencedError, RelayError, StorageError

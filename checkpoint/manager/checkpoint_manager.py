@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from torchrelay.checkpoint.format.manifest.position import Patterns
 from torchrelay.checkpoint.log.retention import BestEpochs
-from torchrelay.checkpoint.manager_base import Manager, db_name
+from torchrelay.checkpoint.manager.base import Manager, db_name
 from torchrelay.checkpoint.save.change_detection import Verify
 from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.checkpoint.storage.open import Tier

@@ -1,0 +1,1 @@
+"""Managers of checkpoints, and the engine that they are faces of."""
