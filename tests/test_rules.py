@@ -36,7 +36,7 @@ TEXT_FILES = {".py", ".md", ".toml", ".txt", ".sh", ".json", ""}
 
 def sources() -> list[Path]:
     """The python files of the rooms and of the front door."""
-    found = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    found = [path for room in (*ROOMS, "tests/chaos") for path in (ROOT / room).rglob("*.py")]
     return sorted([*found, *(ROOT / "src/torchrelay").glob("*.py")])
 
 
@@ -189,6 +189,7 @@ def text_files() -> list[Path]:
 def test_warnings_never_take_one_rank_away_from_the_others() -> None:
     """Warnings go through `jobs.peers.warn`, but for verbs that a process calls for itself."""
     alone = {
+        "runners/chaos/pytest_plugin.py",
         "checkpoint/archive/singa.py",
         "jobs/session.py",
         "checkpoint/load/checkpoint.py",

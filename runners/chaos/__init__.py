@@ -1,1 +1,1 @@
-"""Faults on purpose: a program is struck again and again, and must find what it was told is saved."""
+"""Where the pytest plug-in was; the harness is `torchrelay.chaos`."""

@@ -75,12 +75,13 @@ _VERBS = {
     "top": "top:add_top",
     "report": "report:add_report",
     "dashboard": "dashboard:add_dashboard",
-    "chaos": "chaos:add_chaos",
+    "chaos": "torchrelay.chaos.cli:add_chaos",
     "serve": "serve:add_serve",
     "run": "run:add_run_config",
     "launch": "launch:add_launch",
 }
-"""What defines each verb, `command_line_<module>:<function>`. Only that of the verb that was typed is
+"""What defines each verb, `command_line_<module>:<function>`, or `package.module:function`.
+Only that of the verb that was typed is
 imported: looking at a run takes a tenth of a second, and most of that would be imports of other verbs."""
 _GROUPS = {
     "ckpt": "look into checkpoints: prove them, ask why one is not used, put the directory in order",
@@ -160,7 +161,8 @@ def _meant(typed: Sequence[str]) -> Iterable[str]:
 
 def _definition(verb: str) -> Callable[[Add], None]:
     module, _, function = _VERBS[verb].partition(":")
-    found: Callable[[Add], None] = getattr(import_module(f"{__package__}.command_line_{module}"), function)
+    home = module if "." in module else f"{__package__}.command_line_{module}"
+    found: Callable[[Add], None] = getattr(import_module(home), function)
     return found
 
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchrelay.chaos.builtin import Wish, built_in
+from torchrelay.chaos.strikes import SHOWN, Tally
 from torchrelay.errors import RelayError
-from torchrelay.runners.chaos.builtin import Wish, built_in
-from torchrelay.runners.chaos.tally import SHOWN, Tally
 
 PROGRAMME = {
     "kill": 50_000,

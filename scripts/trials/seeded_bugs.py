@@ -66,7 +66,7 @@ def _durability() -> Iterator[Bug]:
         storage,
         "            self._beside(full, data, name, sync=True)\n",
         "            self._beside(full, data, name, sync=False)\n",
-        ["tests/chaos/test_chaos_trials.py", "-k", "power"],
+        ["tests/fault_injection/test_chaos_trials.py", "-k", "power"],
     )
     yield Bug(
         "a base file is not synced before the record that refers to it",
@@ -80,7 +80,7 @@ def _durability() -> Iterator[Bug]:
         storage,
         "                view, offset = view[written:], offset + written\n",
         "                view, offset = view[len(view) :], offset + written\n",
-        ["tests/chaos/test_chaos_trials.py", "-k", "errno and first"],
+        ["tests/fault_injection/test_chaos_trials.py", "-k", "errno and first"],
     )
     yield Bug(
         "an error of a writing thread is swallowed",

@@ -16,6 +16,7 @@ from frozen_job import check_epoch
 from frozen_job import train as train_frozen
 from struck_prune import copied, pruned, pruned_again, tries, whole
 
+from torchrelay.chaos.pytest_plugin import Chaos
 from torchrelay.checkpoint.format.log_state import Key
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
@@ -24,7 +25,6 @@ from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.chaos.pytest_plugin import Chaos
 
 Told = Callable[..., tuple[int, str, str]]
 ACCURACY = [None, 0.5, 0.9, float("nan"), 0.9, 0.0, 0.2]
