@@ -70,7 +70,7 @@ def measured(arguments: list[str]) -> str:
     """Seconds of a process, its peak of memory, and what it says that it read."""
     code = (
         "import re, sys\n"
-        "from torchrelay.runners.commands.command_line import main\n"
+        "from torchrelay.tools.cli.main import main\n"
         "main(sys.argv[1:])\n"
         "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     )

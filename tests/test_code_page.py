@@ -13,7 +13,7 @@ from source_trees import fill
 
 import torchrelay
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/code.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

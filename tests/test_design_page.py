@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/design.md").read_text()
-ROOMS = ("jobs", "checkpoint", "models", "runners", "metadata")
+ROOMS = ("tools", "jobs", "checkpoint", "models", "runners", "metadata")
 MODULES = {
     path.stem
     for room in ROOMS

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/inspection.md").read_text()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.launch import torchx as target
+from torchrelay.tools.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/launch-torchx.md").read_text()

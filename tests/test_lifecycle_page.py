@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from torchrelay import lifecycle
-from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.config_runs.context import STEPS, StepContext
+from torchrelay.tools.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/lifecycle.md").read_text()

@@ -16,7 +16,7 @@ from warm import PLACE, server, warmed
 
 from torchrelay.metadata.handlers import MetadataHandler
 from torchrelay.metadata.sql.tables import VERSION, metadata
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/metadata.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -14,7 +14,7 @@ import torch
 
 from torchrelay import open_checkpoint
 from torchrelay.jobs.config.config import load_config
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/guides/migrate-alf.md").read_text()

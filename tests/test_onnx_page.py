@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/onnx.md").read_text()
 pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'torchrelay[onnx]'")

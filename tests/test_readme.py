@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

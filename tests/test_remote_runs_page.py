@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from stored_jobs import Hosts, in_memory
 
-from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.remote_runs import download, upload, workspace
 from torchrelay.runners.training.extras import remote_run
+from torchrelay.tools.cli.main import main
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/remote-runs.md").read_text()
 

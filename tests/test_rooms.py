@@ -13,8 +13,9 @@ import pytest
 import torchrelay
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("jobs", "checkpoint", "models", "runners", "metadata")
+ROOMS = ("tools", "jobs", "checkpoint", "models", "runners", "metadata")
 ALLOWED = {
+    "tools": {"tools", "runners", "models", "checkpoint", "jobs", "metadata", "errors", "records"},
     "jobs": {"jobs", "errors", "records"},
     "metadata": {"metadata", "errors", "records"},
     "checkpoint": {"checkpoint", "jobs", "errors", "records"}

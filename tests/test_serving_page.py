@@ -16,10 +16,10 @@ from served import wait_until
 from torchrun import clean_environment
 
 from torchrelay.jobs.runtime import Signature
-from torchrelay.runners.commands.command_line import whole_parser
 from torchrelay.runners.programs.serve_options import Limits
 from torchrelay.runners.serving.openapi import description
 from torchrelay.runners.serving.served import Served
+from torchrelay.tools.cli.main import whole_parser
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/serving.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/stages.md").read_text()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from s3_server import moto, needs_s3
 from surroundings import surroundings
 
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/stores.md").read_text()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchrelay import Tier
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/tier.md").read_text()
 

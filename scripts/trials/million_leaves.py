@@ -81,7 +81,7 @@ def _look(step: str, run: str) -> int:
 
         opened = open_checkpoint(run)
         return 0 if len(opened.load_tensors(opened.leaves[0].name)) == 1 else 1
-    from torchrelay.runners.commands.command_line import main as command
+    from torchrelay.tools.cli.main import main as command
 
     return command(["ckpt", step, f"{run}@1" if step == "show" else run])
 

@@ -25,7 +25,7 @@ from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError
-from torchrelay.runners.commands.command_line import main as command
+from torchrelay.tools.cli.main import main as command
 
 EPOCHS = 3
 Harm = Callable[[Path, int], None]

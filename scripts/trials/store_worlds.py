@@ -39,7 +39,7 @@ from torchrelay.checkpoint.storage import object_store, uploads
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.errors import FencedError, RelayError
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 CALLS = 6
 """Calls of a world, where nothing else is said."""

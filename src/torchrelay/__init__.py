@@ -3,7 +3,8 @@
     jobs/         what to run            imports no other room
     metadata/     what is remembered     imports no other room
     checkpoint/   how state persists     may import jobs and the metadata handler's protocol
-    runners/      who executes           may import all
+    runners/      who executes           may import those above
+    tools/        what people type       may import all
 
 Importing this package has no side effects and does not import torch: public names are found
 when they are first used.

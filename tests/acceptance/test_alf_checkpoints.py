@@ -12,7 +12,7 @@ from torch import nn
 
 from torchrelay import InitFrom, Upstream, open_checkpoint
 from torchrelay.errors import BlobError
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 
 class Tied(nn.Module):

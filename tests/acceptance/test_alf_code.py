@@ -16,7 +16,7 @@ import torchrelay
 from torchrelay import JobRunner, LocalSession
 from torchrelay.errors import UsageError
 from torchrelay.metadata.code.capture import Given, captures
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 KILLED = """
 import os, signal, sys, time

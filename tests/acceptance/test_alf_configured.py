@@ -12,7 +12,7 @@ from lifecycle_cases import CONFIG, run, written
 
 from torchrelay import open_checkpoint
 from torchrelay.lifecycle import StepFailedError
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 STILL = "hyper_parameters.optimizer.learning_rate=1e-30"
 

@@ -19,7 +19,7 @@ from torchrun import clean_environment
 
 from torchrelay import InitFrom, Upstream, export_checkpoint, open_checkpoint
 from torchrelay.errors import TaskFailedError
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 
 @pytest.fixture(scope="module")

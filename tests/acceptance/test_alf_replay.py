@@ -17,7 +17,7 @@ from program_cases import SMALL, Script
 
 from torchrelay import Job, JobRunner, LocalSession, load_blobs, max_epochs, save_blobs
 from torchrelay.errors import UsageError
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 
 def verified(run_dir: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:

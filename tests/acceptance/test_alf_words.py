@@ -19,7 +19,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.lifecycle import run_config
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 BUILT = """\
 seed: 4
@@ -177,7 +177,7 @@ def test_config_check_tells_it_without_torch(low: Path) -> None:
     """`config check` says ok with the upstream there and ends with 2 without it; torch is not imported."""
     high = stage(low.parent / "high")
     code = (
-        "import sys; from torchrelay.runners.commands.command_line import main; rc = main(sys.argv[1:]); "
+        "import sys; from torchrelay.tools.cli.main import main; rc = main(sys.argv[1:]); "
         "print('torch' in sys.modules); sys.exit(rc)"
     )
     command = [sys.executable, "-c", code, "config", "check", str(high / "config.yaml")]

@@ -19,7 +19,7 @@ from torchrelay.errors import UsageError
 from torchrelay.metadata.code.archive import open_archive
 from torchrelay.metadata.code.capture import captures
 from torchrelay.metadata.experiments import Note, write_note, write_result
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 MODEL = """
 from torch import nn

@@ -21,9 +21,9 @@ from torchrun import REPOSITORY, clean_environment, torchrun
 import torchrelay
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiments import Identity
-from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.programs.verbs.train import check_alike
+from torchrelay.tools.cli.main import main
 
 GATED = """def after_epoch(self, ctx):
         import pathlib, time

@@ -354,7 +354,7 @@ def test_modules_are_programs_too(
     script: Script, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`torchrelay train module:Class` and `torchrelay train script.py` do what the script does."""
-    from torchrelay.runners.commands.command_line import main
+    from torchrelay.tools.cli.main import main
 
     monkeypatch.chdir(script.path.parent)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -388,7 +388,7 @@ def test_a_verb_runs_no_job_of_a_plain_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ending: str
 ) -> None:
     """`torchrelay status plain.py` of a script with a JobRunner says how to start it, and trains nothing."""
-    from torchrelay.runners.commands.command_line import main
+    from torchrelay.tools.cli.main import main
 
     monkeypatch.setattr(sys, "argv", ["torchrelay"])
     monkeypatch.setattr(sys, "path", list(sys.path))

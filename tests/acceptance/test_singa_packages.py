@@ -26,7 +26,7 @@ import torchrelay
 from torchrelay.errors import BlobError, DamagedError, FormatError, RelayError, UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.metadata.experiments import Note, read_note, write_note
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 LABELS = ["cat", "dog", "cow", "owl"]
 

@@ -16,7 +16,7 @@ import pytest
 from torchrelay import open_checkpoint
 from torchrelay.errors import RelayError
 from torchrelay.metadata.experiments import RunStore, results
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/paddlerec_style"
 SHORT = ("-o", "runner.train1.epochs=1")
@@ -255,7 +255,7 @@ def test_status_of_a_configuration_says_what_train_does(project: Project) -> Non
     told = project("status")
     assert "goes on with" in told.out and "max_epochs raised" in told.out
     assert "refused" in project("status", *SHORT).out
-    code = "import sys; from torchrelay.runners.commands.command_line import main\n"
+    code = "import sys; from torchrelay.tools.cli.main import main\n"
     code += "try: main(['status', '-m', 'config.yaml'])\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

@@ -11,7 +11,7 @@ import torch
 
 import torchrelay
 from torchrelay.errors import UsageError
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 LONG = "a" * 300
 ODD = {LONG: "File name too long", "loop": "Too many levels", "loop/x": "Too many levels"}

@@ -14,8 +14,8 @@ from torchrelay.chaos.strikes import COLUMNS, Tally
 from torchrelay.checkpoint.storage.open import FILE
 from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
-from torchrelay.runners.commands.command_line_arguments import Add, whole_number
 from torchrelay.runners.monitoring.console import Output
+from torchrelay.tools.cli.arguments import Add, whole_number
 
 FOUND = 1
 """Exit code where a trial did not survive, or nothing could be tried."""

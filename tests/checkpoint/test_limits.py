@@ -20,7 +20,7 @@ from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft
 from torchrelay.errors import BlobError, UsageError
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 STATES: dict[str, Callable[[], dict[str, Any]]] = {
     "many tensors": lambda: {"t": {f"k{7919 * i % 400}": torch.full((2,), float(i)) for i in range(400)}},

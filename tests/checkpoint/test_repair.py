@@ -27,7 +27,7 @@ from torchrelay.checkpoint.log.state import lost_bases
 from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DirectoryInUseError, UnknownEpochError
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 EPOCHS = 18
 INLINE = 8

@@ -25,7 +25,7 @@ from torchrelay import (
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 HEAD = {epoch: ["head"] for epoch in range(1, 20)}
 """Only the head is trained."""

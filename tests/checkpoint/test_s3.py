@@ -21,7 +21,7 @@ from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.checkpoint.storage.urls import open_file_system
 from torchrelay.errors import StorageError
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 pytestmark = needs_s3
 

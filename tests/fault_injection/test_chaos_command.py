@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CHAOS = [sys.executable, "-m", "torchrelay", "chaos"]
@@ -39,7 +39,7 @@ def run(*words: object, code: int = 0) -> str:
 
 def test_help_is_quick() -> None:
     """The whole command line, chaos included, comes without torch."""
-    code = "import sys, torchrelay.runners.commands.command_line as c, torchrelay.chaos.command"
+    code = "import sys, torchrelay.tools.cli.main as c, torchrelay.chaos.command"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"], capture_output=True, check=True
     )

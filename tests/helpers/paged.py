@@ -16,7 +16,7 @@ ALSO = (
     "torchrelay.runners.training.job_runner", "torchrelay.runners.session.local",
     "torchrelay.runners.training.run_loop",
     "torchrelay.checkpoint.load.checkpoint",
-    "torchrelay.jobs.data.loader", "torchrelay.runners.commands.command_line", "torchrelay.jobs.stop",
+    "torchrelay.jobs.data.loader", "torchrelay.tools.cli.main", "torchrelay.jobs.stop",
     "sklearn.datasets",
 )  # fmt: skip
 _CLIENT = f'exec "{sys.executable}" -I -S "{CLIENT}"'

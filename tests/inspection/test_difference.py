@@ -27,9 +27,9 @@ from torchrelay.checkpoint.inspect.diff import LeafChange, Wish, leaf_changes
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.commands import command_line
-from torchrelay.runners.commands.command_line import main
-from torchrelay.runners.commands.command_line_diff import _percent
+from torchrelay.tools.cli import main as command_line
+from torchrelay.tools.cli.checkpoints.diff import _percent
+from torchrelay.tools.cli.main import main
 
 FULL, QUICK = Wish(), Wish(figures=False)
 
@@ -354,7 +354,7 @@ sys.meta_path.insert(0, Hidden())
 import importlib.util
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "numpy" else find_spec(name, *rest)
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 code = main(sys.argv[1:])
 print(code, "torch" in sys.modules, "pickle" in sys.modules)
 """
@@ -388,7 +388,7 @@ def test_memory_stays_below_64_mib(tmp_path: Path):
             run.save(2, [parameter("m.w", sizes * 1.01)], 3)
     code = (
         "import re, sys\n"
-        "from torchrelay.runners.commands.command_line import main\n"
+        "from torchrelay.tools.cli.main import main\n"
         "main(sys.argv[1:])\n"
         "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     )

@@ -20,7 +20,7 @@ from torchrelay.checkpoint.inspect.bad_elements import Looker
 from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 NAN, INF = float("nan"), float("inf")
 

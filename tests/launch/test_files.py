@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.launch import local, slurm
 from torchrelay.runners.launch.command import command_of
 from torchrelay.runners.launch.directory import make_directory, next_directory
 from torchrelay.runners.launch.layout import Layout, layout_of
 from torchrelay.runners.launch.request import LaunchRequest
+from torchrelay.tools.cli.main import main
 
 EVIL = "a 'b\" $(touch pwned) `touch pwned`; touch pwned\n#, \\ * ~"
 
@@ -136,7 +136,7 @@ def test_a_dry_run_prints_the_files_and_makes_nothing_without_torch(tmp_path: Pa
     """The printed text is what would be written; torch is not imported for it."""
     (tmp_path / "train.py").touch()
     code = (
-        "import sys; from torchrelay.runners.commands.command_line import main; code = main(sys.argv[1:]); "
+        "import sys; from torchrelay.tools.cli.main import main; code = main(sys.argv[1:]); "
         "sys.exit('torch was imported' if 'torch' in sys.modules else code)"
     )
     words = ["launch", "-j", "2x8", "--slurm", "--dry-run", "--json", "--name", "n", "--", "train.py", "x y"]

@@ -12,11 +12,11 @@ import yaml
 from kubernetes_schemas import check
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.launch.kubernetes import files
 from torchrelay.runners.launch.kubernetes_job import HOPELESS
 from torchrelay.runners.launch.layout import Layout
 from torchrelay.runners.launch.request import LaunchRequest
+from torchrelay.tools.cli.main import main
 
 IMAGE = ("image", "reg.example/train:1")
 PLAIN = LaunchRequest(Layout(2, 8), ("train.py", "--lr", "0.1"), Path("/src"), name="mnist", options=(IMAGE,))

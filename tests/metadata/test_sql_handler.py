@@ -29,7 +29,7 @@ from torchrelay.metadata.sql.handler import BoundedCalls, Pending
 from torchrelay.metadata.sql.rows import merged, rows_of
 from torchrelay.metadata.sql.url import parse_url
 from torchrelay.metadata.statistics import NodeStats, NodeTimes
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 SAVE = "checkpoint_save"
 
@@ -537,7 +537,7 @@ def test_a_missing_package_is_told_with_its_remedy(missing: str, url: str, extra
     """One line with the pip command, and no password."""
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
-        "from torchrelay.runners.commands.command_line import main\n"
+        "from torchrelay.tools.cli.main import main\n"
         f"main(['index', 'x', '--database', {url!r}])"
     )
     said = python(code)

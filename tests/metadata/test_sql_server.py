@@ -23,7 +23,7 @@ from torchrelay.errors import FormatError, StorageError
 from torchrelay.metadata.handlers import EPOCH, Holder, Note
 from torchrelay.metadata.sql import handler as sql_handler
 from torchrelay.metadata.sql.handler import SqlHandler
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 pytestmark = needs_postgresql
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from torchrelay import lifecycle
 from torchrelay.jobs.config.config import load_config
-from torchrelay.runners.commands.command_line import main as torchrelay
+from torchrelay.tools.cli.main import main as torchrelay
 
 
 def refuse(*_: Any, **__: Any) -> None:

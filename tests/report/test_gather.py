@@ -214,7 +214,7 @@ def test_a_run_whose_process_is_gone_is_not_called_running(story: RunDirectory) 
 def test_gathering_and_drawing_need_no_torch(story: RunDirectory) -> None:
     """The verb does not import torch."""
     code = (
-        "import sys; from torchrelay.runners.commands.command_line import main; "
+        "import sys; from torchrelay.tools.cli.main import main; "
         f"main(['report', {str(story.path)!r}, '-o', {str(story.path / 'r.html')!r}]); "
         "sys.exit('torch' in sys.modules)"
     )

@@ -13,8 +13,8 @@ import pytest
 
 from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.monitoring.rank_log import RankLog
+from torchrelay.tools.cli.main import main
 
 HUGE = "1" + "0" * 400
 NUMBERS = ("NaN", "1e999", HUGE, "1e308", "true")

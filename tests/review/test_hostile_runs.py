@@ -19,10 +19,10 @@ from torchrelay.metadata.code.capture import command
 from torchrelay.metadata.experiments import Identity, Note, RunStore
 from torchrelay.metadata.lineage import Stage, StageRecord, capture, stages_of
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.monitoring.status import Standing, standing
 from torchrelay.runners.programs.run_selection import Chosen, Known, Start, choose_to_train, made_run
 from torchrelay.runners.session.stop_requests import Requests, nothing_follows, signals_ask
+from torchrelay.tools.cli.main import main
 
 RUN = {"format": {"major": 1, "minor": 0, "features": []}, "job": "j", "uuid": "u", "created": 1.0}
 NOTE = {"program": "p", "origin": "o", "code_id": "a" * 64, "config_id": None, "created": 1.0}

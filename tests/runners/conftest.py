@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 COMMAND = [sys.executable, "-m", "torchrelay", "ckpt"]
 LEAVES = [parameter("w", torch.arange(6.0)), moment("m", torch.arange(3.0))]

@@ -19,9 +19,9 @@ from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.monitoring.console import printable
 from torchrelay.runners.monitoring.text import human_bytes
+from torchrelay.tools.cli.main import main
 
 COMMAND = [sys.executable, "-m", "torchrelay"]
 

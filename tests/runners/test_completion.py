@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.runners.commands.command_line import main, whole_parser
-from torchrelay.runners.commands.completion import SHELLS, tree_of
+from torchrelay.tools.cli.completion import SHELLS, tree_of
+from torchrelay.tools.cli.main import main, whole_parser
 
 ASK = """
 source ./script

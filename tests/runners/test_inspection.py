@@ -28,8 +28,8 @@ from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.commands.command_line import main, whole_parser
-from torchrelay.runners.commands.completion import tree_of
+from torchrelay.tools.cli.completion import tree_of
+from torchrelay.tools.cli.main import main, whole_parser
 
 READING = [
     ["ls"], ["show"], ["stats"], ["compare"], ["verify"],

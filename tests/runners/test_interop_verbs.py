@@ -15,14 +15,14 @@ from torchrun import clean_environment
 from warm import PLACE, server, warmed
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 
 def test_help_needs_no_torch() -> None:
     """The verbs' help is printed without importing torch."""
     for verb in ("export", "import"):
         code = (
-            "import sys; from torchrelay.runners.commands.command_line import main\n"
+            "import sys; from torchrelay.tools.cli.main import main\n"
             f"try: main([{verb!r}, '--help'])\n"
             "except SystemExit: print('torch' in sys.modules)"
         )

@@ -16,8 +16,8 @@ from torchrelay import Job, JobRunner, OnnxExport, max_epochs, open_checkpoint, 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import load_config
 from torchrelay.jobs.config.tree import ConfigError
-from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.training.journal import SaveWarning
+from torchrelay.tools.cli.main import main
 
 onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'torchrelay[onnx]'")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'torchrelay[onnx]'")

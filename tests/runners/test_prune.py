@@ -182,7 +182,7 @@ def test_a_run_that_is_written_is_left_alone(run: Path, told: Told) -> None:
 def test_it_needs_no_torch(run: Path) -> None:
     """Neither torch nor pickle is imported by prune, tag and pin."""
     program = (
-        "import sys; from torchrelay.runners.commands.command_line import main\n"
+        "import sys; from torchrelay.tools.cli.main import main\n"
         "for line in ('tag RUN@2 good', 'pin RUN@best', 'unpin RUN@best',\n"
         "    'prune RUN --keep-best val/acc:max'):\n"
         "    assert main(line.replace('RUN', sys.argv[1]).split()) == 0, line\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from source_trees import fill, train
 
-from torchrelay.runners.commands.command_line import main
-from torchrelay.runners.commands.runs_difference import captured_otherwise
+from torchrelay.tools.cli.main import main
+from torchrelay.tools.cli.runs.compare import captured_otherwise
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_damaged_archive_is_not_extracted(run: Path, capsys: pytest.CaptureFix
 def test_the_verbs_need_no_torch(run: Path) -> None:
     """Looking at source is quick: neither torch nor pickle is imported."""
     code = (
-        "import sys\nfrom torchrelay.runners.commands.command_line import main\n"
+        "import sys\nfrom torchrelay.tools.cli.main import main\n"
         "assert main(['runs', 'diff', 'run', 'run', '--json']) == main(['runs', 'code', 'run']) == 0\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'pickle')))"
     )

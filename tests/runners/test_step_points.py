@@ -18,8 +18,8 @@ import torchrelay
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.session.metric_points import Row, StepPoints
+from torchrelay.tools.cli.main import main
 
 SRC = Path(__file__).resolve().parent.parent.parent / "src"
 PROGRAM = """

@@ -26,7 +26,7 @@ from torchrelay.checkpoint.log.tiered_storage import PATH
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.tiering.upload import Sending
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 
 def job(epochs: int) -> Job:

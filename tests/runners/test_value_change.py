@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torchrelay.checkpoint.format.values import encode
-from torchrelay.runners.commands.command_line_value_change import value_change
+from torchrelay.tools.cli.checkpoints.diff import value_change
 
 
 @pytest.mark.parametrize(

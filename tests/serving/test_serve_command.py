@@ -13,10 +13,10 @@ from served import Held, train
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.artifacts.loaded_model import named
-from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.programs.serve_options import ServeOptions
 from torchrelay.runners.serving.models import handler_of, read_signature
 from torchrelay.runners.serving.tensor_handler import TensorHandler
+from torchrelay.tools.cli.main import main
 
 MODEL = ("--model", "served:linear")
 

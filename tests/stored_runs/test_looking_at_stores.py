@@ -13,7 +13,6 @@ import fsspec
 import pytest
 from stored_jobs import Hosts, in_memory, put, train
 
-from torchrelay.runners.commands.command_line import main
 from torchrelay.runners.dashboard.far_runs import FarRuns
 from torchrelay.runners.dashboard.server import DashboardServer
 from torchrelay.runners.remote_runs import mirror as mirrors
@@ -21,6 +20,7 @@ from torchrelay.runners.remote_runs.download import RunFiles
 from torchrelay.runners.remote_runs.mirror import Mirror, mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
 from torchrelay.runners.report.limits import Limits
+from torchrelay.tools.cli.main import main
 
 
 @pytest.fixture(scope="module")

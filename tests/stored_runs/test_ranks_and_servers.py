@@ -13,7 +13,7 @@ from torchrun import torchrun
 
 import torchrelay
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 PROGRAM = Path(__file__).resolve().parent.parent / "programs/stored_run.py"
 

@@ -23,7 +23,7 @@ from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.checkpoint.storage.retry import Patience
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 pytestmark = needs_s3
 IMPATIENT = {"FSSPEC_S3": '{"config_kwargs": {"read_timeout": 1, "connect_timeout": 5}}'}

@@ -37,7 +37,7 @@ from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import DirectoryInUseError, FencedError, UsageError
-from torchrelay.runners.commands.command_line import main
+from torchrelay.tools.cli.main import main
 
 pytestmark = pytest.mark.ranks  # some of these are processes, and all share one start of each server
 

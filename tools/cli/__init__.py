@@ -1,0 +1,1 @@
+"""What `torchrelay VERB` does, without torch."""

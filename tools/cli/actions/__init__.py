@@ -1,0 +1,1 @@
+"""Verbs that run something: programs, configurations, launches, a server."""

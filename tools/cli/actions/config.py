@@ -1,0 +1,146 @@
+"""The verbs of a configuration file: `torchrelay config check|print|schema`, and `run`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.config.config import Config, load_config
+from torchrelay.jobs.config.interpolation import RunPlace
+from torchrelay.jobs.config.schema_docs import json_schema, key_table
+from torchrelay.jobs.config.tree import ConfigError
+from torchrelay.runners.config_runs.selection import config_file, file_within
+from torchrelay.runners.monitoring.console import Output
+from torchrelay.tools.cli.arguments import Add, add_strict
+
+
+def add_check(add: Add) -> None:
+    """Define `config check`."""
+    parser = add("check", "say everything that is wrong with it, or ok", check)
+    _add_reading(parser)
+    add_strict(parser)
+
+
+def add_print(add: Add) -> None:
+    """Define `config print`."""
+    _add_reading(add("print", "print every value that holds, and where it comes from", print_))
+
+
+def add_schema(add: Add) -> None:
+    """Define `config schema`."""
+    parser = add("schema", "print the JSON Schema, for editors", schema)
+    parser.add_argument("path", metavar="CONFIG", nargs="?", help="not read: the schema is one for all")
+    parser.add_argument(
+        "--markdown", action="store_true", help="the table of keys of the documentation instead"
+    )
+
+
+def check(chosen: argparse.Namespace, output: Output) -> int:
+    """Print `ok` with the id, or the report."""
+    config = _read(chosen, output)
+    if config is None:
+        return ConfigError.exit_code
+    if chosen.strict_config:
+        from torchrelay.runners.config_runs.profiles import check_keys  # it loads the classes of the user's
+
+        check_keys(config)
+    if output.json:
+        output.value({"problems": [], "id": config.id})
+    else:
+        output.line(f"ok, id {config.id[:12]}")
+        for note in config.without_effect():
+            output.line(str(note))
+    return 0
+
+
+def print_(chosen: argparse.Namespace, output: Output) -> int:
+    """Print the resolved form as YAML, each value with its origin as a comment."""
+    config = _read(chosen, output)
+    if config is None:
+        return ConfigError.exit_code
+    if output.json:
+        output.value({"resolved": config.resolved, "id": config.id, "origins": config.origins()})
+        return 0
+    for line in config.printed():
+        output.line(line)
+    return 0
+
+
+def schema(chosen: argparse.Namespace, output: Output) -> int:
+    """Print the schema; it is the same for all files."""
+    if chosen.markdown:
+        for line in key_table().splitlines():
+            output.line(line)
+    else:
+        output.value(json_schema())
+    return 0
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="CONFIG", help="a YAML file, or a directory with a config.yaml")
+    parser.add_argument("more", metavar="KEY=VALUE", nargs="*", default=[], help="as -o")
+    parser.add_argument(
+        "-o", dest="overrides", metavar="KEY=VALUE", action="append", default=[],
+        help="put a value in place of another: runner.train1.epochs=3",
+    )  # fmt: skip
+
+
+def _read(chosen: argparse.Namespace, output: Output) -> Config | None:
+    """None after a report in JSON; other reports are the caller's caller's."""
+    try:
+        return load_config(file_within(chosen.path), [*chosen.more, *chosen.overrides])
+    except ConfigError as error:
+        if not output.json:
+            raise
+        output.value({"problems": [one.json() for one in error.problems]})
+        return None
+
+
+def add_run_config(add: Add) -> None:
+    """Define `run`."""
+    parser = add("run", "run the profiles of a configuration, in the order of its mode", run)
+    parser.add_argument(
+        "-m",
+        "--config",
+        dest="path",
+        metavar="CONFIG",
+        required=True,
+        help="a YAML file, or a directory or package with a config.yaml",
+    )
+    parser.add_argument(
+        "-o", dest="overrides", metavar="KEY=VALUE", action="append", default=[],
+        help="put a value in place of another: runner.train1.epochs=3",
+    )  # fmt: skip
+    parser.add_argument(
+        "--run-dir", metavar="DIR", help="the run directory, in place of what the configuration says"
+    )
+    add_strict(parser)
+    parser.add_argument(
+        "--check", action="store_true",
+        help="only say what is wrong with it, or ok; with --strict-config dead keys, too",
+    )  # fmt: skip
+
+
+def run(chosen: argparse.Namespace, output: Output) -> int:
+    """Run it and leave with its code; with `--check` alone no torch is needed."""
+    if chosen.run_dir == "":
+        raise UsageError("--run-dir is empty: give a directory, or leave it out")
+    config = load_config(config_file(chosen.path), chosen.overrides, place=RunPlace(run=chosen.run_dir))
+    if not chosen.check:
+        _run_and_leave(config, chosen.run_dir, strict=chosen.strict_config)
+    if chosen.strict_config:
+        from torchrelay.runners.config_runs.profiles import check_keys
+
+        check_keys(config)
+    output.line(f"ok, id {config.id[:12]}")
+    for note in config.without_effect():
+        output.line(str(note))
+    return 0
+
+
+def _run_and_leave(config: Config, run_dir: str | None, *, strict: bool) -> NoReturn:
+    from torchrelay.runners.config_runs.profiles import run_config
+    from torchrelay.runners.training.exit import run_and_leave
+
+    run_and_leave(lambda: run_config(config, run_dir=run_dir, strict=strict).exit_code)

@@ -1,0 +1,1 @@
+"""Verbs that look into checkpoints, compare and mark them, put them in order."""

@@ -1,0 +1,305 @@
+"""`torchrelay find-bad RUN`: the first epoch with NaN or Inf, or the first jump of a metric.
+
+Needs no torch; numpy is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.summary import glance_or_notes
+from torchrelay.checkpoint.inspect.anomalies import FACTOR, Jump, first_bad, first_jump
+from torchrelay.checkpoint.inspect.contents import check_chosen, open_epoch
+from torchrelay.errors import DamagedError, UsageError
+from torchrelay.records import dataclass
+from torchrelay.runners.monitoring.console import Output, human_number
+from torchrelay.runners.remote_runs.resolve import Place, Selected, locate_run, parse_selector, select
+from torchrelay.tools.cli.arguments import Add, add_blobs, add_epoch
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.inspect.bad_elements import BadLeaf, Looker
+
+
+@dataclass(frozen=True)
+class Resume:
+    """From where to go on: the newest epoch before the bad one that can be resumed from, None without any."""
+
+    entry: Entry | None
+    command: str
+
+    def line(self) -> str:
+        """For people."""
+        if self.entry is None:
+            return "no epoch before it can be resumed from: begin anew with resume='never' (--resume never)"
+        number = self.entry.position.epoch
+        return (
+            f"to go on from epoch {number}: {self.command} --resume-from-epoch {number}, "
+            f"or train(resume_from_epoch={number})"
+        )
+
+    def json(self) -> dict[str, Any] | None:
+        """As an object, null without an epoch."""
+        if self.entry is None:
+            return None
+        number = self.entry.position.epoch
+        return {"epoch": number, "arguments": ["--resume-from-epoch", str(number)]}
+
+
+def resume_before(selected: Selected, earlier: Sequence[Entry]) -> Resume:
+    """The newest of the earlier epochs that a start may use: one that the current branch sees."""
+    usable = {one.key for one in selected.view.candidates()}
+    able = [one for one in earlier if one.key in usable]
+    run = selected.place.run
+    words = (run.known_identity() if run else {}).get("command")
+    known = isinstance(words, list) and words and all(isinstance(one, str) for one in words)
+    command = shlex.join(words) if known and words else "the run's command with"
+    return Resume(able[-1] if able else None, command)
+
+
+FOUND = 1
+"""Exit code where something bad was found."""
+
+
+def find_jump(chosen: argparse.Namespace, output: Output) -> int:
+    """Look at the metrics that the run noted and tell; `FOUND` if there is a jump, else 0."""
+    for name, given in (("--blobs", chosen.blobs), ("--nan-only", chosen.nan_only)):
+        if given:
+            raise UsageError(f"{name} is about blobs, --metric about a metric: give one of them")
+    selector = parse_selector(chosen.path)
+    run = locate_run(selector.path)
+    selected = select(chosen.path)
+    upto = selected.entry.position.epoch if selector.wish is not None else None
+    current = selected.entry in selected.view.line()
+    lines = run.metrics() if current else list(_of_branch(selected))
+    series = list(_series(lines, chosen.metric, upto))
+    jump = first_jump([value for _, value in series], chosen.jump or FACTOR)
+    if jump is None:
+        return _no_jump(output, chosen, len(series))
+    earlier = [one for one in selected.view.line(selected.entry.branch) if one.position.boundary]
+    earlier = [one for one in earlier if one.position.epoch < series[jump.at][0]]
+    resume = resume_before(selected, earlier)
+    if output.json:
+        output.value(_jump_json(chosen.metric, series, jump, resume))
+    else:
+        output.line(_jump_line(chosen.metric, series, jump), "damaged")
+        output.line(resume.line())
+    return FOUND
+
+
+def _of_branch(selected: Selected) -> Iterator[dict[str, Any]]:
+    """The metrics of a branch that was left, by its epochs: what the run notes is of the current one."""
+    for entry in selected.view.line(selected.entry.branch):
+        if entry.position.boundary:
+            metrics = glance_or_notes(selected.place.storage, entry).metrics
+            yield {"epoch": entry.position.epoch, "metrics": metrics}
+
+
+def _series(lines: Sequence[dict[str, Any]], name: str, upto: int | None) -> Iterator[tuple[int, float]]:
+    """Epoch and value, in order; raises UsageError where no epoch has the metric."""
+    known = sorted({key for line in lines for key in _metrics(line)})
+    if name not in known:
+        raise UsageError(f"no epoch has a metric {name!r}; there is {', '.join(known) or 'none at all'}")
+    for line in lines:
+        if name in _metrics(line) and (upto is None or line["epoch"] <= upto):
+            try:
+                yield line["epoch"], float(_metrics(line)[name])
+            except (TypeError, ValueError):
+                raise DamagedError(
+                    f"epoch {line['epoch']}: {_metrics(line)[name]!r} is no value of {name}"
+                ) from None
+
+
+def _metrics(line: dict[str, Any]) -> dict[str, Any]:
+    found = line.get("metrics")
+    return found if isinstance(found, dict) else {}
+
+
+def _no_jump(output: Output, chosen: argparse.Namespace, count: int) -> int:
+    if output.json:
+        output.value({"found": False, "metric": chosen.metric, "epochs": count})
+    else:
+        output.line(f"{chosen.metric} has no jump in {count} epochs (--jump {chosen.jump or FACTOR:g})")
+    return 0
+
+
+def _jump_line(name: str, series: Sequence[tuple[int, float]], jump: Jump) -> str:
+    epoch, value = series[jump.at]
+    if jump.change is None or jump.usual is None or jump.spread is None:
+        return f"epoch {epoch}: {name} is {value}"
+    before = series[jump.at - 1][1]
+    usual, spread = human_number(jump.usual), human_number(jump.spread)
+    return (
+        f"epoch {epoch}: {name} jumps from {human_number(before)} to {human_number(value)}; "
+        f"a usual change is {usual}, give or take {spread}"
+    )
+
+
+def _jump_json(name: str, series: Sequence[tuple[int, float]], jump: Jump, resume: Resume) -> dict[str, Any]:
+    epoch, value = series[jump.at]
+    return {
+        "found": True,
+        "metric": name,
+        "epoch": epoch,
+        "value": value if math.isfinite(value) else str(value),
+        "before": series[jump.at - 1][1] if jump.at else None,
+        "usual_change": jump.usual,
+        "spread": jump.spread,
+        "epochs": len(series),
+        "resume": resume.json(),
+    }
+
+
+_SHOWN = 20
+
+
+def add_find_bad(add: Add) -> None:
+    """Define `find-bad`."""
+    parser = add("find-bad", "find the first epoch with NaN or Inf, or the first jump of a metric", find_bad)
+    add_epoch(parser, default="@last: epochs up to this one are looked at")
+    add_blobs(parser)
+    parser.add_argument("--nan-only", action="store_true", help="an Inf is no sign: masks have some")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--all", action="store_true", help="read every epoch instead of bisecting")
+    how.add_argument("--metric", metavar="NAME", help="look for a jump of this metric, not into blobs")
+    parser.add_argument(
+        "--jump", metavar="FACTOR", type=_factor,
+        help=f"with --metric: a change so many spreads from the usual one is a jump (default: {FACTOR:g})",
+    )  # fmt: skip
+
+
+def find_bad(chosen: argparse.Namespace, output: Output) -> int:
+    """Look and tell; 1 if something bad was found, else 0."""
+    if chosen.metric is not None:
+        return find_jump(chosen, output)
+    if chosen.jump is not None:
+        raise UsageError("--jump is about a metric: name it with --metric")
+    return _find_nan(chosen, output)
+
+
+def _find_nan(chosen: argparse.Namespace, output: Output) -> int:
+    from torchrelay.checkpoint.inspect.bad_elements import Looker
+
+    selected = select(chosen.path)
+    entries = _whole_epochs(selected, output)
+    looker = Looker(tuple(chosen.blobs or ()), nan_only=chosen.nan_only)
+    check_chosen([open_epoch(selected.place.storage, entries[-1])], chosen.blobs or ())
+    seen: dict[int, list[BadLeaf]] = {}
+
+    def is_bad(number: int) -> bool:
+        entry = entries[number]
+        output.progress(f"reading epoch {entry.position}, {looker.loads + 1}. of {len(entries)}")
+        seen[number] = _look(looker, selected.place, entry)
+        output.progress("")
+        return bool(seen[number])
+
+    if chosen.all:
+        at = next((number for number in [n for n in range(len(entries)) if is_bad(n)]), None)
+    else:
+        at = first_bad(len(entries), is_bad)
+    bad = [] if at is None else seen[at]
+    resume = None if at is None else resume_before(selected, entries[:at])
+    again = [] if at is None else [entries[n] for n in sorted(seen) if n > at and not seen[n]]
+    if output.json:
+        output.value(_nan_json(entries, at, bad, resume, sorted(seen)))
+    else:
+        _say_nan(output, chosen, entries, at, bad, resume, len(seen))
+        for entry in again[:1]:
+            output.line(f"epoch {entry.position} behind it is good again")
+    return 0 if at is None else FOUND
+
+
+def _whole_epochs(selected: Selected, output: Output) -> Sequence[Entry]:
+    """Epochs up to the selected one, on its branch; those that the log calls damaged are left out."""
+    seen = selected.view.line(selected.entry.branch)
+    line = [one for one in seen if one.position.boundary and one.position <= selected.entry.position]
+    for one in line:
+        if not one.healthy:
+            output.notice(f"epoch {one.position} is left out: the log says that it is damaged")
+    return [one for one in line if one.healthy] or [selected.entry]
+
+
+def _look(looker: Looker, place: Place, entry: Entry) -> list[BadLeaf]:
+    try:
+        return looker.bad_leaves(open_epoch(place.storage, entry))
+    except DamagedError as error:
+        raise DamagedError(f"epoch {entry.position} cannot be looked at: {error}") from error
+
+
+def _say_nan(
+    output: Output,
+    chosen: argparse.Namespace,
+    entries: Sequence[Entry],
+    at: int | None,
+    bad: Sequence[BadLeaf],
+    resume: Resume | None,
+    loads: int,
+) -> None:
+    what = "NaN" if chosen.nan_only else "NaN or Inf"
+    read = f"{loads} of {len(entries)} epochs read"
+    presumed = "" if chosen.all else "; presumed is that bad stays bad, --all reads every epoch"
+    if at is None:
+        of = "any epoch" if chosen.all else f"epoch {entries[-1].position}, the last one"
+        output.line(f"no {what} in {of} ({read}{presumed})")
+        return
+    before = f", epoch {entries[at - 1].position} was read and is good" if at else ""
+    output.line(
+        f"epoch {entries[at].position} is the first with {what} ({read}{before}{presumed})", "damaged"
+    )
+    rows = [(one.name, one.dtype, str(one.nan), str(one.inf), _index(one.index)) for one in bad[:_SHOWN]]
+    output.table(("leaf", "type", "NaN", "Inf", "first at"), rows)
+    if len(bad) > _SHOWN:
+        output.line(f"... and {len(bad) - _SHOWN} more leaves; --json has all")
+    if at == 0:
+        output.line(
+            "it is the oldest epoch that is kept; what is so on purpose is left out by --nan-only and --only"
+        )
+    elif resume is not None:
+        output.line(resume.line())
+
+
+def _index(index: Sequence[int]) -> str:
+    return f"[{','.join(map(str, index))}]"
+
+
+def _nan_json(
+    entries: Sequence[Entry],
+    at: int | None,
+    bad: Sequence[BadLeaf],
+    resume: Resume | None,
+    seen: Sequence[int],
+) -> dict[str, Any]:
+    return {
+        "found": at is not None,
+        "epoch": None if at is None else entries[at].position.epoch,
+        "last_good": entries[at - 1].position.epoch if at else None,
+        "read": [entries[number].position.epoch for number in seen],
+        "epochs": len(entries),
+        "leaves": [
+            {
+                "leaf": one.name,
+                "blob": one.blob,
+                "dtype": one.dtype,
+                "shape": list(one.shape),
+                "nan": one.nan,
+                "inf": one.inf,
+                "first": list(one.index),
+            }
+            for one in bad
+        ],
+        "resume": None if resume is None else resume.json(),
+    }
+
+
+def _factor(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return found

@@ -1,0 +1,340 @@
+"""`torchrelay prune|tag|pin|unpin`: which epochs stay, and what they are called."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchrelay.checkpoint.coordinator.pruning import Loss, Pruned, plan_pruning, prune
+from torchrelay.checkpoint.format.log_state import Key, Mark
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.log.append import Draft
+from torchrelay.checkpoint.log.retention import KEEP_ALL, Best, Keeping
+from torchrelay.checkpoint.log.view import LogView, ranges
+from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft, unpin_draft
+from torchrelay.checkpoint.storage.base import SingleWriter, Storage, check_exclusion
+from torchrelay.errors import DirectoryInUseError, UnknownEpochError, UsageError
+from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.monitoring.text import human_bytes
+from torchrelay.runners.remote_runs.resolve import Place, Selected, locate, parse_selector, select
+from torchrelay.tools.cli.arguments import Add, add_epoch, add_place, add_single_writer, whole_number
+
+_DRAFTS = {"tag": tag_draft, "pin": pin_draft}
+_DONE = {"tag": "is tagged", "pin": "is pinned as"}
+_PATIENCE_SECS = 10.0
+"""For so long `@last` is chosen again where a quick job's retention takes one epoch after the other."""
+
+
+def marks_of(view: LogView, kind: str) -> list[Mark]:
+    """The marks of a kind, by name."""
+    return sorted((mark for mark in view.marks if mark.kind == kind), key=lambda mark: mark.name)
+
+
+def mark_json(mark: Mark) -> dict[str, Any]:
+    """A mark as an object of `--json`."""
+    position = mark.target.position
+    where = {"epoch": position.epoch, "step": position.step, "branch": mark.target.branch}
+    return {"kind": mark.kind, "name": mark.name, **where}
+
+
+def add_mark(
+    kind: str, text: str, name_of: Callable[[Key], str], output: Output, single_writer: SingleWriter
+) -> None:
+    """Mark the epoch that a text selects and tell; a mark of that name moves, which is told, too."""
+    selected = _marked(kind, text, name_of, single_writer)
+    key = selected.entry.key
+    name = name_of(key)
+    before = next((mark for mark in marks_of(selected.view, kind) if mark.name == name), None)
+    moved = before if before is not None and before.target != key else None
+    if output.json:
+        told = {**mark_json(Mark(kind, name, key)), "moved_from": mark_json(moved) if moved else None}
+        output.value(told)
+    else:
+        was = f" (it was epoch {moved.target.position})" if moved else ""
+        output.line(f"epoch {key.position} {_DONE[kind]} {name}{was}")
+
+
+def _marked(kind: str, text: str, name_of: Callable[[Key], str], single_writer: SingleWriter) -> Selected:
+    """The epoch, with the log before. One that retention took meanwhile is chosen anew unless named."""
+    wish = parse_selector(text).wish
+    patience = 0.0 if wish is not None and wish.explicit else _PATIENCE_SECS
+    end = time.monotonic() + patience
+    while True:
+        selected = select(text, single_writer=single_writer)
+        key = selected.entry.key
+        try:
+            put(selected.place.storage, _DRAFTS[kind](name_of(key), key))
+        except UnknownEpochError:
+            if time.monotonic() < end:
+                continue
+            raise
+        return selected
+
+
+def put(storage: Storage, draft: Draft) -> None:
+    """Append a guest's record. Raises what `append_as_guest` does, UsageError where nobody could be sure."""
+    check_exclusion(storage)
+    append_as_guest(storage, draft)
+
+
+def without_epoch(text: str, what: str, single_writer: SingleWriter = None) -> Place:
+    """The place that a text names; UsageError where it names an epoch, which `what` has no use for."""
+    selector = parse_selector(text)
+    if selector.wish is not None:
+        raise UsageError(f"{text}: {what}: give the run without an epoch, {selector.path}")
+    return locate(selector.path, single_writer=single_writer)
+
+
+_BEST = re.compile(r"(?P<metric>.+?):(?P<mode>max|min)(?::(?P<count>[1-9][0-9]{0,7}))?", re.DOTALL | re.ASCII)
+_COLUMNS = ("epoch", "branch", "goes", "bytes", "try")
+
+
+def add_prune(add: Add) -> None:
+    """Define `prune`."""
+    parser = add(
+        "prune", "delete the epochs that no rule keeps, or those named; marked ones always stay", run_prune
+    )
+    add_place(parser)
+    parser.add_argument("--keep-last", type=whole_number(1), metavar="N", help="the newest N epochs")
+    parser.add_argument(
+        "--keep-best",
+        type=_best,
+        metavar="METRIC:MODE[:N]",
+        help="the best epoch by a metric, or the N best: val/acc:max, val/loss:min:3",
+    )
+    parser.add_argument(
+        "--keep-every",
+        "--every",
+        type=whole_number(1),
+        metavar="N",
+        help="epochs whose number is a multiple of N",
+    )
+    parser.add_argument(
+        "--keep-optimizer-last",
+        type=whole_number(1),
+        metavar="N",
+        help="of what is kept only the newest N keep their optimizer: older ones load, but resume no more",
+    )
+    parser.add_argument(
+        "--epoch", type=whole_number(0), metavar="N", action="append", default=[],
+        help="only this epoch goes, and nothing else; may be given again",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+    add_single_writer(parser)
+
+
+def run_prune(chosen: argparse.Namespace, output: Output) -> int:
+    """Tell what goes, and delete it unless that was only asked; 4 where a job writes there."""
+    keeping = Keeping(chosen.keep_last, chosen.keep_every, chosen.keep_optimizer_last, chosen.keep_best)
+    if keeping != KEEP_ALL and chosen.epoch:
+        raise UsageError("--epoch says what goes, the other rules say what stays: give one of them")
+    if chosen.epoch:
+        keeping = Keeping(without=tuple(sorted(set(chosen.epoch))))
+    elif keeping == KEEP_ALL:
+        raise UsageError(
+            "prune needs to know what to keep: --keep-last N, --keep-best METRIC:MODE, --keep-every N, or "
+            "--keep-optimizer-last N; or what goes: --epoch N; --dry-run shows what would go"
+        )
+    place = without_epoch(chosen.path, "prune has rules of its own", chosen.single_writer)
+    if chosen.dry_run:
+        pruned = plan_pruning(place.storage, place.log(), keeping)
+    else:
+        try:
+            pruned = prune(place.storage, keeping)
+        except DirectoryInUseError as error:
+            raise type(error)(f"{error}. A running job prunes by itself: JobRunner(keep_last=...)") from None
+    for said in (*pruned.before.notices, *pruned.doubts):
+        output.notice(said)
+    if output.json:
+        output.value(_json(pruned, dry_run=chosen.dry_run))
+    else:
+        _say(output, pruned, dry_run=chosen.dry_run)
+    return 0
+
+
+def _say(output: Output, pruned: Pruned, *, dry_run: bool) -> None:
+    if pruned.losses:
+        output.table(_COLUMNS, [_cells(loss) for loss in pruned.losses], spare=("try",))
+    kept = [entry.position.epoch for entry in pruned.after.line() if entry.position.boundary]
+    output.line(f"kept: {ranges(kept) or 'none'}")
+    if not pruned.losses:
+        output.line("nothing goes")
+    else:
+        output.line(f"{human_bytes(pruned.nbytes)} {'would be freed (dry run)' if dry_run else 'freed'}")
+
+
+def _cells(loss: Loss) -> tuple[str, ...]:
+    what = "all of it" if loss.groups is None else f"its files of {', '.join(loss.groups)}"
+    entry = loss.entry
+    return (
+        "-" if entry is None else str(entry.position),
+        "-" if entry is None else str(entry.branch),
+        f"{what}, left of an earlier deletion" if entry is None else what,
+        human_bytes(loss.nbytes),
+        loss.retirement.try_name,
+    )
+
+
+def _json(pruned: Pruned, *, dry_run: bool) -> dict[str, Any]:
+    return {
+        "dry_run": dry_run,
+        "bytes": pruned.nbytes,
+        "gone": [_loss_json(loss) for loss in pruned.losses],
+        "kept": [
+            {**_where(entry.position), "branch": entry.branch, "resumable": entry.resumable}
+            for entry in pruned.after.entries
+        ],
+        "notices": [*pruned.before.notices, *pruned.doubts],
+    }
+
+
+def _loss_json(loss: Loss) -> dict[str, Any]:
+    """An epoch of None: its record is gone already, only files were left."""
+    entry = loss.entry
+    where = {"epoch": None, "step": None} if entry is None else _where(entry.position)
+    return {
+        **where,
+        "branch": None if entry is None else entry.branch,
+        "try": loss.retirement.try_name,
+        "groups": None if loss.groups is None else list(loss.groups),
+        "bytes": loss.nbytes,
+    }
+
+
+def _where(position: Position) -> dict[str, int]:
+    return {"epoch": position.epoch, "step": position.step}
+
+
+def _best(text: str) -> Best:
+    match = _BEST.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is no metric and direction: write METRIC:max or METRIC:min, and perhaps how many, "
+            "as in val/acc:max:3"
+        )
+    return Best(match["metric"], match["mode"], int(match["count"] or 1))
+
+
+_TAG_COLUMNS = ("kind", "name", "epoch", "branch")
+
+
+def add_tag(add: Add) -> None:
+    """Define `tag`."""
+    parser = add("tag", "name an epoch, which is then kept; without a name list tags and pins", tag)
+    add_epoch(parser)
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the name; one that is there is moved")
+    parser.add_argument("--delete", action="store_true", help="take the name away (RUN NAME)")
+    add_single_writer(parser)
+
+
+def tag(chosen: argparse.Namespace, output: Output) -> int:
+    """List, name or take a name away."""
+    if chosen.delete:
+        return _delete(chosen, output)
+    if chosen.name is None:
+        return _list(chosen, output)
+    add_mark("tag", chosen.path, lambda _: str(chosen.name), output, chosen.single_writer)
+    return 0
+
+
+def _delete(chosen: argparse.Namespace, output: Output) -> int:
+    if chosen.name is None:
+        raise UsageError("tag --delete needs the name: torchrelay tag --delete RUN NAME")
+    place = without_epoch(chosen.path, "tag --delete", chosen.single_writer)
+    view = place.log()
+    if view.tagged(chosen.name) is None:
+        known = ", ".join(mark.name for mark in marks_of(view, "tag")) or "none"
+        raise UnknownEpochError(f"there is no tag {chosen.name!r:.80} in {place.where}; there are: {known}")
+    put(place.storage, tag_draft(chosen.name, None))
+    if output.json:
+        output.value({"deleted": [chosen.name]})
+    else:
+        output.line(f"tag {chosen.name} is deleted")
+    return 0
+
+
+def _list(chosen: argparse.Namespace, output: Output) -> int:
+    place = without_epoch(chosen.path, "tag without a name lists all")
+    view = place.log()
+    for notice in view.notices:
+        output.notice(notice)
+    if output.json:
+        output.value({"marks": [mark_json(mark) for mark in _marks(view)], "notices": list(view.notices)})
+    elif view.marks:
+        output.table(_TAG_COLUMNS, _rows(view))
+    else:
+        output.line(f"no epoch of {place.where} has a tag or a pin")
+    return 0
+
+
+def _rows(view: LogView) -> list[tuple[str, ...]]:
+    return [
+        (mark.kind, mark.name, str(mark.target.position), str(mark.target.branch)) for mark in _marks(view)
+    ]
+
+
+def _marks(view: LogView) -> list[Mark]:
+    return [*marks_of(view, "tag"), *marks_of(view, "pin")]
+
+
+_REASON = "why it is kept, a name of its own in the run"
+
+
+def add_pin(add: Add) -> None:
+    """Define `pin`."""
+    parser = add("pin", "keep an epoch whatever retention and prune are told", pin)
+    add_epoch(parser)
+    parser.add_argument("name", metavar="REASON", nargs="?", help=f"{_REASON} (default: made of the epoch)")
+    add_single_writer(parser)
+
+
+def add_unpin(add: Add) -> None:
+    """Define `unpin`."""
+    parser = add("unpin", "let retention have an epoch again", unpin)
+    add_epoch(parser, default="the one pinned for REASON")
+    parser.add_argument("name", metavar="REASON", nargs="?", help="only this pin (default: all of the epoch)")
+    add_single_writer(parser)
+
+
+def pin(chosen: argparse.Namespace, output: Output) -> int:
+    """Pin one epoch."""
+    add_mark("pin", chosen.path, lambda key: chosen.name or _name_for(key), output, chosen.single_writer)
+    return 0
+
+
+def _name_for(key: Key) -> str:
+    return f"epoch-{key.position}-branch-{key.branch}"
+
+
+def unpin(chosen: argparse.Namespace, output: Output) -> int:
+    """Take away the pins of an epoch, or the one of a name."""
+    found = _pins(chosen.path, chosen.name)
+    place = locate(parse_selector(chosen.path).path, single_writer=chosen.single_writer)
+    for mark in found:
+        put(place.storage, unpin_draft(mark.name))
+    if output.json:
+        output.value({"unpinned": [mark.name for mark in found]})
+    for mark in found if not output.json else ():
+        output.line(f"epoch {mark.target.position} is no longer pinned as {mark.name}")
+    return 0
+
+
+def _pins(path: str, name: str | None) -> list[Mark]:
+    """The pins that are meant; UsageError where neither an epoch nor a name says it."""
+    selector = parse_selector(path)
+    if selector.wish is None and name is None:
+        raise UsageError(
+            "unpin needs an epoch or a reason: torchrelay unpin RUN@7, torchrelay unpin RUN REASON"
+        )
+    view = locate(selector.path).log()
+    target = None if selector.wish is None else select(path).entry.key
+    pins = [
+        mark for mark in marks_of(view, "pin") if target in (None, mark.target) and name in (None, mark.name)
+    ]
+    if not pins:
+        known = ", ".join(f"{mark.name} (epoch {mark.target.position})" for mark in marks_of(view, "pin"))
+        raise UnknownEpochError(f"{path} has no such pin; there are: {known or 'none'}")
+    return pins

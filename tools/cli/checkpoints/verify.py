@@ -1,0 +1,318 @@
+"""`torchrelay verify` and `ckpt why`: proves every byte of epochs, and says why one is not used.
+
+With `--quarantine` what is damaged is said in the log, so that no start tries it again. With `--replay` a
+recorded call is played again instead, on the model rebuilt from the run's archives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.inspect.why import Account, Start, explain, newest_and_chosen, start_now
+from torchrelay.checkpoint.load.verify import Level, Outcome, Proof, prove
+from torchrelay.checkpoint.log.history import History, read_history
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.storage.base import check_exclusion
+from torchrelay.errors import NoProvableEpochError, StorageError, UsageError
+from torchrelay.records import dataclass
+from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.monitoring.progress_bar import shown
+from torchrelay.runners.remote_runs.resolve import (
+    LAST,
+    Place,
+    Selector,
+    find_entry,
+    locate,
+    locate_run,
+    parse_selector,
+)
+from torchrelay.tools.cli.arguments import Add, add_epoch, add_single_writer
+from torchrelay.tools.cli.epochs import current_keys, entry_json, states_of
+
+NOT_PROVED = StorageError.exit_code
+NONE_LEFT = NoProvableEpochError.exit_code
+
+
+def add_verify(add: Add) -> None:
+    """Define `verify`."""
+    parser = add(
+        "verify",
+        "read every byte of the epochs and prove it; 5 if one is not proved, 3 if no start could use any",
+        verify,
+    )
+    add_epoch(parser, default="all")
+    parser.add_argument(
+        "--level",
+        choices=("headers", "full"),
+        default="full",
+        help="headers: files, sizes and what they hold, not every byte (default: full)",
+    )
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="rebuild the model from the archived source and configuration (which runs that source), play "
+        "the recorded call, 1 where the bits are others",
+    )
+    parser.add_argument(
+        "--quarantine",
+        action="store_true",
+        help="say in the log what is damaged, so that no start tries it; 4 where a job writes there",
+    )
+    add_single_writer(parser)
+
+
+def _replay(path: str, output: Output) -> int:
+    """Play the recorded calls again; 0 where all gave the same bits."""
+    from torchrelay.runners.artifacts.verify_replay import NOT_SAME, replay
+
+    selector = parse_selector(path)
+    run, wish = locate_run(selector.path).path, None
+    if selector.wish is not None:
+        place = locate(selector.path)
+        wish = find_entry(place, place.log(), selector.wish).position.epoch
+    output.notice(f"runs the archived source of {run}")
+    found = replay(run, wish)
+    if output.json:
+        output.value({"same": all(one.same for one in found), "calls": [one.json() for one in found]})
+    else:
+        for one in found:
+            for line in one.lines():
+                output.line(line)
+    return 0 if all(one.same for one in found) else NOT_SAME
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one epoch; `states` are what the log says of it."""
+
+    proof: Proof
+    states: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, or what a proved epoch is kept from."""
+        if self.proof.proved and not self.proof.entry.healthy:
+            return "(was quarantined: it is never chosen by itself)"
+        return self.proof.reason
+
+    def line(self) -> str:
+        """For people."""
+        entry, states = self.proof.entry, f" ({', '.join(self.states)})" if self.states else ""
+        said = f"epoch {entry.position}  branch {entry.branch}  {self.proof.outcome.value}{states}"
+        return f"{said}  {self.reason}".rstrip()
+
+    def json(self) -> dict[str, Any]:
+        """As an object of `verify --json`."""
+        return {
+            **entry_json(self.proof.entry),
+            "outcome": self.proof.outcome.value,
+            "states": list(self.states),
+            "reason": self.reason,
+        }
+
+
+def verify(chosen: argparse.Namespace, output: Output) -> int:
+    """Prove one epoch or all; 0 if all are proved and the log is whole, else 5, or 3 if none can be used."""
+    if chosen.replay:
+        return _replay(chosen.path, output)
+    selector = parse_selector(chosen.path)
+    place, whole = locate(selector.path, single_writer=chosen.single_writer), selector.wish is None
+    view = place.log()
+    for notice in view.notices:
+        output.notice(notice)
+    entries = view.entries if selector.wish is None else (find_entry(place, view, selector.wish),)
+    verdicts = list(_verdicts(place, view, entries, chosen.level, output))
+    retired = [one.try_name for one in view.retiring if one.groups is None] if whole else []
+    quarantined = _quarantine(place, verdicts, chosen.level, output) if chosen.quarantine else []
+    _say(output, view, verdicts, retired, quarantined)
+    return _code(view, [one.proof for one in verdicts], whole=whole)
+
+
+def _verdicts(
+    place: Place, view: LogView, entries: Sequence[Entry], level: Level, output: Output
+) -> Iterator[Verdict]:
+    current = current_keys(view)
+    for number, entry in enumerate(entries, 1):
+        count = f"{number} of {len(entries)}"
+        output.progress(f"epoch {entry.position}, {count}")
+        with shown(lambda text, count=count: output.progress(f"{text} ({count})" if text else "")):  # type: ignore[misc]
+            verdict = Verdict(prove(place.storage, entry, level=level), tuple(states_of(entry, current)))
+        if not output.json:
+            output.line(verdict.line(), verdict.proof.outcome.value)
+        yield verdict
+
+
+def _quarantine(place: Place, verdicts: Sequence[Verdict], level: Level, output: Output) -> list[str]:
+    """Take the log over and look again: damage counts when it is still there. Returns what was said."""
+    from torchrelay.checkpoint.log.writer import LogWriter
+
+    found = [
+        one.proof for one in verdicts if one.proof.outcome is Outcome.DAMAGED and one.proof.entry.healthy
+    ]
+    if not found:
+        return []
+    done: list[str] = []
+    check_exclusion(place.storage)
+    writer = LogWriter.take(place.storage, place.log().job_name)
+    try:
+        for proof in found:
+            if proof.entry not in writer.view.entries:
+                continue  # retired or changed meanwhile
+            again = prove(place.storage, proof.entry, level=level)
+            if again.outcome is Outcome.DAMAGED:
+                writer.quarantine(proof.entry.key, again.reason)
+                done.append(str(proof.entry.key))
+                output.notice(f"epoch {proof.entry.key} is quarantined: {again.reason}")
+    finally:
+        writer.release()
+    return done
+
+
+def _say(
+    output: Output,
+    view: LogView,
+    verdicts: Sequence[Verdict],
+    retired: Sequence[str],
+    quarantined: Sequence[str],
+) -> None:
+    proved = sum(one.proof.proved for one in verdicts)
+    if output.json:
+        output.value(
+            {
+                "proved": proved == len(verdicts),
+                "epochs": [one.json() for one in verdicts],
+                "retired": list(retired),
+                "quarantined": list(quarantined),
+                "notices": list(view.notices),
+            }
+        )
+        return
+    for name in retired:
+        output.line(f"{name}  retired  (not deleted completely yet)", "retired")
+    damaged = ", the log is damaged" if not view.certain else ", torchrelay ckpt repair mends the rest"
+    damaged = damaged if view.notices else ""
+    output.line(f"{proved} of {len(verdicts)} epoch{'s' * (len(verdicts) != 1)} proved{damaged}")
+
+
+def _code(view: LogView, proofs: Sequence[Proof], *, whole: bool) -> int:
+    if all(proof.proved for proof in proofs) and not view.notices:
+        return 0
+    usable = {entry.key for entry in view.candidates()}
+    found = [proof.outcome for proof in proofs if proof.entry.key in usable]
+    none_left = whole and bool(proofs) and all(one is Outcome.DAMAGED for one in found)
+    return NONE_LEFT if none_left else NOT_PROVED
+
+
+_WANTED = re.compile(r"(\d+(?:\+\d+)?)(?:,branch=(\d{1,9}))?", re.ASCII)
+_STYLES = {"chosen": "proved", "not resumable": "quarantined"}
+
+
+def add_why(add: Add) -> None:
+    """Define `why`."""
+    parser = add("why", "say why an epoch is not used, and what a start now would choose", why)
+    add_epoch(parser, default="the newest, and all down to the one that is chosen")
+    parser.add_argument(
+        "epoch",
+        metavar="EPOCH",
+        nargs="?",
+        help="the same without @, and positions inside an epoch: 7, 3+1200, 7,branch=0",
+    )
+
+
+def why(chosen: argparse.Namespace, output: Output) -> int:
+    """Tell; returns 0, or what a start now would end with."""
+    selector = parse_selector(chosen.path)
+    place = locate(selector.path)
+    wanted = None if chosen.epoch is None else _wanted(chosen.epoch)
+    view = place.log()
+    if selector.wish is not None:
+        wanted = _selected(place, view, selector, chosen.epoch)
+    history = read_history(place.storage, view.job_uuid or "", view.slot)
+    start = start_now(place.storage, view)
+    if wanted is not None:
+        accounts = [explain(view, history, start, *wanted)]
+    else:
+        entries = list(newest_and_chosen(view, start))
+        accounts = [explain(view, history, start, one.position, one.branch) for one in entries]
+    failures = {account.position: list(_failures(place, account.position)) for account in accounts}
+    for notice in view.notices:
+        output.notice(notice)
+    if output.json:
+        output.value(_json(view, history, start, accounts, failures))
+    else:
+        _say_why(output, start, accounts, failures)
+    return start.exit_code
+
+
+def _wanted(text: str) -> tuple[Position, int | None]:
+    match = _WANTED.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text!r} is no epoch: write 7, 3+1200, or 7,branch=0")
+    return Position.parse(match[1]), None if match[2] is None else int(match[2])
+
+
+def _selected(
+    place: Place, view: LogView, selector: Selector, besides: str | None
+) -> tuple[Position, int | None]:
+    wish = selector.wish
+    if besides is not None:
+        raise UsageError(f"@{selector.epoch} and {besides} both name an epoch: give one of them")
+    if wish is not None and wish.epoch is not None:
+        return Position(wish.epoch), wish.branch  # it need not be live: what became of it is told
+    entry = find_entry(place, view, wish or LAST)
+    return entry.position, entry.branch
+
+
+def _failures(place: Place, position: Position) -> Iterator[str]:
+    """What the run noted of saves of this epoch that failed; notes that cannot be read say nothing."""
+    if place.run is None or not position.boundary:
+        return
+    try:
+        for event in place.run.events():
+            if event.get("kind") == "save failed" and event.get("epoch") == position.epoch:
+                yield f"a save of it failed: {event.get('error', 'the reason was not noted')}"
+    except StorageError:
+        return
+
+
+def _json(
+    view: LogView,
+    history: History,
+    start: Start,
+    accounts: list[Account],
+    failures: dict[Position, list[str]],
+) -> dict[str, object]:
+    return {
+        "job": view.job_name,
+        "branch": view.current.id,
+        "start": {
+            "epoch": None if start.chosen is None else start.chosen.position.epoch,
+            "step": None if start.chosen is None else start.chosen.position.step,
+            "over": start.over,
+            "says": start.sentence,
+            "exit_code": start.exit_code,
+        },
+        "epochs": [{**one.json(), "failures": failures[one.position]} for one in accounts],
+        "history_from_slot": history.begins,
+        "notices": list(view.notices),
+    }
+
+
+def _say_why(
+    output: Output, start: Start, accounts: list[Account], failures: dict[Position, list[str]]
+) -> None:
+    for account in accounts:
+        where = "" if account.branch is None else f" (branch {account.branch})"
+        reason = account.reason.removeprefix(f"{account.standing} ")  # "abandoned by a rewind"
+        line = f"epoch {account.position}{where}  {account.standing}: {reason}"
+        output.line(line, _STYLES.get(account.standing, account.standing))
+        told = (f"slot {one.slot}, {one.when}: {one.text}" for one in account.happened)
+        for text in chain(told, failures[account.position]):
+            output.line(f"  {text}")
+    output.line(start.sentence)

@@ -1,0 +1,186 @@
+"""The command line: looks at runs and checkpoints, copies them out and in, puts them in order.
+
+Only `prune`, `ckpt repair` and `ckpt verify --quarantine` change epochs, and only where no job writes to
+them; `tag`, `pin` and `unpin` change what is said of them, at any time.
+
+Only what trains or loads (`train`, `test`, `eval`, `server`, `serve`, `package`, `run`, `export`,
+`import`) needs torch, and imports it when it runs.
+
+Exit codes are those of `torchrelay.errors`; a user's mistake is one line on stderr, no traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torchrelay
+from torchrelay.errors import RelayError, StorageError, UsageError, exit_code_of
+from torchrelay.jobs.runtime import IMPOSSIBLE, undisturbed
+from torchrelay.runners.monitoring.console import Output, Parser, by_url, printable
+from torchrelay.tools.cli.arguments import Add, Run
+
+if TYPE_CHECKING:
+    Verbs = argparse._SubParsersAction[Parser]
+
+_DESCRIPTION = "Look at the runs and checkpoints of torchrelay, copy them out and in, put them in order."
+_CODES = (
+    "exit codes: 0 done, 1 what was looked for was found (chaos, find-bad, status --check, verify --replay) "
+    "or a program failed, 2 usage or unknown run, 3 no epoch is left to resume from, 4 in use by a job, "
+    "5 damaged or unreadable, 6 a rank was lost, 75 preempted: the same command goes on"
+)
+_VERBS = {
+    "train": ".actions.programs:add_train",
+    "test": ".actions.programs:add_test",
+    "eval": ".actions.programs:add_eval",
+    "server": ".actions.programs:add_server",
+    "status": ".actions.programs:add_status",
+    "package": ".actions.programs:add_package",
+    "amend": ".actions.programs:add_amend",
+    "ls": ".runs.ls:add_ls",
+    "show": ".runs.show:add_show",
+    "verify": ".checkpoints.verify:add_verify",
+    "ckpt ls": ".runs.ls:add_ls",
+    "ckpt show": ".checkpoints.show:add_epoch_show",
+    "ckpt verify": ".checkpoints.verify:add_verify",
+    "ckpt du": ".checkpoints.disk_usage:add_du",
+    "ckpt why": ".checkpoints.verify:add_why",
+    "ckpt repair": ".checkpoints.repair:add_repair",
+    "ckpt export": ".checkpoints.convert:add_export",
+    "ckpt import": ".checkpoints.convert:add_import",
+    "lineage": ".runs.show:add_lineage",
+    "config check": ".actions.config:add_check",
+    "config print": ".actions.config:add_print",
+    "config schema": ".actions.config:add_schema",
+    "stats": ".runs.stats:add_stats",
+    "compare": ".runs.compare:add_compare",
+    "diff": ".checkpoints.diff:add_diff",
+    "find-bad": ".checkpoints.find_bad:add_find_bad",
+    "prune": ".checkpoints.retention:add_prune",
+    "tag": ".checkpoints.retention:add_tag",
+    "pin": ".checkpoints.retention:add_pin",
+    "unpin": ".checkpoints.retention:add_unpin",
+    "completion": ".completion:add_completion",
+    "export": ".checkpoints.convert:add_export",
+    "import": ".checkpoints.convert:add_import",
+    "runs ls": ".runs.library:add_runs_ls",
+    "runs show": ".runs.library:add_runs_show",
+    "runs code": ".runs.library:add_runs_code",
+    "runs diff": ".runs.compare:add_runs_diff",
+    "index": ".runs.index:add_index",
+    "top": ".runs.watch:add_top",
+    "report": ".runs.watch:add_report",
+    "dashboard": ".runs.watch:add_dashboard",
+    "chaos": "torchrelay.chaos.cli:add_chaos",
+    "serve": ".actions.serve:add_serve",
+    "run": ".actions.config:add_run_config",
+    "launch": ".actions.launch:add_launch",
+}
+"""What defines each verb, `module:function`, the module as it is named from this package on.
+Only that of the verb that was typed is
+imported: looking at a run takes a tenth of a second, and most of that would be imports of other verbs."""
+_GROUPS = {
+    "ckpt": "look into checkpoints: prove them, ask why one is not used, put the directory in order",
+    "runs": "look through the runs of all experiments, at their source and what they were started with",
+    "config": "look at a configuration file: is it right, what does it come to, what may stand in it",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code; `--help` and `--version` leave by SystemExit."""
+    typed = sys.argv[1:] if argv is None else argv
+    output = Output()
+    try:
+        with undisturbed():  # what is imported stays
+            parser = _parser(typed)
+        chosen = _chosen(parser, typed)
+        if chosen.run is None:
+            parser.print_help(sys.stderr)
+            return 2
+        output = Output(json=chosen.json)
+        verb: Run = chosen.run
+        return verb(chosen, output)
+    except RelayError as error:
+        return _refuse(error)
+    except OSError as error:
+        return _refuse(_of_system(error))
+    except KeyboardInterrupt as error:
+        return exit_code_of(error)
+    finally:
+        output.close()
+
+
+def _of_system(error: OSError) -> RelayError:
+    told = f"{error.filename or 'the storage'}: {error.strerror}"
+    return UsageError(f"{told}; give another path") if error.errno in IMPOSSIBLE else StorageError(told)
+
+
+def whole_parser() -> Parser:
+    """The parser of all verbs, which imports them all."""
+    return _parser(())
+
+
+def _chosen(parser: Parser, typed: Sequence[str]) -> argparse.Namespace:
+    """What was typed; raises UsageError for what no verb takes."""
+    chosen, left = parser.parse_known_args(typed)
+    if left:
+        verb: Parser = chosen.parser
+        verb.refuse(left)
+    if getattr(chosen, "at_epoch", None) is not None:
+        from torchrelay.runners.remote_runs.resolve import with_epoch
+
+        chosen.path = with_epoch(chosen.path, chosen.at_epoch)
+    return chosen  # type: ignore[no-any-return]
+
+
+def _parser(typed: Sequence[str]) -> Parser:
+    """The parser of the verb that these words begin with; of all verbs where they begin with none."""
+    parser = Parser("torchrelay", description=_DESCRIPTION, epilog=_CODES)
+    parser.add_argument("--version", action="version", version=f"torchrelay {torchrelay.__version__}")
+    parser.set_defaults(run=None, json=False, parser=parser)
+    groups = {"": parser.add_subparsers(title="verbs", metavar="VERB")}
+    for verb in _meant(typed):
+        group = verb.rpartition(" ")[0]
+        if group not in groups:
+            groups[group] = _group(groups[""], group)
+        _definition(verb)(partial(_verb, groups[group]))
+    return parser
+
+
+def _meant(typed: Sequence[str]) -> Iterable[str]:
+    """Of two words the longer verb counts: `ckpt ls` before `ckpt`."""
+    for count in (2, 1):
+        if (verb := " ".join(typed[:count])) in _VERBS:
+            return [verb]
+    return _VERBS
+
+
+def _definition(verb: str) -> Callable[[Add], None]:
+    module, _, function = _VERBS[verb].partition(":")
+    found: Callable[[Add], None] = getattr(import_module(module, __package__), function)
+    return found
+
+
+def _group(verbs: Verbs, name: str) -> Verbs:
+    text = _GROUPS[name]
+    parser = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    return parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+
+def _verb(verbs: Verbs, name: str, help_line: str, run: Run) -> Parser:
+    parser = verbs.add_parser(name, help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def _refuse(error: RelayError) -> int:
+    """Print one line on stderr; of what has a report of more, all of them. Returns the exit code."""
+    report = getattr(error, "report", None)
+    lines = report() if report else [f"torchrelay: {error}"]
+    sys.stderr.write("".join(f"{printable(by_url(line))}\n" for line in lines))
+    return error.exit_code

@@ -1,0 +1,336 @@
+"""`torchrelay compare` and `runs diff`: runs side by side, and how their source and starts differ."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.summary import glance
+from torchrelay.checkpoint.load.open import Best
+from torchrelay.errors import UsageError
+from torchrelay.metadata.code.archive import Archive, Changes, FileDiff, changes, file_diffs, open_archive
+from torchrelay.metadata.code.capture import captures, code_id_of, config_texts
+from torchrelay.metadata.code.manifest import SHORT
+from torchrelay.metadata.code.snapshot import of_manifest
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
+from torchrelay.runners.monitoring.console import Output, finite, human_number, time_text
+from torchrelay.runners.remote_runs.resolve import Place, each_run, locate
+from torchrelay.tools.cli.arguments import Add, add_run
+from torchrelay.tools.cli.epochs import best_of, metrics_of
+from torchrelay.tools.cli.runs.run_library import add_library, find_run
+
+_COMPARED = ("argv", "python", "torch", "world", "packages", "config_id", "overrides", "platform")
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run: what was captured, its archive where there is one, its configuration's texts."""
+
+    text: str
+    captured: Mapping[str, Any]
+    archive: Archive | None
+    config: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs of B against A. `code` is None where one of them has no archive."""
+
+    a: Start
+    b: Start
+    code: Changes | None
+    files: tuple[FileDiff, ...]
+    configs: tuple[FileDiff, ...]
+    captured: Mapping[str, tuple[str, str]]
+
+
+def difference(a: str, b: str, stack: ExitStack, runs: str | None = None) -> Difference:
+    """Compare two starts; raises what `start_of` does."""
+    one, other = start_of(a, stack, runs), start_of(b, stack, runs)
+    found = code_changes(one, other)
+    files = tuple(code_diffs(one, other, found)) if found else ()
+    captured = dict(captured_otherwise(one.captured, other.captured))
+    return Difference(one, other, found, files, tuple(config_diffs(one, other)), captured)
+
+
+def start_of(text: str, stack: ExitStack, runs: str | None = None) -> Start:
+    """What a start of a run was, `RUN` or `RUN#2`; the archive stays open with the stack.
+
+    Raises UsageError for what is no run, or has no such record.
+    """
+    path, number = _split(text)
+    run = find_run(path, runs).path
+    found = captures(run)
+    if not found:
+        raise UsageError(f"{path} has no record of what its starts were: it was made without one")
+    chosen = [one for one in found if number is None or one["number"] == number]
+    if not chosen:
+        raise UsageError(f"{path} has no start {number}; it has {_numbers(found)}")
+    code_id = code_id_of(chosen[-1])
+    archive = None if code_id is None else stack.enter_context(open_archive(run / "code" / f"{code_id}.zip"))
+    return Start(text, chosen[-1], archive, config_texts(run, chosen[-1]))
+
+
+def _split(text: str) -> tuple[str, int | None]:
+    path, mark, number = text.rpartition("#")
+    if mark and number.isdecimal() and number.isascii() and not Path(text).exists():
+        return path, int(number)
+    return text, None
+
+
+def _numbers(found: list[dict[str, Any]]) -> str:
+    return ", ".join(str(one["number"]) for one in found)
+
+
+def code_changes(a: Start, b: Start) -> Changes | None:
+    """None where one of them has no archive."""
+    if a.archive is None or b.archive is None:
+        return None
+    return changes(of_manifest(a.archive.manifest), of_manifest(b.archive.manifest))
+
+
+def code_diffs(a: Start, b: Start, found: Changes) -> Iterator[FileDiff]:
+    """The files that differ, line by line."""
+    if a.archive is None or b.archive is None:
+        return iter(())
+    return file_diffs(found, _reader(a.archive), _reader(b.archive))
+
+
+def _reader(archive: Archive) -> Any:
+    links = archive.manifest.links
+    return lambda name: f"link to {links[name]}\n".encode() if name in links else archive.read(name)
+
+
+def config_diffs(a: Start, b: Start) -> Iterator[FileDiff]:
+    """The texts of the two configurations, where they differ."""
+    texts = [{f"config/{name}": data for name, data in one.config.items()} for one in (a, b)]
+    found = changes(*({name: data.hex() for name, data in one.items()} for one in texts))
+    return file_diffs(found, texts[0].__getitem__, texts[1].__getitem__)
+
+
+def captured_otherwise(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """What was captured otherwise; of dictionaries only the entries that differ."""
+    for name in _COMPARED:
+        before, after = a.get(name), b.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            for key in sorted(before.keys() | after.keys()):
+                if before.get(key) != after.get(key):
+                    yield f"{name} {key}", _words(before.get(key), after.get(key))
+        elif before != after:
+            yield name, (_word(before), _word(after))
+
+
+def _words(before: Any, after: Any) -> tuple[str, str]:
+    """Both in short; of two dictionaries, such as ranks by host, what differs."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return _word(before), _word(after)
+    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
+    return _entries(before, keys), _entries(after, keys)
+
+
+def _entries(value: Mapping[str, Any], keys: Sequence[str]) -> str:
+    told = [f"{key}={_word(value[key])}" for key in keys if key in value]
+    more = [f"{len(told) - _SHOWN} more"] if told[_SHOWN:] else []
+    return ", ".join([*told[:_SHOWN], *more]) or "none"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    if isinstance(value, dict):
+        return f"{len(value)} entries"
+    return "none" if value is None else str(value)
+
+
+_CONFIG = "config/resolved.yaml"
+_IDENTITY = ("job", "uuid", "created", "world_size", "python", "command", "best")
+_STATUS = ("state", "epoch", "attempt", "updated")
+Facts = dict[str, Any]
+
+
+def add_compare(add: Add) -> None:
+    """Define `compare`."""
+    parser = add("compare", "put runs side by side: identity, configuration, epochs, metrics, times", compare)
+    add_run(parser, many=True)
+    parser.add_argument("--only-changed", action="store_true", help="leave out what is the same in all")
+
+
+def compare(chosen: argparse.Namespace, output: Output) -> int:
+    """Read what the runs noted of themselves; no manifest but of the newest epoch."""
+    paths = each_run(chosen.path)
+    found = [_facts(locate(path)) for path in paths]
+    names = list(dict.fromkeys(name for facts in found for name in facts))
+    rows = {name: [facts.get(name) for facts in found] for name in names}
+    if chosen.only_changed:
+        rows = {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
+    if output.json:
+        output.value({"runs": paths, "rows": rows})
+    elif rows:
+        output.table(("", *paths), [[name, *(_text(name, one) for one in row)] for name, row in rows.items()])
+    else:
+        output.line(f"nothing differs in {len(found)} run{'s' * (len(found) > 1)}")
+    return 0
+
+
+def _facts(place: Place) -> Facts:
+    """Everything that is compared of a run, by name, in the order in which it is shown."""
+    run = place.run
+    if run is None:
+        raise UsageError(
+            f"{place.where} holds checkpoints but no run (run.json): torchrelay diff compares epochs"
+        )
+    identity, status = run.known_identity(), run.known_status()
+    facts = {name: identity[name] for name in _IDENTITY if name in identity}
+    facts |= {name: status[name] for name in _STATUS if name in status}
+    facts |= _epochs(place)
+    facts |= _metrics(run.metrics(), place.best)
+    return {**facts, **_config(run)}
+
+
+def _epochs(place: Place) -> Facts:
+    line = place.log().line()
+    whole = [entry.position.epoch for entry in line if entry.position.boundary]
+    return {
+        "epochs kept": len(whole),
+        "newest epoch": whole[-1] if whole else None,
+        **_durations(place, line),
+    }
+
+
+def _durations(place: Place, line: Sequence[Entry]) -> Facts:
+    """Seconds that were trained, over all attempts, as the newest readable manifest says."""
+    for entry in reversed(line):
+        try:
+            facts = glance(place.storage, entry).facts
+        except OSError:
+            continue
+        return {"trained secs": facts.elapsed_secs, "steps": facts.total_steps, "seed": facts.seed}
+    return {}
+
+
+def _metrics(lines: Sequence[Mapping[str, Any]], best: Best | None) -> Facts:
+    final = metrics_of(lines[-1]) if lines else {}
+    found: Facts = {f"final {name}": finite(value) for name, value in sorted(final.items())}
+    if best is not None and (winner := best_of(lines, best)) is not None:
+        found[f"best {best[0]}"], found["best epoch"] = winner
+    return found
+
+
+def _config(run: RunDirectory) -> Facts:
+    path = run.path / _CONFIG
+    if not path.exists():
+        return {}
+    from torchrelay.jobs.config.yaml_reader import read_yaml_file  # imports yaml, which few runs need
+
+    return dict(_flat("config", read_yaml_file(path).value))
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(f"{prefix}.{key}", inner)
+    else:
+        yield prefix, value
+
+
+def _text(name: str, value: Any) -> str:
+    if name in ("created", "updated") and isinstance(value, (int, float)):
+        return time_text(value)
+    if isinstance(value, float):
+        return human_number(value)
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "-"
+    return "-" if value is None else str(value)
+
+
+_STYLES = {"+": "proved", "-": "damaged"}
+
+
+def add_runs_diff(add: Add) -> None:
+    """Define `runs diff`."""
+    parser = add("diff", "show what differs between two runs: source, configuration, surroundings", diff)
+    parser.add_argument(
+        "a", metavar="A", help="a run directory, or the id of a run; A#2 is what its start 2 was"
+    )
+    parser.add_argument("b", metavar="B", help="another one, or another start of the same")
+    add_library(parser)
+    parser.add_argument("--stat", action="store_true", help="names and counts of lines only")
+
+
+def diff(chosen: argparse.Namespace, output: Output) -> int:
+    """Print differences, B's against A's."""
+    with ExitStack() as stack:
+        found = difference(chosen.a, chosen.b, stack, chosen.runs)
+    if output.json:
+        output.value(difference_json(found, stat=chosen.stat))
+    else:
+        say_difference(output, found, stat=chosen.stat)
+    return 0
+
+
+def say_difference(output: Output, found: Difference, *, stat: bool) -> None:
+    """Source, configuration, surroundings, in this order; `stat` leaves lines of files out."""
+    _say_code(output, found.a, found.b, found.code)
+    for one in (*found.files, *found.configs):
+        _say_file(output, one, stat=stat)
+    for name, (before, after) in found.captured.items():
+        output.line(f"{name}: {before} -> {after}")
+    if not (found.code or found.configs or found.captured):
+        what = "nothing else that was recorded differs" if found.code is None else "nothing recorded differs"
+        output.line(what)
+
+
+def _say_code(output: Output, a: Start, b: Start, found: Changes | None) -> None:
+    """A line on the two codes as a whole."""
+    if found is None:
+        for one in (a, b):
+            if one.archive is None:
+                code = one.captured.get("code")
+                why = code.get("why") if isinstance(code, dict) else None
+                output.line(f"the source of {one.text} was not archived: {why or 'not said why'}")
+    elif not found:
+        output.line(f"code {_short(a)}: the same")
+    else:
+        counts = f"{len(found.changed)} changed, {len(found.added)} added, {len(found.removed)} removed"
+        output.line(f"code {_short(a)} -> {_short(b)}: {counts}")
+
+
+def _short(start: Start) -> str:
+    return start.archive.code_id[:SHORT] if start.archive is not None else "none"
+
+
+def _say_file(output: Output, one: FileDiff, *, stat: bool) -> None:
+    """A file: its lines, or with `stat` how many."""
+    came, went = one.counts
+    if stat or one.lines is None:
+        how = "no text" if one.lines is None else f"+{came} -{went}"
+        output.line(f"  {one.name}  {how}")
+        return
+    for line in one.lines:
+        output.line(line, _STYLES.get(line[:1]), tabs=True)
+
+
+def difference_json(found: Difference, *, stat: bool) -> dict[str, Any]:
+    """As the object of `runs diff --json`."""
+
+    def of(one: FileDiff) -> dict[str, Any]:
+        came, went = one.counts
+        text = None if stat or one.lines is None else "\n".join(one.lines)
+        return {"name": one.name, "added_lines": came, "removed_lines": went, "diff": text}
+
+    a, b, code = found.a, found.b, found.code
+    told = None if code is None else {"added": code.added, "changed": code.changed, "removed": code.removed}
+    return {
+        "a": {"run": a.text, "attempt": a.captured["number"], "code_id": code_id_of(a.captured)},
+        "b": {"run": b.text, "attempt": b.captured["number"], "code_id": code_id_of(b.captured)},
+        "code": told,
+        "files": [of(one) for one in found.files],
+        "config": [of(one) for one in found.configs],
+        "captured": {name: {"a": before, "b": after} for name, (before, after) in found.captured.items()},
+    }

@@ -1,0 +1,223 @@
+"""`torchrelay ls`: the committed epochs of a run, or the runs in a directory."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrelay.checkpoint.format.log_state import Entry, Key
+from torchrelay.checkpoint.format.manifest.summary import Glance, glance_or_notes
+from torchrelay.checkpoint.load.open import best_of_run
+from torchrelay.checkpoint.log.tiered_storage import Notes, read_notes
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.errors import RelayError
+from torchrelay.jobs.runtime import undisturbed
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
+from torchrelay.runners.monitoring.console import Output, finite, human_number, printable, time_text
+from torchrelay.runners.monitoring.status import NOT_BEGUN, Standing, standing
+from torchrelay.runners.monitoring.text import human_bytes
+from torchrelay.runners.remote_runs.resolve import locate, runs_below
+from torchrelay.tools.cli.arguments import Add, add_place
+from torchrelay.tools.cli.epochs import best_of, current_keys, entry_json, marks_of, metrics_text, states_of
+
+_RUN_COLUMNS = ("run", "job", "state", "epoch", "best", "updated")
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """One run as its own notes tell it; `problem` says why they could not be read."""
+
+    name: str
+    job: str | None = None
+    state: str | None = None
+    epoch: int | None = None
+    metric: str | None = None
+    best: tuple[float, int] | None = None
+    updated: float | None = None
+    problem: str | None = None
+    stands: Standing = NOT_BEGUN
+
+    def cells(self) -> tuple[str, ...]:
+        """As a row of the table."""
+        best = (
+            "-" if self.best is None else f"{self.metric}={human_number(self.best[0])} (epoch {self.best[1]})"
+        )
+        return (
+            self.name,
+            self.job or "?",
+            "unreadable" if self.problem else self.stands.shown,
+            "-" if self.epoch is None else str(self.epoch),
+            best,
+            "-" if self.updated is None else time_text(self.updated),
+        )
+
+    def json(self) -> dict[str, Any]:
+        """As an object of `ls --json`."""
+        return {
+            "run": self.name,
+            "job": self.job,
+            "state": self.stands.state(self.state),
+            "stands": self.stands.word,
+            "why": self.stands.why,
+            "epoch": self.epoch,
+            "metric": self.metric,
+            "best": None if self.best is None else finite(self.best[0]),
+            "best_epoch": None if self.best is None else self.best[1],
+            "updated": self.updated,
+            "problem": self.problem,
+        }
+
+
+def list_runs(paths: Sequence[Path], output: Output) -> int:
+    """Print them; a run whose notes are damaged has its line too, and the reason goes to stderr."""
+    lines = [_run_line(path) for path in paths]
+    if output.json:
+        output.value({"runs": [line.json() for line in lines]})
+        return 0
+    output.table(_RUN_COLUMNS, [line.cells() for line in lines])
+    for line in lines:
+        if line.problem:
+            output.notice(f"{line.name}: {printable(line.problem)}")
+    return 0
+
+
+def _newest_saved(status: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> int | None:
+    """What a run that has ended says; of one that runs, or broke off, what it noted behind its epochs."""
+    epoch = status.get("committed")
+    if type(epoch) is int:
+        return epoch
+    saved = [line["epoch"] for line in lines if line.get("saved") is True]
+    return saved[-1] if saved else None
+
+
+def _run_line(path: Path) -> RunLine:
+    run = RunDirectory(path)
+    try:
+        identity, status, best = run.identity() or {}, run.status(), best_of_run(path)
+        updated, state, lines = status.get("updated"), status.get("state"), run.metrics()
+        return RunLine(
+            run.name,
+            identity.get("job"),
+            state if isinstance(state, str) else None,
+            _newest_saved(status, lines),
+            None if best is None else best[0],
+            None if best is None else best_of(lines, best),
+            updated if type(updated) in (int, float) else None,
+            stands=standing(path),
+        )
+    except RelayError as error:
+        return RunLine(run.name, problem=str(error))
+
+
+_COLUMNS = ("epoch", "branch", "world", "bytes", "state", "metrics", "try")
+
+
+@dataclass(frozen=True)
+class EpochLine:
+    """One committed epoch as `ls` shows it; what only a readable manifest tells is None without one."""
+
+    entry: Entry
+    states: tuple[str, ...]
+    tags: tuple[str, ...]
+    world_size: int | None
+    nbytes: int | None
+    metrics: Mapping[str, float]
+
+    def json(self) -> dict[str, Any]:
+        """As an object of `ls --json`; a metric that JSON has no number for is text."""
+        return {
+            **entry_json(self.entry),
+            "world_size": self.world_size,
+            "bytes": self.nbytes,
+            "states": list(self.states),
+            "tags": list(self.tags),
+            "metrics": {name: finite(value) for name, value in self.metrics.items()},
+        }
+
+    def cells(self) -> tuple[str, ...]:
+        """As a row of the table."""
+        return (
+            str(self.entry.position),
+            str(self.entry.branch),
+            "?" if self.world_size is None else str(self.world_size),
+            human_bytes(self.nbytes),
+            ", ".join((*self.states, *self.tags)) or "ok",
+            metrics_text(self.metrics),
+            self.entry.try_name,
+        )
+
+
+def add_ls(add: Add) -> None:
+    """Define `ls`."""
+    add_place(add("ls", "list the runs in a directory, or the committed epochs of a run", ls), runs=True)
+
+
+def ls(chosen: argparse.Namespace, output: Output) -> int:
+    """List runs, or epochs; reads the log and the manifests, no shard."""
+    if runs := runs_below(chosen.path):
+        return list_runs(runs, output)
+    place = locate(chosen.path)
+    with undisturbed():
+        view = place.log()
+        lines = _lines(place.storage, view)
+    for notice in view.notices:
+        output.notice(notice)
+    stands = None if place.run is None else standing(place.run.path)
+    if output.json:
+        output.value(_json(view, lines, stands))
+    elif lines:
+        output.table(_COLUMNS, [line.cells() for line in lines], spare=("try", "world"))
+    else:
+        output.line(f"no epoch is committed in {chosen.path}")
+    if stands is not None and not stands.over and stands.word != "created" and not output.json:
+        output.notice(f"{chosen.path} stands: {stands}")
+    return 0
+
+
+def _lines(storage: Storage, view: LogView) -> list[EpochLine]:
+    """What is abandoned first, then the current line: the newest is the last."""
+    current = current_keys(view)
+    notes = read_notes(storage)
+    return [_line(storage, view, entry, current, notes) for entry in (*view.abandoned(), *view.line())]
+
+
+def _line(
+    storage: Storage, view: LogView, entry: Entry, current: Collection[Key], notes: Notes | None
+) -> EpochLine:
+    seen = _seen(storage, entry)
+    states = states_of(entry, current)
+    if notes is not None:
+        states.append("replicated" if entry.try_name in notes.replicated else "local")
+    if seen is None and entry.healthy:
+        states.append("manifest unreadable")
+    return EpochLine(
+        entry,
+        tuple(states),
+        tuple(marks_of(view, entry)),
+        None if seen is None else seen.nodes,
+        None if seen is None else seen.own_bytes,
+        {} if seen is None else seen.metrics,
+    )
+
+
+def _seen(storage: Storage, entry: Entry) -> Glance | None:
+    try:
+        return glance_or_notes(storage, entry)
+    except OSError:  # `verify` says what is wrong with it
+        return None
+
+
+def _json(view: LogView, lines: list[EpochLine], stands: Standing | None) -> dict[str, Any]:
+    return {
+        "stands": None if stands is None else stands.word,
+        "why": "" if stands is None else stands.why,
+        "job": view.job_name,
+        "uuid": view.job_uuid,
+        "branch": view.current.id,
+        "epochs": [line.json() for line in lines],
+        "notices": list(view.notices),
+    }
