@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.runners.launch import kubernetes_options
-from torchrelay.runners.launch.kubernetes_job import HOPELESS
 from torchrelay.tools.cli.main import main
+from torchrelay.tools.launch import kubernetes_options
+from torchrelay.tools.launch.kubernetes import HOPELESS
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/launch-kubernetes.md").read_text()
 SHOWN = re.findall(r"^```\n\$ torchrelay (.*)\n((?:.*\n)*?)```", PAGE, re.MULTILINE)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.runners.launch.verdict import TABLE
 from torchrelay.tools.cli.main import main
+from torchrelay.tools.launch.outcome import TABLE
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/launch.md").read_text()
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.runners.launch import torchx as target
 from torchrelay.tools.cli.main import main
+from torchrelay.tools.launch import torchx as target
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/launch-torchx.md").read_text()
-COMPONENT = "torchrelay/runners/launch/torchx_component.py"
+COMPONENT = "torchrelay/tools/launch/torchx_component.py"
 
 
 def test_the_command_prints_what_the_page_shows(

@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.launch import local, slurm
-from torchrelay.runners.launch.command import command_of
-from torchrelay.runners.launch.directory import make_directory, next_directory
-from torchrelay.runners.launch.layout import Layout, layout_of
-from torchrelay.runners.launch.request import LaunchRequest
 from torchrelay.tools.cli.main import main
+from torchrelay.tools.launch import local, slurm
+from torchrelay.tools.launch.request import (
+    LaunchRequest,
+    Layout,
+    command_of,
+    layout_of,
+    make_directory,
+    next_directory,
+)
 
 EVIL = "a 'b\" $(touch pwned) `touch pwned`; touch pwned\n#, \\ * ~"
 

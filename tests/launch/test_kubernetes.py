@@ -12,11 +12,9 @@ import yaml
 from kubernetes_schemas import check
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.launch.kubernetes import files
-from torchrelay.runners.launch.kubernetes_job import HOPELESS
-from torchrelay.runners.launch.layout import Layout
-from torchrelay.runners.launch.request import LaunchRequest
 from torchrelay.tools.cli.main import main
+from torchrelay.tools.launch.kubernetes import HOPELESS, files
+from torchrelay.tools.launch.request import LaunchRequest, Layout
 
 IMAGE = ("image", "reg.example/train:1")
 PLAIN = LaunchRequest(Layout(2, 8), ("train.py", "--lr", "0.1"), Path("/src"), name="mnist", options=(IMAGE,))

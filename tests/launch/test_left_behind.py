@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from torchrelay.runners.distributed.launcher_status import DIRECTORY
-from torchrelay.runners.launch.left_behind import end_left_behind, ranks_of
+from torchrelay.tools.launch.local import end_left_behind, ranks_of
 
 STAYS = "trap '' TERM; echo here; while :; do sleep 0.1; done"
 LEAVES = "trap 'exit 75' TERM; echo here; while :; do sleep 0.1; done"

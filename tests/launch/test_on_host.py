@@ -14,10 +14,9 @@ import pytest
 from torchrun import clean_environment
 from warm import PLACE, server, warmed
 
-from torchrelay.runners.launch.local_attempt import free_port
-from torchrelay.runners.launch.on_host import main, time_to_leave, words_of
-from torchrelay.runners.launch.run_status import agreed, since
-from torchrelay.runners.launch.verdict import Verdict
+from torchrelay.tools.launch.local import free_port
+from torchrelay.tools.launch.on_host import main, time_to_leave, words_of
+from torchrelay.tools.launch.outcome import Verdict, agreed, since
 
 JOB = str(Path(__file__).resolve().parents[1] / "helpers/hosted_job.py")
 SECS = 100

@@ -17,11 +17,9 @@ from torchrun import clean_environment
 from warm import PLACE, server, warmed
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.launch import torchx as target
-from torchrelay.runners.launch.directory import write_files
-from torchrelay.runners.launch.layout import Layout
-from torchrelay.runners.launch.request import LaunchRequest
 from torchrelay.runners.monitoring.console import Output
+from torchrelay.tools.launch import torchx as target
+from torchrelay.tools.launch.request import LaunchRequest, Layout, write_files
 
 JOB = str(Path(__file__).resolve().parents[1] / "helpers/hosted_job.py")
 PLAIN = LaunchRequest(Layout(1, 2), ("train.py", "--lr", "0.1"), Path("/src"), logs=Path("/src/launch/x.0"))
@@ -57,7 +55,7 @@ def test_the_script_says_what_was_asked() -> None:
 def test_words_of_a_user_arrive_as_they_are() -> None:
     """No word is taken for the shell's, and none for a macro of TorchX."""
     specs = pytest.importorskip("torchx.specs")
-    from torchrelay.runners.launch.torchx_component import job
+    from torchrelay.tools.launch.torchx_component import job
 
     found = words(replace(PLAIN, command=("train.py", *HOSTILE)))
     assert found[found.index("--") + 1 :] == ["train.py", *HOSTILE]

@@ -12,12 +12,20 @@ import pytest
 
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.distributed.launcher_status import DIRECTORY, tell_agent, tell_failure, tell_run
-from torchrelay.runners.launch.agent import code_of
-from torchrelay.runners.launch.evidence import evidence_of, last_lines
-from torchrelay.runners.launch.requeue import idle_starts, wants_requeue, without_end
-from torchrelay.runners.launch.verdict import Evidence, RankEnd, Verdict, verdict_of
 from torchrelay.runners.programs.run_selection import is_restart, launch_of
 from torchrelay.runners.session.stop_requests import END_TIME, GRACE_SECS, Requests, deadlines_of, notice_of
+from torchrelay.tools.launch.agent import code_of
+from torchrelay.tools.launch.outcome import (
+    Evidence,
+    RankEnd,
+    Verdict,
+    evidence_of,
+    idle_starts,
+    last_lines,
+    verdict_of,
+    wants_requeue,
+    without_end,
+)
 
 KILLED = RankEnd(1, "h", -9)
 

@@ -9,14 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.launch.command import check_script, command_of
-from torchrelay.runners.launch.directory import make_directory, next_directory, write_files
-from torchrelay.runners.launch.layout import layout_of
-from torchrelay.runners.launch.request import LaunchRequest
-from torchrelay.runners.launch.targets import TARGETS, target
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.session.stop_requests import seconds_of
 from torchrelay.tools.cli.arguments import Add, whole_number
+from torchrelay.tools.launch.request import (
+    TARGETS,
+    LaunchRequest,
+    check_script,
+    command_of,
+    layout_of,
+    make_directory,
+    next_directory,
+    target,
+    write_files,
+)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

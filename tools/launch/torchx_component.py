@@ -10,8 +10,8 @@ from pathlib import Path
 from torchx import specs
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.launch.layout import layout_of
-from torchrelay.runners.launch.on_host import words_of
+from torchrelay.tools.launch.on_host import words_of
+from torchrelay.tools.launch.request import layout_of
 
 
 def job(

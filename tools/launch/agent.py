@@ -1,4 +1,4 @@
-"""`python -m torchrelay.runners.launch.agent`: torchrun with its options, which tells how its ranks ended.
+"""`python -m torchrelay.tools.launch.agent`: torchrun with its options, which tells how its ranks ended.
 
 torchrun itself says 1, whatever its ranks ended with. Here the agent runs as it does there, and before it
 leaves it writes down which ranks failed with which code or signal
@@ -18,15 +18,52 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
 from torchrelay.runners.distributed.launcher_status import DIRECTORY, LAUNCHER, NODE, NODE_IN, tell_agent
-from torchrelay.runners.launch.evidence import by_likelihood
-from torchrelay.runners.launch.rank_files import RankFiles
-from torchrelay.runners.launch.verdict import FAILED, LOST, TABLE
+from torchrelay.tools.launch.outcome import FAILED, LOST, TABLE, by_likelihood
+
+
+class RankFiles(LogsSpecs):
+    """`rank_3.out` and `rank_3.err` in the directory of the attempt, for torchrun's agent.
+
+    When the agent itself starts its ranks again (it is not told to by `launch`), the files of these have the
+    number of the restart in their names, because torchrun begins a file anew.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(str(directory))
+        self._directory = directory
+
+    @property
+    def root_log_dir(self) -> str:
+        """Where the files are."""
+        return str(self._directory)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """The files of the ranks whose environments these are, by local rank."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        stems = {local: self._stem(env) for local, env in envs.items()}
+        shown = [local for local, env in envs.items() if env.get("RANK") == "0"]
+        for local, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = f"{stems[local]}.error.json"
+        out = {local: f"{stem}.out" for local, stem in stems.items()}
+        err = {local: f"{stem}.err" for local, stem in stems.items()}
+        return LogsDest(
+            out,
+            err,
+            {local: out[local] for local in shown},
+            {local: err[local] for local in shown},
+            {local: f"{stem}.error.json" for local, stem in stems.items()},
+        )
+
+    def _stem(self, env: dict[str, str]) -> str:
+        restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+        again = "" if restart == "0" else f".restart_{restart}"
+        return str(self._directory / f"rank_{env['RANK']}{again}")
 
 
 def main(words: Sequence[str]) -> int:

@@ -19,11 +19,10 @@ from shlex import quote
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.distributed import launcher_status
-from torchrelay.runners.launch.evidence import evidence_of
-from torchrelay.runners.launch.request import LaunchFile, LaunchRequest
-from torchrelay.runners.launch.requests_to_end import RequestsToEnd
-from torchrelay.runners.launch.verdict import verdict_of
 from torchrelay.runners.monitoring.console import Output
+from torchrelay.tools.launch.local import RequestsToEnd
+from torchrelay.tools.launch.outcome import evidence_of, verdict_of
+from torchrelay.tools.launch.request import LaunchFile, LaunchRequest
 
 SCRIPT, ENVIRONMENT = "torchx.sh", "environment.json"
 LOCAL = "local_"

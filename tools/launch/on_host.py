@@ -1,10 +1,10 @@
 """One host's share of a launch on a cluster: torchrun in this process, and the code that it cannot give.
 
-    python -m torchrelay.runners.launch.on_host --layout 2x8 --index 0 --endpoint job-0.job:29400 --id ID \
+    python -m torchrelay.tools.launch.on_host --layout 2x8 --index 0 --endpoint job-0.job:29400 --id ID \
         --notice 300 --run RUN -- train.py --lr 0.1
 
 torchrun ends with 1 whatever became of its processes; a cluster that is to tell a preempted run from a failed
-one needs the code of the guide's table (`verdict`). Without `--layout` the place in the job is what
+one needs the code of the guide's table (`outcome`). Without `--layout` the place in the job is what
 torchrun's own variables say (PET_NNODES ...), as Kubeflow's trainer gives it. What the ranks print goes where
 this process prints, because a cluster keeps that.
 
@@ -28,10 +28,17 @@ from typing import NoReturn
 
 from torchrelay.errors import PeerError, RelayError
 from torchrelay.runners.distributed import launcher_status
-from torchrelay.runners.launch.evidence import evidence_of
-from torchrelay.runners.launch.layout import layout_of
-from torchrelay.runners.launch.run_status import agreed, since, status_at
-from torchrelay.runners.launch.verdict import INTERRUPTED, PREEMPTED, Verdict, verdict_of
+from torchrelay.tools.launch.outcome import (
+    INTERRUPTED,
+    PREEMPTED,
+    Verdict,
+    agreed,
+    evidence_of,
+    since,
+    status_at,
+    verdict_of,
+)
+from torchrelay.tools.launch.request import layout_of
 
 JOIN_SECS = 1800
 """How long the hosts of a launch wait for each other: images are pulled meanwhile."""
@@ -150,7 +157,7 @@ def _torchrun(words: list[str], index: int) -> tuple[bool, str | None]:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from torchrelay.runners.launch.agent import failures_of
+    from torchrelay.tools.launch.agent import failures_of
 
     asked = None
     well = False

@@ -1,19 +1,33 @@
-"""A launch on Slurm: one sbatch file, whose job queues itself again when the run was preempted."""
+"""A launch on Slurm: one sbatch file, whose job queues itself again when the run was preempted.
+
+`python -m torchrelay.tools.launch.slurm` is the last act of such a job, without torch.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.distributed.launcher_status import LAUNCHER, NODE, NODE_IN
-from torchrelay.runners.launch.agent_words import GRACE_SECS, agent_command, exports
-from torchrelay.runners.launch.request import LaunchFile, LaunchRequest
+from torchrelay.runners.distributed.launcher_status import ATTEMPT, DIRECTORY, LAUNCHER, NODE, NODE_IN
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.session.stop_requests import END_TIME
+from torchrelay.tools.launch.outcome import (
+    evidence_of,
+    idle_starts,
+    told_lines,
+    verdict_of,
+    wants_requeue,
+    without_end,
+)
+from torchrelay.tools.launch.request import GRACE_SECS, LaunchFile, LaunchRequest, agent_command, exports
 
 SCRIPT = "job.sbatch"
 LOG = "job.log"
@@ -124,7 +138,7 @@ def _body(request: LaunchRequest) -> str:
     grace = max(GRACE_SECS, request.notice - _LEFT_SECS)
     launch_id = "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
     endpoint = "${relay_address:-$relay_node}:$relay_port"
-    end = f"{quote(request.python)} -m torchrelay.runners.launch.slurm_end"
+    end = f"{quote(request.python)} -m torchrelay.tools.launch.slurm"
     return f"""\
 # Written by `torchrelay launch --slurm`: {request.layout}, one agent of torchrun per node.
 # Slurm sends USR1 to this script alone, {request.notice} s before the end; the ranks then save and leave.
@@ -164,3 +178,56 @@ done
 exec {end} --nodes {request.layout.nodes} --restarts {request.restarts} \\
   --code "$relay_code" --asked "$relay_asked"
 """
+
+
+_ANSWER_SECS = 60
+
+
+def main(words: Sequence[str]) -> int:
+    """Say how the attempt ended, queue the job again where that helps; returns the code of the job."""
+    parser = argparse.ArgumentParser(prog="slurm_end")
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--restarts", type=int, required=True)
+    parser.add_argument("--code", type=int, required=True)
+    parser.add_argument("--asked", required=True)
+    chosen = parser.parse_args(words)
+    output, directory = Output(), Path(os.environ[DIRECTORY])
+    asked = f"SIG{chosen.asked}" if chosen.asked else None
+    code = chosen.code
+    found = evidence_of(directory, well=code == 0, nodes=chosen.nodes, asked=asked, code=code)
+    restart = int(os.environ.get(ATTEMPT) or 0)
+    idle = idle_starts(directory.parent, restart)
+    verdict = without_end(verdict_of(found), idle, chosen.restarts)
+    for line in told_lines(found, verdict, directory):
+        output.notice(line)
+    if wants_requeue(verdict, restart, chosen.restarts):
+        output.notice(_requeue(os.environ["SLURM_JOB_ID"]))
+    return verdict.code
+
+
+def _requeue(job: str) -> str:
+    """Put the job into the queue again, unless somebody is ending it; what is to be told of that.
+
+    The very last act: Slurm ends this process for it.
+    """
+    state = _ask("squeue", "-h", "-j", job, "-o", "%T")
+    if state != "RUNNING":
+        return f"job {job} is {state or 'unknown to squeue'}: it is not queued again"
+    sys.stderr.write(f"torchrelay: job {job} is queued again\n")
+    sys.stderr.flush()
+    refused = _ask("scontrol", "requeue", job)
+    return f"scontrol requeue: {refused or 'done'}"
+
+
+def _ask(*words: str) -> str:
+    try:
+        done = subprocess.run(  # noqa: S603 - Slurm's own
+            words, capture_output=True, text=True, check=False, timeout=_ANSWER_SECS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{error}"
+    return (done.stdout + done.stderr).strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

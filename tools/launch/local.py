@@ -1,4 +1,4 @@
-"""One attempt on this machine: its agents as processes, from their start to the end of the last one."""
+"""Starts the ranks on this machine, an agent of torchrun per node, all of them here; waits for the end."""
 
 from __future__ import annotations
 
@@ -8,20 +8,95 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
+from types import FrameType
+from typing import Any
 
-from torchrelay.errors import StorageError
+from torchrelay.errors import StorageError, UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed import launcher_status
-from torchrelay.runners.launch.agent_words import GRACE_SECS
-from torchrelay.runners.launch.left_behind import end_left_behind
-from torchrelay.runners.launch.requests_to_end import RequestsToEnd
-from torchrelay.runners.launch.verdict import LOST
+from torchrelay.runners.distributed.launcher_status import DIRECTORY
+from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.session.stop_requests import END_TIME
+from torchrelay.tools.launch.outcome import LOST, evidence_of, told_lines, verdict_of
+from torchrelay.tools.launch.request import GRACE_SECS, LaunchFile, LaunchRequest, agent_command, exports
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_IMPATIENT_SECS = 5.0
+"""A second signal within this time is the first one again."""
+
+
+class RequestsToEnd:
+    """While the block runs SIGTERM, SIGINT and SIGUSR1 ask the launch to end. Mutable; main thread only.
+
+    `pending` is a signal that the agents have not been sent; `hurry` says that somebody asked again, later.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.pending: int | None = None
+        self.hurry = False
+        self._first = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> RequestsToEnd:
+        try:
+            self._before = {int(one): signal.signal(one, self._hear) for one in _SIGNALS}
+        except ValueError:  # not the main thread: whoever has it decides
+            self._before = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.name is None:
+            self.name, self.pending, self._first = signal.Signals(number).name, number, now
+        elif now - self._first > _IMPATIENT_SECS:
+            self.hurry = True
+
 
 _LOOK_SECS = 0.1
+
+
+def end_left_behind(attempt: Path, secs: float, hurry: Callable[[], bool] = lambda: False) -> int:
+    """End all processes that a rank of this attempt is or has started; returns how many there were.
+
+    They are asked by SIGTERM, and killed `secs` later, or when there is `hurry`.
+    """
+    found = ranks_of(attempt)
+    _send(found, signal.SIGTERM)
+    end = time.monotonic() + secs
+    while (left := ranks_of(attempt)) and time.monotonic() < end and not hurry():
+        time.sleep(_LOOK_SECS)
+    _send(left, signal.SIGKILL)
+    return len(found)
+
+
+def ranks_of(attempt: Path) -> list[int]:
+    """The processes of this machine that live with the surroundings of a rank of this attempt."""
+    mark = os.fsencode(f"{DIRECTORY}={attempt}")
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            known = path.read_bytes().split(b"\0")
+            if mark in known and any(one.startswith(b"LOCAL_RANK=") for one in known):
+                found.append(int(path.parent.name))
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, number)
+
+
 _STDERR = 2
 _ALONE_SECS = 60.0
 """So long agents may go on after another one has failed; their ranks notice by themselves, much sooner."""
@@ -171,3 +246,50 @@ def _children(pid: int) -> list[int]:
         with suppress(OSError):
             found += [int(child) for child in path.read_text().split()]
     return found
+
+
+SCRIPT = "node.sh"
+
+
+def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
+    """The script that is run once per node; pure. Raises UsageError for options, of which there are none."""
+    if request.options:
+        raise UsageError(f"--set {request.options[0][0]}: --local has no options of its own")
+    agent = agent_command(request, "127.0.0.1:$TORCHRELAY_LAUNCH_PORT", "$TORCHRELAY_LAUNCH_ID")
+    text = f"""#!/bin/sh
+# One node of {request.layout}: torchrun with {request.layout.per_node} ranks. \
+Run by `torchrelay launch --local`,
+# which says which node, attempt and port this is.
+: "${{TORCHRELAY_LAUNCH_PORT:=0}}" "${{TORCHRELAY_LAUNCH_ID:=$$}}"
+cd {quote(str(request.workdir))} || exit
+{exports(request)}exec {agent}
+"""
+    return (LaunchFile(SCRIPT, text, executable=True),)
+
+
+def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
+    """Run attempts until one is the last; returns its code. What is told goes to stderr."""
+    launch_id, nodes = uuid.uuid4().hex, request.layout.nodes
+    with RequestsToEnd() as asked:
+        for number in range(request.restarts + 1):
+            attempt = Attempt(
+                directory / SCRIPT, directory / f"attempt_{number}", number, launch_id, output.json
+            )
+            ended = run_attempt(attempt, nodes, request.time_limit, asked)
+            found = evidence_of(
+                attempt.directory, well=ended.code == 0, nodes=nodes, asked=ended.asked, code=ended.code
+            )
+            verdict = verdict_of(found)
+            for line in told_lines(found, verdict, attempt.directory):
+                output.notice(line)
+            if not verdict.again or asked.name is not None:
+                break
+            if number < request.restarts:
+                output.notice(
+                    f"starting again, {request.restarts - number} of {request.restarts} restarts left"
+                )
+    if output.json:
+        output.value(
+            {"code": verdict.code, "why": verdict.why, "attempts": number + 1, "directory": str(directory)}
+        )
+    return verdict.code
