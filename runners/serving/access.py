@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
-from torchrelay.runners.dashboard.access import SHORTEST_TOKEN, Access, is_loopback
 from torchrelay.runners.serving.refusal import RefusedError
+from torchrelay.tools.report.dashboard.access import SHORTEST_TOKEN, Access, is_loopback
 
 OPEN = ("/health", "/ready")
 """What may be asked without the token: who looks after processes asks these, and they tell nothing."""

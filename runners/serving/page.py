@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import Any
 
-from torchrelay.runners.report.markup import Markup, el
+from torchrelay.tools.report.html import Markup, el
 
 _STYLE = Markup(
     "body{font:16px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 1rem;"

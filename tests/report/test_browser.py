@@ -11,8 +11,8 @@ import pytest
 from browser import Framed, frames, look, needs_browser
 
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.report.gather import gather
-from torchrelay.runners.report.page import report_page
+from torchrelay.tools.report.gather import gather
+from torchrelay.tools.report.page import report_page
 
 pytestmark = needs_browser
 

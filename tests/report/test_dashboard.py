@@ -21,12 +21,11 @@ from torchrun import interruptible
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.dashboard.access import checked
-from torchrelay.runners.dashboard.rendered import Rendered
-from torchrelay.runners.dashboard.run_store import RunStore, signature
-from torchrelay.runners.dashboard.server import DashboardServer
-from torchrelay.runners.report.limits import Limits
 from torchrelay.tools.cli.main import main
+from torchrelay.tools.report.dashboard.access import checked
+from torchrelay.tools.report.dashboard.index import RunStore, signature
+from torchrelay.tools.report.dashboard.server import DashboardServer, Rendered
+from torchrelay.tools.report.run_data import Limits
 
 TOKEN = "0123456789abcdef"
 QUICK = Limits(norm_bytes=0)

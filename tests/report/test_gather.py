@@ -18,12 +18,9 @@ from torchrelay.checkpoint.log.lease import process_here
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.report.course import course_of
-from torchrelay.runners.report.facts import Point
-from torchrelay.runners.report.gather import gather
-from torchrelay.runners.report.heat import finding_of, summed_up
-from torchrelay.runners.report.limits import Limits, spread
-from torchrelay.runners.report.timeline import bars_of, saving_secs, wall_secs
+from torchrelay.tools.report.gather import gather
+from torchrelay.tools.report.run_data import Limits, Point, course_of, spread
+from torchrelay.tools.report.sections.timeline import bars_of, finding_of, saving_secs, summed_up, wall_secs
 
 SPANS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=6)
 

@@ -7,9 +7,8 @@ from html.parser import HTMLParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchrelay.runners.report.markup import Markup, el, join, visible
-from torchrelay.runners.report.scales import Scale, clock_ticks, scale_of, ticks, whole_ticks
-from torchrelay.runners.report.wording import number, seconds, share
+from torchrelay.tools.report.charts import Scale, clock_ticks, scale_of, ticks, whole_ticks
+from torchrelay.tools.report.html import Markup, el, join, number, seconds, share, visible
 
 NASTY = st.text(st.characters() | st.sampled_from("<>&\"'/=`;\n\t\x00\ud800"))
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

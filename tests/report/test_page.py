@@ -12,10 +12,10 @@ from test_markup import read
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.report.gather import gather
-from torchrelay.runners.report.limits import Limits
-from torchrelay.runners.report.page import asset, policy, report_page
 from torchrelay.tools.cli.main import main
+from torchrelay.tools.report.gather import gather
+from torchrelay.tools.report.page import asset, policy, report_page
+from torchrelay.tools.report.run_data import Limits
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'</title></style>"
 QUICK = Limits(norm_bytes=0)

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.dashboard import server as serving
-from torchrelay.runners.dashboard.run_store import RunStore
-from torchrelay.runners.dashboard.server import DashboardServer
-from torchrelay.runners.report import limits
-from torchrelay.runners.report.gather import gather
-from torchrelay.runners.report.limits import Limits
-from torchrelay.runners.report.page import report_page
+from torchrelay.tools.report import run_data
+from torchrelay.tools.report.dashboard import server as serving
+from torchrelay.tools.report.dashboard.index import RunStore
+from torchrelay.tools.report.dashboard.server import DashboardServer
+from torchrelay.tools.report.gather import gather
+from torchrelay.tools.report.page import report_page
+from torchrelay.tools.report.run_data import Limits
 
 EVIL = "</script><img src=x onerror=alert(1)>\" ' \u202e\x1b[31m"
 
@@ -129,7 +129,7 @@ def test_files_of_very_many_lines_are_read_in_part(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page shows the first ones and says so."""
-    monkeypatch.setattr(limits, "MOST_LINES", 10)
+    monkeypatch.setattr(run_data, "MOST_LINES", 10)
     for epoch in range(2, 20):
         run.log_metrics(0, {"epoch": epoch, "time": 1.0, "metrics": {"val/acc": 0.5}})
     facts = gather(run, Limits(norm_bytes=0))

@@ -13,14 +13,14 @@ import fsspec
 import pytest
 from stored_jobs import Hosts, in_memory, put, train
 
-from torchrelay.runners.dashboard.far_runs import FarRuns
-from torchrelay.runners.dashboard.server import DashboardServer
 from torchrelay.runners.remote_runs import mirror as mirrors
 from torchrelay.runners.remote_runs.download import RunFiles
 from torchrelay.runners.remote_runs.mirror import Mirror, mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
-from torchrelay.runners.report.limits import Limits
 from torchrelay.tools.cli.main import main
+from torchrelay.tools.report.dashboard.index import FarRuns
+from torchrelay.tools.report.dashboard.server import DashboardServer
+from torchrelay.tools.report.run_data import Limits
 
 
 @pytest.fixture(scope="module")

@@ -26,12 +26,12 @@ from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.monitoring.text import duration, human_bytes, per_second
 from torchrelay.runners.remote_runs.names import for_a_glance, is_remote
 from torchrelay.runners.remote_runs.resolve import existing_directory, locate_run
-from torchrelay.runners.report.limits import Limits
 from torchrelay.tools.cli.arguments import Add, add_run
+from torchrelay.tools.report.run_data import Limits
 
 if TYPE_CHECKING:
-    from torchrelay.runners.dashboard.run_store import RunStore
-    from torchrelay.runners.dashboard.server import DashboardServer
+    from torchrelay.tools.report.dashboard.index import RunStore
+    from torchrelay.tools.report.dashboard.server import DashboardServer
 
 
 _COLUMNS = ("run", "state", "epoch", "step", "rate", "eta", "last save")
@@ -217,8 +217,8 @@ def limits_of(chosen: argparse.Namespace) -> Limits:
 
 def report(chosen: argparse.Namespace, output: Output) -> int:
     """Write the page; what could not be read of a run is said in it, and counted here."""
-    from torchrelay.runners.report.gather import gather
-    from torchrelay.runners.report.page import report_page
+    from torchrelay.tools.report.gather import gather
+    from torchrelay.tools.report.page import report_page
 
     runs = _runs(chosen.runs)
     target = None if in_store(chosen.output) else Path(chosen.output)
@@ -312,7 +312,7 @@ def add_dashboard(verb: Callable[..., argparse.ArgumentParser]) -> None:
 
 def dashboard(chosen: argparse.Namespace, output: Output) -> int:
     """Serve until SIGINT or SIGTERM, which end it at once, with 0."""
-    from torchrelay.runners.dashboard.server import DashboardServer
+    from torchrelay.tools.report.dashboard.server import DashboardServer
 
     store = _store(chosen.runs)
     limits = limits_of(chosen)
@@ -328,10 +328,10 @@ def dashboard(chosen: argparse.Namespace, output: Output) -> int:
 
 def _store(text: str) -> RunStore:
     if is_remote(text):
-        from torchrelay.runners.dashboard.far_runs import FarRuns
+        from torchrelay.tools.report.dashboard.index import FarRuns
 
         return FarRuns(text)
-    from torchrelay.runners.dashboard.run_store import RunStore
+    from torchrelay.tools.report.dashboard.index import RunStore
 
     return RunStore(Path(text))
 

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.runners.report.facts import LeafNorm, Norms, RunFacts
-from torchrelay.runners.report.line_chart import Series, line_chart
-from torchrelay.runners.report.markup import Child, Markup, chart_card, el
-from torchrelay.runners.report.parts import legend, of_run, scrolling, section, table
-from torchrelay.runners.report.wording import count, number, share
+from torchrelay.tools.report.charts import Series, line_chart
+from torchrelay.tools.report.html import (
+    Child,
+    Markup,
+    chart_card,
+    count,
+    el,
+    legend,
+    number,
+    of_run,
+    scrolling,
+    section,
+    share,
+    table,
+)
+from torchrelay.tools.report.run_data import LeafNorm, Norms, RunFacts
 
 _MOST_LINES = 8
 _MOST_ROWS = 40

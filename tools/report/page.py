@@ -10,18 +10,14 @@ from hashlib import sha256
 from pathlib import Path
 
 import torchrelay
-from torchrelay.runners.report.bytes_chart import sizes
-from torchrelay.runners.report.configs import configs
-from torchrelay.runners.report.curves import curves
-from torchrelay.runners.report.epochs_table import epochs_table
-from torchrelay.runners.report.facts import RunFacts
-from torchrelay.runners.report.heat import heat
-from torchrelay.runners.report.markup import Child, Markup, el
-from torchrelay.runners.report.norms_chart import norms
-from torchrelay.runners.report.overview import headline, overview
-from torchrelay.runners.report.story import story
-from torchrelay.runners.report.timeline import timeline
-from torchrelay.runners.report.wording import moment
+from torchrelay.tools.report.html import Child, Markup, el, moment
+from torchrelay.tools.report.run_data import RunFacts
+from torchrelay.tools.report.sections.curves import curves
+from torchrelay.tools.report.sections.epochs import epochs_table, sizes
+from torchrelay.tools.report.sections.overview import configs, headline, overview
+from torchrelay.tools.report.sections.story import story
+from torchrelay.tools.report.sections.timeline import heat, timeline
+from torchrelay.tools.report.sections.weights import norms
 
 _ASSETS = Path(__file__).with_name("assets")
 _LINKS = (

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrelay.runners.report.facts import BranchNote, Event, RunFacts
-from torchrelay.runners.report.markup import Markup, el
-from torchrelay.runners.report.parts import of_run, scrolling, section, table
-from torchrelay.runners.report.scales import Scale, whole_ticks
-from torchrelay.runners.report.wording import count, moment
+from torchrelay.tools.report.charts import Scale, whole_ticks
+from torchrelay.tools.report.html import Markup, count, el, moment, of_run, scrolling, section, table
+from torchrelay.tools.report.run_data import BranchNote, Event, RunFacts
 
 WIDTH = 920
 _LEFT, _RIGHT, _ROW = 110, 24, 44

@@ -20,8 +20,7 @@ from torchrelay.checkpoint.inspect.diff import Comparison
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError
 from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.runners.report.facts import LeafNorm, Norms
-from torchrelay.runners.report.limits import Limits, spread
+from torchrelay.tools.report.run_data import LeafNorm, Limits, Norms, spread
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.inspect.statistics import Moments

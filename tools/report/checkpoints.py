@@ -1,23 +1,44 @@
-"""What the log of a run says: its epochs and why each is used or not, its branches, what fell back."""
+"""What is read of checkpoints: committed epochs and why each is used, times of saves, sizes of blobs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from datetime import datetime
+from functools import partial
 from typing import Any
 
+from torchrelay.checkpoint.format.layouts import PerNode
 from torchrelay.checkpoint.format.log_state import Entry, Key
+from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.schema import Manifest, stats_path
 from torchrelay.checkpoint.inspect.why import Start, explain, start_now
 from torchrelay.checkpoint.log.history import History, read_history
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import Record
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.metadata.fs import read_lines
+from torchrelay.metadata.handlers import FILE_NAME
+from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.report.facts import BranchNote, EpochRow, Event, Point, Save
-from torchrelay.runners.report.limits import Limits, Troubles
+from torchrelay.tools.report.run_data import (
+    BlobBytes,
+    BranchNote,
+    EpochBytes,
+    EpochRow,
+    Event,
+    Limits,
+    Point,
+    Save,
+    Troubles,
+    bounded,
+    moment_of,
+    spread,
+)
 
 Json = Any
 
@@ -180,3 +201,98 @@ def _seconds(written: str) -> float | None:
         return datetime.fromisoformat(written.replace("Z", "+00:00")).timestamp()
     except ValueError:
         return None
+
+
+_KINDS = {"checkpoint_save": "save", "checkpoint_load": "load", "checkpoint_partial_load": "load"}
+
+
+def saves_told(run: RunDirectory, troubles: Troubles) -> list[Save]:
+    """Saves and loads in the order of their times, from `metadata.jsonl`; empty where there is none."""
+
+    def read() -> list[Save]:
+        found = []
+        for line in bounded(read_lines(run.path / FILE_NAME), FILE_NAME, troubles):
+            kind, end = _KINDS.get(str(line.get("kind"))), moment_of(line)
+            if kind is not None and end is not None and (save := save_of(kind, line, end)) is not None:
+                found.append(save)
+        return sorted(found, key=lambda one: one.end or 0.0)
+
+    return troubles.tried(read, [])
+
+
+def saves_of_tries(
+    storage: Storage, entries: Iterable[Entry], limits: Limits, troubles: Troubles
+) -> dict[str, Save]:
+    """Try name to the save that made it; tries without `stats.json`, which proves nothing, are left out."""
+    left, found = limits.stats_bytes, dict[str, Save]()
+    for entry in spread(list(entries), limits.epoch_rows):
+        if left <= 0:
+            troubles.note(
+                f"save times of {entry.position} and others: not read, {limits.stats_bytes} bytes were"
+            )
+            break
+        data = troubles.tried(partial(_bytes, storage, entry.try_name, left), b"")
+        left -= len(data)
+        save = save_of("save", _object(data), None)
+        if save is not None:
+            found[entry.try_name] = save
+    return found
+
+
+def save_of(kind: str, said: Mapping[str, Json], end: float | None) -> Save | None:
+    """What `NodeStats.to_json` wrote; None for anything else."""
+    nodes: dict[str, dict[str, float]] = {}
+    for one in said.get("nodes") if isinstance(said.get("nodes"), list) else ():  # type: ignore[union-attr]
+        secs = one.get("secs") if isinstance(one, Mapping) else None
+        if isinstance(secs, Mapping) and isinstance(one.get("node"), str):
+            nodes[one["node"]] = {str(phase): value for phase, value in secs.items() if _secs(value)}
+    nbytes = said.get("bytes")
+    return Save(kind, end, nodes, nbytes if type(nbytes) is int else 0) if nodes else None
+
+
+def _secs(value: Json) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and 0 <= value < 1e9
+
+
+def _bytes(storage: Storage, try_name: str, limit: int) -> bytes:
+    try:
+        return storage.read_range(stats_path(try_name), 0, limit)
+    except FileNotFoundError:
+        return b""
+
+
+def _object(data: bytes) -> Mapping[str, Json]:
+    try:
+        found = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def manifests_of(
+    storage: Storage, line: Sequence[Entry], limits: Limits, troubles: Troubles
+) -> list[Manifest]:
+    """Manifests of epochs spread over a line, the newest among them, within the limit of bytes."""
+    whole = [entry for entry in line if entry.position.boundary and entry.healthy]
+    size = max((entry.manifest_bytes for entry in whole), default=1)
+    room = max(1, min(limits.sized_epochs, limits.manifest_bytes // max(1, size)))
+    found = (troubles.tried(partial(codec.read, storage, entry), None) for entry in spread(whole, room))
+    return [one for one in found if one is not None]
+
+
+def sizes_of(manifest: Manifest) -> EpochBytes:
+    """Bytes by blob, largest first. What each node has for itself counts once per node."""
+    written: dict[str, int] = {}
+    referenced: dict[str, int] = {}
+    for leaf in manifest.leaves:
+        if leaf.alias_of is not None:
+            continue
+        layout = manifest.layouts[leaf.layout]
+        nbytes = leaf.nbytes * (len(layout.nodes) if isinstance(layout, PerNode) else 1)
+        into = written if leaf.source == 0 else referenced
+        into[leaf.blob] = into.get(leaf.blob, 0) + nbytes
+    blobs = [
+        BlobBytes(name, written.get(name, 0), referenced.get(name, 0)) for name in {**written, **referenced}
+    ]
+    return EpochBytes(manifest.position.epoch, tuple(sorted(blobs, key=lambda one: (-one.total, one.blob))))

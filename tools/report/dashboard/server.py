@@ -1,11 +1,16 @@
-"""The HTTP server of a run store: GET and HEAD of two kinds of pages, a bounded number at a time."""
+"""The HTTP server of a run store: bounded connections, and pages kept until their files change."""
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,15 +18,103 @@ from urllib.parse import unquote, urlsplit
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.dashboard.access import COOKIE, checked, token_in
-from torchrelay.runners.dashboard.index_page import glance, index_page
-from torchrelay.runners.dashboard.lines import Lines
-from torchrelay.runners.dashboard.rendered import Page, Rendered
-from torchrelay.runners.dashboard.run_store import RunStore, signature
-from torchrelay.runners.report.facts import RunFacts
-from torchrelay.runners.report.gather import gather
-from torchrelay.runners.report.limits import Limits
-from torchrelay.runners.report.page import policy, report_page
+from torchrelay.records import dataclass
+from torchrelay.tools.report.dashboard.access import COOKIE, checked, token_in
+from torchrelay.tools.report.dashboard.index import RunStore, glance, index_page, signature
+from torchrelay.tools.report.gather import gather
+from torchrelay.tools.report.page import policy, report_page
+from torchrelay.tools.report.run_data import Limits, RunFacts
+
+
+class Lines:
+    """Which connections are waited for, and until when."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
+
+    def hold(self, line: socket.socket, secs: float) -> None:
+        """Wait for this one for so long from now."""
+        with self._lock:
+            self._until[line] = self._clock() + secs
+
+    def let_go(self, line: socket.socket) -> None:
+        """It may take as long as it takes, or is closed."""
+        with self._lock:
+            self._until.pop(line, None)
+
+    def cut(self) -> None:
+        """Hang up where the time is over: the thread that waits there finds the end of the connection."""
+        now = self._clock()
+        with self._lock:
+            late = [line for line, until in self._until.items() if until <= now]
+            for line in late:
+                del self._until[line]
+                with suppress(OSError):
+                    line.shutdown(socket.SHUT_RDWR)
+
+
+_MOST_PAGES = 64
+_PAUSE_SECS = 1.0
+_SHARE = 8.0
+"""A page is made anew no earlier than after so many times what it took: at most an eighth of a core."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a client gets: `tag` is another one whenever the content may be."""
+
+    tag: str
+    body: bytes
+
+
+@dataclass
+class _Kept:
+    state: str
+    page: Page
+    not_before: float
+
+
+class Rendered:
+    """A cache of pages by key. `render` gets a text to put where the page is to name its own tag."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._locks: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def page(self, key: str, state: str, render: Callable[[str], str]) -> Page:
+        """The page of a key at a state of its files, or a slightly older one where it was made just now."""
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:  # whoever comes meanwhile gets the page that is being made
+            kept = self._kept.get(key)
+            began = self._clock()
+            if kept is not None and (kept.state == state or began < kept.not_before):
+                return kept.page
+            page = _tagged(render)
+            now = self._clock()
+            self._keep(key, _Kept(state, page, now + max(_PAUSE_SECS, _SHARE * (now - began))))
+            return page
+
+    def _keep(self, key: str, kept: _Kept) -> None:
+        with self._lock:
+            self._kept[key] = kept
+            self._kept.move_to_end(key)
+            while len(self._kept) > _MOST_PAGES:
+                gone, _ = self._kept.popitem(last=False)
+                self._locks.pop(gone, None)
+
+
+def _tagged(render: Callable[[str], str]) -> Page:
+    """A page that says its own tag, which is of its content: what looks the same has the same tag."""
+    here = secrets.token_hex(16)  # nothing in a run can spell it
+    text = render(here)
+    tag = hashlib.sha256(text.replace(here, "").encode()).hexdigest()[:32]
+    return Page(f'"{tag}"', text.replace(here, f"&quot;{tag}&quot;").encode())
+
 
 _AT_ONCE = 32
 """Requests that are answered at a time; more are told to come again."""

@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torchrelay.runners.report.facts import Joint, Point, RunFacts
-from torchrelay.runners.report.line_chart import Mark, Series, line_chart
-from torchrelay.runners.report.markup import Markup, chart_card, el
-from torchrelay.runners.report.parts import legend, scrolling, section, table
-from torchrelay.runners.report.wording import count, number
+from torchrelay.tools.report.charts import Mark, Series, line_chart
+from torchrelay.tools.report.html import (
+    Markup,
+    chart_card,
+    count,
+    el,
+    legend,
+    number,
+    scrolling,
+    section,
+    table,
+)
+from torchrelay.tools.report.run_data import Joint, Point, RunFacts
 
 _MOST_CHARTS = 60
 _NOTHING_FINITE = el("p", "no finite value yet", class_="quiet")

@@ -1,0 +1,231 @@
+"""The list of runs of a store: which there are, how each stands, whether files of one have changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from torchrelay.checkpoint.log.job_file import has_job
+from torchrelay.errors import RelayError, StorageError, UsageError
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.monitoring.status import standing
+from torchrelay.runners.remote_runs.mirror import Wanted, mirror_of
+from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
+from torchrelay.tools.report.charts import Scale, scale_of, thinned
+from torchrelay.tools.report.gather import best_of, points_of
+from torchrelay.tools.report.html import Child, Markup, count, el, moment, scrolling, section, table
+from torchrelay.tools.report.page import whole_page
+from torchrelay.tools.report.run_data import RunFacts, Troubles, course_of, moment_of
+from torchrelay.tools.report.sections.overview import best_text, state_of
+
+MOST_RUNS = 1000
+_LOOK_SECS = 10
+_FILES = ("run.json", "status.json", "metadata.jsonl", "config/resolved.yaml", "lineage")
+_OF_CHECKPOINTS = ("log", "log/HINT", "data")
+
+
+class RunStore:
+    """Directories of runs directly below a root, or the root itself where it is a run.
+
+    Links are not followed: what they lead to lies elsewhere. Raises UsageError for what is no directory.
+    """
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            what = "a file" if root.exists() else "not there"
+            raise UsageError(f"{root} is {what}: give the directory in which runs lie")
+        self.root = root.absolute()
+        self.shown = str(self.root)
+        self._single = is_run(self.root)
+
+    def names(self) -> list[str]:
+        """The runs that are there now, sorted; at most a thousand."""
+        if self._single:
+            return [self.root.name]
+        try:
+            with os.scandir(self.root) as found:
+                names = (one.name for one in found if one.is_dir(follow_symlinks=False))
+                return sorted(name for name in names if is_run(self.root / name))[:MOST_RUNS]
+        except OSError:
+            return []  # the directory is away now; the page says that there is no run
+
+    def runs(self) -> list[RunDirectory]:
+        """The same, as run directories."""
+        return [RunDirectory(self.root if self._single else self.root / name) for name in self.names()]
+
+    def run(self, name: str) -> RunDirectory | None:
+        """The run of a name that the listing has; None for any other text, whatever it spells."""
+        return next((run for run in self.runs() if run.name == name), None)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory is one of a run. One whose notes are links is none: they may lead to any file."""
+    begun = (path / "run.json").is_file() or has_job(path / "checkpoints")
+    return begun and not any(one.is_symlink() for one in _notes(RunDirectory(path)))
+
+
+def signature(run: RunDirectory) -> str:
+    """Another text when a file that a page is made of was changed; the same costs some calls of stat."""
+    seen = hashlib.sha256(_now_and_then(run).encode())
+    for path in _watched(run):
+        try:
+            status = path.stat(follow_symlinks=False)
+            seen.update(f"{path.name} {status.st_mtime_ns} {status.st_size} {status.st_ino}\n".encode())
+        except OSError as error:
+            seen.update(f"{path.name} {error.errno}\n".encode(errors="replace"))
+    return seen.hexdigest()[:32]
+
+
+def _now_and_then(run: RunDirectory) -> str:
+    """Of a run that calls itself running also the time: its process may be gone, and no file would say so."""
+    try:
+        going = run.status().get("state") == "RUNNING"
+    except (RelayError, OSError):
+        going = False
+    return str(time.time() // _LOOK_SECS) if going else ""
+
+
+def _watched(run: RunDirectory) -> Iterator[Path]:
+    yield from _notes(run)
+    for name in _OF_CHECKPOINTS:
+        yield run.path / "checkpoints" / name
+
+
+def _notes(run: RunDirectory) -> Iterator[Path]:
+    for name in _FILES:
+        yield run.path / name
+    for kind in ("metrics", "steps", "events"):
+        for _, path in run.generations(kind):
+            yield path
+
+
+NOT_OLDER_SECS = 5.0
+"""Pages ask again every few seconds, in many browsers; the store is asked once meanwhile."""
+
+
+class FarRuns(RunStore):
+    """What RunStore is of a directory. A store that does not answer shows what was seen last.
+
+    Raises UsageError for a URL that is none, StorageError for a store that does not answer at the start.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._mirror = mirror_of(url)
+        self.root = self._mirror.root
+        self.shown = self._mirror.url
+        self._single = self._mirror.is_run()
+        self._names: list[str] = []
+        self._looked = float("-inf")
+        self._lock = threading.Lock()
+        if not self._single and not self.names():
+            raise UsageError(f"no run lies at {url}, or below it: give the URL of a run, or of several")
+
+    def names(self) -> list[str]:
+        """The runs that are there now, sorted; at most a thousand."""
+        with self._lock:
+            if not self._single and time.monotonic() - self._looked > NOT_OLDER_SECS:
+                try:
+                    self._names = self._mirror.names()[:MOST_RUNS]
+                except StorageError:
+                    if not self._names:
+                        raise
+                self._looked = time.monotonic()
+        return [self._mirror.root.name] if self._single else self._names
+
+    def runs(self) -> list[RunDirectory]:
+        """The same, with what a list shows of them."""
+        if self._single:
+            return [self._run("", for_a_look)]
+        return [self._run(name, for_a_glance) for name in self.names()]
+
+    def run(self, name: str) -> RunDirectory | None:
+        """The run of a name that the listing has, with what its page shows; None for any other text."""
+        if name not in self.names():
+            return None
+        return self._run("" if self._single else name, for_a_look)
+
+    def _run(self, name: str, wanted: Wanted) -> RunDirectory:
+        try:
+            return self._mirror.run(name, wanted, NOT_OLDER_SECS)
+        except StorageError:
+            return RunDirectory(Path(self._mirror.root, name), f"{self.shown}/{name}".rstrip("/"))
+
+
+_WIDTH, _HEIGHT = 120, 28
+
+
+def glance(run: RunDirectory) -> RunFacts:
+    """As much of a run as a line of the list shows: identity, status and metrics, not its checkpoints."""
+    troubles = Troubles()
+    identity = troubles.tried(run.identity, None) or {}
+    status: dict[str, Any] = troubles.tried(run.status, {})
+    epoch, state, job = status.get("epoch"), status.get("state"), identity.get("job")
+    return RunFacts(
+        name=run.name,
+        path=str(run.where),
+        job=job if isinstance(job, str) else None,
+        state=state if isinstance(state, str) else None,
+        epoch=epoch if type(epoch) is int else None,
+        stands=standing(run.path),
+        updated=moment_of({"time": status.get("updated")}),
+        best=best_of(identity.get("best")),
+        identity=identity,
+        course=course_of(points_of(run, troubles), {}),
+        trouble=tuple(troubles.said),
+    )
+
+
+def index_page(root: str, runs: Sequence[RunFacts], tag: str) -> str:
+    """The list as a page, what wrote last on top."""
+    ordered = sorted(runs, key=lambda run: (-(run.updated or 0.0), run.name))
+    going = sum(run.stands.word == "running" for run in runs)
+    title = f"{count(len(runs), 'run')}, {going} running" if going else count(len(runs), "run")
+    rows = [_row(run) for run in ordered]
+    body: Child = el("p", "A run appears here when its directory holds run.json.", class_="quiet")
+    if rows:
+        columns = ("run", "job", "state", "epoch", "best", "course", "updated")
+        body = el("div", scrolling("runs", table(columns, rows)), class_="card")
+    return whole_page(
+        title, [el("span", root, class_="quiet")], section("runs", f"Runs in {root}", body), live=tag
+    )
+
+
+def _row(run: RunFacts) -> list[Child]:
+    word, tone = state_of(run)
+    trouble = (
+        el("span", f"{count(len(run.trouble), 'thing')} unreadable", class_="state bad")
+        if run.trouble
+        else None
+    )
+    return [
+        el("a", run.name, href=f"/run/{quote(run.name, safe='')}"),
+        run.job or "",
+        [el("span", word, class_=f"state {tone}"), trouble],
+        "" if run.epoch is None else str(run.epoch),
+        best_text(run),
+        _spark(run),
+        moment(run.updated) if run.updated is not None else "",
+    ]
+
+
+def _spark(run: RunFacts) -> Markup | None:
+    """The course of the run's own metric, without numbers: the cell beside it has the one that counts."""
+    if run.best is None:
+        return None
+    name = run.best[0]
+    values = [(one.epoch, one.metrics[name]) for one in run.course.points if name in one.metrics]
+    finite = [(epoch, value) for epoch, value in values if value - value == 0]
+    if len(finite) < 2:
+        return None
+    x = Scale(finite[0][0], finite[-1][0], 2, _WIDTH - 2)
+    y = scale_of([value for _, value in finite], _HEIGHT - 3, 3)
+    path = "L".join(f"{x(epoch):.1f} {y(value):.1f}" for epoch, value in thinned(finite, 120))
+    label = f"{name} over {count(len(finite), 'epoch')}"
+    drawn = el("path", d=f"M{path}", class_="line s1")
+    return el("svg", drawn, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", class_="spark", role="img", aria_label=label)

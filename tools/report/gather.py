@@ -1,0 +1,276 @@
+"""Everything that a page says of a run, read from its directory. What fails is said, not raised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.storage.open import storage_of
+from torchrelay.metadata.fs import read_lines
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.runners.monitoring.status import Standing, standing
+from torchrelay.tools.report.checkpoints import (
+    Committed,
+    branches_of,
+    committed_of,
+    happened,
+    manifests_of,
+    rewinds_of,
+    rows_of,
+    saves_of_tries,
+    saves_told,
+    sizes_of,
+)
+from torchrelay.tools.report.norms import norms_of
+from torchrelay.tools.report.run_data import (
+    Attempt,
+    Event,
+    Limits,
+    Point,
+    RunFacts,
+    Save,
+    SavedEpoch,
+    Troubles,
+    Upstream,
+    bounded,
+    course_of,
+    moment_of,
+    point_of,
+    small_text,
+    steps_of,
+)
+
+Json = Any
+_ENDS = {"failure": "FAILED", "preempted": "PREEMPTED"}
+_QUIET = frozenset({"time", "kind", "generation"})
+
+
+def points_of(run: RunDirectory, troubles: Troubles) -> list[tuple[int, list[Point]]]:
+    """What each start measured, replaced epochs included, by generation."""
+
+    def read(generation: int) -> list[Point]:
+        path = run.path / f"metrics.{generation}.jsonl"
+        found = (point_of(generation, line) for line in bounded(read_lines(path), path.name, troubles))
+        return [one for one in found if one is not None]
+
+    numbers = [number for number, _ in run.generations("metrics")]
+    return [(number, troubles.tried(partial(read, number), [])) for number in numbers]
+
+
+def events_of(run: RunDirectory, troubles: Troubles) -> list[dict[str, Json]]:
+    """All events in the order of generations; files that cannot be read are left out."""
+    return troubles.tried(lambda: list(bounded(run.events(), "events", troubles)), [])
+
+
+def attempts_of(
+    points: Sequence[tuple[int, Sequence[Point]]],
+    events: Sequence[Mapping[str, Json]],
+    saves: Sequence[Save],
+    status: Mapping[str, Json],
+    stands: Standing,
+) -> tuple[Attempt, ...]:
+    """Every start that left a time behind, in order, with the saves and loads that fall into it."""
+    measured = dict(points)
+    told: dict[int, list[Mapping[str, Json]]] = {}
+    for event in events:
+        told.setdefault(event["generation"], []).append(event)
+    found = [
+        one
+        for generation in sorted({*measured, *told})
+        if (one := _attempt(generation, measured.get(generation, ()), told.get(generation, ()))) is not None
+    ]
+    if found:
+        found[-1] = _by_status(found[-1], status, stands)
+    return tuple(_with_saves(found, saves))
+
+
+def told(events: Sequence[Mapping[str, Json]]) -> tuple[Event, ...]:
+    """Events as lines for people."""
+    return tuple(
+        Event(moment_of(one), str(one.get("kind", "?")), _details(one), one["generation"]) for one in events
+    )
+
+
+def _attempt(
+    generation: int, points: Sequence[Point], events: Sequence[Mapping[str, Json]]
+) -> Attempt | None:
+    times = [time for time in (*map(moment_of, events), *(one.time for one in points)) if time is not None]
+    if not times:
+        return None
+    start = next((one for one in events if one.get("kind") == "start"), {})
+    outcome, reason = "DIED", ""
+    for one in events:
+        kind = one.get("kind")
+        if kind == "end":
+            outcome, reason = str(one.get("state", "FINISHED")), ""
+        elif isinstance(kind, str) and kind in _ENDS:
+            outcome, reason = _ENDS[kind], str(one.get("error") or one.get("reason") or "")
+    return Attempt(
+        generation,
+        _whole(start.get("attempt")),
+        min(times),
+        max(times),
+        outcome,
+        reason,
+        _whole(start.get("world_size")),
+        tuple(points),
+    )
+
+
+def _by_status(last: Attempt, status: Mapping[str, Json], stands: Standing) -> Attempt:
+    """The last start may be going on, or have ended in a way that only `status.json` tells."""
+    if last.outcome != "DIED" or status.get("generation") != last.generation:
+        return last
+    updated = moment_of({"time": status.get("updated")})
+    end = max(last.end, updated) if updated is not None else last.end
+    state = str(status.get("state", "DIED"))
+    if state == "RUNNING" and stands.word == "interrupted":
+        return replace(last, end=end, reason=stands.why)
+    return replace(last, end=end, outcome=state, reason=str(status.get("error", "")))
+
+
+def _with_saves(attempts: Sequence[Attempt], saves: Sequence[Save]) -> list[Attempt]:
+    by_start: dict[int, list[Save]] = {}
+    order = sorted(range(len(attempts)), key=lambda index: attempts[index].begin)
+    for save in saves:
+        owners = [index for index in order if attempts[index].begin <= (save.end or 0.0) + 0.001]
+        if owners:
+            by_start.setdefault(owners[-1], []).append(save)
+    return [
+        replace(
+            one, saves=tuple(by_start.get(index, ())), end=max([one.end, *_ends(by_start.get(index, ()))])
+        )
+        for index, one in enumerate(attempts)
+    ]
+
+
+def _ends(saves: Sequence[Save]) -> list[float]:
+    return [one.end for one in saves if one.end is not None]
+
+
+def _details(event: Mapping[str, Json]) -> str:
+    text = event.get("text") or event.get("error")
+    if isinstance(text, str):
+        return text
+    parts = (f"{name} {_short(value)}" for name, value in event.items() if name not in _QUIET)
+    return ", ".join(parts)
+
+
+def _short(value: Json) -> str:
+    return "none" if value is None else str(value)
+
+
+def _whole(value: Json) -> int | None:
+    return value if type(value) is int else None
+
+
+_UPSTREAMS = 32
+_UPSTREAM_BYTES = 16 << 10
+
+
+def gather(run: RunDirectory, limits: Limits | None = None) -> RunFacts:
+    """Read a run directory; damaged and missing parts are named in `trouble`."""
+    limits, troubles = limits or Limits(), Troubles()
+    storage = storage_of(run.checkpoints, "the checkpoints")
+    identity = troubles.tried(run.identity, None) or {}
+    status: dict[str, Any] = troubles.tried(run.status, {})
+    committed = committed_of(storage, troubles)
+    starts = points_of(run, troubles)
+    course = course_of(starts, rewinds_of(committed.history))
+    stands = standing(run.path)
+    manifests = manifests_of(storage, committed.view.line(), limits, troubles)
+    saves = saves_of_tries(storage, committed.entries, limits, troubles)
+    by_start = {(point.generation, point.epoch): point for _, points in starts for point in points}
+    events = events_of(run, troubles)
+    return RunFacts(
+        name=run.name,
+        path=str(run.where),
+        job=_text(identity.get("job")) or committed.view.job_name,
+        state=_text(status.get("state")),
+        stands=stands,
+        epoch=_whole(status.get("epoch")),
+        created=moment_of({"time": identity.get("created")}),
+        updated=moment_of({"time": status.get("updated")}),
+        exit_code=_whole(status.get("exit_code")),
+        exit_reason=_exit_reason(status),
+        best=best_of(identity.get("best")),
+        hosts=_hosts(status, manifests),
+        identity=identity,
+        config=small_text(run.path / "config" / "resolved.yaml"),
+        course=course,
+        steps=steps_of(troubles.tried(run.steps, [])),
+        attempts=attempts_of(starts, events, saves_told(run, troubles), status, stands),
+        events=told(events),
+        epochs=rows_of(committed, saves, by_start, _current(course.points), limits),
+        epochs_left_out=max(0, len(committed.entries) - limits.epoch_rows),
+        start_now=committed.start.sentence if committed.start else "",
+        branches=branches_of(committed),
+        happened=happened(committed.history),
+        save_times=_in_order(committed, saves),
+        sizes=tuple(map(sizes_of, manifests)),
+        norms=norms_of(storage, committed.view.line(), limits),
+        upstream=_upstream(run.path / "lineage"),
+        trouble=tuple(troubles.said),
+    )
+
+
+def _in_order(committed: Committed, saves: Mapping[str, Save]) -> tuple[SavedEpoch, ...]:
+    known = ((entry, saves.get(entry.try_name)) for entry in committed.entries)
+    return tuple(
+        SavedEpoch(str(entry.position), entry.branch, save) for entry, save in known if save is not None
+    )
+
+
+def _current(points: Sequence[Point]) -> dict[int, Point]:
+    return {one.epoch: one for one in points}
+
+
+def _exit_reason(status: Mapping[str, Json]) -> str:
+    for name in ("error", "reason"):
+        if isinstance(status.get(name), str):
+            return str(status[name])
+    stop = status.get("stop")
+    return ", ".join(map(str, stop)) if isinstance(stop, list) else ""
+
+
+def best_of(said: Json) -> tuple[str, str] | None:
+    """The metric and direction that `run.json` calls best; None for anything odd."""
+    good = (
+        isinstance(said, list) and len(said) == 2 and isinstance(said[0], str) and said[1] in ("min", "max")
+    )
+    return (said[0], said[1]) if good else None
+
+
+def _hosts(status: Mapping[str, Json], manifests: Sequence[Manifest]) -> tuple[str, ...]:
+    if manifests:
+        return manifests[-1].world.hosts
+    host = status.get("host")
+    return (host,) if isinstance(host, str) else ()
+
+
+def _upstream(directory: Path) -> tuple[Upstream, ...]:
+    """The aliases below `lineage/`, each with the small text files directly in it."""
+    if directory.is_symlink():
+        return ()
+    try:
+        names = sorted(one.name for one in directory.iterdir() if one.is_dir() and not one.is_symlink())
+    except OSError:
+        return ()
+    return tuple(Upstream(name, _texts(directory / name)) for name in names[:_UPSTREAMS])
+
+
+def _texts(directory: Path) -> str:
+    try:
+        files = sorted(one for one in directory.iterdir() if one.suffix in (".json", ".yaml", ".yml", ".txt"))
+    except OSError as error:
+        return f"could not be read: {error.strerror}"
+    texts = ((path.name, small_text(path, _UPSTREAM_BYTES)) for path in files[:_UPSTREAMS])
+    return "\n".join(f"{name}\n{text}" for name, text in texts if text is not None)
+
+
+def _text(value: Json) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,404 @@
+"""What is known of a run, as a page shows it: plain values, within limits, gathered once."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torchrelay.errors import RelayError
+from torchrelay.records import dataclass
+from torchrelay.runners.monitoring.status import NOT_BEGUN, Standing
+
+T = TypeVar("T")
+TEXT_LIMIT_BYTES = 256 << 10
+MOST_LINES = 200_000
+"""Of metrics, of events and of saves, so that no file of lines takes all memory."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of what is read of one run."""
+
+    epoch_rows: int = 300
+    """Rows of the table of epochs, the newest ones."""
+    sized_epochs: int = 24
+    """Epochs whose manifest is read for sizes by blob."""
+    manifest_bytes: int = 64 << 20
+    stats_bytes: int = 64 << 20
+    """The same for all manifests, and all `stats.json`, together."""
+    normed_epochs: int = 16
+    norm_bytes: int = 10**9
+    """Bytes of weights that are read for norms; 0 reads none."""
+
+
+@dataclass
+class Troubles:
+    """What could not be read, said once each, in the order in which it was met."""
+
+    said: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Remember a sentence."""
+        if text not in self.said:
+            self.said.append(text)
+
+    def tried(self, read: Callable[[], T], otherwise: T) -> T:
+        """What `read` gives; `otherwise`, and the reason noted, where files are damaged or unreadable."""
+        try:
+            return read()
+        except (RelayError, OSError) as error:
+            self.note(str(error))
+            return otherwise
+
+
+def bounded(lines: Iterable[T], what: str, troubles: Troubles) -> Iterator[T]:
+    """The first lines of a file of lines; that there are more is noted."""
+    for number, line in enumerate(lines):
+        if number == MOST_LINES:
+            troubles.note(f"{what}: only the first {MOST_LINES} lines are shown")
+            return
+        yield line
+
+
+def spread(items: Sequence[T], wanted: int) -> list[T]:
+    """At most so many items, evenly spaced, the first and the last always among them."""
+    if len(items) <= wanted or wanted < 2:
+        return list(items[-wanted:]) if wanted > 0 else []
+    last = len(items) - 1
+    return [items[round(index * last / (wanted - 1))] for index in range(wanted)]
+
+
+def small_text(path: Path, limit: int = TEXT_LIMIT_BYTES) -> str | None:
+    """The beginning of a text file; None for what is no plain file: links lead out of the run."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return file.read(limit).decode(errors="replace")
+    return None
+
+
+@dataclass(frozen=True)
+class Point:
+    """One epoch as a start of the run measured it. Values may be nan or infinite."""
+
+    epoch: int
+    generation: int
+    time: float | None
+    saved: bool | None
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """Metrics within an epoch, at a step of the whole run. Values may be nan or infinite."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Where a later start went on: `kind` is `resume`, `rewind` or `fallback`; `epoch` is what it loaded."""
+
+    kind: str
+    epoch: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Course:
+    """The epochs that count, in order, and those that a later start replaced.
+
+    Each of `abandoned` begins with the last point before it that still counts, if there is one.
+    """
+
+    points: tuple[Point, ...] = ()
+    abandoned: tuple[tuple[Point, ...], ...] = ()
+    joints: tuple[Joint, ...] = ()
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save or load: seconds by node and phase; `end` by the clock of rank 0's host, where noted."""
+
+    kind: str
+    end: float | None
+    nodes: Mapping[str, Mapping[str, float]]
+    nbytes: int
+
+    @property
+    def totals(self) -> Mapping[str, float]:
+        """Seconds by node."""
+        return {node: sum(secs.values()) for node, secs in self.nodes.items()}
+
+    @property
+    def slowest_secs(self) -> float:
+        """What the others waited for."""
+        return max(self.totals.values(), default=0.0)
+
+    @property
+    def waiting_secs(self) -> float:
+        """How much longer the slowest node took than the quickest."""
+        totals = self.totals.values()
+        return max(totals, default=0.0) - min(totals, default=0.0)
+
+
+@dataclass(frozen=True)
+class SavedEpoch:
+    """The save of one committed position, by the try's own `stats.json`."""
+
+    position: str
+    branch: int
+    save: Save
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the run. `outcome` is its state at the end, `DIED` where it left no word, or `RUNNING`."""
+
+    generation: int
+    number: int | None
+    begin: float
+    end: float
+    outcome: str
+    reason: str
+    world_size: int | None
+    points: tuple[Point, ...] = ()
+    saves: tuple[Save, ...] = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, for people."""
+
+    time: float | None
+    kind: str
+    text: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class EpochRow:
+    """A committed position: `standing` is one word, `reason` says why it is used or not."""
+
+    name: str
+    branch: int
+    epoch: int
+    step: int
+    health: str
+    standing: str
+    reason: str
+    marks: tuple[str, ...]
+    try_name: str
+    metrics: Mapping[str, float]
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
+class BranchNote:
+    """A branch: where it began and how. Of its `epochs` that the log has those `abandoned` do not count."""
+
+    id: int
+    parent: int | None
+    base: str | None
+    how: str
+    epochs: tuple[int, ...]
+    abandoned: frozenset[int]
+    current: bool
+
+
+@dataclass(frozen=True)
+class BlobBytes:
+    """The bytes of one blob at one epoch, of all nodes: written by this epoch, or referenced."""
+
+    blob: str
+    written: int
+    referenced: int
+
+    @property
+    def total(self) -> int:
+        """All bytes that the epoch consists of."""
+        return self.written + self.referenced
+
+
+@dataclass(frozen=True)
+class EpochBytes:
+    """The blobs of one epoch."""
+
+    epoch: int
+    blobs: tuple[BlobBytes, ...]
+
+
+@dataclass(frozen=True)
+class LeafNorm:
+    """A weight tensor at one epoch. `update` is the norm of its change since the sampled epoch before."""
+
+    epoch: int
+    leaf: str
+    elements: int
+    norm: float
+    update: float | None
+    nonfinite: int
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms of sampled epochs; `left_out` says what was not read and why, None where nothing was."""
+
+    rows: tuple[LeafNorm, ...] = ()
+    read_bytes: int = 0
+    left_out: str | None = None
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """A stage that this run was made from, as its `lineage/` says."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Everything that the page says of a run. `trouble` are things that could not be read, in words."""
+
+    name: str
+    path: str
+    job: str | None = None
+    state: str | None = None
+    stands: Standing = NOT_BEGUN
+    """As all verbs say it; of a run that calls itself RUNNING it may be another word."""
+    epoch: int | None = None
+    created: float | None = None
+    updated: float | None = None
+    exit_code: int | None = None
+    exit_reason: str = ""
+    best: tuple[str, str] | None = None
+    hosts: tuple[str, ...] = ()
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    config: str | None = None
+    course: Course = Course()
+    steps: tuple[StepPoint, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    events: tuple[Event, ...] = ()
+    epochs: tuple[EpochRow, ...] = ()
+    epochs_left_out: int = 0
+    start_now: str = ""
+    branches: tuple[BranchNote, ...] = ()
+    happened: tuple[Event, ...] = ()
+    save_times: tuple[SavedEpoch, ...] = ()
+    sizes: tuple[EpochBytes, ...] = ()
+    norms: Norms = Norms()
+    upstream: tuple[Upstream, ...] = ()
+    trouble: tuple[str, ...] = ()
+
+    @property
+    def saves(self) -> tuple[Save, ...]:
+        """All saves of all starts."""
+        return tuple(one for attempt in self.attempts for one in attempt.saves if one.kind == "save")
+
+    @property
+    def best_point(self) -> tuple[int, float] | None:
+        """The epoch with the best value of the run's own metric, the first of equal ones."""
+        if self.best is None:
+            return None
+        name, mode = self.best
+        sign = -1.0 if mode == "max" else 1.0
+        known = [(sign * one.metrics[name], one.epoch) for one in self.course.points if name in one.metrics]
+        known = [pair for pair in known if pair[0] == pair[0]]
+        return (min(known)[1], sign * min(known)[0]) if known else None
+
+
+Json = Any
+_NAMES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+"""How JSON, which has no such numbers, is told them (`journal.finite`)."""
+
+
+def metric_value(value: Json) -> float | None:
+    """A metric out of a file; None for what is no number."""
+    if isinstance(value, str):
+        return _NAMES.get(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def moment_of(line: Mapping[str, Json]) -> float | None:
+    """The time of a line, where it is one."""
+    found = line.get("time")
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        return None
+    return float(found) if abs(found) < 1e12 else None
+
+
+def point_of(generation: int, line: Mapping[str, Json]) -> Point | None:
+    """A line of a metrics file; None for one that tells no epoch."""
+    epoch, metrics = line.get("epoch"), line.get("metrics")
+    if type(epoch) is not int or not 0 <= epoch < 10**8:
+        return None
+    values = (
+        {str(name): metric_value(value) for name, value in (metrics or {}).items()}
+        if isinstance(metrics, Mapping)
+        else {}
+    )
+    saved = line.get("saved")
+    known = {name: value for name, value in values.items() if value is not None}
+    return Point(epoch, generation, moment_of(line), saved if isinstance(saved, bool) else None, known)
+
+
+def steps_of(lines: Iterable[Mapping[str, Json]]) -> tuple[StepPoint, ...]:
+    """Lines of points within epochs, which have a step and metrics each."""
+    found = []
+    for line in lines:
+        values = {str(name): metric_value(value) for name, value in line["metrics"].items()}
+        known = {name: value for name, value in values.items() if value is not None}
+        found.append(StepPoint(line["step"], known))
+    return tuple(found)
+
+
+def course_of(
+    starts: Iterable[tuple[int, Sequence[Point]]], rewinds: Mapping[int, tuple[int, bool]]
+) -> Course:
+    """What counts and what was replaced: a later start makes older epochs from its first one on obsolete.
+
+    `starts` are generations in order with their points; `rewinds` has, by generation, the epoch that the log
+    says a start went back to, and whether damage forced it to.
+    """
+    line: list[Point] = []
+    abandoned: list[tuple[Point, ...]] = []
+    joints: list[Joint] = []
+    for generation, points in starts:
+        if not points:
+            continue
+        first = points[0].epoch
+        kept = [one for one in line if one.epoch < first]
+        gone = line[len(kept) :]
+        if gone:
+            abandoned.append((*kept[-1:], *gone))
+        if line or generation in rewinds:
+            joints.append(_joint(generation, first, bool(gone), rewinds))
+        line = [*kept, *_in_order(points)]
+    return Course(tuple(line), tuple(abandoned), tuple(joints))
+
+
+def _joint(generation: int, first: int, replaced: bool, rewinds: Mapping[int, tuple[int, bool]]) -> Joint:
+    if generation in rewinds:
+        epoch, forced = rewinds[generation]
+        return Joint("fallback" if forced else "rewind", epoch, generation)
+    return Joint("rewind" if replaced else "resume", max(0, first - 1), generation)
+
+
+def _in_order(points: Sequence[Point]) -> list[Point]:
+    """Of an epoch that one start told twice the later line counts."""
+    known = {one.epoch: one for one in points}
+    return [known[epoch] for epoch in sorted(known)]

@@ -1,0 +1,1 @@
+"""The sections of a page, each drawn from what was gathered."""
