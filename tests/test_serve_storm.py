@@ -11,7 +11,7 @@ import torch
 from serve_load import Seen, attack, good_clients
 from served import served, serving
 
-from torchrelay.runners.serving.tensor_handler import TensorHandler
+from torchrelay.tools.serving.handlers import TensorHandler
 
 SEED = 20261122
 MALFORMED, CLIENTS, PAUSE_SECS = 3000, 100, 1.0

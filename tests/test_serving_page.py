@@ -17,9 +17,9 @@ from torchrun import clean_environment
 
 from torchrelay.jobs.runtime import Signature
 from torchrelay.runners.programs.serve_options import Limits
-from torchrelay.runners.serving.openapi import description
-from torchrelay.runners.serving.served import Served
 from torchrelay.tools.cli.main import whole_parser
+from torchrelay.tools.serving.app import description
+from torchrelay.tools.serving.handlers import Served
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/serving.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -32,9 +32,9 @@ from torchrelay.runners.training.exit import hand_over, run_and_leave, taken
 
 def _server(scene: Scene) -> int:
     """Serve a run. The only call of a room above: it is imported when it is asked for."""
-    from torchrelay.runners.experiment.server_verb import server
+    from torchrelay.tools.serving.program_server import serve_program
 
-    return server(scene)
+    return serve_program(scene)
 
 
 _VERBS: dict[str, Callable[[Scene], int]] = {

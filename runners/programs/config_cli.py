@@ -44,9 +44,9 @@ def _verb(name: str) -> Verb:
 
         return evaluate_configuration
     if name == "server":
-        from torchrelay.runners.serving.configured import server  # the only call of a room above
+        from torchrelay.tools.serving.program_server import serve_config  # the only call of a room above
 
-        return server
+        return serve_config
     if name == "amend":
         from torchrelay.runners.programs.verbs.amend import amend
         from torchrelay.runners.programs.verbs.eval import fit_configuration

@@ -44,7 +44,7 @@ _HOMES = {
     "RelayError": "errors",
     "RunResult": "runners.training.plan",
     "Scope": "jobs.blobs",
-    "ServingHandler": "runners.serving.served",
+    "ServingHandler": "tools.serving.handlers",
     "Sources": "metadata.code.selection",
     "SqlHandler": "metadata.sql.handler",
     "StopAnswer": "jobs.stop",
@@ -52,7 +52,7 @@ _HOMES = {
     "Task": "jobs.task",
     "TaskGroup": "jobs.job",
     "TaskOutput": "jobs.task",
-    "TensorHandler": "runners.serving.tensor_handler",
+    "TensorHandler": "tools.serving.handlers",
     "Tier": "checkpoint.storage.open",
     "TrackedRun": "metadata.sinks.base",
     "UploadTaskGroupBuilder": "checkpoint.manager.checkpoint_manager",
@@ -169,8 +169,8 @@ if TYPE_CHECKING:
     from torchrelay.runners.training.extras.onnx_export import OnnxExport as OnnxExport
     from torchrelay.runners.artifacts.run_to_onnx import run_to_onnx as run_to_onnx
     from torchrelay.runners.training.plan import RunResult as RunResult
-    from torchrelay.runners.serving.served import ServingHandler as ServingHandler
-    from torchrelay.runners.serving.tensor_handler import TensorHandler as TensorHandler
+    from torchrelay.tools.serving.handlers import ServingHandler as ServingHandler
+    from torchrelay.tools.serving.handlers import TensorHandler as TensorHandler
     from torchrelay.runners.training.extras.upstream import InitFrom as InitFrom, Upstream as Upstream
     from torchrelay.runners.training.extras.load_upstream import load_upstream as load_upstream
     from torchrelay.runners.session.local import init as init

@@ -18,11 +18,10 @@ import torch
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
 from torchrelay.runners.programs.serve_options import Limits
-from torchrelay.runners.serving.access import doorkeeper
-from torchrelay.runners.serving.running import Running, bound_socket
-from torchrelay.runners.serving.served import Holder, Served
-from torchrelay.runners.serving.tensor_handler import TensorHandler
-from torchrelay.runners.serving.watching import Watching
+from torchrelay.tools.serving.app import doorkeeper
+from torchrelay.tools.serving.handlers import Holder, Served, TensorHandler
+from torchrelay.tools.serving.monitoring import Watching
+from torchrelay.tools.serving.server import Running, bound_socket
 
 JSON = {"content-type": "application/json"}
 

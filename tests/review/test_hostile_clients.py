@@ -18,10 +18,10 @@ import torch
 from served import linear, served, serving
 
 from torchrelay.runners.programs.serve_options import Limits, ServeOptions
-from torchrelay.runners.serving import serve as serving_module
-from torchrelay.runners.serving.batching import Asked, Queue
-from torchrelay.runners.serving.telling import tell
-from torchrelay.runners.serving.tensor_handler import TensorHandler
+from torchrelay.tools.serving import serve as serving_module
+from torchrelay.tools.serving.batching import Asked, Queue
+from torchrelay.tools.serving.errors import tell
+from torchrelay.tools.serving.handlers import TensorHandler
 
 
 def test_what_was_given_up_leaves_the_queue():
@@ -125,7 +125,7 @@ def test_a_thread_within_torch_does_not_abort_the_end(monkeypatch: pytest.Monkey
             return None
 
     ends: list[int] = []
-    monkeypatch.setattr("torchrelay.runners.serving.running.Running", lambda *args: Stuck())
+    monkeypatch.setattr("torchrelay.tools.serving.server.Running", lambda *args: Stuck())
     monkeypatch.setattr(os, "_exit", ends.append)
     assert serving_module.serve(ServeOptions(port=0), Source) == 0
     assert ends == [0]

@@ -8,8 +8,8 @@ import pytest
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.programs.serve_options import Budget, Limits
-from torchrelay.runners.serving.batching import Asked, Queue
-from torchrelay.runners.serving.served import Served
+from torchrelay.tools.serving.batching import Asked, Queue
+from torchrelay.tools.serving.handlers import Served
 
 
 class Alike:

@@ -14,11 +14,10 @@ from safetensors.torch import load, save
 
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.runners.programs.serve_options import Limits
-from torchrelay.runners.serving.questions import Form, form_of, read_question, write_answer
-from torchrelay.runners.serving.refusal import FaultyAnswerError, RefusedError
-from torchrelay.runners.serving.tensor_bodies import body_of, tensors_of
-from torchrelay.runners.serving.tensor_handler import TensorHandler
-from torchrelay.runners.serving.trees import joined, json_bytes, rows, shape_of
+from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError
+from torchrelay.tools.serving.handlers import TensorHandler
+from torchrelay.tools.serving.requests import Form, form_of, read_question, write_answer
+from torchrelay.tools.serving.tensors import body_of, joined, json_bytes, rows, shape_of, tensors_of
 
 LIMITS = Limits(elements=1000, samples=10, depth=4)
 AS_JSON, AS_TENSORS = Form(False, False), Form(True, True)

@@ -17,8 +17,8 @@ from served import wait_until
 from torchrun import clean_environment
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.serving.configured import configured_model
-from torchrelay.runners.serving.epochs import EpochSource
+from torchrelay.tools.serving.model_sources import EpochSource
+from torchrelay.tools.serving.program_server import configured_model
 
 
 def result(served: object, row: list[float]) -> float:

@@ -15,9 +15,9 @@ from served import JSON, Held, linear, served, serving, wait_until
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
-from torchrelay.runners.serving.access import doorkeeper, read_token
-from torchrelay.runners.serving.running import bound_socket
-from torchrelay.runners.serving.tensor_handler import TensorHandler
+from torchrelay.tools.serving.app import doorkeeper, read_token
+from torchrelay.tools.serving.handlers import TensorHandler
+from torchrelay.tools.serving.server import bound_socket
 
 TOKEN = "0123456789abcdef0123"
 SIGNATURE = Signature(

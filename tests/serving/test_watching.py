@@ -12,12 +12,9 @@ from served import linear, serving, train, wait_until
 
 from torchrelay import open_checkpoint
 from torchrelay.errors import NoProvableEpochError, StorageError, TaskFailedError, UsageError
-from torchrelay.runners.serving.epochs import EpochSource
-from torchrelay.runners.serving.meters import Meters
-from torchrelay.runners.serving.models import PlainModel
-from torchrelay.runners.serving.served import Holder
-from torchrelay.runners.serving.tensor_handler import TensorHandler
-from torchrelay.runners.serving.watching import Watching
+from torchrelay.tools.serving.handlers import Holder, TensorHandler
+from torchrelay.tools.serving.model_sources import EpochSource, PlainModel
+from torchrelay.tools.serving.monitoring import Meters, Watching
 
 BIAS_AT = 4096 + (8 + 8 * 4) * 4
 """Where the last bias lies in a shard: behind the header and the first layer."""

@@ -17,11 +17,11 @@ from torchrelay.metadata.experiments import ProgramRun, read_note
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.programs.serve_options import ServeOptions, add_serve_options
 from torchrelay.runners.remote_runs.resolve import Selector, parse_selector
-from torchrelay.runners.serving.serve import check_installed, say, serve
 from torchrelay.tools.cli.arguments import Add
+from torchrelay.tools.serving.serve import check_installed, say, serve
 
 if TYPE_CHECKING:
-    from torchrelay.runners.serving.served import Source
+    from torchrelay.tools.serving.handlers import Source
 
 _BLOB = "model"
 
@@ -87,7 +87,7 @@ def _serve_configured(chosen: argparse.Namespace, selector: Selector, options: S
 
 def _by_program(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> int:
     """Serve a program of the model that the run's archived source and configuration make."""
-    from torchrelay.runners.serving.configured import serve_run
+    from torchrelay.tools.serving.program_server import serve_run
 
     _refuse_given(chosen, ("signature",), "the program of the run's model has its own")
     return serve_run(selector.path, selector.epoch, options, chosen.blob, chosen.device)
@@ -137,8 +137,14 @@ def _named_model(chosen: argparse.Namespace, selector: Selector) -> Source:
 
 
 def _plain(chosen: argparse.Namespace, selector: Selector, make: Callable[[], Any], blob: str) -> Source:
-    from torchrelay.runners.serving.epochs import EpochSource, name_of
-    from torchrelay.runners.serving.models import PlainModel, code_id_of_run, handler_of, read_signature
+    from torchrelay.tools.serving.model_sources import (
+        EpochSource,
+        PlainModel,
+        code_id_of_run,
+        handler_of,
+        name_of,
+        read_signature,
+    )
 
     where = selector.path
     model = PlainModel(
@@ -154,8 +160,7 @@ def _plain(chosen: argparse.Namespace, selector: Selector, make: Callable[[], An
 
 
 def _package(chosen: argparse.Namespace) -> Source:
-    from torchrelay.runners.serving.models import handler_of
-    from torchrelay.runners.serving.packages import PackageSource
+    from torchrelay.tools.serving.model_sources import PackageSource, handler_of
 
     handler = None if chosen.handler is None else handler_of(chosen.handler)
     return PackageSource(chosen.path, handler, chosen.device)

@@ -12,8 +12,8 @@ from torchrelay.errors import UsageError
 
 if TYPE_CHECKING:
     from torchrelay.runners.programs.serve_options import ServeOptions
-    from torchrelay.runners.serving.running import Running
-    from torchrelay.runners.serving.served import Source
+    from torchrelay.tools.serving.handlers import Source
+    from torchrelay.tools.serving.server import Running
 
 
 def check_installed() -> None:
@@ -41,10 +41,10 @@ def serve(
     The address is taken first, so that one that cannot be had costs no loading; nobody is answered before
     the model is there.
     """
-    from torchrelay.runners.serving.access import doorkeeper, read_token
-    from torchrelay.runners.serving.running import Running, bound_socket, url_of
-    from torchrelay.runners.serving.served import Holder
-    from torchrelay.runners.serving.watching import Watching
+    from torchrelay.tools.serving.app import doorkeeper, read_token
+    from torchrelay.tools.serving.handlers import Holder
+    from torchrelay.tools.serving.monitoring import Watching
+    from torchrelay.tools.serving.server import Running, bound_socket, url_of
 
     limits, token = options.limits(), read_token(options.token_file)
     doorkeeper(options.host, options.port, token)
@@ -70,7 +70,7 @@ def serve(
 
 def say(text: str) -> None:
     """A line for whoever reads the log; dropped where that is a pipe which nobody empties."""
-    from torchrelay.runners.serving.telling import takes
+    from torchrelay.tools.serving.errors import takes
 
     if takes(sys.stdout):
         print(text, file=sys.stdout, flush=True)

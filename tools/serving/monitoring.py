@@ -1,9 +1,18 @@
-"""What is counted, in the form of Prometheus; a registry of its own per server."""
+"""What is counted, for Prometheus; and `--watch`, a thread that puts newer epochs in place.
+
+Requests that were accepted before are answered by the epoch that they met. What cannot be used is said once,
+and the epoch that is served stays.
+"""
 
 from __future__ import annotations
 
+import threading
+
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+from torchrelay.errors import RelayError
+from torchrelay.tools.serving.handlers import Holder, Say, Source
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -58,3 +67,59 @@ class Meters:
     def text(self) -> bytes:
         """The page that Prometheus reads."""
         return prometheus_client.generate_latest(self.registry)
+
+
+EVERY_SECS = 1.0
+
+
+class Watching:
+    """Asks a source for what is newer, every so many seconds."""
+
+    def __init__(self, source: Source, say: Say, every_secs: float = EVERY_SECS) -> None:
+        self._source, self._say, self._every_secs = source, say, every_secs
+        self._ended = threading.Event()
+        self._said = ""
+        self._thread: threading.Thread | None = None
+
+    def start(self, holder: Holder, meters: Meters) -> None:
+        """Begin, in a daemon thread."""
+        self._thread = threading.Thread(
+            target=self._run, args=(holder, meters), name="torchrelay serve watch", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more; a load that goes on is not waited for."""
+        self._ended.set()
+
+    def ended(self, secs: float) -> bool:
+        """Whether no load goes on, after `stop`; waits for so long at most."""
+        if self._thread is None:
+            return True
+        self._thread.join(secs)
+        return not self._thread.is_alive()
+
+    def look(self, holder: Holder, meters: Meters) -> None:
+        """Look once, and put in place what is newer."""
+        try:
+            found = self._source.newer(holder.current)
+        except (RelayError, OSError) as error:
+            self._failed(meters, f"{error}")
+        except Exception as error:  # of the user's code that makes the model
+            self._failed(meters, f"{type(error).__name__}: {error}")
+        else:
+            self._said = ""
+            if found is not None and not self._ended.is_set():
+                holder.current = found
+                meters.swaps.inc()
+                self._say(f"epoch {found.epoch} of {found.name} is served now")
+
+    def _run(self, holder: Holder, meters: Meters) -> None:
+        while not self._ended.wait(self._every_secs):
+            self.look(holder, meters)
+
+    def _failed(self, meters: Meters, text: str) -> None:
+        if text != self._said:
+            meters.swap_failures.inc()
+            self._say(f"the epoch that is served stays: {text}")
+            self._said = text

@@ -1,4 +1,4 @@
-"""The server as a process: an address of its own, the event loop, and a way out that is bounded.
+"""The server as a process: an address of its own, patient connections, a way out that is bounded.
 
 SIGTERM and SIGINT: no new connections, `/ready` says 503, requests that are being answered have `drain_secs`,
 what is left then gets a 503, and the process ends with 0. A second signal ends it at once.
@@ -14,19 +14,88 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.programs.serve_options import Limits
-from torchrelay.runners.serving.access import Doorkeeper
-from torchrelay.runners.serving.application import Application
-from torchrelay.runners.serving.batching import Queue
-from torchrelay.runners.serving.computing import Computing
-from torchrelay.runners.serving.connections import patient
-from torchrelay.runners.serving.meters import Meters
-from torchrelay.runners.serving.predicting import Predicting
-from torchrelay.runners.serving.served import Holder
-from torchrelay.runners.serving.watching import Watching
+from torchrelay.tools.serving.app import Application, Doorkeeper
+from torchrelay.tools.serving.batching import Computing, Queue
+from torchrelay.tools.serving.errors import BUSY_SECS
+from torchrelay.tools.serving.handlers import Holder
+from torchrelay.tools.serving.monitoring import Meters, Watching
+from torchrelay.tools.serving.requests import Predicting
+
+_FULL = (
+    f"HTTP/1.1 503 Service Unavailable\r\nRetry-After: {BUSY_SECS}\r\nContent-Length: 0\r\n"
+    "Connection: close\r\n\r\n"
+).encode()
+
+
+def patient(limits: Limits) -> type[H11Protocol]:
+    """The class of connections that these limits make: uvicorn makes an object of it for each."""
+
+    class Patient(H11Protocol):
+        """uvicorn's protocol, with an end to each wait for the client."""
+
+        _head_timer: asyncio.TimerHandle | None = None
+        _write_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            """Take it, unless there are too many."""
+            if len(self.connections) >= limits.connections:
+                transport.write(_FULL)
+                transport.close()
+                self.transport = transport
+                return
+            super().connection_made(transport)
+            self._head_timer = self.loop.call_later(limits.head_secs, transport.abort)
+
+        def data_received(self, data: bytes) -> None:
+            """A head has so many seconds from its first byte on, however many pieces it comes in."""
+            if self.transport.is_closing():
+                return
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+                _end(self._head_timer)
+                self._head_timer = None
+            elif self._head_timer is None:
+                self._head_timer = self.loop.call_later(limits.head_secs, self.transport.abort)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            """No timer outlives it."""
+            _end(self._head_timer)
+            _end(self._write_timer)
+            self._unset_keepalive_if_required()
+            if self in self.connections:
+                super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            """The client does not read: it has so long to begin."""
+            super().pause_writing()
+            _end(self._write_timer)
+            self._write_timer = self.loop.call_later(limits.secs, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            """It reads."""
+            super().resume_writing()
+            _end(self._write_timer)
+
+        def timeout_keep_alive_handler(self) -> None:
+            """An idle connection ends; one whose answer nobody took in is cut."""
+            if self.transport.get_write_buffer_size():
+                self.transport.abort()
+            else:
+                super().timeout_keep_alive_handler()
+
+    return Patient
+
+
+def _end(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
 
 _HEAD_BYTES = 32 << 10
 _LAST_SECS = 2.0

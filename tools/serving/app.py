@@ -1,0 +1,401 @@
+"""The application: paths, who may ask them, errors in the words of HTTP, and its OpenAPI document."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+import torchrelay
+from torchrelay.errors import UsageError
+from torchrelay.jobs.runtime import Signature, TensorSpec
+from torchrelay.records import dataclass
+from torchrelay.runners.programs.serve_options import Limits
+from torchrelay.tools.report.dashboard.access import SHORTEST_TOKEN, Access, is_loopback
+from torchrelay.tools.report.html import Markup, el
+from torchrelay.tools.serving.batching import Computing
+from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError, tell, unavailable
+from torchrelay.tools.serving.handlers import Holder, Served
+from torchrelay.tools.serving.monitoring import CONTENT_TYPE, Meters
+from torchrelay.tools.serving.requests import GoneError, Predicting
+from torchrelay.tools.serving.tensors import MEDIA_TYPE
+
+OPEN = ("/health", "/ready")
+"""What may be asked without the token: who looks after processes asks these, and they tell nothing."""
+
+
+@dataclass(frozen=True)
+class Doorkeeper:
+    """Without a token only requests to this machine by its own names are let in."""
+
+    port: int
+    token: str | None = None
+
+    def refusal(self, path: str, headers: Mapping[str, str]) -> RefusedError | None:
+        """Why a request is not let in; None where it is."""
+        if self.token is None:
+            # A page of another site that was made to lead here sends that site's name (DNS rebinding).
+            fits = Access(self.port).host_fits(headers.get("host"))
+            return None if fits else RefusedError(421, "this server answers to localhost alone")
+        if path in OPEN:
+            return None
+        kind, _, said = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and same(said.strip(), self.token):
+            return None
+        return RefusedError(401, "send the header Authorization: Bearer TOKEN")
+
+
+def same(said: str, token: str) -> bool:
+    """In a time that does not tell how much of it is right."""
+    return hmac.compare_digest(said.encode(errors="replace"), token.encode())
+
+
+def doorkeeper(host: str, port: int, token: str | None) -> Doorkeeper:
+    """Raises UsageError where other machines could ask without a token."""
+    if token is None and not is_loopback(host.lower()):
+        raise UsageError(
+            f"--host {host} lets other machines ask: give --token-file with a token that they must send, or "
+            "leave --host out and come through an ssh tunnel"
+        )
+    return Doorkeeper(port, token)
+
+
+def read_token(path: str | None) -> str | None:
+    """The token in a file; raises UsageError for a file that cannot be read, and for a text that is none."""
+    if path is None:
+        return None
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not ASCII"
+        raise UsageError(f"--token-file {path} cannot be read: {why}") from None
+    if len(token) < SHORTEST_TOKEN or not token.isprintable() or " " in token:
+        raise UsageError(
+            f"--token-file {path}: a token has at least {SHORTEST_TOKEN} signs and no spaces, for example "
+            "what openssl rand -hex 16 prints"
+        )
+    return token
+
+
+_STYLE = Markup(
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 1rem;"
+    "color-scheme:light dark}code,pre{font:13px/1.5 ui-monospace,monospace}"
+    "pre{overflow:auto;padding:.8rem}td{padding:.2rem .8rem .2rem 0;vertical-align:top}"
+)
+_DIGEST = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": f"default-src 'none'; style-src 'sha256-{_DIGEST}'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def page(document: dict[str, Any]) -> str:
+    """The page of a document of `openapi.description`."""
+    info = document["info"]
+    operations = [
+        _operation(path, method, told)
+        for path, methods in document["paths"].items()
+        for method, told in methods.items()
+    ]
+    head = el("head", el("meta", charset="utf-8"), el("title", info["title"]), el("style", _STYLE))
+    body = el(
+        "body",
+        el("h1", info["title"]),
+        el("p", info["description"]),
+        el("p", "The same for programs: ", el("a", "/openapi.json", href="/openapi.json")),
+        operations,
+    )
+    return f"<!doctype html>{el('html', head, body, lang='en')}"
+
+
+def _operation(path: str, method: str, told: dict[str, Any]) -> list[Markup]:
+    found = [el("h2", el("code", f"{method.upper()} {path}")), el("p", told["summary"])]
+    if "requestBody" in told:
+        schema = told["requestBody"]["content"]["application/json"]["schema"]
+        found += [el("h3", "Body"), el("pre", json.dumps(schema, indent=1))]
+        cells = [
+            el("tr", el("td", el("code", code)), el("td", one["description"]))
+            for code, one in told["responses"].items()
+        ]
+        found += [el("h3", "Answers"), el("table", cells)]
+    return found
+
+
+Json = dict[str, Any]
+_TEXT: Json = {"type": "string"}
+_ANY: Json = {"description": "a number, a text, a list, or an object by the names of the inputs"}
+_BINARY: Json = {"type": "string", "format": "binary", "description": "a safetensors file, a row per sample"}
+
+
+def description(served: Served, limits: Limits, *, token: bool) -> Json:
+    """The document; `token` says whether requests must carry one."""
+    content: Json = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": f"{served.name}, served by torchrelay",
+            "version": torchrelay.__version__,
+            "description": _limits_told(limits),
+        },
+        "paths": {**_looking(), "/predict": {"post": _predict(served.signature)}},
+    }
+    if token:
+        scheme = {"type": "http", "scheme": "bearer"}
+        content |= {"components": {"securitySchemes": {"token": scheme}}, "security": [{"token": []}]}
+    return content
+
+
+def _limits_told(limits: Limits) -> str:
+    return (
+        f"At most {limits.samples} samples in a request; JSON up to {limits.json_bytes} bytes and "
+        f"{limits.depth} levels, tensors up to {limits.body_bytes} bytes and {limits.elements} elements. "
+        f"A request is given up after {limits.secs:g} s. Up to {limits.max_batch} samples are computed at "
+        f"once, for which one may wait {limits.max_delay_secs * 1000:g} ms."
+    )
+
+
+def _looking() -> Json:
+    json_page = {"application/json": {"schema": {"type": "object"}}}
+    told = {
+        "/health": "503 where the process had better be started again",
+        "/ready": "503 where requests had better go elsewhere: it leaves, or is stuck",
+        "/metadata": "Run, epoch, branch, code id and signature of what is served now",
+    }
+    paths = {
+        path: {"get": {"summary": text, "responses": {"200": _answer("as it is now", json_page)}}}
+        for path, text in told.items()
+    }
+    text_page = {"text/plain": {"schema": _TEXT}}
+    paths["/metrics"] = {
+        "get": {"summary": "For Prometheus", "responses": {"200": _answer("counters", text_page)}}
+    }
+    return paths
+
+
+def _predict(signature: Signature | None) -> Json:
+    sample = _sample(signature)
+    question = {
+        "oneOf": [
+            _object({"sample": sample}),
+            _object({"samples": {"type": "array", "items": sample, "minItems": 1}}),
+        ]
+    }
+    epoch = {"type": ["integer", "null"]}
+    answer = {
+        "oneOf": [
+            _object({"result": _ANY, "epoch": epoch}),
+            _object({"results": {"type": "array", "items": _ANY}, "epoch": epoch}),
+        ]
+    }
+    refusals = {
+        "400": "the body cannot be understood",
+        "413": "it is too much",
+        "415": "it is neither JSON nor safetensors",
+        "422": "the sample does not fit the model",
+        "429": "too much is asked at once: see Retry-After",
+        "503": "no answer in time, or the server leaves: see Retry-After",
+    }
+    error = {"application/json": {"schema": _object({"error": _TEXT})}}
+    return {
+        "summary": "Results for samples",
+        "requestBody": {"required": True, "content": _bodies(question)},
+        "responses": {
+            "200": _answer("a result for each sample", _bodies(answer)),
+            **{code: _answer(text, error) for code, text in refusals.items()},
+        },
+    }
+
+
+def _sample(signature: Signature | None) -> Json:
+    if signature is None:
+        return _ANY
+    if len(signature.inputs) == 1:
+        return {"description": _spec_told(signature.inputs[0])}
+    return _object({spec.name: {"description": _spec_told(spec)} for spec in signature.inputs})
+
+
+def _spec_told(spec: TensorSpec) -> str:
+    return f"{spec.name}: {spec.dtype} of shape ({', '.join(map(str, spec.shape[1:]))}), as nested lists"
+
+
+def _object(properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _bodies(schema: Json) -> Json:
+    return {"application/json": {"schema": schema}, MEDIA_TYPE: {"schema": _BINARY}}
+
+
+def _answer(text: str, content: Json) -> Json:
+    return {"description": text, "content": content}
+
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Endpoint = Callable[[Request], Awaitable[Response]]
+_UNREAD = (401, 404, 405, 406, 413, 415, 421, 429, 503)
+"""Statuses before which the body may not have been read: what follows would be taken for it."""
+_SAFE = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+
+
+class Application:
+    """What uvicorn calls for each request. All state is that of its parts."""
+
+    def __init__(
+        self,
+        holder: Holder,
+        predicting: Predicting,
+        computing: Computing,
+        meters: Meters,
+        door: Doorkeeper,
+        limits: Limits,
+    ) -> None:
+        self._holder, self._predicting, self._computing = holder, predicting, computing
+        self._meters, self._door, self._limits = meters, door, limits
+        self._running = 0
+        self._endpoints: dict[str, Endpoint] = {
+            "/predict": self._predict,
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metadata": self._metadata,
+            "/metrics": self._metrics,
+            "/openapi.json": self._openapi,
+            "/": self._page,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request; every way out of it is an answer, but where the client is gone."""
+        if scope["type"] != "http":
+            return
+        began, codes = time.perf_counter(), [0]
+        path = scope["path"] if scope["path"] in self._endpoints else "other"
+
+        request = Request(scope, receive)
+
+        async def counted(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                codes.append(message["status"])
+                if _leaves_bytes(request):
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        self._running += 1
+        self._meters.running.set(self._running)
+        try:
+            response = await self._response(request)
+            if response is not None:
+                await response(scope, receive, counted)
+        finally:
+            self._running -= 1
+            self._meters.running.set(self._running)
+            self._meters.answered(path, codes[-1], time.perf_counter() - began)
+
+    async def _response(self, request: Request) -> Response | None:
+        """The answer or the refusal; None where the client is gone."""
+        try:
+            return await self._endpoint(request)(request)
+        except GoneError:
+            return None
+        except RefusedError as error:
+            return _refusal(error)
+        except Exception as error:
+            self._meters.faults.inc()
+            self._say_fault(error)
+            text = str(error)[:300] if isinstance(error, FaultyAnswerError) else "the server failed"
+            return _refusal(RefusedError(500, text))
+
+    def _endpoint(self, request: Request) -> Endpoint:
+        """Who answers; raises RefusedError for who is not let in, and for what there is not."""
+        refused = self._door.refusal(request.scope["path"], request.headers)
+        if refused is not None:
+            raise refused
+        if self._running > self._limits.requests:
+            raise unavailable("too many requests at once")
+        endpoint = self._endpoints.get(request.scope["path"])
+        if endpoint is None:
+            raise RefusedError(404, "there is no such path: GET / tells what there is")
+        if request.method not in _methods(request.scope["path"]):
+            raise RefusedError(405, f"ask by {_methods(request.scope['path'])[0]}")
+        return endpoint
+
+    def _say_fault(self, error: Exception) -> None:
+        tell("torchrelay serve: a request failed on this side", "".join(traceback.format_exception(error)))
+
+    async def _predict(self, request: Request) -> Response:
+        body, kind, served = await self._predicting.answer(request.headers, request.receive)
+        epoch = {} if served.epoch is None else {"X-Torchrelay-Epoch": str(served.epoch)}
+        return Response(body, media_type=kind, headers={**_SAFE, **epoch})
+
+    async def _health(self, request: Request) -> Response:
+        """Whether this process had better be started again."""
+        stuck = self._computing.stuck_secs()
+        if stuck > max(2 * self._limits.secs, 60.0):
+            return _told({"status": "stuck", "batch_secs": None if stuck == float("inf") else stuck}, 503)
+        return _told({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        """Whether requests had better come here."""
+        if self._holder.draining:
+            return _told({"status": "leaving"}, 503)
+        if self._computing.stuck_secs() > self._limits.secs:
+            return _told({"status": "stuck"}, 503)
+        return _told({"status": "ready", "epoch": self._holder.current.epoch})
+
+    async def _metadata(self, request: Request) -> Response:
+        return _told(self._holder.current.to_json())
+
+    async def _metrics(self, request: Request) -> Response:
+        self._meters.epoch.set(self._holder.current.epoch or 0)
+        self._meters.waiting.set(self._predicting.waiting)
+        return Response(self._meters.text(), headers={**_SAFE, "Content-Type": CONTENT_TYPE})
+
+    async def _openapi(self, request: Request) -> Response:
+        return _told(self._described())
+
+    async def _page(self, request: Request) -> Response:
+        return Response(page(self._described()), headers=HEADERS)
+
+    def _described(self) -> dict[str, Any]:
+        return description(self._holder.current, self._limits, token=self._door.token is not None)
+
+
+def _leaves_bytes(request: Request) -> bool:
+    """Whether a body comes that nobody reads, which may never end, or one whose length is said twice."""
+    pieces, length = "transfer-encoding" in request.headers, request.headers.get("content-length", "0")
+    if request.method == "POST":
+        return pieces and "content-length" in request.headers
+    return pieces or length != "0"
+
+
+def _told(content: dict[str, Any], status: int = 200) -> Response:
+    return JSONResponse(content, status, headers=_SAFE)
+
+
+def _refusal(error: RefusedError) -> Response:
+    """An answer that says why there is none; the connection ends where the body was not read."""
+    headers = dict(_SAFE)
+    if error.retry_secs is not None:
+        headers["Retry-After"] = str(error.retry_secs)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 405:
+        headers["Allow"] = "POST" if "POST" in error.text else "GET, HEAD"
+    if error.status in _UNREAD:
+        headers["Connection"] = "close"
+    return JSONResponse({"error": error.text}, error.status, headers=headers)
+
+
+def _methods(path: str) -> tuple[str, ...]:
+    return ("POST",) if path == "/predict" else ("GET", "HEAD")
