@@ -56,3 +56,16 @@ def test_the_plug_in_is_light() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
     )
     assert done.stdout.strip() == "False False"
+
+
+def test_the_old_name_of_the_plug_in_still_works(tmp_path: Path) -> None:
+    """`-p` with the name that it had below `runners` gives the fixture, and says the new one."""
+    (tmp_path / "test_mine.py").write_text("def test_it(chaos):\n    assert chaos.calls\n")
+    old = "torchrelay.runners.chaos.pytest_plugin"
+    done = subprocess.run(
+        [sys.executable, "-W", "default", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", old, "."],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and f"{old} is {PLUGIN} now" in said, said
