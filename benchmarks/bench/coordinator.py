@@ -23,7 +23,6 @@ from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
-from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.load.verify import Holding
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save.capture import NodeState
@@ -33,6 +32,7 @@ from torchrelay.checkpoint.save.planning.assignments import Plan
 from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
+from torchrelay.checkpoint.storage.work import Clock
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.runners.distributed.agreement import StorePeers, joined

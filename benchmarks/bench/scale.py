@@ -29,7 +29,6 @@ from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, manifest_path, shard_path
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import uncovered, whole
-from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save import pipeline as saving
@@ -37,6 +36,7 @@ from torchrelay.checkpoint.save.pipeline import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.save.planning.assignments import Plan, elements, item_bytes
 from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.work import Clock
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.jobs.session import Peers
 from torchrelay.runners.distributed.agreement import StorePeers

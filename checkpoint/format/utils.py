@@ -7,15 +7,11 @@ names pack to strings, or `[prefix, first, count]` for prefix<first>, prefix<fir
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import field
+from collections.abc import Callable, Iterable, Sequence
 from operator import eq, sub
 from typing import Any, Generic, TypeVar, overload
 
 from torchrelay.errors import BlobError, DamagedError
-from torchrelay.records import dataclass
 
 Owner = TypeVar("Owner")
 T = TypeVar("T")
@@ -76,59 +72,6 @@ class Recent(Generic[T]):
         made = make()
         self._kept = (made, *self._kept[: self._size - 1])
         return made
-
-
-BASE_PATIENCE_SECS = 600.0
-SLOWEST_BYTES_PER_SEC = 10e6
-"""A rank that writes slower than this on top of the base is late."""
-
-
-@dataclass
-class Clock:
-    """Seconds by phase of this process."""
-
-    secs: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def spent(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to a phase."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.secs[phase] = self.secs.get(phase, 0.0) + time.monotonic() - start
-
-
-def patience_secs(nbytes: int) -> float:
-    """How long the others wait for a rank that writes or reads so much from a very slow disk."""
-    return BASE_PATIENCE_SECS + nbytes / SLOWEST_BYTES_PER_SEC
-
-
-@dataclass
-class Seconds:
-    """Seconds by phase: of one thread, or on average over the threads of a write.
-
-    So they never add up to more than the time that passed. Copying to aligned memory counts as writing.
-    """
-
-    hash: float = 0.0
-    write: float = 0.0
-    fsync: float = 0.0
-
-    @contextmanager
-    def spent(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to `hash`, `write` or `fsync`."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            setattr(self, phase, getattr(self, phase) + time.monotonic() - start)
-
-    def add_mean(self, parts: Sequence[Seconds], threads: int) -> None:
-        """Add what `threads` threads have counted in any number of parts."""
-        for phase in ("hash", "write", "fsync"):
-            total = sum(getattr(part, phase) for part in parts)
-            setattr(self, phase, getattr(self, phase) + total / threads)
 
 
 Json = Any

@@ -15,7 +15,6 @@ from typing import Any
 from torchrelay.checkpoint.format.manifest.position import matches
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.format.utils import Clock, patience_secs
 from torchrelay.checkpoint.load.lookup import (
     check_owned,
     find_row,
@@ -33,6 +32,7 @@ from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
 from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.checkpoint.storage.work import Clock, patience_secs
 from torchrelay.errors import MissingShardError, UsageError
 from torchrelay.jobs.cluster import GRADIENTS, dotted_prefixes
 from torchrelay.jobs.session import Session, together

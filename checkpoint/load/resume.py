@@ -16,7 +16,6 @@ from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Facts, Selection
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
-from torchrelay.checkpoint.format.utils import Clock, patience_secs
 from torchrelay.checkpoint.load.program_changes import (
     Changes,
     ResumeOptions,
@@ -45,7 +44,7 @@ from torchrelay.checkpoint.state.restore.module import restore_requires_grad, st
 from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
 from torchrelay.checkpoint.state.restore.stateful import restore_learning_rates
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.storage.inflight import headway
+from torchrelay.checkpoint.storage.work import Clock, headway, patience_secs
 from torchrelay.errors import PartiallyLoadedError, PeerError, RelayError, StorageError, UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.containers import is_container

@@ -32,7 +32,7 @@ from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.load.reads.shard_set import Holder, ShardSet, holders_of
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.storage.inflight import headway
+from torchrelay.checkpoint.storage.work import headway
 from torchrelay.errors import DamagedError, FormatError, StorageError
 from torchrelay.jobs.session import Peers
 from torchrelay.records import dataclass

@@ -15,7 +15,6 @@ from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Facts, Position, Selection, matches_any
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
-from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.load.program_changes import ResumeOptions, gone_blobs
 from torchrelay.checkpoint.load.renaming import renamed_manifest
 from torchrelay.checkpoint.load.resume import LoadJob, load_all
@@ -40,6 +39,7 @@ from torchrelay.checkpoint.state.leaves.optimizer import PARAMS, watch_steps
 from torchrelay.checkpoint.state.restore.rehearsal import Start, orders_of
 from torchrelay.checkpoint.storage.base import Placed, SingleWriter, check_single_writer
 from torchrelay.checkpoint.storage.open import Tier
+from torchrelay.checkpoint.storage.work import Clock
 from torchrelay.checkpoint.tiering.open import placed
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Scope

@@ -33,7 +33,7 @@ from torchrelay.checkpoint.format.names import format_key
 from torchrelay.checkpoint.format.shard.extents import PROBE
 from torchrelay.checkpoint.load.reads.shard_set import Holder, ShardSet
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.storage.threads import share
+from torchrelay.checkpoint.storage.work import share
 from torchrelay.errors import RelayError
 from torchrelay.records import dataclass
 

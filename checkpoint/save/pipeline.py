@@ -26,7 +26,6 @@ from torchrelay.checkpoint.format.shard import writer
 from torchrelay.checkpoint.format.shard.entries import Entries
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
-from torchrelay.checkpoint.format.utils import Clock, patience_secs
 from torchrelay.checkpoint.load.verify import Holding
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.save.capture import NodeState
@@ -49,9 +48,8 @@ from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.state.leaves.tree import container_tensors
 from torchrelay.checkpoint.storage.base import Placed, Storage
-from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.checkpoint.storage.local_io import WORTH_IT
-from torchrelay.checkpoint.storage.threads import WRITERS, beside
+from torchrelay.checkpoint.storage.work import WRITERS, Clock, beside, headway, patience_secs
 from torchrelay.errors import ChangedAfterAllError, PeerError, SaveFailedError, StorageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import Peers, Session, decide, is_told, together, warn

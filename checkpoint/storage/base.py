@@ -262,7 +262,7 @@ def check_exclusion(storage: Storage) -> None:
     try:
         fault = _fault(storage, path)
     except Exception as error:
-        from torchrelay.checkpoint.storage.retry import may_pass
+        from torchrelay.checkpoint.storage.transfers import may_pass
 
         if not may_pass(error):
             _delete(storage, path)
@@ -282,7 +282,7 @@ def _fault(storage: Storage, path: str) -> str | None:
     try:
         storage.link_exclusive(path, first)
     except StorageError as error:
-        from torchrelay.checkpoint.storage.retry import may_pass
+        from torchrelay.checkpoint.storage.transfers import may_pass
 
         if may_pass(error):
             raise

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.storage.base import PRIVATE, Memory, SingleWriter
-from torchrelay.checkpoint.storage.inflight import moved, underway
 from torchrelay.checkpoint.storage.local_io import (
     ALIGNMENT,
     SHORT_STRIDE,
@@ -25,6 +24,7 @@ from torchrelay.checkpoint.storage.local_io import (
     Pacer,
     open_direct,
 )
+from torchrelay.checkpoint.storage.work import moved, underway
 from torchrelay.errors import StorageError
 from torchrelay.metadata.fs import SamePlace
 

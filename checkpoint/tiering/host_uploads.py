@@ -20,8 +20,8 @@ from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, forgotten, read_notes, write_notes
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.checkpoint.storage.open import Tier
+from torchrelay.checkpoint.storage.work import headway
 from torchrelay.checkpoint.tiering.upload import (
     STOP_SECS,
     Awaiting,

@@ -20,8 +20,8 @@ from torchrelay.checkpoint.log.record import entry_json
 from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, forgotten, read_notes, write_notes
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.storage.inflight import headway
 from torchrelay.checkpoint.storage.open import Tier
+from torchrelay.checkpoint.storage.work import headway
 from torchrelay.checkpoint.tiering import hosts
 from torchrelay.checkpoint.tiering.host_uploads import LostPartError, Others, damage_of, send_among
 from torchrelay.checkpoint.tiering.upload import (

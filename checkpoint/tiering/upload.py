@@ -36,7 +36,7 @@ from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadReques
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.load.verify import Outcome, prove
 from torchrelay.checkpoint.storage.base import Storage, WriteHandle
-from torchrelay.checkpoint.storage.threads import share
+from torchrelay.checkpoint.storage.work import share
 from torchrelay.errors import DamagedError, RelayError, StorageError
 from torchrelay.records import dataclass
 

@@ -24,7 +24,7 @@ from torchrelay.checkpoint.format.dtypes import BLOCK, block_digests
 from torchrelay.checkpoint.storage.base import WriteHandle
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import FILE, is_remote, object_at
-from torchrelay.checkpoint.storage.threads import WRITERS, share
+from torchrelay.checkpoint.storage.work import WRITERS, share
 from torchrelay.errors import BlobError, StorageError, UsageError
 from torchrelay.jobs.runtime import check_file
 from torchrelay.metadata.zip_reader import name_fits

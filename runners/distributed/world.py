@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.storage.inflight import hanging
+from torchrelay.checkpoint.storage.work import hanging
 from torchrelay.errors import PeerError, RelayError, exit_code_of
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import Peers, Solo

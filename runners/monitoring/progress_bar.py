@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from torchrelay.checkpoint.storage.inflight import Work, works
+from torchrelay.checkpoint.storage.work import Work, works
 from torchrelay.runners.monitoring.text import Sight, duration, human_bytes, per_second, plain
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import slot_path
-from torchrelay.checkpoint.storage.retry import Patience
+from torchrelay.checkpoint.storage.transfers import Patience
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.remote_runs.download import Listed, RunFiles, bring, found_in, place_for

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.load.verify import Look, Target
-from torchrelay.checkpoint.storage.inflight import headway
+from torchrelay.checkpoint.storage.work import headway
 from torchrelay.errors import DamagedError, PartiallyLoadedError
 from torchrelay.jobs.data.data_parallel import drop as drop_wrappers
 from torchrelay.jobs.random import current_seed

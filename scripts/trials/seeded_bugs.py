@@ -84,7 +84,7 @@ def _durability() -> Iterator[Bug]:
     )
     yield Bug(
         "an error of a writing thread is swallowed",
-        "checkpoint/storage/threads.py",
+        "checkpoint/storage/work.py",
         "    if errors:\n        raise min(errors",
         "    if errors and not helpers:\n        raise min(errors",
         ["tests/checkpoint/test_direct_writes.py", "tests/checkpoint/test_writers.py"],
@@ -415,7 +415,7 @@ def _together() -> Iterator[Bug]:
     )
     yield Bug(
         "an interrupted join counts as the end of a thread",
-        "checkpoint/storage/threads.py",
+        "checkpoint/storage/work.py",
         "        while helper.ident is not None and not helper.over.is_set():\n"
         "            try:\n"
         "                helper.over.wait(LOOK_SECS)\n",

@@ -25,11 +25,11 @@ from torchrelay.checkpoint.format.names import Whole
 from torchrelay.checkpoint.format.shard import extents, writer
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity
 from torchrelay.checkpoint.format.shard.reader import read_header
-from torchrelay.checkpoint.format.utils import Seconds
 from torchrelay.checkpoint.storage import local, local_io
-from torchrelay.checkpoint.storage import threads as workers
+from torchrelay.checkpoint.storage import work as workers
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.storage.local_io import ALIGNMENT, open_direct
+from torchrelay.checkpoint.storage.work import Seconds
 from torchrelay.errors import BlobError, StorageError
 
 IDENTITY = ShardIdentity("job", Position(1), "node_0", "main", "try")

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.storage import local
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.retry import Patience
+from torchrelay.checkpoint.storage.transfers import Patience
 from torchrelay.errors import StorageError, UsageError
 
 LIARS = {

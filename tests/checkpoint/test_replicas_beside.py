@@ -18,8 +18,8 @@ from ranks import on_ranks
 from torchrelay import MultiNodeCheckpointManager
 from torchrelay.checkpoint.save import pipeline as save_module
 from torchrelay.checkpoint.save import replicas
-from torchrelay.checkpoint.storage import threads as workers
-from torchrelay.checkpoint.storage.threads import beside
+from torchrelay.checkpoint.storage import work as workers
+from torchrelay.checkpoint.storage.work import beside
 from torchrelay.errors import SaveFailedError, StorageError
 from torchrelay.jobs.blobs import Blob
 from torchrelay.jobs.random import RandomStreams

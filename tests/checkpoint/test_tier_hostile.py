@@ -21,7 +21,7 @@ from torchrelay.checkpoint.log.tiered_storage import TierStorage
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import storage_of
-from torchrelay.checkpoint.storage.retry import Patience
+from torchrelay.checkpoint.storage.transfers import Patience
 from torchrelay.checkpoint.tiering import session_log
 from torchrelay.checkpoint.tiering.session_log import TierLedger
 from torchrelay.checkpoint.tiering.upload import Sending

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.tiered_storage import PATH, Notes, read_notes, refuse_part, write_notes
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.retry import Patience
+from torchrelay.checkpoint.storage.transfers import Patience
 from torchrelay.checkpoint.tiering import hosts
 from torchrelay.checkpoint.tiering.hosts import Claim, claim_of, given_up, teller
 from torchrelay.checkpoint.tiering.upload import Part, Sending, delete_parts, part_path, read_part, write_part

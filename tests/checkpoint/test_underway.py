@@ -10,9 +10,9 @@ from time import monotonic
 
 import pytest
 
-from torchrelay.checkpoint.storage import inflight, local
-from torchrelay.checkpoint.storage.inflight import LEAST_RATE, PATIENCE_SECS, Call
+from torchrelay.checkpoint.storage import local, work
 from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.work import LEAST_RATE, PATIENCE_SECS, Call
 
 
 @pytest.mark.parametrize(
@@ -39,25 +39,25 @@ def test_a_write_that_does_not_return_is_named(tmp_path, monkeypatch):
     handle = LocalStorage(tmp_path).open_exclusive("a")
     writer = threading.Thread(target=handle.write_at, args=(0, memoryview(b"abc")))
     writer.start()
-    assert inside.wait(60) and inflight.hanging() is None
-    monkeypatch.setattr(inflight, "PATIENCE_SECS", -1.0)
-    said = inflight.hanging()
+    assert inside.wait(60) and work.hanging() is None
+    monkeypatch.setattr(work, "PATIENCE_SECS", -1.0)
+    said = work.hanging()
     go.set()
     writer.join(60)
     handle.close()
     assert said is not None and f"cannot write {tmp_path}/a: the storage has not answered" in said
-    assert inflight.calls() == []
+    assert work.calls() == []
 
 
 def test_a_call_that_fails_is_forgotten(tmp_path):
     """An error leaves nothing underway."""
     with pytest.raises(FileNotFoundError):
         LocalStorage(tmp_path).read_range("absent", 0, 1)
-    with pytest.raises(ZeroDivisionError), inflight.underway("write", "x"):
-        assert [(call.verb, call.path) for call in inflight.calls()] == [("write", "x")]
-        assert inflight.calls()[0].since <= monotonic()
+    with pytest.raises(ZeroDivisionError), work.underway("write", "x"):
+        assert [(call.verb, call.path) for call in work.calls()] == [("write", "x")]
+        assert work.calls()[0].since <= monotonic()
         raise ZeroDivisionError
-    assert inflight.calls() == []
+    assert work.calls() == []
 
 
 def test_an_interrupt_anywhere_leaves_nothing_underway():
@@ -69,14 +69,14 @@ def test_an_interrupt_anywhere_leaves_nothing_underway():
         events = count(1)
 
         def trace(frame, event, _):
-            ours = frame.f_code.co_filename == inflight.__file__ and frame.f_code.co_name != "__del__"
+            ours = frame.f_code.co_filename == work.__file__ and frame.f_code.co_name != "__del__"
             if ours and next(events) == place:
                 raise KeyboardInterrupt
             return trace if ours else None
 
         sys.settrace(trace)
         try:
-            with inflight.underway("write", "x", 5):
+            with work.underway("write", "x", 5):
                 pass
         except KeyboardInterrupt:
             return True
@@ -86,5 +86,5 @@ def test_an_interrupt_anywhere_leaves_nothing_underway():
 
     while interrupted(places + 1):
         places += 1
-        assert inflight.calls() == [], f"after an interrupt at event {places}"
+        assert work.calls() == [], f"after an interrupt at event {places}"
     assert places > 8

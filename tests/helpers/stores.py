@@ -10,7 +10,7 @@ from typing import Any
 from fsspec.implementations.memory import MemoryFileSystem
 
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.retry import Patience
+from torchrelay.checkpoint.storage.transfers import Patience
 
 QUICK = Patience(deadline_secs=30.0, first_pause_secs=0.0, longest_pause_secs=0.0)
 

@@ -27,7 +27,7 @@ from torchrelay.checkpoint.state.tensor_checks import PlainTensors
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import is_remote, object_at
-from torchrelay.checkpoint.storage.uploads import StagedFile
+from torchrelay.checkpoint.storage.transfers import StagedFile
 from torchrelay.errors import BlobError, RelayError, StorageError, UsageError
 from torchrelay.jobs.runtime import check_target
 from torchrelay.records import dataclass

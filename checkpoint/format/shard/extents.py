@@ -19,8 +19,8 @@ from torchrelay.checkpoint.format import dtypes
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests, digests_of, first_blocks
 from torchrelay.checkpoint.format.shard.batched_reads import AT_ONCE, all_dense, all_in_order, memories_of
 from torchrelay.checkpoint.format.shard.entries import Data, Entries
-from torchrelay.checkpoint.format.utils import Seconds
 from torchrelay.checkpoint.storage.base import Memory
+from torchrelay.checkpoint.storage.work import Seconds
 from torchrelay.errors import BlobError
 from torchrelay.records import dataclass
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.shard.entries import StoredEntry
 from torchrelay.checkpoint.storage.base import Fetches, ReadHandle, Storage, open_for_reading
-from torchrelay.checkpoint.storage.threads import share
+from torchrelay.checkpoint.storage.work import share
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 

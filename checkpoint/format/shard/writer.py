@@ -28,9 +28,9 @@ from torchrelay.checkpoint.format.shard.layout import (
     ShardLimits,
     cut,
 )
-from torchrelay.checkpoint.format.utils import Seconds, lazily
+from torchrelay.checkpoint.format.utils import lazily
 from torchrelay.checkpoint.storage.base import Storage, WriteHandle
-from torchrelay.checkpoint.storage.threads import WRITERS, share
+from torchrelay.checkpoint.storage.work import WRITERS, Seconds, share
 from torchrelay.errors import StorageError
 from torchrelay.records import dataclass
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.format.utils import Clock
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.change_detection import Verify
 from torchrelay.checkpoint.save.pipeline import SaveJob, carry_out
@@ -30,6 +29,7 @@ from torchrelay.checkpoint.save.staging.memory import (
 )
 from torchrelay.checkpoint.save.staging.stage import Stage, guarded_addresses, stage
 from torchrelay.checkpoint.state import gate
+from torchrelay.checkpoint.storage.work import Clock
 from torchrelay.jobs import runtime
 from torchrelay.jobs.session import Peers, Session
 from torchrelay.metadata.statistics import NodeStats

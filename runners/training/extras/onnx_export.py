@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
-from torchrelay.checkpoint.storage.inflight import headway
+from torchrelay.checkpoint.storage.work import headway
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import decide

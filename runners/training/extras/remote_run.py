@@ -24,7 +24,7 @@ from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.manager.base import Manager
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.storage.retry import Patience
+from torchrelay.checkpoint.storage.transfers import Patience
 from torchrelay.errors import FencedError, RelayError, StorageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import decide, together
