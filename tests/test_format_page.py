@@ -11,21 +11,28 @@ import pytest
 
 from torchrelay.checkpoint.format import (
     canonical_json,
+    columns,
     dtypes,
     mesh,
     mesh_geometry,
     names,
-    utils,
     value_decoding,
     values,
 )
 from torchrelay.checkpoint.format import dtypes as digest
 from torchrelay.checkpoint.format.canonical_json import FEATURES
-from torchrelay.checkpoint.format.container_values import CONTAINER_KINDS
 from torchrelay.checkpoint.format.layouts import local_target
-from torchrelay.checkpoint.format.log_state import DAMAGED, HEALTHY, Entry, State
 from torchrelay.checkpoint.format.manifest import codec, schema, validation
-from torchrelay.checkpoint.format.manifest.position import Facts, Position, facts_json, facts_of
+from torchrelay.checkpoint.format.manifest.position import (
+    DAMAGED,
+    HEALTHY,
+    Entry,
+    Facts,
+    Position,
+    State,
+    facts_json,
+    facts_of,
+)
 from torchrelay.checkpoint.format.manifest.schema import DATA
 from torchrelay.checkpoint.format.mesh import intervals_at, placements_of
 from torchrelay.checkpoint.format.mesh_geometry import describe
@@ -33,6 +40,7 @@ from torchrelay.checkpoint.format.names import GROUP, NODE, Whole, format_key
 from torchrelay.checkpoint.format.shard import header
 from torchrelay.checkpoint.format.shard import layout as shard
 from torchrelay.checkpoint.format.shard import layout as shard_parts
+from torchrelay.checkpoint.format.value_decoding import CONTAINER_KINDS
 from torchrelay.checkpoint.load.verify import Outcome
 from torchrelay.checkpoint.log import append, job_file, lease, reader, record, view
 from torchrelay.checkpoint.state.leaf import Role
@@ -240,7 +248,7 @@ def test_names_of_files() -> None:
         ("kinds `biufcSUmM`", values._NUMPY_KINDS == "biufcSUmM"),
         ("At most 32 containers", values.LEVELS == 32),
         ("| 4096 characters |", names.LONGEST_NAME == 4096),
-        ("more than 2^22 items", utils.LIMIT == 1 << 22),
+        ("more than 2^22 items", columns.LIMIT == 1 << 22),
         ("live entries, at most 64", append.INLINE == 64),
         ("below the newest 256", view.STRIDE == 256),
         ("one of the next three", view._PROBE == 3),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from torchrelay.checkpoint.format.log_state import Entry, Key, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import Entry, Key, Retirement, State
 from torchrelay.checkpoint.load.info import KnownMetrics
 from torchrelay.checkpoint.load.verify import Lasting, Outcome
 from torchrelay.checkpoint.log.garbage import delete_retired, files_of

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import field
 
 from torchrelay.checkpoint.coordinator.session_log import Ledger
-from torchrelay.checkpoint.format.log_state import Key
+from torchrelay.checkpoint.format.manifest.position import Key
 from torchrelay.checkpoint.load.info import KnownMetrics
 from torchrelay.checkpoint.load.verify import Lasting, Outcome
 from torchrelay.checkpoint.log.garbage import delete_left, is_left

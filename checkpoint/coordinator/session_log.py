@@ -11,9 +11,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest import codec, position
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Position
 from torchrelay.checkpoint.load.verify import Holding, JointProof, Look, Outcome, Target, prove_together
 from torchrelay.checkpoint.log.garbage import Deletions
 from torchrelay.checkpoint.log.reader import open_log

@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.columns import first_of_each
 from torchrelay.checkpoint.format.mesh_geometry import (
     RULE,
     Among,
@@ -32,7 +33,6 @@ from torchrelay.checkpoint.format.mesh_geometry import (
     share,
     writing_replicas,
 )
-from torchrelay.checkpoint.format.utils import first_of_each
 from torchrelay.records import dataclass
 
 Lengths = tuple[int, ...]

@@ -36,8 +36,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import INTEGER_LIMIT, Json
-from torchrelay.checkpoint.format.container_values import encode_container
-from torchrelay.checkpoint.format.value_decoding import ParameterName, decode
+from torchrelay.checkpoint.format.value_decoding import ParameterName, decode, encode_container
 from torchrelay.errors import BlobError
 from torchrelay.jobs.containers import (
     classes_of_fields,

@@ -9,7 +9,7 @@ from dataclasses import field
 from typing import Any, Literal
 
 from torchrelay.checkpoint.format.canonical_json import sealed_bytes
-from torchrelay.checkpoint.format.log_state import Retirement
+from torchrelay.checkpoint.format.manifest.position import Retirement
 from torchrelay.checkpoint.format.manifest.schema import DATA, MANIFEST, STATS, try_directory
 from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.log import job_file, lease

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.format.manifest.schema import DATA, try_directory
 from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.inspect.inventory import Finding, Inventory, take_inventory

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Position
 from torchrelay.checkpoint.load.verify import Outcome, Proof, prove
 from torchrelay.checkpoint.log.history import Happening, History, happened_to
 from torchrelay.checkpoint.log.view import LogView

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from torchrelay.checkpoint.format.canonical_json import dumps
-from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.format.manifest.schema import BlobRow, LeafRow, Manifest
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader

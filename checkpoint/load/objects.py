@@ -14,8 +14,7 @@ import torch
 
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.dtypes import by_name, memory_of, torch_dtype
-from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.format.manifest.position import EVERYTHING, matches_any
+from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Entry, matches_any
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.names import nearest

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.format.manifest.summary import glance
 from torchrelay.checkpoint.load.lookup import nearest_directory
 from torchrelay.checkpoint.load.verify import Outcome, Proof, prove

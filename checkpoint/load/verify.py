@@ -25,9 +25,8 @@ from dataclasses import field
 from enum import Enum
 from typing import Any, Literal, TypeVar
 
-from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.load.reads.shard_set import Holder, ShardSet, holders_of
 from torchrelay.checkpoint.log.view import LogView

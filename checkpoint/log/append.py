@@ -18,7 +18,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import sealed_bytes
-from torchrelay.checkpoint.format.log_state import Entry, State
+from torchrelay.checkpoint.format.manifest.position import Entry, State
 from torchrelay.checkpoint.log.job_file import JobFile
 from torchrelay.checkpoint.log.reader import Base, Tail, advance, read_tail
 from torchrelay.checkpoint.log.record import LOG, BaseRef, Record, decode, encode, encode_base, slot_path

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 
-from torchrelay.checkpoint.format.log_state import Retirement
+from torchrelay.checkpoint.format.manifest.position import Retirement
 from torchrelay.checkpoint.format.manifest.schema import DATA, try_directory
 from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.log.retention import RetentionPolicy, to_retire

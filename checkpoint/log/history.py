@@ -7,8 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torchrelay.checkpoint.format.canonical_json import sealed_bytes
-from torchrelay.checkpoint.format.log_state import Key, State
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Key, Position, State
 from torchrelay.checkpoint.format.manifest.schema import position_of
 from torchrelay.checkpoint.format.names import TRY
 from torchrelay.checkpoint.log.record import Record, decode, slot_path

@@ -24,7 +24,7 @@ from threading import Event, Thread
 from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.log_state import State
+from torchrelay.checkpoint.format.manifest.position import State
 from torchrelay.checkpoint.format.manifest.schema import DATA
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.append import Draft, OvertakenError, append

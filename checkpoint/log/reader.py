@@ -12,7 +12,7 @@ from dataclasses import field, replace
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import read_sealed, sealed_bytes
-from torchrelay.checkpoint.format.log_state import Entry, Key
+from torchrelay.checkpoint.format.manifest.position import Entry, Key
 from torchrelay.checkpoint.log.history import read_history
 from torchrelay.checkpoint.log.job_file import JobFile, check_job, outvoted, read_job
 from torchrelay.checkpoint.log.record import (

@@ -14,8 +14,15 @@ from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields, check_stamp, seal, stamp, unseal
-from torchrelay.checkpoint.format.log_state import Branch, Entry, Key, Mark, Retirement, State
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import (
+    Branch,
+    Entry,
+    Key,
+    Mark,
+    Position,
+    Retirement,
+    State,
+)
 from torchrelay.checkpoint.format.names import TRY
 from torchrelay.errors import DamagedError, FormatError
 from torchrelay.records import dataclass

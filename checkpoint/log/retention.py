@@ -14,7 +14,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from torchrelay.checkpoint.format.log_state import DAMAGED, Entry, Key, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import DAMAGED, Entry, Key, Retirement, State
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.state import protected
 from torchrelay.checkpoint.log.view import LogView, best_first

@@ -17,9 +17,17 @@ from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields
-from torchrelay.checkpoint.format.log_state import DAMAGED, Branch, Entry, Key, Mark, Retirement, State
 from torchrelay.checkpoint.format.manifest.codec import HINT_LIMIT_BYTES, decode
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import (
+    DAMAGED,
+    Branch,
+    Entry,
+    Key,
+    Mark,
+    Position,
+    Retirement,
+    State,
+)
 from torchrelay.checkpoint.format.manifest.schema import DATA, Manifest, manifest_path, try_directory
 from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.log.history import History

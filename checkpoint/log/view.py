@@ -18,8 +18,15 @@ from dataclasses import field
 from functools import cached_property
 from typing import Any
 
-from torchrelay.checkpoint.format.log_state import Branch, Entry, Key, Mark, Retirement, State
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import (
+    Branch,
+    Entry,
+    Key,
+    Mark,
+    Position,
+    Retirement,
+    State,
+)
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.records import dataclass

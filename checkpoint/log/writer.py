@@ -15,8 +15,7 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any
 
-from torchrelay.checkpoint.format.log_state import Entry, Key, Mark, Retirement, State
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Key, Mark, Position, Retirement, State
 from torchrelay.checkpoint.format.names import check_mark_name
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.append import Draft, OvertakenError, append, thin

@@ -14,9 +14,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.columns import Recent
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import (
     BlobRow,
     Manifest,
@@ -28,7 +28,6 @@ from torchrelay.checkpoint.format.manifest.schema import (
     table,
     try_directory,
 )
-from torchrelay.checkpoint.format.utils import Recent
 from torchrelay.checkpoint.save.planning.assignments import Plan, PlannedLeaf
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.storage.base import Room, Storage

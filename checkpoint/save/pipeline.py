@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests
-from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import DATA, ShardRow, stats_path, try_directory
 from torchrelay.checkpoint.format.shard import writer
 from torchrelay.checkpoint.format.shard.entries import Entries

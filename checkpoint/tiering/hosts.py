@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.log_state import Branch, Entry, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import Branch, Entry, Retirement, State
 from torchrelay.checkpoint.format.manifest.schema import DATA
 from torchrelay.checkpoint.format.names import TRY
 from torchrelay.checkpoint.log.garbage import delete_try

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torchrelay.checkpoint.format.log_state import Entry, Retirement, State
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Position, Retirement, State
 from torchrelay.checkpoint.load.verify import (
     FULL_PROOF_SECS,
     JointProof,

@@ -11,8 +11,7 @@ from typing import Any
 
 from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.coordinator.session_log import Ledger
-from torchrelay.checkpoint.format.log_state import Entry, State
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Position, State
 from torchrelay.checkpoint.load.verify import JointProof, Level, Look, Outcome, Target, prove_together
 from torchrelay.checkpoint.log.job_file import same_job, share_job
 from torchrelay.checkpoint.log.reader import open_log

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, sha256, unseal
-from torchrelay.checkpoint.format.log_state import Entry
 from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.format.manifest.schema import (
     DATA,
     Manifest,

@@ -10,7 +10,7 @@ from fingerprint import state_sha256
 from storm_job import MARKS, STEPS
 
 import torchrelay
-from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log

@@ -17,7 +17,7 @@ from torchrelay import load_blobs, load_into, save_blobs
 from torchrelay.checkpoint.files.blobs.reader import open_blob_file
 from torchrelay.checkpoint.files.blobs.writer import content_of, write_blob_file
 from torchrelay.checkpoint.format.dtypes import BLOCK
-from torchrelay.checkpoint.format.shard import extents
+from torchrelay.checkpoint.format.shard import writer
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.state import flatten
 from torchrelay.errors import DamagedError
@@ -75,13 +75,13 @@ def gathered_one_by_one(sizes):
     """What `_runs` gives, in the order of a writer that looks at one entry after the other."""
     found, begin, together = [], 0, 0
     for number, size in enumerate(sizes):
-        if size >= extents.GATHER:
+        if size >= writer.GATHER:
             found += [range(begin, number)] if begin < number else []
             found.append(range(number, number + 1))
             begin, together = number + 1, 0
             continue
         together += size
-        if together >= extents.GATHER:
+        if together >= writer.GATHER:
             found.append(range(begin, number + 1))
             begin, together = number + 1, 0
     return found + ([range(begin, len(sizes))] if begin < len(sizes) else [])
@@ -95,7 +95,7 @@ _SIZES = [0, 1, BLOCK // 3, BLOCK // 2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK]
 def test_small_entries_are_gathered_as_one_after_the_other(sizes):
     """Every entry is in one run, in order; a run ends with the entry that makes it enough."""
     ends = [end for _, end in pairwise([0, *[sum(sizes[: at + 1]) for at in range(len(sizes))]])]
-    assert list(extents._runs(sizes, ends)) == gathered_one_by_one(sizes)
+    assert list(writer._runs(sizes, ends)) == gathered_one_by_one(sizes)
 
 
 def test_a_dictionary_that_makes_its_values_is_asked_for_them(tmp_path):

@@ -22,7 +22,8 @@ from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.checkpoint.format.dtypes import BLOCK, block_digests
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Whole
-from torchrelay.checkpoint.format.shard import extents, writer
+from torchrelay.checkpoint.format.shard import writer
+from torchrelay.checkpoint.format.shard import writer as extents
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity
 from torchrelay.checkpoint.format.shard.reader import read_header
 from torchrelay.checkpoint.storage import local, local_io

@@ -10,8 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from log_helpers import MemoryStorage, entry, run_of, take
 
 from torchrelay.checkpoint.format.canonical_json import seal, sha256, unseal
-from torchrelay.checkpoint.format.log_state import Key
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Key, Position
 from torchrelay.checkpoint.log import job_file
 from torchrelay.checkpoint.log.job_file import JobFile, open_job, read_job
 from torchrelay.checkpoint.log.reader import open_log

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_helpers import entry, run_of, take
 
-from torchrelay.checkpoint.format.log_state import DAMAGED, Entry, Key, Mark, State
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import DAMAGED, Entry, Key, Mark, Position, State
 from torchrelay.checkpoint.log.retention import (
     KEEP_ALL,
     Best,

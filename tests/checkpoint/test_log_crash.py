@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from log_helpers import CrashError, Fault, MemoryStorage, entry, take
 
-from torchrelay.checkpoint.format.log_state import Key, Retirement
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Key, Position, Retirement
 from torchrelay.checkpoint.log.garbage import sweep
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import keep_last

@@ -6,8 +6,7 @@ import pytest
 from log_helpers import MemoryStorage, entry, run_of, take
 
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.log_state import Key
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Key, Position
 from torchrelay.checkpoint.log.garbage import sweep
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import decode, encode, slot_path

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_helpers import MemoryStorage, entry, run_of, take
 
-from torchrelay.checkpoint.format.log_state import DAMAGED, Key, Mark, Retirement, State
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import DAMAGED, Key, Mark, Position, Retirement, State
 from torchrelay.checkpoint.log.garbage import sweep
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import every_n_epochs, keep_all, keep_last, to_retire

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from stage import warned
 
-from torchrelay.checkpoint.format.log_state import Key, Retirement
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Key, Position, Retirement
 from torchrelay.checkpoint.inspect.inventory import take_inventory
 from torchrelay.checkpoint.inspect.repair import repair
 from torchrelay.checkpoint.load.verify import prove

@@ -11,8 +11,7 @@ import torch
 from meshes import TRY, MemoryStorage, Saved, load, local_part, target
 
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, manifest_path
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded

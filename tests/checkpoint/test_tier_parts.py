@@ -11,8 +11,7 @@ from stores import Faulty
 from tiers import Places, numbers_in
 
 from torchrelay.checkpoint.format.canonical_json import seal
-from torchrelay.checkpoint.format.log_state import Entry, Retirement, State
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Position, Retirement, State
 from torchrelay.checkpoint.log.tiered_storage import PATH, Notes, read_notes, refuse_part, write_notes
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, block_digests, stored_bytes
-from torchrelay.checkpoint.format.shard.extents import PROBE
+from torchrelay.checkpoint.format.shard.writer import PROBE
 from torchrelay.checkpoint.save.change_detection import MANY_SMALL, SAMPLE, KnownFile, Part, look
 
 

@@ -19,8 +19,7 @@ from given_entries import ShardEntry, write_shard
 
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, manifest_path, try_directory
 from torchrelay.checkpoint.format.names import Flat, Whole
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity

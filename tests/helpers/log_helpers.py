@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass, field
 from threading import RLock
 
-from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Position
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.errors import StorageError

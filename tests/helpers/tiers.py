@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from epochs import Writing, parameter, tensor, value
 
-from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping

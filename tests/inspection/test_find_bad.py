@@ -12,8 +12,7 @@ from epochs import Writing, moment, parameter, value
 from meshes import Saved
 
 from torchrelay.checkpoint.format.dtypes import BLOCK
-from torchrelay.checkpoint.format.log_state import Key
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Key, Position
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.inspect.bad_elements import Looker

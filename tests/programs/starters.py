@@ -11,8 +11,7 @@ import json
 import os
 import sys
 
-from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Position
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError

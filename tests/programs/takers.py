@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Position
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import RelayError

@@ -17,8 +17,7 @@ import torch
 from stories import FROZEN_ITEMS, NODES, Record, still
 from weak_disk import Tree, WeakDisk
 
-from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Position
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.garbage import sweep

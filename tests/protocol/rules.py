@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import PropertyMock, patch
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.log_state import Entry, Key, State
+from torchrelay.checkpoint.format.manifest.position import Entry, Key, State
 from torchrelay.checkpoint.log import append, lease, reader, retention
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.garbage import delete_try

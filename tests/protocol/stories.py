@@ -22,8 +22,7 @@ import torch
 from weak_disk import Snapshot, WeakDisk
 
 from torchrelay import LocalSession
-from torchrelay.checkpoint.format.log_state import Key, Retirement, State
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.position import Facts, Key, Position, Retirement, State
 from torchrelay.checkpoint.log import append as log_append
 from torchrelay.checkpoint.log import append as thinning
 from torchrelay.checkpoint.log import job_file, lease, reader, view

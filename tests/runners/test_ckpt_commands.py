@@ -16,8 +16,7 @@ import torch
 from epochs import Writing, moment, parameter
 
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs
-from torchrelay.checkpoint.format.log_state import Key
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Key, Position
 from torchrelay.checkpoint.log.garbage import delete_left
 from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.retention import Keeping

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint.format.log_state import Key
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.position import Facts, Key, Position
 from torchrelay.checkpoint.log.view import Wanted
 from torchrelay.errors import RelayError, UnknownEpochError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory

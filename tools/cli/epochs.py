@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torchrelay.checkpoint.format.log_state import Entry, Key
+from torchrelay.checkpoint.format.manifest.position import Entry, Key
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.runners.monitoring.console import human_number
 

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 from torchrelay.checkpoint.format.layouts import PerNode
-from torchrelay.checkpoint.format.log_state import Entry, Key
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Key, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, stats_path
 from torchrelay.checkpoint.inspect.why import Start, explain, start_now
 from torchrelay.checkpoint.log.history import History, read_history

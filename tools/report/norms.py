@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.inspect.contents import (
     CAN_BE_BAD,
     CHUNK_BYTES,

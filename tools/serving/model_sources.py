@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.load.handle import checked_device
 from torchrelay.checkpoint.load.open import candidates, place_of, read_log

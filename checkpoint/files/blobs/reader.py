@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.columns import lazily
 from torchrelay.checkpoint.format.dtypes import memory_of
-from torchrelay.checkpoint.format.manifest.keys import Near
+from torchrelay.checkpoint.format.layouts import Near
 from torchrelay.checkpoint.format.manifest.schema import LeafRow
 from torchrelay.checkpoint.format.mesh_geometry import whole
 from torchrelay.checkpoint.format.names import all_plain, encode_name
@@ -30,7 +31,6 @@ from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT
 from torchrelay.checkpoint.format.shard.layout import METADATA_KEY
 from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadRequest, verifies
 from torchrelay.checkpoint.format.shard.reader import ShardHeader, read_header
-from torchrelay.checkpoint.format.utils import lazily
 from torchrelay.checkpoint.format.value_decoding import references
 from torchrelay.checkpoint.load.reads.boxes import BoxPlan, BoxRead
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, ReadPlan, check_portions

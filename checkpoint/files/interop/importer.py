@@ -21,8 +21,7 @@ from torchrelay.checkpoint.files.interop.torch_files import read_torch_file
 from torchrelay.checkpoint.files.publish import check_free, check_free_at, fetched_anywhere, publish_anywhere
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, manifest_path, try_directory
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard

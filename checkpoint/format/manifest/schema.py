@@ -16,8 +16,7 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from torchrelay.checkpoint.format.layouts import Layout, Split
-from torchrelay.checkpoint.format.manifest.keys import keys_held
+from torchrelay.checkpoint.format.layouts import Layout, Split, keys_held
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import item_bytes_of

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields
-from torchrelay.checkpoint.format.log_state import Entry
+from torchrelay.checkpoint.format.columns import unpack_names, unpack_numbers
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.codec import Columns
-from torchrelay.checkpoint.format.manifest.position import Facts, facts_in
+from torchrelay.checkpoint.format.manifest.position import Entry, Facts, facts_in
 from torchrelay.checkpoint.format.manifest.schema import manifest_path, stats_path
-from torchrelay.checkpoint.format.utils import unpack_names, unpack_numbers
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.jobs.runtime import undisturbed

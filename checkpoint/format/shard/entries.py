@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from torchrelay.checkpoint.format import canonical_json, dtypes, names
 from torchrelay.checkpoint.format import dtypes as digest
 from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.format.columns import lazily
 from torchrelay.checkpoint.format.dtypes import ElementType
 from torchrelay.checkpoint.format.mesh_geometry import Bounds
 from torchrelay.checkpoint.format.names import (
@@ -31,7 +32,6 @@ from torchrelay.checkpoint.format.names import (
     format_key,
     format_keys,
 )
-from torchrelay.checkpoint.format.utils import lazily
 from torchrelay.errors import BlobError, FormatError
 from torchrelay.records import dataclass
 

@@ -17,9 +17,9 @@ from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any
 
+from torchrelay.checkpoint.format.columns import lazily
 from torchrelay.checkpoint.format.dtypes import BLOCK
-from torchrelay.checkpoint.format.layouts import Target
-from torchrelay.checkpoint.format.manifest.keys import Near, PartForm
+from torchrelay.checkpoint.format.layouts import Near, PartForm, Target
 from torchrelay.checkpoint.format.manifest.schema import LeafRow
 from torchrelay.checkpoint.format.mesh_geometry import (
     Bounds,
@@ -37,7 +37,6 @@ from torchrelay.checkpoint.format.shard.batched_reads import Passing
 from torchrelay.checkpoint.format.shard.entries import StoredEntry
 from torchrelay.checkpoint.format.shard.read_plan import Portion, ReadOptions, ReadRequest
 from torchrelay.checkpoint.format.shard.reader import ShardHeader
-from torchrelay.checkpoint.format.utils import lazily
 from torchrelay.checkpoint.storage.base import ReadHandle
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass

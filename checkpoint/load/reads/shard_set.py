@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.keys import alike, holding
+from torchrelay.checkpoint.format.layouts import alike, holding
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, ShardRow, position_of, shard_path
 from torchrelay.checkpoint.format.names import all_plain
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity

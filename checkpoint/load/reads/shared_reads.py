@@ -20,8 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, memory_of
-from torchrelay.checkpoint.format.layouts import Replicated, Split
-from torchrelay.checkpoint.format.manifest.keys import parts_of
+from torchrelay.checkpoint.format.layouts import Replicated, Split, parts_of
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.names import Flat, format_key
 from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadRequest

@@ -12,8 +12,8 @@ from operator import attrgetter, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrelay.checkpoint.format.canonical_json import dumps, dumps_read, sha256, words
-from torchrelay.checkpoint.format.layouts import Cut, Layout, PerNode, Split
-from torchrelay.checkpoint.format.manifest.keys import box_key
+from torchrelay.checkpoint.format.columns import lazily
+from torchrelay.checkpoint.format.layouts import Cut, Layout, PerNode, Split, box_key
 from torchrelay.checkpoint.format.manifest.schema import (
     VALUE_LIMIT_BYTES,
     BlobRow,
@@ -25,7 +25,6 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, item_bytes_of, volume
 from torchrelay.checkpoint.format.names import Flat, Key, Whole
 from torchrelay.checkpoint.format.shard.entries import Entries, described
-from torchrelay.checkpoint.format.utils import lazily
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

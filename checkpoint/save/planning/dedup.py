@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torchrelay.checkpoint.format.layouts import Cut, Layout, PerNode, Replicated, Split
-from torchrelay.checkpoint.format.manifest.keys import alike, holding
+from torchrelay.checkpoint.format.layouts import Cut, Layout, PerNode, Replicated, Split, alike, holding
 from torchrelay.checkpoint.format.manifest.schema import (
     OF_POSITION,
     LeafRow,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchrelay.checkpoint.format.columns import lazily
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.names import format_key
-from torchrelay.checkpoint.format.utils import lazily
 from torchrelay.checkpoint.save.planning.assignments import Assignment, Plan
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import local_part

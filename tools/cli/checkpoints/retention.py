@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchrelay.checkpoint.coordinator.pruning import Loss, Pruned, plan_pruning, prune
-from torchrelay.checkpoint.format.log_state import Key, Mark
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Key, Mark, Position
 from torchrelay.checkpoint.log.append import Draft
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Best, Keeping
 from torchrelay.checkpoint.log.view import LogView, ranges

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from torchrelay.checkpoint.format.log_state import Entry
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.manifest.position import Entry, Position
 from torchrelay.checkpoint.inspect.why import Account, Start, explain, newest_and_chosen, start_now
 from torchrelay.checkpoint.load.verify import Level, Outcome, Proof, prove
 from torchrelay.checkpoint.log.history import History, read_history

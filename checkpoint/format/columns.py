@@ -1,4 +1,4 @@
-"""Lazy values, remembered answers, the time of phases, and packed columns.
+"""Packed columns of stored tables, and answers that are remembered.
 
 A packed column is a list whose items are numbers, or `[start, step, count]` for a run of them;
 names pack to strings, or `[prefix, first, count]` for prefix<first>, prefix<first + 1>, ...
