@@ -42,7 +42,7 @@ from torchrelay.checkpoint.format.shard import layout as shard
 from torchrelay.checkpoint.format.shard import layout as shard_parts
 from torchrelay.checkpoint.format.value_decoding import CONTAINER_KINDS
 from torchrelay.checkpoint.load.verify import Outcome
-from torchrelay.checkpoint.log import append, job_file, lease, reader, record, view
+from torchrelay.checkpoint.log import chain, job_file, lease, record, view
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.jobs.blobs import Scope
 from torchrelay.runners.session.mid_epoch import Place
@@ -215,7 +215,7 @@ def test_names_of_files() -> None:
         job_file.PATH,
         record.slot_path(7),
         f"{record.LOG}/base-<nonce>.json",
-        reader.HINT,
+        chain.HINT,
         lease.PATH,
         f"{DATA}/<try>/",
         f"{DATA}/<try>/<node>.<position>.<group>[.<part>].safetensors",
@@ -249,7 +249,7 @@ def test_names_of_files() -> None:
         ("At most 32 containers", values.LEVELS == 32),
         ("| 4096 characters |", names.LONGEST_NAME == 4096),
         ("more than 2^22 items", columns.LIMIT == 1 << 22),
-        ("live entries, at most 64", append.INLINE == 64),
+        ("live entries, at most 64", chain.INLINE == 64),
         ("below the newest 256", view.STRIDE == 256),
         ("one of the next three", view._PROBE == 3),
         ("for 15 seconds", lease.PATIENCE_SECS == 15),

@@ -13,10 +13,9 @@ from dataclasses import replace
 from torchrelay.checkpoint.format.manifest.position import Entry, Key, Retirement, State
 from torchrelay.checkpoint.load.info import KnownMetrics
 from torchrelay.checkpoint.load.verify import Lasting, Outcome
-from torchrelay.checkpoint.log.garbage import delete_retired, files_of
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import PATIENCE_SECS
-from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.log.retention import Keeping, whole_epochs
+from torchrelay.checkpoint.log.retention import Keeping, delete_retired, files_of, whole_epochs
 from torchrelay.checkpoint.log.state import protected
 from torchrelay.checkpoint.log.tiered_storage import only_near, refuse_part
 from torchrelay.checkpoint.log.view import LogView, ranges

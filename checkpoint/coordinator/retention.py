@@ -9,8 +9,7 @@ from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.format.manifest.position import Key
 from torchrelay.checkpoint.load.info import KnownMetrics
 from torchrelay.checkpoint.load.verify import Lasting, Outcome
-from torchrelay.checkpoint.log.garbage import delete_left, is_left
-from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.retention import Keeping, delete_left, is_left
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.errors import StorageError

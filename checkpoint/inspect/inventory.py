@@ -13,10 +13,9 @@ from torchrelay.checkpoint.format.manifest.position import Retirement
 from torchrelay.checkpoint.format.manifest.schema import DATA, MANIFEST, STATS, try_directory
 from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.log import job_file, lease
-from torchrelay.checkpoint.log.history import History, read_history
-from torchrelay.checkpoint.log.reader import HINT, Tail, read_hint, read_tail
+from torchrelay.checkpoint.log.chain import HINT, Tail, read_hint, read_tail
 from torchrelay.checkpoint.log.record import LOG, decode, slot_path
-from torchrelay.checkpoint.log.state import LostBase, lost_bases
+from torchrelay.checkpoint.log.state import History, LostBase, lost_bases, read_history
 from torchrelay.checkpoint.log.view import STRIDE, LogView, find_tail, floor
 from torchrelay.checkpoint.storage.base import Leftovers, Storage
 from torchrelay.checkpoint.storage.open import NOTES

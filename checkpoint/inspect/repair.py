@@ -14,11 +14,10 @@ from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.format.manifest.schema import DATA, try_directory
 from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.inspect.inventory import Finding, Inventory, take_inventory
-from torchrelay.checkpoint.log.garbage import delete_orphans, delete_retired
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import PATIENCE_SECS
-from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import LOG
-from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.retention import Keeping, delete_orphans, delete_retired
 from torchrelay.checkpoint.log.state import restore
 from torchrelay.checkpoint.log.tiered_storage import refuse_part
 from torchrelay.checkpoint.log.view import LogView

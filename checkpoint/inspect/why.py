@@ -7,7 +7,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format.manifest.position import Entry, Position
 from torchrelay.checkpoint.load.verify import Outcome, Proof, prove
-from torchrelay.checkpoint.log.history import Happening, History, happened_to
+from torchrelay.checkpoint.log.state import Happening, History, happened_to
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import NoProvableEpochError, StorageError

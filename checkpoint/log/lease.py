@@ -27,9 +27,8 @@ from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.manifest.position import State
 from torchrelay.checkpoint.format.manifest.schema import DATA
 from torchrelay.checkpoint.log import state as changes
-from torchrelay.checkpoint.log.append import Draft, OvertakenError, append
+from torchrelay.checkpoint.log.chain import Draft, OvertakenError, Tail, append, mended, read_tail
 from torchrelay.checkpoint.log.job_file import JobFile, check_job, write_again
-from torchrelay.checkpoint.log.reader import Tail, mended, read_tail
 from torchrelay.checkpoint.log.record import LOG
 from torchrelay.checkpoint.log.state import restore
 from torchrelay.checkpoint.log.view import LogView

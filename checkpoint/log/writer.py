@@ -18,7 +18,7 @@ from typing import Any
 from torchrelay.checkpoint.format.manifest.position import Entry, Key, Mark, Position, Retirement, State
 from torchrelay.checkpoint.format.names import check_mark_name
 from torchrelay.checkpoint.log import state as changes
-from torchrelay.checkpoint.log.append import Draft, OvertakenError, append, thin
+from torchrelay.checkpoint.log.chain import HINT, Draft, OvertakenError, advance, append, read_tail, thin
 from torchrelay.checkpoint.log.job_file import begin_job, check_job, read_job
 from torchrelay.checkpoint.log.lease import (
     PATIENCE_SECS,
@@ -30,7 +30,6 @@ from torchrelay.checkpoint.log.lease import (
     move,
     take_over,
 )
-from torchrelay.checkpoint.log.reader import HINT, advance, read_tail
 from torchrelay.checkpoint.log.record import (
     LOG,
     entry_json,

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, shard_path
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
 from torchrelay.checkpoint.load.verify import seen_twice
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, forgotten, read_notes, write_notes
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage

@@ -90,15 +90,15 @@ def train(run: Path, epochs: int) -> tuple[int, float]:
 
 def make(run: Path) -> Path:
     """A run of two starts with a tag, a pin and a base file of the log, whose second start was lost."""
-    from torchrelay.checkpoint.log import append
+    from torchrelay.checkpoint.log import chain
 
-    known = append.INLINE, append._REBASED_INLINE
-    append.INLINE, append._REBASED_INLINE = 2, 1
+    known = chain.INLINE, chain._REBASED_INLINE
+    chain.INLINE, chain._REBASED_INLINE = 2, 1
     try:
         train(run, EPOCHS - 1)
         train(run, EPOCHS)
     finally:
-        append.INLINE, append._REBASED_INLINE = known
+        chain.INLINE, chain._REBASED_INLINE = known
     storage = LocalStorage(run / "checkpoints")
     append_as_guest(storage, tag_draft("paper", Key(0, Position(1))))
     append_as_guest(storage, pin_draft("kept", Key(0, Position(1))))

@@ -56,7 +56,7 @@ def _durability() -> Iterator[Bug]:
     )
     yield Bug(
         "the log is not synced before an append returns",
-        "checkpoint/log/append.py",
+        "checkpoint/log/chain.py",
         "                continue\n            storage.sync_dir(LOG)\n",
         "                continue\n",
         ["tests/checkpoint/test_log_crash.py"],
@@ -70,7 +70,7 @@ def _durability() -> Iterator[Bug]:
     )
     yield Bug(
         "a base file is not synced before the record that refers to it",
-        "checkpoint/log/append.py",
+        "checkpoint/log/chain.py",
         "    storage.sync_dir(LOG)  # durable before the record that refers to it\n",
         "",
         ["tests/protocol/test_crash_states.py", "-k", "long"],
@@ -99,7 +99,7 @@ def _durability() -> Iterator[Bug]:
 
 
 def _the_log() -> Iterator[Bug]:
-    append = "checkpoint/log/append.py"
+    append = "checkpoint/log/chain.py"
     yield Bug(
         "a record replaces what has its slot",
         "checkpoint/storage/local.py",
@@ -144,7 +144,7 @@ def _the_log() -> Iterator[Bug]:
     )
     yield Bug(
         "the chain of the log is not checked",
-        "checkpoint/log/reader.py",
+        "checkpoint/log/chain.py",
         "    if newer.previous_sha256 != older_sha256 or newer.generation < older.generation:\n",
         "    if False:\n",
         ["tests/checkpoint/test_log_damage.py"],
@@ -220,7 +220,7 @@ def _retention() -> Iterator[Bug]:
         "prune deletes before the log says so",
         "checkpoint/coordinator/pruning.py",
         "    keeping.retire(writer, suspects, only_near(storage, before))\n",
-        "    from torchrelay.checkpoint.log.garbage import delete_try\n\n"
+        "    from torchrelay.checkpoint.log.retention import delete_try\n\n"
         "    for one in tuple(keeping.chosen(before, suspects)):\n"
         "        delete_try(writer.storage, one)\n"
         "    keeping.retire(writer, suspects, only_near(storage, before))\n",
@@ -230,7 +230,7 @@ def _retention() -> Iterator[Bug]:
         "files are deleted before the log says so",
         "checkpoint/coordinator/retention.py",
         "            keeping.retire(writer, suspects, self.ledger.needed())\n",
-        "            from torchrelay.checkpoint.log.garbage import delete_try\n\n"
+        "            from torchrelay.checkpoint.log.retention import delete_try\n\n"
         "            for one in tuple(keeping.chosen(view, suspects)):\n"
         "                delete_try(writer.storage, one)\n"
         "            keeping.retire(writer, suspects, self.ledger.needed())\n",

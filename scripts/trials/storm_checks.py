@@ -13,7 +13,7 @@ import torchrelay
 from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.checkpoint.load.verify import prove
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.local import LocalStorage
 

@@ -24,7 +24,7 @@ from torchrelay.chaos.processes import await_stillness, members, scratch
 from torchrelay.chaos.scenarios import files_below
 from torchrelay.chaos.strikes import Outcome, Tally, Verdict
 from torchrelay.checkpoint.load.verify import prove
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import STRIDE, LogView
 from torchrelay.checkpoint.storage.local import LocalStorage

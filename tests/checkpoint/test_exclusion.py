@@ -16,7 +16,7 @@ from log_helpers import MemoryStorage, entry, run_of
 from stores import QUICK, DoubleLiar, Faulty, Liar, Refusing, Terse, store_of
 
 from torchrelay import JobRunner, MultiNodeCheckpointManager, open_checkpoint
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage import local
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -12,8 +12,8 @@ from log_helpers import MemoryStorage, entry, run_of, take
 from torchrelay.checkpoint.format.canonical_json import seal, sha256, unseal
 from torchrelay.checkpoint.format.manifest.position import Key, Position
 from torchrelay.checkpoint.log import job_file
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.job_file import JobFile, open_job, read_job
-from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import decode, encode, slot_path
 from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, tag_draft
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.format import canonical_json, columns
 from torchrelay.checkpoint.format.manifest.position import Key, Position
 from torchrelay.checkpoint.format.shard.layout import ShardLimits
 from torchrelay.checkpoint.format.shard.writer import write_shard
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.tools.cli.main import main

@@ -6,9 +6,8 @@ import pytest
 from log_helpers import CrashError, Fault, MemoryStorage, entry, take
 
 from torchrelay.checkpoint.format.manifest.position import Key, Position, Retirement
-from torchrelay.checkpoint.log.garbage import sweep
-from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.log.retention import keep_last
+from torchrelay.checkpoint.log.chain import open_log
+from torchrelay.checkpoint.log.retention import keep_last, sweep
 from torchrelay.errors import StorageError
 
 

@@ -7,10 +7,9 @@ from log_helpers import MemoryStorage, entry, run_of, take
 
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.manifest.position import Key, Position
-from torchrelay.checkpoint.log.garbage import sweep
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import decode, encode, slot_path
-from torchrelay.checkpoint.log.retention import keep_last
+from torchrelay.checkpoint.log.retention import keep_last, sweep
 from torchrelay.checkpoint.log.writer import append_as_guest, tag_draft
 from torchrelay.errors import DamagedError, FormatError, StorageError
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from log_helpers import MemoryStorage, entry, run_of, take
 
 from torchrelay.checkpoint.format.manifest.position import DAMAGED, Key, Mark, Position, Retirement, State
-from torchrelay.checkpoint.log.garbage import sweep
-from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.log.retention import every_n_epochs, keep_all, keep_last, to_retire
+from torchrelay.checkpoint.log.chain import open_log
+from torchrelay.checkpoint.log.retention import every_n_epochs, keep_all, keep_last, sweep, to_retire
 from torchrelay.checkpoint.log.state import retired
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft

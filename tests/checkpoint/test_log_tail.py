@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from log_helpers import MemoryStorage, entry, take
 
 from torchrelay.checkpoint.log import writer as log_writer
-from torchrelay.checkpoint.log.garbage import sweep
+from torchrelay.checkpoint.log.chain import HINT, open_log
 from torchrelay.checkpoint.log.lease import WriterIdentity
-from torchrelay.checkpoint.log.reader import HINT, open_log
 from torchrelay.checkpoint.log.record import slot_path
-from torchrelay.checkpoint.log.retention import every_n_epochs, keep_last
+from torchrelay.checkpoint.log.retention import every_n_epochs, keep_last, sweep
 from torchrelay.checkpoint.log.view import chain_end, find_tail
 from torchrelay.errors import FencedError
 

@@ -12,11 +12,11 @@ import pytest
 from log_helpers import MemoryStorage, entry, take
 
 from torchrelay.checkpoint.format.manifest.position import State
-from torchrelay.checkpoint.log import append as log_append
+from torchrelay.checkpoint.log import chain as log_append
 from torchrelay.checkpoint.log import lease
 from torchrelay.checkpoint.log import writer as log_writer
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import Right, WriterIdentity, judge, process_start
-from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage

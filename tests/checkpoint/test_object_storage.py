@@ -19,7 +19,7 @@ from stores import QUICK, Faulty, OverloadedError, Terse, store_of
 
 import torchrelay
 from torchrelay.checkpoint.format.manifest.position import Retirement
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage import object_store
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage

@@ -27,7 +27,7 @@ from torchrelay import (
     open_checkpoint,
 )
 from torchrelay.checkpoint.load.verify import prove
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.save import change_detection, dedup
 from torchrelay.checkpoint.save import pipeline as saving
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -17,12 +17,11 @@ from torchrelay.checkpoint.format.manifest.position import Key, Position, Retire
 from torchrelay.checkpoint.inspect.inventory import take_inventory
 from torchrelay.checkpoint.inspect.repair import repair
 from torchrelay.checkpoint.load.verify import prove
-from torchrelay.checkpoint.log import append
-from torchrelay.checkpoint.log.history import History, read_history
+from torchrelay.checkpoint.log import chain
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.job_file import read_job
-from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.record import decode, slot_path
-from torchrelay.checkpoint.log.state import lost_bases
+from torchrelay.checkpoint.log.state import History, lost_bases, read_history
 from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DirectoryInUseError, UnknownEpochError
@@ -55,8 +54,8 @@ def make(root: Path) -> Path:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(append, "INLINE", INLINE)
-        patch.setattr(append, "_REBASED_INLINE", INLINE // 2)
+        patch.setattr(chain, "INLINE", INLINE)
+        patch.setattr(chain, "_REBASED_INLINE", INLINE // 2)
         return make(tmp_path_factory.mktemp("made") / "ckpt")
 
 
@@ -203,8 +202,8 @@ def test_base_files_of_old_multiples_of_256_are_no_orphans(tmp_path: Path) -> No
     """A record that stays only as a multiple of 256 has its base file after a repair, too."""
     root = tmp_path / "ckpt"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(append, "INLINE", INLINE)
-        patch.setattr(append, "_REBASED_INLINE", INLINE // 2)
+        patch.setattr(chain, "INLINE", INLINE)
+        patch.setattr(chain, "_REBASED_INLINE", INLINE // 2)
         patch.setattr(LocalStorage, "sync_dir", lambda self, path: None)
         make(root)
         with Writing(root, "mended") as run:

@@ -23,7 +23,7 @@ from torchrelay import (
     open_checkpoint,
 )
 from torchrelay.checkpoint.load.verify import prove
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.tools.cli.main import main
 

@@ -14,7 +14,7 @@ from stores import QUICK, Faulty, store_of
 from test_object_storage import story, write
 
 from torchrelay import MultiNodeCheckpointManager, open_checkpoint
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.object_store import ObjectStorage, open_file_system
 from torchrelay.checkpoint.storage.open import storage_of

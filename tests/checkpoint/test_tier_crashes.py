@@ -15,7 +15,7 @@ import pytest
 from tiers import WAIT_SECS, Away, Places, Scheduled, numbers_in, until
 
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.tiered_storage import PATH, read_notes
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError

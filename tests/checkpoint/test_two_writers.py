@@ -15,8 +15,8 @@ from stores import Faulty, store_of
 
 from torchrelay.checkpoint.format.manifest.position import Retirement
 from torchrelay.checkpoint.log import writer as log_writer
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import WriterIdentity
-from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.errors import DirectoryInUseError, FencedError
 
 STARTERS = Path(__file__).resolve().parent.parent / "programs" / "starters.py"

@@ -13,7 +13,7 @@ from torchrun import REPOSITORY, torchrun
 
 from torchrelay import LocalSession, open_checkpoint
 from torchrelay.checkpoint.load.verify import prove
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 PROGRAM = REPOSITORY / "tests/programs/frozen_shards.py"

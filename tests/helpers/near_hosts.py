@@ -14,7 +14,7 @@ from typing import Any
 from torchrun import clean_environment, kill, runs
 from warm import PLACE, server, warmed
 
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import storage_of

@@ -13,7 +13,7 @@ from epochs import Writing, parameter, tensor, value
 
 from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.load.verify import prove
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
 from torchrelay.checkpoint.log.tiered_storage import TierStorage, read_notes
 from torchrelay.checkpoint.log.writer import WhenFenced, not_told

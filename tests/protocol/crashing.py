@@ -9,7 +9,7 @@ from judging import Judge
 from stories import Boundary, Record, Story, going_on, recorded, still
 from weak_disk import Tree, WeakDisk
 
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.errors import RelayError
 
 LATER = 1 << 20

@@ -21,7 +21,7 @@ from unittest.mock import patch
 from stories import still
 
 from torchrelay.checkpoint.log import writer
-from torchrelay.checkpoint.log.reader import HINT
+from torchrelay.checkpoint.log.chain import HINT
 from torchrelay.errors import RelayError, StorageError
 
 Output = tuple[Any, ...]

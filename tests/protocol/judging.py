@@ -20,9 +20,8 @@ from weak_disk import Tree, WeakDisk
 from torchrelay.checkpoint.format.manifest.position import Entry, Position
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.verify import prove
-from torchrelay.checkpoint.log.garbage import sweep
-from torchrelay.checkpoint.log.reader import HINT, open_log, read_hint
-from torchrelay.checkpoint.log.retention import keep_all
+from torchrelay.checkpoint.log.chain import HINT, open_log, read_hint
+from torchrelay.checkpoint.log.retention import keep_all, sweep
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.errors import RelayError

@@ -12,7 +12,7 @@ from weak_disk import WeakDisk
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.manifest.position import Entry, Key, Position
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import Record, decode
 from torchrelay.checkpoint.log.retention import keep_last, to_retire
 from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft, tag_draft

@@ -10,12 +10,11 @@ from unittest.mock import PropertyMock, patch
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.manifest.position import Entry, Key, State
-from torchrelay.checkpoint.log import append, lease, reader, retention
+from torchrelay.checkpoint.log import chain, lease, retention
 from torchrelay.checkpoint.log import state as changes
-from torchrelay.checkpoint.log.garbage import delete_try
-from torchrelay.checkpoint.log.reader import Base, Tail
+from torchrelay.checkpoint.log.chain import Base, Tail
 from torchrelay.checkpoint.log.record import BaseRef, Record, encode_base
-from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.retention import Keeping, delete_try
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save import commit, pipeline
 from torchrelay.checkpoint.storage.base import Storage
@@ -94,24 +93,24 @@ def _record_first(job: pipeline.SaveJob, plan: Any, try_name: str, rows: Any) ->
 
 def _base_unsynced(storage: Storage, entries: tuple[Entry, ...]) -> Base:
     data = encode_base(entries)
-    ref = BaseRef(f"base-{append.secrets.token_hex(8)}.json", len(data), canonical_json.sha256(data))
+    ref = BaseRef(f"base-{chain.secrets.token_hex(8)}.json", len(data), canonical_json.sha256(data))
     storage.link_exclusive(ref.path, data)
     return Base(ref, {entry.key: entry for entry in entries})
 
 
 def _seen_by_none(storage: Storage, tail: Tail) -> tuple[Tail, Record | None]:
-    return reader.advance(storage, tail)[0], None
+    return chain.advance(storage, tail)[0], None
 
 
 def _unsynced(storage: Any, tail: Tail) -> tuple[Tail, Record | None]:
-    found = reader.advance(storage, tail)
+    found = chain.advance(storage, tail)
     storage.deaf = True
     return found
 
 
 def _always_ours(storage: Storage, slot: int, data: bytes) -> bool:
     try:
-        storage.link_exclusive(append.slot_path(slot), data)
+        storage.link_exclusive(chain.slot_path(slot), data)
     except (FileExistsError, StorageError):
         return True
     return True
@@ -154,7 +153,7 @@ CRASH_RULES = {
         "plain", without=lambda: patch.object(Keeping, "retire", _deleted_first)
     ),
     "a base file is synced before the record that refers to it": CrashRule(
-        "long", without=lambda: patch.object(append, "_write_base", _base_unsynced)
+        "long", without=lambda: patch.object(chain, "_write_base", _base_unsynced)
     ),
     "a taker syncs the log before it stands on it": CrashRule(
         "restarted", without=lambda: patch.object(lease, "LOG", lease.DATA)
@@ -167,16 +166,16 @@ CRASH_RULES = {
 ORDER_RULES = {
     "a slot is created exclusively": OrderRule("two writers, all orders", exclusive=False),
     "whoever meets a higher generation stops": OrderRule(
-        "two writers, all orders", lambda: patch.object(append, "advance", _seen_by_none)
+        "two writers, all orders", lambda: patch.object(chain, "advance", _seen_by_none)
     ),
     "what lies in a taken slot is read before it is called ours": OrderRule(
-        "two writers, all orders", lambda: patch.object(append, "_create", _always_ours)
+        "two writers, all orders", lambda: patch.object(chain, "_create", _always_ours)
     ),
     "a slot that was thinned away meanwhile is void": OrderRule(
         "a paused writer, a thinned log",
-        lambda: patch.object(append, "_is_void", lambda *_: False),
+        lambda: patch.object(chain, "_is_void", lambda *_: False),
     ),
     "what is met on the way is synced before it is stood on": OrderRule(
-        "a writer, two guests", lambda: patch.object(append, "advance", _unsynced)
+        "a writer, two guests", lambda: patch.object(chain, "advance", _unsynced)
     ),
 }

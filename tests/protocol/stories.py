@@ -22,16 +22,16 @@ import torch
 from weak_disk import Snapshot, WeakDisk
 
 from torchrelay import LocalSession
+from torchrelay.checkpoint.coordinator.session_log import Deletions
 from torchrelay.checkpoint.format.manifest.position import Facts, Key, Position, Retirement, State
-from torchrelay.checkpoint.log import append as log_append
-from torchrelay.checkpoint.log import append as thinning
-from torchrelay.checkpoint.log import job_file, lease, reader, view
+from torchrelay.checkpoint.log import chain, job_file, lease, view
+from torchrelay.checkpoint.log import chain as log_append
+from torchrelay.checkpoint.log import chain as thinning
 from torchrelay.checkpoint.log import writer as guest
 from torchrelay.checkpoint.log import writer as log_writer
-from torchrelay.checkpoint.log.garbage import Deletions, delete_left
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import WriterIdentity
-from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.retention import Keeping, delete_left
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft, unpin_draft
 from torchrelay.checkpoint.manager.engine import Engine
 from torchrelay.checkpoint.tiering import open as placed_module
@@ -314,7 +314,7 @@ def going_on(disk: WeakDisk, record: Record) -> None:
 def small_log() -> Iterator[None]:
     """Logs that are thinned after 8 slots and have base files from 3 entries on."""
     with ExitStack() as stack:
-        for module in (view, reader, log_append, thinning):
+        for module in (view, chain, log_append, thinning):
             stack.enter_context(patch.object(module, "STRIDE", 8))
         stack.enter_context(patch.object(log_append, "INLINE", 2))
         stack.enter_context(patch.object(log_append, "_REBASED_INLINE", 1))

@@ -10,7 +10,7 @@ import pytest
 from interleaving import Explorer, Processes, Programme, exploring
 from rivals import Rules, begun, guest, marks, writer
 
-from torchrelay.checkpoint.log import append, reader, view
+from torchrelay.checkpoint.log import chain, view
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ MEETINGS = {
 @contextmanager
 def stride(slots: int):
     with ExitStack() as stack:
-        for module in (view, reader, append, append):
+        for module in (view, chain, chain, chain):
             stack.enter_context(patch.object(module, "STRIDE", slots))
         yield
 

@@ -10,7 +10,7 @@ from judging import Judge
 from stories import STORIES, Record, going_on
 from weak_objects import ObjectStore
 
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.errors import RelayError
 
 

@@ -14,10 +14,9 @@ from stories import STORIES, Record, Run, going_on, small_log, still
 from test_interleavings import MEETINGS, explored
 from weak_disk import WeakDisk
 
-from torchrelay.checkpoint.log import reader
-from torchrelay.checkpoint.log.garbage import sweep
-from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.log.retention import keep_all
+from torchrelay.checkpoint.log import chain
+from torchrelay.checkpoint.log.chain import open_log
+from torchrelay.checkpoint.log.retention import keep_all, sweep
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.errors import RelayError
 
@@ -74,7 +73,7 @@ def accepted_mixtures():
 def test_two_histories_are_told_apart_by_the_chain():
     """Slots of two histories never pass for one log; without the check of the chain all of them do."""
     assert accepted_mixtures()[0] == 0
-    with patch.object(reader, "_check_link", lambda *_: None):
+    with patch.object(chain, "_check_link", lambda *_: None):
         accepted, tried = accepted_mixtures()
     assert accepted == tried >= 3
 

@@ -21,7 +21,7 @@ from weak_disk import CrashError, WeakDisk
 from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.format.manifest.position import Entry, Key, Position
 from torchrelay.checkpoint.log import writer
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft, tag_draft, unpin_draft

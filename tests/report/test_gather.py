@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import train
 
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import process_here
-from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.tools.report.gather import gather

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchrelay.checkpoint.coordinator.pruning import prune
 from torchrelay.checkpoint.load.verify import prove
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Best, Keeping
 from torchrelay.checkpoint.storage.local import LocalStorage
 

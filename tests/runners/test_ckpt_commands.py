@@ -17,9 +17,8 @@ from epochs import Writing, moment, parameter
 
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs
 from torchrelay.checkpoint.format.manifest.position import Key, Position
-from torchrelay.checkpoint.log.garbage import delete_left
-from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.chain import open_log
+from torchrelay.checkpoint.log.retention import Keeping, delete_left
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError

@@ -17,7 +17,7 @@ import pytest
 from s3_server import BUCKET, needs_s3, s3_server
 from torchrun import Job, children_of, clean_environment, script_file
 
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import DirectoryInUseError, FencedError
 from torchrelay.runners.session.run_state import RunState

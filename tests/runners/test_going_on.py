@@ -17,7 +17,7 @@ from stage import warned
 
 from torchrelay import Context, EpochLoader, Job, JobRunner, LocalSession, Node, RunResult, Task, max_epochs
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import UnknownEpochError
 

@@ -20,9 +20,8 @@ from torchrun import torchrun
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
 from torchrelay.checkpoint.format.manifest import codec, summary
 from torchrelay.checkpoint.format.manifest.position import Facts
-from torchrelay.checkpoint.log.garbage import delete_left
-from torchrelay.checkpoint.log.reader import open_log
-from torchrelay.checkpoint.log.retention import Keeping
+from torchrelay.checkpoint.log.chain import open_log
+from torchrelay.checkpoint.log.retention import Keeping, delete_left
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.storage.open import storage_of

@@ -16,7 +16,7 @@ from kept_job import train
 
 from torchrelay import open_checkpoint
 from torchrelay.checkpoint.load.verify import prove
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 Told = Callable[..., tuple[int, str, str]]

@@ -14,7 +14,7 @@ from pathlib import Path
 import kept_job
 import pytest
 
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 Told = Callable[..., tuple[int, str, str]]

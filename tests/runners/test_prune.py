@@ -20,7 +20,7 @@ from torchrelay.chaos.pytest_plugin import Chaos
 from torchrelay.checkpoint.format.manifest.position import Facts, Key, Position
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.load.verify import prove
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.metadata.run_directory import RunDirectory

@@ -21,7 +21,7 @@ from torchrelay import (
     Tier,
     max_epochs,
 )
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.tiered_storage import PATH
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.tiering.upload import Sending

@@ -18,7 +18,7 @@ from torchrun import clean_environment
 import torchrelay.runners.monitoring.progress_bar as workings
 from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.checkpoint.load.verify import prove
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle
 from torchrelay.checkpoint.storage.work import Work, headway, moved, works

@@ -16,7 +16,7 @@ from store_servers import Served
 from surroundings import surroundings
 
 from torchrelay import MultiNodeCheckpointManager, open_checkpoint
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage import object_store, transfers
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.object_store import ObjectStorage

@@ -31,8 +31,8 @@ from torchrun import REPOSITORY, torchrun
 
 import torchrelay
 from torchrelay import MultiNodeCheckpointManager, open_checkpoint
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import WriterIdentity
-from torchrelay.checkpoint.log.reader import open_log
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.open import storage_of

@@ -6,7 +6,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from torchrelay.checkpoint.log.reader import open_log
+from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError
 from torchrelay.metadata.code.manifest import SHORT

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchrelay.checkpoint.coordinator.pruning import Loss, Pruned, plan_pruning, prune
 from torchrelay.checkpoint.format.manifest.position import Key, Mark, Position
-from torchrelay.checkpoint.log.append import Draft
+from torchrelay.checkpoint.log.chain import Draft
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Best, Keeping
 from torchrelay.checkpoint.log.view import LogView, ranges
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft, unpin_draft
