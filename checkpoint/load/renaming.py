@@ -17,7 +17,7 @@ from torchrelay.checkpoint.format.value_decoding import renamed_references
 from torchrelay.checkpoint.load.lookup import Rename, renamed
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader, ReadPlan
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
-from torchrelay.checkpoint.state.leaves.optimizer import PARAMS, groups_prefix, state_prefix
+from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, groups_prefix, state_prefix
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import objects_inside
 from torchrelay.jobs.containers import is_container

@@ -40,9 +40,13 @@ from torchrelay.checkpoint.state.gradients import REMEDY, Gradients
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.reads import Read, form
 from torchrelay.checkpoint.state.restore.container import change_container
-from torchrelay.checkpoint.state.restore.module import restore_requires_grad, stay_as_built
-from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
-from torchrelay.checkpoint.state.restore.stateful import restore_learning_rates
+from torchrelay.checkpoint.state.restore.restoration import (
+    Restoration,
+    restoration,
+    restore_learning_rates,
+    restore_requires_grad,
+    stay_as_built,
+)
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.work import Clock, headway, patience_secs
 from torchrelay.errors import PartiallyLoadedError, PeerError, RelayError, StorageError, UsageError

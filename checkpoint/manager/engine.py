@@ -35,7 +35,7 @@ from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.checkpoint_set import Member, check_remade, members_of, stored_blobs
 from torchrelay.checkpoint.state.gradients import Gradients
 from torchrelay.checkpoint.state.kinds import check_recreatable
-from torchrelay.checkpoint.state.leaves.optimizer import PARAMS, watch_steps
+from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, watch_steps
 from torchrelay.checkpoint.state.restore.rehearsal import Start, orders_of
 from torchrelay.checkpoint.storage.base import Placed, SingleWriter, check_single_writer
 from torchrelay.checkpoint.storage.open import Tier

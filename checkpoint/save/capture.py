@@ -33,7 +33,6 @@ from torchrelay.checkpoint.state.checkpoint_set import (
     select,
     used_patterns,
 )
-from torchrelay.checkpoint.state.dtensor import is_sharded, local_of
 from torchrelay.checkpoint.state.flatten import leaves_of, named_leaves
 from torchrelay.checkpoint.state.gradients import gradient_leaves
 from torchrelay.checkpoint.state.kinds import kind_of, local_part
@@ -44,12 +43,14 @@ from torchrelay.checkpoint.state.leaf import (
     Role,
     Value,
     device_of,
+    is_sharded,
+    local_of,
     order_of,
     spec_of,
 )
-from torchrelay.checkpoint.state.leaves.module import ModuleStates
-from torchrelay.checkpoint.state.leaves.optimizer import PARAMS, unsaved_optimizers
+from torchrelay.checkpoint.state.module_leaves import ModuleStates
 from torchrelay.checkpoint.state.names import memory_place, overlaps_of
+from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, unsaved_optimizers
 from torchrelay.checkpoint.state.restore.rehearsal import Start, arrays_of, groups_of, rehearse
 from torchrelay.errors import BlobError, SaveFailedError
 from torchrelay.jobs.blobs import Scope

@@ -42,8 +42,7 @@ from torchrelay.checkpoint.save.planning.dedup import (
     with_references,
     within_limits,
 )
-from torchrelay.checkpoint.state.dtensor import is_sharded
-from torchrelay.checkpoint.state.leaf import Value
+from torchrelay.checkpoint.state.leaf import Value, is_sharded
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import ChangedAfterAllError, RelayError
 from torchrelay.jobs.session import Peers, decide, together

@@ -45,7 +45,7 @@ from torchrelay.checkpoint.save.planning.assignments import Plan
 from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, Value
-from torchrelay.checkpoint.state.leaves.tree import container_tensors
+from torchrelay.checkpoint.state.tree_leaves import container_tensors
 from torchrelay.checkpoint.storage.base import Placed, Storage
 from torchrelay.checkpoint.storage.local_io import WORTH_IT
 from torchrelay.checkpoint.storage.work import WRITERS, Clock, beside, headway, patience_secs

@@ -27,8 +27,7 @@ from torchrelay.checkpoint.save.planning.replica_check import (
     is_compared,
     mode_at,
 )
-from torchrelay.checkpoint.state.dtensor import local_of
-from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, local_of
 from torchrelay.errors import SaveFailedError, UsageError
 from torchrelay.jobs.data.data_parallel import broadcast_buffers
 from torchrelay.jobs.session import Peers, together

@@ -17,26 +17,25 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.format.shard.batched_reads import AT_ONCE
-from torchrelay.checkpoint.state.kinds import Kind, kind_of, local_part
+from torchrelay.checkpoint.state.kinds import Kind, is_wrapper, kind_of, local_part
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, OPTIM_GROUP, Leaf, Role, Value, frozen_of
-from torchrelay.checkpoint.state.leaves.module import (
+from torchrelay.checkpoint.state.module_leaves import (
     ModuleStates,
     module_entries,
     module_leaves,
     named_parameters,
     own_leaves,
 )
-from torchrelay.checkpoint.state.leaves.optimizer import optimizer_leaves, orphans
-from torchrelay.checkpoint.state.leaves.tree import (
+from torchrelay.checkpoint.state.names import TensorNames
+from torchrelay.checkpoint.state.optimizer_leaves import optimizer_leaves, orphans
+from torchrelay.checkpoint.state.tensor_checks import admitted, all_plain_memory, is_plain_memory
+from torchrelay.checkpoint.state.tree_leaves import (
     container_leaves,
     container_tensors,
     state_of,
     stateful_leaves,
     tree_leaves,
 )
-from torchrelay.checkpoint.state.names import TensorNames
-from torchrelay.checkpoint.state.subclasses import is_wrapper
-from torchrelay.checkpoint.state.tensor_checks import admitted, all_plain_memory, is_plain_memory
 from torchrelay.errors import BlobError
 
 

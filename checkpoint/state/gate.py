@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchrelay.checkpoint.state.leaves.module import parts_of
+from torchrelay.checkpoint.state.module_leaves import parts_of
 
 
 class Behind(Protocol):

@@ -26,16 +26,22 @@ from torch.optim import Optimizer
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import is_storable
-from torchrelay.checkpoint.state.dtensor import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, LeafSpec, Role, Value
-from torchrelay.checkpoint.state.leaves.fsdp1 import FsdpState
-from torchrelay.checkpoint.state.leaves.module import parts_of
-from torchrelay.checkpoint.state.leaves.optimizer import STEPS, is_left, left_behind, written_memory
-from torchrelay.checkpoint.state.leaves.tree import container_tensors
+from torchrelay.checkpoint.state.leaf import (
+    OPTIM_GROUP,
+    Leaf,
+    LeafSpec,
+    Role,
+    Value,
+    is_sharded,
+    memory_of_shard,
+)
+from torchrelay.checkpoint.state.module_leaves import FsdpState, parts_of
+from torchrelay.checkpoint.state.optimizer_leaves import STEPS, is_left, left_behind, written_memory
 from torchrelay.checkpoint.state.reads import Read
 from torchrelay.checkpoint.state.restore.plan import Draft
+from torchrelay.checkpoint.state.tree_leaves import container_tensors
 from torchrelay.errors import DamagedError
 from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.jobs.session import warn

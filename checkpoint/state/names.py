@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.state.dtensor import is_sharded, memory_of_shard
-from torchrelay.checkpoint.state.subclasses import is_wrapper
+from torchrelay.checkpoint.state.kinds import is_wrapper
+from torchrelay.checkpoint.state.leaf import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.tensor_checks import all_plain_memory
 
 Part = tuple[str, str, nn.Module]

@@ -41,8 +41,8 @@ from torchrelay.checkpoint.format.shard.batched_reads import (
     memories_at,
 )
 from torchrelay.checkpoint.format.shard.entries import Form, form_of
-from torchrelay.checkpoint.state.dtensor import is_sharded, local_of
-from torchrelay.checkpoint.state.subclasses import is_typed_memory, is_wrapper, plain
+from torchrelay.checkpoint.state.kinds import is_typed_memory, is_wrapper, plain
+from torchrelay.checkpoint.state.leaf import is_sharded, local_of
 from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import BlobError, RelayError
 from torchrelay.records import dataclass

@@ -16,7 +16,7 @@ from torch import nn
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.state.leaf import Role
-from torchrelay.checkpoint.state.leaves.module import (
+from torchrelay.checkpoint.state.module_leaves import (
     ModuleEntry,
     ModuleStates,
     module_entries,

@@ -28,8 +28,8 @@ from torchrelay.checkpoint.load.verify import Look
 from torchrelay.checkpoint.manager.base import Manager
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import spec_of
-from torchrelay.checkpoint.state.leaves.tree import container_leaves
 from torchrelay.checkpoint.state.names import TensorNames
+from torchrelay.checkpoint.state.tree_leaves import container_leaves
 from torchrelay.checkpoint.storage.base import SingleWriter, check_exclusion
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import BlobError, NoProgressError, StorageError, UsageError

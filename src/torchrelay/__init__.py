@@ -68,7 +68,7 @@ _HOMES = {
     "export_checkpoint": "checkpoint.files.interop.export",
     "final_output": "jobs.task",
     "from_onnx": "models.onnx.importer.module",
-    "fsdp_state": "checkpoint.state.leaves.fsdp1",
+    "fsdp_state": "checkpoint.state.module_leaves",
     "get_ckpt_filename": "checkpoint.manager.base",
     "get_params": "models.archive.states",
     "get_states": "models.archive.states",
@@ -123,7 +123,7 @@ if TYPE_CHECKING:
     from torchrelay.models.onnx.importer.module import OnnxModule as OnnxModule, from_onnx as from_onnx
     from torchrelay.models.onnx.exporter.to_onnx import to_onnx as to_onnx
     from torchrelay.checkpoint.load.checkpoint import open_checkpoint as open_checkpoint
-    from torchrelay.checkpoint.state.leaves.fsdp1 import fsdp_state as fsdp_state
+    from torchrelay.checkpoint.state.module_leaves import fsdp_state as fsdp_state
     from torchrelay.checkpoint.storage.open import Tier as Tier
     from torchrelay.checkpoint.manager.checkpoint_manager import (
         UploadTaskGroupBuilder as UploadTaskGroupBuilder,

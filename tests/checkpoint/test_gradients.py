@@ -29,7 +29,7 @@ from torchrelay.checkpoint.state import gradients
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.gradients import Gradients, gradient_leaves
 from torchrelay.checkpoint.state.leaf import Leaf, Value, spec_of
-from torchrelay.checkpoint.state.leaves.optimizer import watch_steps
+from torchrelay.checkpoint.state.optimizer_leaves import watch_steps
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

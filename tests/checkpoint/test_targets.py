@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchrelay.checkpoint.state.dtensor import target_of
+from torchrelay.checkpoint.state.leaf import target_of
 
 
 @pytest.mark.parametrize("rank", [0, 1])

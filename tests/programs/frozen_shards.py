@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs
 from torchrelay.checkpoint.format.mesh import Mesh
-from torchrelay.checkpoint.state import dtensor
+from torchrelay.checkpoint.state import leaf
 from torchrelay.runners.training.exit import run_and_leave
 
 
@@ -117,7 +117,7 @@ def main() -> None:
         elif stage == "resume":
             train(session, folder / "sync", kind, 5, reuse=True, keep_last=2)
         elif stage == "earlier":
-            dtensor.Mesh = partial(Mesh, rule=1)  # type: ignore[misc,assignment]
+            leaf.Mesh = partial(Mesh, rule=1)  # type: ignore[misc,assignment]
             train(session, folder / "earlier", kind, 3, reuse=True)
         elif stage == "later":
             train(session, folder / "earlier", kind, 5, reuse=True)

@@ -20,9 +20,8 @@ from torchrelay.checkpoint.format.shard.entries import Entries, form_of, whole_e
 from torchrelay.checkpoint.format.shard.fast_header import LEAVES
 from torchrelay.checkpoint.format.shard.layout import HeaderFrame, Part, ShardIdentity, ShardLimits, cut
 from torchrelay.checkpoint.format.shard.writer import write_part
-from torchrelay.checkpoint.state.dtensor import is_sharded
 from torchrelay.checkpoint.state.flatten import tensor_role
-from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Value, spec_of
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Value, is_sharded, spec_of
 from torchrelay.checkpoint.state.tensor_checks import PlainTensors
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage

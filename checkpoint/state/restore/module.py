@@ -1,4 +1,10 @@
-"""Leaves back into a module: in place, and through `load_state_dict` where the module asks for it.
+"""Leaves back into a module: in place, and through its load hooks where it has some.
+
+Hooks before `load_state_dict`, and overrides of it or of `_load_from_state_dict`, may know an older form of
+the module: they rename entries, drop them, or compute new ones. So where stored names or shapes are not those
+of the module, its own code is run once over tensors without content, while all of the module's tensors are
+without content too. Which stored tensor is then copied where says what to read in place, and what must be
+given to the hooks when the content is there.
 
 Some tensors are made by the load, because there is no memory to read into: what lies on the meta device,
 and buffers that the module had not made yet, or of another shape, when it was built. The module gets them
@@ -7,24 +13,253 @@ once everything is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role, order_of
-from torchrelay.checkpoint.state.leaves.module import ModuleEntry, named_parameters, parts_of
-from torchrelay.checkpoint.state.leaves.optimizer import orphans
-from torchrelay.checkpoint.state.leaves.tree import container_tensors
+from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
+from torchrelay.checkpoint.format.value_decoding import decode, references
+from torchrelay.checkpoint.state.leaf import LeafSpec, Role, is_sharded
+from torchrelay.checkpoint.state.module_leaves import ModuleEntry, parts_of
 from torchrelay.checkpoint.state.names import Part
 from torchrelay.checkpoint.state.reads import dtype_name, empty, form, outside_inference_mode, take_memory_of
-from torchrelay.checkpoint.state.restore.hooks import draft_with_hooks, has_load_code
 from torchrelay.checkpoint.state.restore.plan import Draft
+from torchrelay.records import dataclass
+
+_QUIET = (
+    "torch.distributed.fsdp._fully_shard.",
+    "torch.distributed.algorithms._checkpoint.",
+    "torchrelay.checkpoint.state.gate",
+)
+"""Where hooks are from that look at no entry, or only put the name of a wrapper before it."""
+_LIVE = (_QUIET[0], _QUIET[2])
+"""Those that look at the module's own tensors, or wait for others."""
+_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+
+def has_load_code(parts: Sequence[nn.Module]) -> bool:
+    """Whether `load_state_dict` does more for a module of these parts than to copy tensors."""
+    kinds: set[Any] = set(map(type, parts))
+    if any(map(_overrides, kinds)):
+        return True
+    hooks = (hook for part in parts for name in _HOOKS for hook in getattr(part, name).values())
+    return not all(map(_is_quiet, hooks))
+
+
+def _is_quiet(hook: object) -> bool:
+    return _home(hook).startswith(_QUIET)
+
+
+def _overrides(kind: type[nn.Module]) -> bool:
+    own = (
+        kind.load_state_dict is not nn.Module.load_state_dict,
+        kind._load_from_state_dict is not nn.Module._load_from_state_dict,
+    )
+    # torch's own overrides only convert old formats of their layers.
+    return any(own) and not kind.__module__.startswith("torch.")
+
+
+def draft_with_hooks(draft: Draft, blob: str, module: nn.Module, entries: Sequence[ModuleEntry]) -> bool:
+    """Plan to load a module whose hooks know the stored form; False, with nothing noted, if they do not.
+
+    What they leave missing or unexpected, and what they refuse, is noted as for any other module.
+    """
+    parts = draft.states.parts(module)
+    live = {id(entry.value): entry for entry in reversed(entries) if entry.role is not None}
+    if any(one.value.is_meta or nn.parameter.is_lazy(one.value) for one in live.values()):
+        return False
+    stored = _stored(draft, blob, parts, entries)
+    given = {key: _without_content(draft, spec) for key, spec in stored.items()}
+    twins = {id(entry.value): _twin(entry.value) for entry in live.values()}
+    kept = {one.key: twins.get(id(one.value)) for one in entries if one.name in draft.kept}
+    found = _rehearsed(module, [part for _, _, part in parts], {**kept, **given}, twins)
+    if found is None:
+        return False
+    specs = {id(given[key]): spec for key, spec in stored.items()}
+    of_twin = {id(twin): live[number] for number, twin in twins.items()}
+    direct = [
+        (spec, of_twin[id(to)])
+        for to, source in found.copies
+        if (spec := specs.get(id(source))) is not None and id(to) in of_twin
+    ]
+    filled = {id(of_twin[id(to)].value) for to, _ in found.copies if id(to) in of_twin}
+    computed = bool(filled - {id(entry.value) for _, entry in direct})
+    if computed and any(is_sharded(entry.value) for entry in live.values()):
+        draft.unlike(f"{blob}: its load hooks compute entries, which cannot be done with sharded tensors")
+    for error in found.errors:
+        draft.unlike(f"{blob}: {error}")
+    for entry in entries:
+        if found.missing and not _is_there(entry, filled, given, found):
+            draft.lacks(entry.name)
+    unexpected = [stored[key].name if key in stored else f"{blob}.{key}" for key in found.unexpected]
+    draft.findings.unexpected += unexpected
+    values: dict[str, Any] = {one.key: partial(_itself, one.value) for one in entries if one.key in kept}
+    places = {spec.name: entry.value for spec, entry in direct}
+    for spec, entry in direct:
+        draft.renamed(entry.value, spec.name)
+        draft.into(blob, spec, entry.value)
+    for key, spec in stored.items():
+        draft.find(spec.name)
+        if spec.name in places:
+            values[key] = partial(_itself, places[spec.name])
+        elif spec.kind == "value":
+            values[key] = partial(draft.tree(spec), None)
+        elif spec.name not in unexpected:
+            values[key] = draft.fresh(spec).memory
+    strict = not (found.missing or unexpected)
+    draft.steps.append((blob, lambda: _load(module, values, strict=strict)))
+    return True
+
+
+def _load(module: nn.Module, values: Mapping[str, Any], *, strict: bool) -> None:
+    state = {key: build() for key, build in values.items()}
+    if strict:
+        module.load_state_dict(state)
+    else:
+        module.load_state_dict(state, strict=False)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _stored(
+    draft: Draft, blob: str, parts: Sequence[Part], entries: Sequence[ModuleEntry]
+) -> dict[str, LeafSpec]:
+    """The stored leaves of a module by the state dict keys that they would have in it today."""
+    found = {one.key: spec for one in entries if (spec := draft.known(one.name)) is not None}
+    known = {spec.name for spec in found.values()}
+    all_specs = draft.stored(blob)
+    trees = [spec for spec in all_specs if spec.kind == "value"]
+    inside = {str(name) for spec in trees for name in references(draft.json(spec))}
+    below = tuple(f"{spec.name}." for spec in trees if spec.role is Role.SUBCLASS)
+    keys = {path: key for path, key, _ in parts}
+    for spec in all_specs:
+        if spec.name in known or spec.name in inside or (below and spec.name.startswith(below)):
+            continue
+        name = spec.name[len(blob) + 1 :]
+        path = name
+        while path and (path := _above(path)) not in keys:
+            path = path.removesuffix(".")
+        found[f"{keys[path]}{name[len(path) :]}"] = spec
+    return found
+
+
+def _above(path: str) -> str:
+    """What the names in the module above begin with."""
+    head, dot, _ = path.rpartition(".")
+    return head + dot
+
+
+def _without_content(draft: Draft, spec: LeafSpec) -> Any:
+    if spec.kind == "value" and spec.role is not Role.SUBCLASS:
+        return decode(draft.json(spec), tensor=lambda name: torch.empty(0, device="meta"))
+    if spec.role is Role.SUBCLASS:
+        described: Any = draft.json(spec)
+        dtype = getattr(torch, described["dtype"])
+        return torch.empty(described["shape"], dtype=dtype, device="meta")
+    return torch.empty(spec.shape, dtype=torch_dtype(by_name(spec.dtype or "")), device="meta")
+
+
+def _twin(live: torch.Tensor) -> torch.Tensor:
+    twin = torch.empty(live.shape, dtype=live.dtype, device="meta")
+    return nn.Parameter(twin, requires_grad=live.requires_grad) if isinstance(live, nn.Parameter) else twin
+
+
+def _is_there(entry: ModuleEntry, filled: set[int], given: Mapping[str, Any], found: _Rehearsal) -> bool:
+    """Whether an entry of the module gets its content."""
+    if entry.role is not None:
+        return id(entry.value) in filled
+    return entry.key in given or any(key.endswith(entry.key) for key in found.extra)
+
+
+@dataclass
+class _Rehearsal:
+    """What `load_state_dict` did: what was copied where, and what it complained of."""
+
+    copies: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+class _Copies(TorchFunctionMode):
+    """Notes what is copied where."""
+
+    def __init__(self, found: _Rehearsal) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            self._found.copies.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def _rehearsed(
+    module: nn.Module, parts: Sequence[nn.Module], state: dict[str, Any], twins: Mapping[int, torch.Tensor]
+) -> _Rehearsal | None:
+    """Run `load_state_dict` with tensors that have no content; None where its code wants to see content."""
+    found = _Rehearsal()
+
+    def ended(_: nn.Module, keys: Any) -> None:
+        found.missing, found.unexpected = list(keys.missing_keys), list(keys.unexpected_keys)
+        keys.missing_keys.clear()
+        keys.unexpected_keys.clear()
+
+    with _no_content(parts, twins, found), _Copies(found):
+        handle = module.register_load_state_dict_post_hook(ended)
+        try:
+            module.load_state_dict(state)
+        except RuntimeError as error:
+            lines = [line.strip() for line in str(error).splitlines()[1:]]
+            if not lines or "meta" in str(error):
+                return None
+            found.errors = lines
+        except Exception:
+            return None
+        finally:
+            handle.remove()
+    return found
+
+
+@contextmanager
+def _no_content(
+    parts: Sequence[nn.Module], twins: Mapping[int, torch.Tensor], found: _Rehearsal
+) -> Iterator[None]:
+    """Let the modules have tensors without content, and take away what hooks and methods would change."""
+    names = ("_parameters", "_buffers", *_HOOKS)
+    before = [(part, {name: part.__dict__[name] for name in names}) for part in dict.fromkeys(parts)]
+    made: dict[int, torch.Tensor] = dict(twins)
+
+    def twin(one: torch.Tensor | None) -> torch.Tensor | None:
+        return None if one is None else made.setdefault(id(one), _twin(one))
+
+    try:
+        for part, own in before:
+            for name in ("_parameters", "_buffers"):
+                part.__dict__[name] = {key: twin(one) for key, one in own[name].items()}
+            for name in _HOOKS:
+                hooks = {key: hook for key, hook in own[name].items() if not _home(hook).startswith(_LIVE)}
+                part.__dict__[name] = type(own[name])(hooks)
+            if type(part).set_extra_state is not nn.Module.set_extra_state:
+                part.__dict__["set_extra_state"] = lambda state: found.extra.append("_extra_state")
+        yield
+    finally:
+        for part, own in before:
+            part.__dict__.update(own)
+            part.__dict__.pop("set_extra_state", None)
+
+
+def _home(hook: object) -> str:
+    return str(getattr(hook, "__module__", None))
 
 
 def draft_module(draft: Draft, blob: str, module: nn.Module) -> None:
@@ -63,7 +298,7 @@ def draft_module(draft: Draft, blob: str, module: nn.Module) -> None:
     if made:
         draft.steps.append((blob, made.install))
     if computed or load_code:
-        draft.steps.append((blob, lambda: _load(module, None if made else state, computed)))
+        draft.steps.append((blob, lambda: _load_state(module, None if made else state, computed)))
     else:
         draft.steps.append((blob, lambda: _tell_fsdp(module)))
 
@@ -216,55 +451,9 @@ def _add_buffer(draft: Draft, spec: LeafSpec, owner: nn.Module, name: str, devic
     draft.steps.append((spec.blob, lambda: owner.register_buffer(name, buffer)))
 
 
-def restore_requires_grad(objects: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> list[str]:
-    """Make parameters and registered tensors learn, or not, as when they were saved; gives their names.
-
-    For a run that is resumed. A load into another model leaves this to the program.
-    """
-    changed: list[str] = []
-    for blob, value in objects.items():
-        for name, tensor in _with_gradients(blob, value):
-            spec = specs.get(name)
-            if spec is None or spec.frozen is None or tensor.requires_grad != spec.frozen:
-                continue
-            if spec.frozen or tensor.is_floating_point() or tensor.is_complex():
-                tensor.requires_grad_(not spec.frozen)
-                changed.append(name)
-    return changed
-
-
-def stay_as_built(objects: Mapping[str, Any], specs: dict[str, LeafSpec]) -> list[str]:
-    """With a process group, let what learns lie as it does where the training had laid it otherwise; names.
-
-    Once it is made, DistributedDataParallel mixes up the elements of parameters that are laid otherwise
-    (torch 2.13), and nothing tells which ones it has.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    changed = {name for name, spec in specs.items() if spec.order_changed}
-    turned = [
-        name
-        for blob, value in (objects.items() if changed else ())
-        for name, one in (
-            orphans(blob, value) if kind_of(value) is Kind.OPTIMIZER else _with_gradients(blob, value)
-        )
-        if name in changed and one.requires_grad and order_of(one) != specs[name].order
-    ]
-    specs.update((name, replace(specs[name], order_changed=False)) for name in turned)
-    return turned
-
-
-def _with_gradients(blob: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors that a program may train, by the names of their leaves."""
-    if isinstance(value, nn.Module):
-        return named_parameters(blob, value)
-    found = [(blob, value)] if isinstance(value, torch.Tensor) else []
-    if kind_of(value) is Kind.CONTAINER:
-        found = list(container_tensors(blob, value))
-    return [(name, one) for name, one in found if one.is_leaf]
-
-
-def _load(module: nn.Module, listed: dict[str, Any] | None, computed: dict[str, Callable[[], Any]]) -> None:
+def _load_state(
+    module: nn.Module, listed: dict[str, Any] | None, computed: dict[str, Callable[[], Any]]
+) -> None:
     state = module.state_dict(keep_vars=True) if listed is None else listed
     for key, build in computed.items():
         state[key] = build()

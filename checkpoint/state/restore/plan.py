@@ -17,15 +17,28 @@ from torch import nn
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.format.value_decoding import decode
-from torchrelay.checkpoint.state.dtensor import empty_like, is_sharded, memory_of_shard, target_of
 from torchrelay.checkpoint.state.flatten import parameter_names
-from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role
-from torchrelay.checkpoint.state.leaves.module import ModuleStates, named_parameters
+from torchrelay.checkpoint.state.kinds import (
+    Kind,
+    description,
+    inner_tensors,
+    is_wrapper,
+    kind_of,
+    rebuilder,
+    told,
+)
+from torchrelay.checkpoint.state.leaf import (
+    LeafSpec,
+    Role,
+    empty_like,
+    is_sharded,
+    memory_of_shard,
+    target_of,
+)
+from torchrelay.checkpoint.state.module_leaves import ModuleStates, named_parameters
 from torchrelay.checkpoint.state.names import Extents, TensorNames, current_names, spellings
 from torchrelay.checkpoint.state.reads import Read, Tree, form, lay_as_saved, same_form, take_memory_of
 from torchrelay.checkpoint.state.restore.findings import Findings
-from torchrelay.checkpoint.state.subclasses import description, inner_tensors, is_wrapper, rebuilder, told
 from torchrelay.checkpoint.state.tensor_checks import admitted_in_place, all_torch_memory, unwritable
 from torchrelay.errors import BlobError, DamagedError
 

@@ -22,12 +22,9 @@ from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.format.names import LONGEST_NAME
 from torchrelay.checkpoint.format.shard.entries import form_of
-from torchrelay.checkpoint.state.dtensor import is_sharded
-from torchrelay.checkpoint.state.kinds import Kind, kind_of
-from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, order_of
-from torchrelay.checkpoint.state.leaves.module import ModuleStates, show_shards
-from torchrelay.checkpoint.state.leaves.optimizer import PARAMS, orphans
-from torchrelay.checkpoint.state.leaves.tree import container_tensors
+from torchrelay.checkpoint.state.kinds import Kind, is_wrapper, kind_of, made_by_an_optimizer, told
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, is_sharded, order_of
+from torchrelay.checkpoint.state.module_leaves import ModuleStates, show_shards
 from torchrelay.checkpoint.state.names import (
     EXTRA_STATE,
     TensorNames,
@@ -35,13 +32,14 @@ from torchrelay.checkpoint.state.names import (
     module_parts,
     overlaps_of,
 )
+from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, orphans
 from torchrelay.checkpoint.state.reads import form
 from torchrelay.checkpoint.state.restore.container import ContainerLoad
 from torchrelay.checkpoint.state.restore.findings import Findings
 from torchrelay.checkpoint.state.restore.plan import Draft, Maker, shared_across_files
 from torchrelay.checkpoint.state.restore.restoration import drafted
-from torchrelay.checkpoint.state.subclasses import is_wrapper, made_by_an_optimizer, told
 from torchrelay.checkpoint.state.tensor_checks import InPlace, fitting
+from torchrelay.checkpoint.state.tree_leaves import container_tensors
 from torchrelay.errors import BlobError
 from torchrelay.jobs.containers import is_array
 from torchrelay.records import dataclass

@@ -26,15 +26,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchrelay.checkpoint.format.shard.batched_reads import AT_ONCE
-from torchrelay.checkpoint.state.dtensor import is_sharded, memory_of_shard
-from torchrelay.checkpoint.state.kinds import Kind, kind_of, local_part
-from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, Role, Value
-from torchrelay.checkpoint.state.leaves.module import own_leaves
-from torchrelay.checkpoint.state.leaves.tree import entry_leaves, tree_leaves
+from torchrelay.checkpoint.state.kinds import Kind, check_made, is_wrapper, kind_of, local_part
+from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, Role, Value, is_sharded, memory_of_shard
+from torchrelay.checkpoint.state.module_leaves import own_leaves
 from torchrelay.checkpoint.state.names import TensorNames, is_reordered, memory_place
 from torchrelay.checkpoint.state.reads import with_strides_of
-from torchrelay.checkpoint.state.subclasses import check_made, is_wrapper
 from torchrelay.checkpoint.state.tensor_checks import admitted, all_plain_memory
+from torchrelay.checkpoint.state.tree_leaves import entry_leaves, tree_leaves
 from torchrelay.errors import BlobError
 
 PARAMS = "params"

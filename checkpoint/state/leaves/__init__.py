@@ -1,1 +1,0 @@
-"""Leaves of modules, optimizers and trees."""
