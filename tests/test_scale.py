@@ -13,7 +13,7 @@ from torchrelay.checkpoint.format.layouts import parts_of
 from torchrelay.checkpoint.format.manifest.schema import Manifest, shard_path
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded, intersect
-from torchrelay.checkpoint.load.reads.shard_set import holders_of
+from torchrelay.checkpoint.load.verify import holders_of
 from torchrelay.checkpoint.save import spec_exchange
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 

@@ -22,7 +22,7 @@ from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Positio
 from torchrelay.checkpoint.format.manifest.schema import ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
-from torchrelay.checkpoint.load.verify import Holding
+from torchrelay.checkpoint.log.view import Holding
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.commit import NodeReport

@@ -1,20 +1,140 @@
-"""Retention as the engine uses it: what goes is said in the log first, its files go behind the training."""
+"""Retention as a run and `ckpt prune` apply it: the log says what goes, then the files go.
+
+What is said beforehand and what is done come from the same functions. As in training, an epoch that stays
+is proved first, the log says durably what goes, and only then files are deleted; what an interruption left
+of them is found in the log and goes the next time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import field
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import field, replace
 
 from torchrelay.checkpoint.coordinator.session_log import Ledger
-from torchrelay.checkpoint.format.manifest.position import Key
-from torchrelay.checkpoint.load.info import KnownMetrics
-from torchrelay.checkpoint.load.verify import Lasting, Outcome
-from torchrelay.checkpoint.log.retention import Keeping, delete_left, is_left
-from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.position import Entry, Key, Retirement, State
+from torchrelay.checkpoint.load.verify import Outcome, Proof, Share, prove
+from torchrelay.checkpoint.log.chain import open_log
+from torchrelay.checkpoint.log.lease import PATIENCE_SECS
+from torchrelay.checkpoint.log.retention import (
+    Best,
+    Keeping,
+    Scores,
+    delete_left,
+    delete_retired,
+    files_of,
+    is_left,
+    whole_epochs,
+)
+from torchrelay.checkpoint.log.state import protected
+from torchrelay.checkpoint.log.tiered_storage import only_near, refuse_part
+from torchrelay.checkpoint.log.view import LogView, ranges
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.errors import StorageError
+from torchrelay.checkpoint.storage.base import Storage, check_exclusion
+from torchrelay.errors import StorageError, UnknownEpochError, UsageError
 from torchrelay.jobs.session import Peers, decide, warn
 from torchrelay.records import dataclass
+
+LOOKED_AT = 64
+"""Holders of files that one look opens at most: a header costs a read, and the training may wait for it."""
+
+
+class Lasting:
+    """Proves the newest epochs up to their headers, before each retirement.
+
+    Where an epoch lies in the files of more than `LOOKED_AT` nodes a share of them is looked at, another
+    one each time. The bytes themselves are not read: that is for whoever loads them, and for `verify`.
+    """
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._nodes: int | None = None
+        """How many nodes the last epoch had that was looked at."""
+
+    def unproved(
+        self, storage: Storage, view: LogView, unseen: frozenset[str] = frozenset()
+    ) -> tuple[Proof, ...]:
+        """Of the positions that a job may resume from the newest that are not proved, up to one that is.
+
+        `unseen` are tries of which not all files are to be seen from here; nothing is said of them.
+        Up to one that cannot be read, too, which is then the last: a storage that is away may keep each look
+        waiting for minutes, and the other processes with it.
+        """
+        found: list[Proof] = []
+        for entry in view.candidates(boundary=True):
+            if entry.try_name in unseen:
+                continue
+            proof = self._look(storage, entry)
+            if proof.proved:
+                break
+            found.append(proof)
+            if proof.outcome is Outcome.UNKNOWN:
+                break
+        return tuple(found)
+
+    def _look(self, storage: Storage, entry: Entry) -> Proof:
+        if self._nodes is None:
+            self._remember(prove(storage, entry, want=()))
+        shares = max(1, -(-(self._nodes or 1) // LOOKED_AT))
+        self._turn += 1
+        proof = prove(storage, entry, share=Share(self._turn % shares, shares))
+        self._remember(proof)
+        return proof
+
+    def _remember(self, proof: Proof) -> None:
+        if proof.manifest is not None:
+            self._nodes = len(proof.manifest.world.nodes)
+
+
+_EXPECTED = 3
+"""So many positions may well have no metrics: the first state, and epochs that were not evaluated."""
+
+
+class KnownMetrics:
+    """Metrics of the healthy whole epochs of the current branch, as far as they were read."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Mapping[str, float]] = {}
+        self._unread: dict[Entry, OSError] = {}
+
+    def look(self, storage: Storage, view: LogView) -> None:
+        """Read what is not known yet; what cannot be read is asked for again the next time."""
+        line = [entry for entry in view.line() if entry.position.boundary and entry.healthy]
+        self._known = {one.try_name: self._known[one.try_name] for one in line if one.try_name in self._known}
+        self._unread = {}
+        for entry in line:
+            if entry.try_name in self._known:
+                continue
+            try:
+                self._known[entry.try_name] = codec.read(storage, entry).facts.metrics
+            except OSError as error:
+                self._unread[entry] = error
+
+    def told(self, keeping: Keeping) -> Keeping:
+        """The same rules, knowing the scores that they ask for."""
+        if keeping.best is None:
+            return keeping
+        unread = frozenset(entry.try_name for entry in self._unread)
+        return replace(keeping, scores=Scores(self._values(keeping.best), unread))
+
+    def missing(self, best: Best) -> str:
+        """Why no epoch is the best, for people; empty where one is."""
+        if self._unread or any(map(math.isfinite, self._values(best).values())):
+            return ""
+        names = sorted({name for found in self._known.values() for name in found})
+        there = ", ".join(names) or "none at all"
+        return f"no epoch has a finite value of metric {best.metric!r}; there is {there}"
+
+    def doubts(self, best: Best) -> Iterator[str]:
+        """What keeps epochs that might have to go, for people."""
+        if len(self._known) > _EXPECTED and (missing := self.missing(best)):
+            yield f"{missing}: as long as none is known to be the best, all stay"
+        for entry, error in self._unread.items():
+            yield f"epoch {entry.position} may be the best and stays: its metrics cannot be read ({error})"
+
+    def _values(self, best: Best) -> dict[str, float]:
+        return {name: found[best.metric] for name, found in self._known.items() if best.metric in found}
 
 
 @dataclass(frozen=True)
@@ -114,3 +234,142 @@ class Retaining:
 
     def _ask(self, what: str, work: Callable[[], object]) -> None:
         self.ledger.deletions.ask(f"{what} could not be deleted", work)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One deletion. `entry` is the epoch whose files these are, None where it was given up before.
+
+    `groups` None: all files of the try. `nbytes` is what lies there now.
+    """
+
+    retirement: Retirement
+    entry: Entry | None
+    nbytes: int
+
+    @property
+    def groups(self) -> tuple[str, ...] | None:
+        """The groups of files that go; None: all."""
+        return self.retirement.groups
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What goes, oldest epoch first, and the log before and after. `doubts` are for people."""
+
+    losses: tuple[Loss, ...]
+    before: LogView
+    after: LogView
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are freed."""
+        return sum(loss.nbytes for loss in self.losses)
+
+
+def plan_pruning(storage: Storage, view: LogView, keeping: Keeping) -> Pruned:
+    """What `prune` would do to a log as it was read; changes nothing.
+
+    Raises UsageError for one of several near directories that make up the epochs; UnknownEpochError where
+    nothing is committed, or no epoch has the metric of `keeping.best`; StorageError where what is to stay
+    cannot be looked at now.
+    """
+    refuse_part(storage)
+    if view.empty and not view.retiring:
+        raise UnknownEpochError(f"nothing is committed in {storage.url}")
+    _check_named(view, keeping.without)
+    keeping, doubts = _with_metrics(storage, view, keeping)
+    suspects, reasons = _unproved(storage, view)
+    after = replace(view, state=keeping.after(view, suspects, only_near(storage, view)))
+    return Pruned(tuple(_losses(storage, view, after.state)), view, after, (*doubts, *reasons))
+
+
+def prune(storage: Storage, keeping: Keeping, *, patience_secs: float = PATIENCE_SECS) -> Pruned:
+    """Give up what no rule keeps, and delete it; returns what went.
+
+    Takes the log over unless there is nothing to do: DirectoryInUseError where its writer lives. Raises
+    what `plan_pruning` raises, before anything is changed; StorageError where a deletion failed, and then
+    the log knows what is still to go.
+    """
+    planned = plan_pruning(storage, open_log(storage), keeping)
+    if not planned.losses:
+        return planned
+    check_exclusion(storage)
+    writer = LogWriter.take(storage, planned.before.job_name, patience_secs=patience_secs)
+    try:
+        return _as_owner(storage, writer, keeping)
+    finally:
+        writer.release()
+
+
+def _as_owner(storage: Storage, writer: LogWriter, keeping: Keeping) -> Pruned:
+    """Planned again, for somebody may have written before we took over; marks of guests still count."""
+    before = writer.view
+    _check_named(before, keeping.without)
+    keeping, doubts = _with_metrics(storage, before, keeping)
+    suspects, reasons = _unproved(storage, before)
+    keeping.retire(writer, suspects, only_near(storage, before))
+    losses = tuple(_losses(storage, before, writer.view.state))
+    delete_retired(writer)
+    return Pruned(losses, before, writer.view, (*doubts, *reasons))
+
+
+def _check_named(view: LogView, epochs: Collection[int]) -> None:
+    """Refuse epochs that are not there, that never go, or whose files another epoch needs."""
+    entries = {entry.position.epoch: entry for entry in whole_epochs(view)}
+    if unknown := [number for number in epochs if number not in entries]:
+        raise UnknownEpochError(
+            f"epoch {unknown[0]} is not among the committed ones ({ranges(list(entries)) or 'none'})"
+        )
+    named = [entries[number] for number in epochs]
+    going = {entry.key for entry in named}
+    for entry in named:
+        number = entry.position.epoch
+        if entry.key in view.state.marked:
+            raise UsageError(f"epoch {number} is tagged or pinned: remove the mark first")
+        if entry.key in protected(view.state):
+            raise UsageError(f"epoch {number} is the newest that can be resumed from, which always stays")
+        needing = [one for one in view.entries if entry.try_name in one.needs and one.key not in going]
+        if needing:
+            more = ", ".join(str(one.position) for one in needing[:4])
+            raise UsageError(f"epoch {number} stays: epoch {more} uses files of it; give that up first")
+
+
+def _with_metrics(storage: Storage, view: LogView, keeping: Keeping) -> tuple[Keeping, list[str]]:
+    """The rules with the metrics that they ask for; a metric that no epoch has is a mistake of the user's."""
+    if keeping.best is None:
+        return keeping, []
+    metrics = KnownMetrics()
+    metrics.look(storage, view)
+    if missing := metrics.missing(keeping.best):
+        raise UnknownEpochError(f"{missing}: nothing is deleted")
+    return metrics.told(keeping), list(metrics.doubts(keeping.best))
+
+
+def _unproved(storage: Storage, view: LogView) -> tuple[frozenset[Key], list[str]]:
+    """Newest epochs that are no reason to let older ones go, and why."""
+    proofs = Lasting().unproved(storage, view)
+    for proof in proofs:
+        if proof.outcome is Outcome.UNKNOWN:
+            raise StorageError(
+                f"{proof.told}: older epochs go only for one that is proved, so nothing is deleted; try "
+                "again when the storage answers"
+            )
+    reasons = [f"{proof.told}: older ones stay in its place" for proof in proofs]
+    return frozenset(proof.entry.key for proof in proofs), reasons
+
+
+def _losses(storage: Storage, before: LogView, after: State) -> Iterator[Loss]:
+    entries = {entry.try_name: entry for entry in before.entries}
+    for one in sorted(after.retiring, key=_by_try):
+        entry = None if one in before.retiring else entries.get(one.try_name)
+        yield Loss(one, entry, _bytes(storage, files_of(storage, one)))
+
+
+def _by_try(one: Retirement) -> tuple[str, tuple[str, ...]]:
+    return one.try_name, one.groups or ()
+
+
+def _bytes(storage: Storage, paths: Collection[str]) -> int:
+    return sum(storage.stat(path) or 0 for path in paths)

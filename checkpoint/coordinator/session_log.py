@@ -15,10 +15,10 @@ from typing import Any
 
 from torchrelay.checkpoint.format.manifest import codec, position
 from torchrelay.checkpoint.format.manifest.position import Entry, Position
-from torchrelay.checkpoint.load.verify import Holding, JointProof, Look, Outcome, Target, prove_together
+from torchrelay.checkpoint.load.verify import JointProof, Outcome, Target, prove_together
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
-from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.view import Holding, LogView, Look
 from torchrelay.checkpoint.log.writer import LogWriter, WhenFenced, not_told
 from torchrelay.checkpoint.save.commit import Apart
 from torchrelay.checkpoint.storage.base import Storage, check_exclusion

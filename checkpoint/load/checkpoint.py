@@ -16,13 +16,6 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.format.manifest.position import Facts, Position, Selection
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, verifies
-from torchrelay.checkpoint.load.handle import (
-    Cast,
-    TensorHandle,
-    check_types_used,
-    checked_cast,
-    checked_device,
-)
 from torchrelay.checkpoint.load.info import Blobs, LeafInfo, Upstreams, leaf_info
 from torchrelay.checkpoint.load.lookup import (
     Nodes,
@@ -40,6 +33,13 @@ from torchrelay.checkpoint.load.objects import check_kept, load_objects, load_te
 from torchrelay.checkpoint.load.open import Best, Place, place_of, proved_entry, read_log
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.renaming import LoadResult
+from torchrelay.checkpoint.load.tensors import (
+    Cast,
+    TensorHandle,
+    check_types_used,
+    checked_cast,
+    checked_device,
+)
 from torchrelay.checkpoint.load.verify import Proof
 from torchrelay.checkpoint.log.retention import whole_epochs
 from torchrelay.checkpoint.log.view import LogView, wanted

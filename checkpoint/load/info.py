@@ -1,4 +1,10 @@
-"""What can be known of an epoch without reading a tensor: its blobs, its metrics, what it was built on.
+"""What can be known of an epoch without reading a tensor: what lists show, blobs, upstream stages.
+
+A thousand manifests are looked at in the time that a dozen take to be read. Sound because the bytes are the
+committed ones (their digest is compared) and canonical: keys stand in order, and within a string a quotation
+mark has a backslash before it, so that a key is found by its text.
+
+For people who look: the bytes are proved by their digest, what they say is not checked as a load checks it.
 
 A manifest is read once, for what is committed never changes.
 
@@ -8,31 +14,242 @@ that leads there (`expert`, `expert/encoder`), and the tensors kept of a stage a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from heapq import nlargest
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from torchrelay.checkpoint.format.canonical_json import dumps
+from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format.canonical_json import Fields, dumps
+from torchrelay.checkpoint.format.columns import unpack_names, unpack_numbers
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Entry
-from torchrelay.checkpoint.format.manifest.schema import BlobRow, LeafRow, Manifest
+from torchrelay.checkpoint.format.manifest.codec import Columns
+from torchrelay.checkpoint.format.manifest.position import Entry, Facts, facts_in
+from torchrelay.checkpoint.format.manifest.schema import BlobRow, LeafRow, Manifest, manifest_path, stats_path
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
-from torchrelay.checkpoint.log.retention import Best, Keeping, Scores
-from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.errors import UsageError
+from torchrelay.errors import DamagedError, UsageError
 from torchrelay.jobs.cluster import GRADIENTS
+from torchrelay.jobs.runtime import undisturbed
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch
 
     from torchrelay.checkpoint.load.checkpoint import Checkpoint
+
+
+Json = Any
+LARGE_BYTES = 256 << 10
+_decoder = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class Glance:
+    """Nodes that took part, bytes of the files of the epoch's own try, what is remembered of the run."""
+
+    nodes: int
+    own_bytes: int
+    facts: Facts
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The reduced metrics of the epoch."""
+        return self.facts.metrics
+
+
+def glance(storage: Storage, entry: Entry) -> Glance:
+    """Look at the manifest that a log entry names; raises DamagedError unless it is that very file."""
+    data = codec.read_bytes(storage, entry)
+    return _seen_in(data.decode("utf-8", "replace"), f"manifest of {entry.try_name}")
+
+
+def glance_or_notes(storage: Storage, entry: Entry) -> Glance:
+    """The same, for lists alone: of a large manifest only the size is compared, if its save left notes.
+
+    What `stats.json` notes, metrics of all facts alone, is proved by nothing. Raises as `glance` does.
+    """
+    if entry.manifest_bytes > LARGE_BYTES and (noted := _noted(storage, entry)) is not None:
+        codec.check_size(storage, entry)
+        return noted
+    return glance(storage, entry)
+
+
+def _noted(storage: Storage, entry: Entry) -> Glance | None:
+    try:
+        data = storage.read_range(stats_path(entry.try_name), 0, LARGE_BYTES + 1)
+        said: Any = json.loads(data) if len(data) <= LARGE_BYTES else None
+        metrics = {str(name): float(value) for name, value in said["metrics"].items()}
+        return Glance(len(said["nodes"]), int(said["bytes"]), Facts(metrics=metrics))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _seen_in(text: str, what: str) -> Glance:
+    facts, end = _object(text, "facts", 0, what)
+    stamp, end = _object(text, "format", end, what)
+    canonical_json.check_stamp(stamp.values, what=what)
+    shards, end = _object(text, "shards", end, what)
+    world, _ = _object(text, "world", text.rfind(',"world":{'), what)
+    sizes = unpack_numbers(shards.items("bytes"), what)
+    sources = unpack_numbers(shards.items("try"), what)
+    return Glance(
+        len(unpack_names(world.items("nodes"), what)),
+        sum(size for size, source in zip(sizes, sources, strict=True) if source == 0),
+        facts_in(facts),
+    )
+
+
+def _object(text: str, key: str, start: int, what: str) -> tuple[Fields, int]:
+    """The first object called so from `start` on, and where it ends."""
+    opening = f',"{key}":'
+    at = text.find(opening + "{", max(start, 0))
+    try:
+        if at < 0:
+            raise ValueError("it has none")
+        value, end = _decoder.raw_decode(text, at + len(opening))
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{what} is damaged: {key}: {error}") from error
+    return Fields(value, what), end
+
+
+class BlobLine(NamedTuple):
+    """A blob or leaf: `shape` is None for what is no single tensor, `bytes` are those of one node.
+
+    `sources` are the numbers of the tries in which its bytes lie, 0 for the epoch's own.
+    """
+
+    name: str
+    kind: str
+    scope: str
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    leaves: int
+    bytes: int
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EpochTable:
+    """What a manifest says of an epoch; the columns of its leaves lie behind."""
+
+    facts: Facts
+    nodes: tuple[str, ...]
+    hosts: tuple[str, ...]
+    blobs: Mapping[str, tuple[str, str]]
+    """Name to kind and scope."""
+    _leaves: Columns = field(repr=False)
+
+    @cached_property
+    def leaves(self) -> Sequence[str]:
+        """The names of all leaves, aliases too."""
+        return tuple(dict.fromkeys(self._names))
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Blob to its bytes on one node: a leaf that several nodes have counts once, an alias not at all."""
+        return self._summed(self._leaves.words("blob"))
+
+    @cached_property
+    def leaf_sizes(self) -> Mapping[str, int]:
+        """Leaf to its bytes on one node."""
+        return self._summed(self._names)
+
+    def blob_lines(self, names: Collection[str]) -> Iterator[BlobLine]:
+        """These blobs, in the manifest's order."""
+        rows = self._rows(self._leaves.words("blob"), names)
+        for name, (kind, scope) in self.blobs.items():
+            if name in names:
+                yield self._line(name, kind, scope, rows.get(name, ()), self.sizes.get(name, 0))
+
+    def leaf_lines(self, names: Collection[str]) -> Iterator[BlobLine]:
+        """These leaves, in the manifest's order."""
+        kinds, scopes = self._leaves.words("kind"), self._leaves.words("scope")
+        for name, rows in self._rows(self._names, names).items():
+            yield self._line(name, kinds[rows[0]], scopes[rows[0]], rows, self.leaf_sizes.get(name, 0))
+
+    def _line(self, name: str, kind: str, scope: str, rows: Sequence[int], nbytes: int) -> BlobLine:
+        single = rows and self._names[rows[0]] == name and kind == "tensor"
+        dtypes, sources = self._dtypes, self._sources
+        return BlobLine(
+            name,
+            kind,
+            scope,
+            tuple(sorted({dtypes[row] for row in rows} - {""})),
+            tuple(self._shapes[rows[0]]) if single else None,
+            len({self._names[row] for row in rows}),
+            nbytes,
+            tuple(sorted({sources[row] for row in rows})),
+        )
+
+    def _rows(self, column: Sequence[str], names: Collection[str]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for row, name in enumerate(column):
+            if name in names:
+                found.setdefault(name, []).append(row)
+        return found
+
+    def _summed(self, column: Sequence[str]) -> Mapping[str, int]:
+        sizes: dict[str, int] = defaultdict(int)
+        aliases = {row for row, _ in self._leaves.fields.items("alias_of")}
+        seen: set[str] = set()
+        rows = zip(column, self._names, self._leaves.numbers("bytes"), strict=True)
+        for row, (unit, leaf, nbytes) in enumerate(rows):
+            if leaf not in seen and row not in aliases:
+                sizes[unit] += nbytes
+                seen.add(leaf)
+        return sizes
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return self._leaves.names("name")
+
+    @cached_property
+    def _dtypes(self) -> tuple[str, ...]:
+        return self._leaves.words("dtype")
+
+    @cached_property
+    def _sources(self) -> tuple[int, ...]:
+        return self._leaves.numbers("try")
+
+    @cached_property
+    def _shapes(self) -> tuple[Json, ...]:
+        return self._leaves.each("shape")
+
+
+def largest(sizes: Mapping[str, int], names: Sequence[str], count: int) -> set[str]:
+    """So many of these names, those with the most bytes."""
+    return set(names if len(names) <= count else nlargest(count, names, key=lambda one: sizes.get(one, 0)))
+
+
+def read_table(storage: Storage, entry: Entry) -> EpochTable:
+    """Read what a log entry names; raises DamagedError unless the manifest is that very file."""
+    data, what = codec.read_bytes(storage, entry), manifest_path(entry.try_name)
+    try:
+        with undisturbed():
+            return _table(Fields(json.loads(data), what), what)
+    except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise DamagedError(f"{what} is damaged: {error}") from error
+
+
+def _table(fields: Fields, what: str) -> EpochTable:
+    canonical_json.check_stamp(fields.values.get("format"), what=what)
+    words = fields.texts("words")
+    blobs, world = Columns(fields.fields("blobs"), words), fields.fields("world")
+    rows = zip(blobs.names("name"), blobs.words("kind"), blobs.words("scope"), strict=True)
+    return EpochTable(
+        facts_in(fields.fields("facts")),
+        unpack_names(world.items("nodes"), what),
+        unpack_names(world.items("hosts"), what),
+        {name: (kind, scope) for name, kind, scope in rows},
+        Columns(fields.fields("leaves"), words),
+    )
 
 
 @dataclass(frozen=True)
@@ -167,56 +384,6 @@ def _content(reader: LeafReader, name: str, node: str | None) -> bytes:
     if reader.spec(name, node).kind == "value":
         return dumps(reader.value_json(name, node))
     return bytes.fromhex(reader.digest(name, node))
-
-
-_EXPECTED = 3
-"""So many positions may well have no metrics: the first state, and epochs that were not evaluated."""
-
-
-class KnownMetrics:
-    """Metrics of the healthy whole epochs of the current branch, as far as they were read."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, Mapping[str, float]] = {}
-        self._unread: dict[Entry, OSError] = {}
-
-    def look(self, storage: Storage, view: LogView) -> None:
-        """Read what is not known yet; what cannot be read is asked for again the next time."""
-        line = [entry for entry in view.line() if entry.position.boundary and entry.healthy]
-        self._known = {one.try_name: self._known[one.try_name] for one in line if one.try_name in self._known}
-        self._unread = {}
-        for entry in line:
-            if entry.try_name in self._known:
-                continue
-            try:
-                self._known[entry.try_name] = codec.read(storage, entry).facts.metrics
-            except OSError as error:
-                self._unread[entry] = error
-
-    def told(self, keeping: Keeping) -> Keeping:
-        """The same rules, knowing the scores that they ask for."""
-        if keeping.best is None:
-            return keeping
-        unread = frozenset(entry.try_name for entry in self._unread)
-        return replace(keeping, scores=Scores(self._values(keeping.best), unread))
-
-    def missing(self, best: Best) -> str:
-        """Why no epoch is the best, for people; empty where one is."""
-        if self._unread or any(map(math.isfinite, self._values(best).values())):
-            return ""
-        names = sorted({name for found in self._known.values() for name in found})
-        there = ", ".join(names) or "none at all"
-        return f"no epoch has a finite value of metric {best.metric!r}; there is {there}"
-
-    def doubts(self, best: Best) -> Iterator[str]:
-        """What keeps epochs that might have to go, for people."""
-        if len(self._known) > _EXPECTED and (missing := self.missing(best)):
-            yield f"{missing}: as long as none is known to be the best, all stay"
-        for entry, error in self._unread.items():
-            yield f"epoch {entry.position} may be the best and stays: its metrics cannot be read ({error})"
-
-    def _values(self, best: Best) -> dict[str, float]:
-        return {name: found[best.metric] for name, found in self._known.items() if best.metric in found}
 
 
 UPSTREAM = "upstream."

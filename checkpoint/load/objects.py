@@ -20,7 +20,6 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.format.value_decoding import references
-from torchrelay.checkpoint.load.handle import Cast, cast, cast_of, checked_cast
 from torchrelay.checkpoint.load.lookup import (
     Below,
     Chosen,
@@ -37,9 +36,9 @@ from torchrelay.checkpoint.load.lookup import (
     renamed,
     whose,
 )
-from torchrelay.checkpoint.load.reads.atomic_load import Columns, Loading, Wanted
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.load.renaming import LoadResult, Renaming, blob_of, checked_objects, of_objects
+from torchrelay.checkpoint.load.tensors import Cast, Columns, Loading, Wanted, cast, cast_of, checked_cast
 from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role

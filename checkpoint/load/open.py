@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchrelay.checkpoint.format.manifest.position import Entry
-from torchrelay.checkpoint.format.manifest.summary import glance
+from torchrelay.checkpoint.load.info import glance
 from torchrelay.checkpoint.load.lookup import nearest_directory
 from torchrelay.checkpoint.load.verify import Outcome, Proof, prove
 from torchrelay.checkpoint.log.chain import open_log

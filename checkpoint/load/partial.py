@@ -23,11 +23,11 @@ from torchrelay.checkpoint.load.lookup import (
     several_owners,
     split_name,
 )
-from torchrelay.checkpoint.load.reads.atomic_load import Loading, Wanted
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.reads.shared_reads import options_of
 from torchrelay.checkpoint.load.reshard import same_nodes
 from torchrelay.checkpoint.load.resume import spec_of_row
+from torchrelay.checkpoint.load.tensors import Loading, Wanted
 from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration

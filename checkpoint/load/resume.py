@@ -16,16 +16,18 @@ from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Facts, Selection
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
-from torchrelay.checkpoint.load.program_changes import (
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.load.reads.shared_reads import SharedReads, agreed, offer, options_of, shareable
+from torchrelay.checkpoint.load.renaming import (
     Changes,
+    RenamedReader,
+    Renaming,
     ResumeOptions,
+    excluded_leaves,
     gone_blobs,
     may_be_renamed,
     new_blobs,
 )
-from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
-from torchrelay.checkpoint.load.reads.shared_reads import SharedReads, agreed, offer, options_of, shareable
-from torchrelay.checkpoint.load.renaming import RenamedReader, Renaming, excluded_leaves
 from torchrelay.checkpoint.load.reshard import (
     Assigned,
     assign,

@@ -1,4 +1,4 @@
-"""Branches of a log, its tail, and which epoch a reader means.
+"""Branches of a log, its tail, what it says before a run starts, and which epoch a reader means.
 
 A branch shares its parent's entries up to its base; what the parent has beyond is *abandoned*:
 findable by its branch, never chosen.
@@ -21,6 +21,7 @@ from typing import Any
 from torchrelay.checkpoint.format.manifest.position import (
     Branch,
     Entry,
+    Facts,
     Key,
     Mark,
     Position,
@@ -382,3 +383,44 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a log says before a run starts.
+
+    `epoch`, `step` and `facts` are of the newest entry of the current branch, not proved yet, `whole` is its
+    newest whole epoch; `request` is what that branch was begun by. `rest`: some of it is still to be sent to
+    another place. `notices` are for people.
+    """
+
+    commits: bool = False
+    branch: int = 0
+    request: Mapping[str, Any] | None = None
+    epoch: int | None = None
+    step: int = 0
+    whole: int | None = None
+    facts: Facts | None = None
+    rest: bool = False
+    notices: tuple[str, ...] = ()
+
+    @property
+    def rewound(self) -> bool:
+        """Whether the newest entry is where its user began the current branch, to train on from there."""
+        asked = self.request or {}
+        return bool(asked.get("by") == "user" and asked.get("epoch") == self.epoch and self.step == 0)
+
+    @property
+    def position(self) -> Position | None:
+        """That of the newest entry."""
+        return None if self.epoch is None else Position(self.epoch, self.step)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What every process knows of the log that rank 0 holds."""
+
+    job: str
+    uuid: str
+    branch: int
+    generation: int

@@ -31,7 +31,7 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, volume
 from torchrelay.checkpoint.format.names import format_key
 from torchrelay.checkpoint.format.shard.writer import PROBE
-from torchrelay.checkpoint.load.reads.shard_set import Holder, ShardSet
+from torchrelay.checkpoint.load.verify import Holder, ShardSet
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.work import share
 from torchrelay.errors import RelayError

@@ -25,8 +25,8 @@ from torchrelay.checkpoint.format.shard import writer
 from torchrelay.checkpoint.format.shard.entries import Entries
 from torchrelay.checkpoint.format.shard.layout import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
-from torchrelay.checkpoint.load.verify import Holding
 from torchrelay.checkpoint.log.record import entry_json, entry_of
+from torchrelay.checkpoint.log.view import Holding
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.change_detection import lookers
 from torchrelay.checkpoint.save.commit import (

@@ -17,7 +17,6 @@ from torchrelay.checkpoint.load.verify import (
     FULL_PROOF_SECS,
     JointProof,
     Level,
-    Look,
     Outcome,
     Target,
     prove_together,
@@ -25,6 +24,7 @@ from torchrelay.checkpoint.load.verify import (
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.job_file import share_job
 from torchrelay.checkpoint.log.record import entry_json, entry_of
+from torchrelay.checkpoint.log.view import Look
 from torchrelay.checkpoint.save.commit import Apart
 from torchrelay.checkpoint.tiering import hosts
 from torchrelay.checkpoint.tiering.host_uploads import Others, PartSender, damage_in

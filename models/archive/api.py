@@ -14,7 +14,7 @@ from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.shard.batched_reads import all_strided
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.format.value_decoding import decode
-from torchrelay.checkpoint.load.reads.atomic_load import naming_what_changed, runs_of
+from torchrelay.checkpoint.load.tensors import naming_what_changed, runs_of
 from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.kinds import is_wrapper
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, parts_of

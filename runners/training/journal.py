@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.load.verify import Holding, Look
 from torchrelay.checkpoint.log.lease import process_here
+from torchrelay.checkpoint.log.view import Holding, Look
 from torchrelay.errors import DirectoryInUseError, PreemptedError, StorageError, UsageError
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers, decide, warn

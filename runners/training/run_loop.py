@@ -14,7 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
-from torchrelay.checkpoint.load.verify import Look, Target
+from torchrelay.checkpoint.load.verify import Target
+from torchrelay.checkpoint.log.view import Look
 from torchrelay.checkpoint.storage.work import headway
 from torchrelay.errors import DamagedError, PartiallyLoadedError
 from torchrelay.jobs.data.data_parallel import drop as drop_wrappers

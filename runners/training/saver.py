@@ -26,7 +26,8 @@ from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import Verdict
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.load.verify import Look, Target
+    from torchrelay.checkpoint.load.verify import Target
+    from torchrelay.checkpoint.log.view import Look
     from torchrelay.runners.training.journal import Journal
     from torchrelay.runners.training.run_loop import Life
 

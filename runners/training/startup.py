@@ -24,7 +24,7 @@ from torch import nn
 
 from torchrelay.checkpoint.format.manifest.position import Position, is_pattern
 from torchrelay.checkpoint.format.values import encode
-from torchrelay.checkpoint.load.verify import Look
+from torchrelay.checkpoint.log.view import Look
 from torchrelay.checkpoint.manager.base import Manager
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import spec_of

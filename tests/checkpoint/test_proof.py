@@ -6,8 +6,7 @@ import pytest
 import torch
 from epochs import Writing, buffer, moment, parameter, value
 
-from torchrelay.checkpoint.load.reads.shard_set import ShardSet
-from torchrelay.checkpoint.load.verify import Outcome, Share, prove
+from torchrelay.checkpoint.load.verify import Outcome, ShardSet, Share, prove
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
-from torchrelay.checkpoint.load.handle import read_box
+from torchrelay.checkpoint.load.tensors import read_box
 from torchrelay.errors import DamagedError, UsageError
 
 LONG = torch.arange(3 * 700_000, dtype=torch.float32).reshape(3, 700_000)

@@ -23,9 +23,9 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.load import objects as epoch_loads
 from torchrelay.checkpoint.load import partial as run_loads
+from torchrelay.checkpoint.load import tensors as atomic_load
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
-from torchrelay.checkpoint.load.reads import atomic_load
-from torchrelay.checkpoint.load.reads.atomic_load import Loading, Wanted
+from torchrelay.checkpoint.load.tensors import Loading, Wanted
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.checkpoint.state.reads import Read
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle

@@ -18,8 +18,15 @@ from ranks import on_ranks
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
-from torchrelay.checkpoint.load.reads.shard_set import Holder, ShardSet, holders_of
-from torchrelay.checkpoint.load.verify import JointProof, Outcome, prove, prove_together
+from torchrelay.checkpoint.load.verify import (
+    Holder,
+    JointProof,
+    Outcome,
+    ShardSet,
+    holders_of,
+    prove,
+    prove_together,
+)
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DamagedError
 

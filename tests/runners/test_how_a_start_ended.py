@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from torchrelay.checkpoint.load.verify import Holding, Look
+from torchrelay.checkpoint.log.view import Holding, Look
 from torchrelay.jobs.session import Solo
 from torchrelay.metadata.run_directory import RunDirectory, State
 from torchrelay.runners.distributed.launcher_status import (

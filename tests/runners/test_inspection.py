@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torchrun import torchrun
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
-from torchrelay.checkpoint.format.manifest import codec, summary
+from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import Facts
+from torchrelay.checkpoint.load import info
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping, delete_left
 from torchrelay.checkpoint.log.writer import LogWriter
@@ -138,7 +139,7 @@ def test_a_glance_sees_what_reading_sees(
         data = replace(manifest, facts=Facts(metrics=metrics, stop=stop, total_steps=7)).encode()
     except UsageError:  # a lone surrogate, which no manifest can hold
         return
-    seen, read = summary._seen_in(data.decode(), "it"), codec.decode(data)
+    seen, read = info._seen_in(data.decode(), "it"), codec.decode(data)
     assert repr(seen.facts) == repr(read.facts)
     assert seen.nodes == len(read.world.nodes)
     assert seen.own_bytes == sum(shard.nbytes for shard in read.shards if shard.source == 0)
@@ -149,7 +150,7 @@ def test_large_manifests_are_listed_by_the_notes_of_their_saves(
 ) -> None:
     """The list is the same, and no manifest is read but where notes are lost; a lost manifest still shows."""
     plain = told(capsys, "ls", runs / "one")
-    monkeypatch.setattr(summary, "LARGE_BYTES", 900)
+    monkeypatch.setattr(info, "LARGE_BYTES", 900)
     read: list[str] = []
     whole = codec.read_bytes
     monkeypatch.setattr(

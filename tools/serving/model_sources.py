@@ -11,8 +11,8 @@ import torch
 
 from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
-from torchrelay.checkpoint.load.handle import checked_device
 from torchrelay.checkpoint.load.open import candidates, place_of, read_log
+from torchrelay.checkpoint.load.tensors import checked_device
 from torchrelay.checkpoint.log.chain import read_hint
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import LogView, find_tail, named_entry, wanted

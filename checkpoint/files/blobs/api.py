@@ -24,8 +24,8 @@ from torchrelay.checkpoint.files.blobs.writer import (
 )
 from torchrelay.checkpoint.format.manifest.position import Patterns, Selection, matches, selection_of
 from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.load.handle import Cast, cast, check_types_used, checked_cast, checked_device
 from torchrelay.checkpoint.load.lookup import Rename, check_prefix_used, pattern_list, renamed_all
+from torchrelay.checkpoint.load.tensors import Cast, cast, check_types_used, checked_cast, checked_device
 from torchrelay.checkpoint.state.checkpoint_set import check_patterns_used, select
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.kinds import Kind, kind_of

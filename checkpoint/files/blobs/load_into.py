@@ -13,10 +13,9 @@ from torchrelay.checkpoint.files.blobs.api import read_blobs
 from torchrelay.checkpoint.files.blobs.reader import BlobFile, open_blob_file
 from torchrelay.checkpoint.format.manifest.position import is_pattern, matches, matches_any
 from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.load.handle import Cast, cast_of, checked_cast
 from torchrelay.checkpoint.load.lookup import Rename, check_exclude_used, pattern_list, renamed, renamed_all
-from torchrelay.checkpoint.load.reads.atomic_load import Columns, Loading, Wanted
 from torchrelay.checkpoint.load.renaming import LoadResult, blob_of, checked_objects, of_objects, owner_of
+from torchrelay.checkpoint.load.tensors import Cast, Columns, Loading, Wanted, cast_of, checked_cast
 from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role

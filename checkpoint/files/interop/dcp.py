@@ -33,8 +33,8 @@ from torchrelay.checkpoint.files.interop.torch_files import saved_bytes
 from torchrelay.checkpoint.format.dtypes import by_name, logical_name
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
-from torchrelay.checkpoint.load.handle import TensorHandle
 from torchrelay.checkpoint.load.lookup import Rename, choose, renamed_all, several_owners, split_name
+from torchrelay.checkpoint.load.tensors import TensorHandle
 from torchrelay.checkpoint.state.gate import gate
 from torchrelay.errors import BlobError, FormatError, RelayError, StorageError, UsageError
 

@@ -20,7 +20,6 @@ from torchrelay.checkpoint.files.publish import check_free, check_free_at, publi
 from torchrelay.checkpoint.format.dtypes import by_name, memory_of
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
-from torchrelay.checkpoint.load.handle import Cast, cast_of, check_types_used, checked_cast
 from torchrelay.checkpoint.load.lookup import (
     Nodes,
     check_decided,
@@ -32,6 +31,7 @@ from torchrelay.checkpoint.load.lookup import (
     pattern_list,
     several_owners,
 )
+from torchrelay.checkpoint.load.tensors import Cast, cast_of, check_types_used, checked_cast
 from torchrelay.checkpoint.state.names import without_reserved
 from torchrelay.checkpoint.storage.open import is_remote
 from torchrelay.errors import UsageError

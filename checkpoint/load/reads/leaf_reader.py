@@ -34,8 +34,7 @@ from torchrelay.checkpoint.format.shard.read_plan import (
 from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.load.lookup import find_row, holder_of
 from torchrelay.checkpoint.load.reads.boxes import BoxPlan, BoxRead
-from torchrelay.checkpoint.load.reads.shard_set import Holder, ShardSet
-from torchrelay.checkpoint.load.verify import seen_twice
+from torchrelay.checkpoint.load.verify import Holder, ShardSet, seen_twice
 from torchrelay.checkpoint.storage.base import Memory, Storage, worth_of_a_request
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass

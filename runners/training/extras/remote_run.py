@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.coordinator.session_log import Ledger
-from torchrelay.checkpoint.format.manifest.summary import glance
+from torchrelay.checkpoint.load.info import glance
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import slot_path

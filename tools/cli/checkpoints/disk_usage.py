@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping
 
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.format.manifest.summary import largest, read_table
 from torchrelay.checkpoint.inspect.repair import TryUse, Usage, usage_of
+from torchrelay.checkpoint.load.info import largest, read_table
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.errors import StorageError
 from torchrelay.runners.monitoring.console import Output

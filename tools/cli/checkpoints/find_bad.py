@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.manifest.position import Entry
-from torchrelay.checkpoint.format.manifest.summary import glance_or_notes
 from torchrelay.checkpoint.inspect.anomalies import FACTOR, Jump, first_bad, first_jump
 from torchrelay.checkpoint.inspect.contents import check_chosen, open_epoch
+from torchrelay.checkpoint.load.info import glance_or_notes
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, human_number

@@ -8,8 +8,8 @@ from typing import Any
 
 from torchrelay.checkpoint.format.manifest.position import matches, matches_any
 from torchrelay.checkpoint.format.manifest.schema import position_of
-from torchrelay.checkpoint.format.manifest.summary import BlobLine, EpochTable, largest, read_table
 from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.load.info import BlobLine, EpochTable, largest, read_table
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.runners.monitoring.console import Output, finite, human_number

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest.position import Entry
-from torchrelay.checkpoint.format.manifest.summary import glance
+from torchrelay.checkpoint.load.info import glance
 from torchrelay.checkpoint.load.open import Best
 from torchrelay.errors import UsageError
 from torchrelay.metadata.code.archive import Archive, Changes, FileDiff, changes, file_diffs, open_archive

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest.position import Entry, Key
-from torchrelay.checkpoint.format.manifest.summary import Glance, glance_or_notes
+from torchrelay.checkpoint.load.info import Glance, glance_or_notes
 from torchrelay.checkpoint.load.open import best_of_run
 from torchrelay.checkpoint.log.tiered_storage import Notes, read_notes
 from torchrelay.checkpoint.log.view import LogView
