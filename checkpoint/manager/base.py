@@ -25,8 +25,8 @@ from torchrelay.jobs.session import Session
 from torchrelay.metadata.handlers import Holder, MetadataHandler
 
 if TYPE_CHECKING:
+    from torchrelay.checkpoint.save.background import Background, Outcome
     from torchrelay.checkpoint.save.change_detection import Verify
-    from torchrelay.checkpoint.save.staging.background import Background, Outcome
 
 DB_TYPE = "torchrelay"
 Work = TaskGroup | SessionGroup
@@ -400,6 +400,6 @@ def _background_of(asynchronous: bool, staging_limit: int | None, verify: str) -
         raise UsageError(f"verify_staging is {verify!r:.80}; it is 'samples' or 'full'")
     if not asynchronous:
         return None
-    from torchrelay.checkpoint.save.staging.background import Background
+    from torchrelay.checkpoint.save.background import Background
 
     return Background(staging_limit, "full" if verify == "full" else "samples")

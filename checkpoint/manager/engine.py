@@ -50,7 +50,7 @@ from torchrelay.jobs.workspace import Workspace
 from torchrelay.metadata.statistics import NodeStats
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.save.staging.background import Background, Outcome
+    from torchrelay.checkpoint.save.background import Background, Outcome
 
 States = tuple[NodeState, ...]
 Members = dict[str, dict[str, Member]]

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs
 from torchrelay.checkpoint.manager.engine import Engine
-from torchrelay.checkpoint.save.staging.stage import Stage
+from torchrelay.checkpoint.save.staging import Stage
 
 TENSORS = 66
 """Parameters; with two states of fused AdamW each, 198 tensors."""

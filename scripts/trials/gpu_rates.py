@@ -14,8 +14,8 @@ import torch
 import torchrelay
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs
 from torchrelay.checkpoint.manager.engine import Engine
-from torchrelay.checkpoint.save.staging.memory import Block, Room
-from torchrelay.checkpoint.save.staging.stage import Copier, Stage
+from torchrelay.checkpoint.save.staging import Copier, Stage
+from torchrelay.checkpoint.save.staging_memory import Block, Room
 
 PARTS = 16
 """Parameters of the measured model; with AdamW three tensors each."""

@@ -328,14 +328,14 @@ def _behind() -> Iterator[Bug]:
     )
     yield Bug(
         "late sources are not looked at again",
-        "checkpoint/save/staging/stage.py",
+        "checkpoint/save/staging.py",
         "            self.compare()  # last: it names who wrote while that was done, too\n",
         "",
         ["tests/runners/test_background_saves.py"],
     )
     yield Bug(
         "a sparse write between the samples is not noticed",
-        "checkpoint/save/staging/stage.py",
+        "checkpoint/save/staging.py",
         "        return _versions(self.leaf, self.source) != self.versions\n",
         "        return False\n",
         ["tests/exactness/test_asynchronous_saves.py"],

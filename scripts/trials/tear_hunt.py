@@ -24,7 +24,7 @@ import torch
 from tear_job import SparseWriters, Trainee, Truth, committed, torn, train
 
 import torchrelay
-from torchrelay.checkpoint.save.staging.stage import Copier, Stage
+from torchrelay.checkpoint.save.staging import Copier, Stage
 
 LONGEST_SECS = 0.005
 CHUNK = 50

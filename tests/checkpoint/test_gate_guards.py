@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchrelay import Context, Job, JobRunner, max_epochs, open_checkpoint
-from torchrelay.checkpoint.save.staging.stage import Stage, late_leaves
+from torchrelay.checkpoint.save.staging import Stage, late_leaves
 from torchrelay.checkpoint.state.gate import Guards, gate
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.save.change_detection import SAMPLE_BYTES, digest, stretches
-from torchrelay.checkpoint.save.staging.stage import late_leaves
+from torchrelay.checkpoint.save.staging import late_leaves
 
 
 class Own(torch.optim.SGD):

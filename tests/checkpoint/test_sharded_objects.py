@@ -21,7 +21,7 @@ from torchrelay.checkpoint.files.blobs.load_into import FileSource
 from torchrelay.checkpoint.files.blobs.reader import open_blob_file
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
-from torchrelay.checkpoint.save.staging.stage import Copier
+from torchrelay.checkpoint.save.staging import Copier
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import empty_like, spec_of, target_of
 from torchrelay.errors import BlobError

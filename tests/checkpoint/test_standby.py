@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from torchrelay.checkpoint.save.staging import background
-from torchrelay.checkpoint.save.staging.background import SAVES, STANDS_BY, Standby
+from torchrelay.checkpoint.save import background
+from torchrelay.checkpoint.save.background import SAVES, STANDS_BY, Standby
 
 SECS = 30.0
 

@@ -13,7 +13,7 @@ from tear_job import SparseWriters, Trainee, committed, torn, train
 from torchrun import REPOSITORY, torchrun
 
 from torchrelay import Context, open_checkpoint
-from torchrelay.checkpoint.save.staging.stage import Copier, Stage
+from torchrelay.checkpoint.save.staging import Copier, Stage
 
 EPOCHS = 4
 PATIENCE_SECS = 0.2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from torchrelay.checkpoint.save.staging.background import SAVES
+from torchrelay.checkpoint.save.background import SAVES
 
 
 def nothing_in_flight(secs: float = 60.0) -> None:

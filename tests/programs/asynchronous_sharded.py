@@ -19,7 +19,7 @@ from torch import nn
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs, open_checkpoint
-from torchrelay.checkpoint.save.staging.stage import Copier, Stage
+from torchrelay.checkpoint.save.staging import Copier, Stage
 from torchrelay.errors import UnknownEpochError
 from torchrelay.runners.training.exit import run_and_leave
 

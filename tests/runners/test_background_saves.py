@@ -26,10 +26,10 @@ from torchrelay import (
     open_checkpoint,
 )
 from torchrelay import Job as RelayJob
+from torchrelay.checkpoint.save import background
 from torchrelay.checkpoint.save import pipeline as saving
-from torchrelay.checkpoint.save.staging import background
-from torchrelay.checkpoint.save.staging.background import Background
-from torchrelay.checkpoint.save.staging.stage import Copier
+from torchrelay.checkpoint.save.background import Background
+from torchrelay.checkpoint.save.staging import Copier
 from torchrelay.errors import SaveFailedError, StorageError, UsageError
 from torchrelay.jobs import runtime
 from torchrelay.jobs.job import TaskGroup

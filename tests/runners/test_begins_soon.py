@@ -18,7 +18,7 @@ HELLO = (ROOT / "README.md").read_text().split("```python\n", 1)[1].split("```",
 MOST_MODULES = 325
 NOT_FOR_A_LOCAL_RUN = (
     *(
-        "checkpoint.save.staging",
+        "checkpoint.save",
         "checkpoint.files.interop",
         "models.onnx.exporter",
         "checkpoint.storage.object_store",

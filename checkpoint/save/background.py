@@ -19,7 +19,8 @@ from torchrelay.checkpoint.save.change_detection import Verify
 from torchrelay.checkpoint.save.pipeline import SaveJob, carry_out
 from torchrelay.checkpoint.save.planning.assignments import Plan
 from torchrelay.checkpoint.save.replicas import WholeBytes
-from torchrelay.checkpoint.save.staging.memory import (
+from torchrelay.checkpoint.save.staging import Stage, guarded_addresses, stage
+from torchrelay.checkpoint.save.staging_memory import (
     Arena,
     Block,
     Pieces,
@@ -27,7 +28,6 @@ from torchrelay.checkpoint.save.staging.memory import (
     likely_bytes,
     pieces_of,
 )
-from torchrelay.checkpoint.save.staging.stage import Stage, guarded_addresses, stage
 from torchrelay.checkpoint.state import gate
 from torchrelay.checkpoint.storage.work import Clock
 from torchrelay.jobs import runtime

@@ -27,7 +27,7 @@ from torchrelay.checkpoint.format.names import format_key
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.change_detection import SAMPLE_BYTES, Verify, digest
 from torchrelay.checkpoint.save.planning.assignments import Assignment
-from torchrelay.checkpoint.save.staging.memory import Block, Piece, Pieces, Room
+from torchrelay.checkpoint.save.staging_memory import Block, Piece, Pieces, Room
 from torchrelay.checkpoint.state import gate
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.gate import takes_gate

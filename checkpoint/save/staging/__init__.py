@@ -1,1 +1,0 @@
-"""Memory that asynchronous saves are staged in, and the thread that writes them."""
