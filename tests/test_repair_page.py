@@ -58,7 +58,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
 
 def test_the_words_of_why_are_all_explained() -> None:
     """Every standing that the code can tell has its row, and no row is made up."""
-    code = (ROOT / "checkpoint/inspect/why.py").read_text()
+    code = (ROOT / "checkpoint/inspect/anomalies.py").read_text()
     told = set(re.findall(r'return "([a-z ]+)", ', code)) | {"damaged", "unknown"}
     section = PAGE.split("## Why was an epoch not used?")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)

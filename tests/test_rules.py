@@ -24,7 +24,7 @@ FORBIDDEN_CALLS = {
 }
 FORBIDDEN_METHODS = {"extract", "extractall"}
 """Archives are read member by member, never unpacked to the paths that they name."""
-TORCH_FILES = "checkpoint/files/interop/torch_files.py"
+TORCH_FILES = "checkpoint/files/tensor_files.py"
 """The one file that may call torch.save and torch.load: it reads other people's files, through the restricted
 unpickler alone, and writes what is asked for in torch's format. Nothing of ours is stored that way."""
 FORBIDDEN_ENDINGS = ("_object", "_object_list")

@@ -1,4 +1,4 @@
-"""The first bad epoch of a row, and the first jump of a metric over epochs. Pure.
+"""Epochs that are not as they should be: NaN and Inf, jumps of a metric, and why one is not used.
 
 A change from one epoch to the next is a jump if it is further than `factor` spreads from the median of
 the changes before it (at most `WINDOW` of them, at least `LEAST`). The spread is their median absolute
@@ -10,10 +10,21 @@ NaN and Inf are jumps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
+from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_count
+from torchrelay.checkpoint.format.manifest.position import Entry, Position
+from torchrelay.checkpoint.inspect.contents import CAN_BE_BAD, CHUNK_BYTES, Buffer, Epoch, Item, Part, parts
+from torchrelay.checkpoint.inspect.statistics import Array, np, steps
+from torchrelay.checkpoint.load.verify import Outcome, Proof, prove
+from torchrelay.checkpoint.log.state import Happening, History, happened_to
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.errors import NoProvableEpochError, StorageError
 from torchrelay.records import dataclass
 
 
@@ -79,3 +90,251 @@ def _usual(values: Sequence[float]) -> tuple[float, float]:
     deviation = median(abs(change - usual) for change in changes)
     level = median(abs(value) for value in values)
     return usual, max(_TO_STANDARD_DEVIATION * deviation, _LEVEL * level)
+
+
+@dataclass(frozen=True)
+class BadLeaf:
+    """A tensor with `nan` NaN and `inf` Inf; `first` is the number of the first in row-major order."""
+
+    name: str
+    blob: str
+    dtype: str
+    shape: tuple[int, ...]
+    nan: int
+    inf: int
+    first: int
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """The index of the first, one number per dimension."""
+        found, rest = [], self.first
+        for extent in reversed(self.shape):
+            rest, at = divmod(rest, extent)
+            found.append(at)
+        return tuple(reversed(found))
+
+
+class Looker:
+    """Looks through epochs of one run; blocks that it has seen to be good are not read again.
+
+    With `nan_only` an Inf is no sign: masks have some on purpose. `loads` counts the epochs.
+    """
+
+    def __init__(self, patterns: Sequence[str] = (), *, nan_only: bool = False) -> None:
+        self.loads = 0
+        self._patterns, self._nan_only = patterns, nan_only
+        self._good: set[tuple[str, bytes]] = set()
+        self._buffer = Buffer()
+
+    def bad_leaves(self, epoch: Epoch) -> list[BadLeaf]:
+        """All that have a NaN or Inf, in the order of the manifest; leaves that are gone are not looked at.
+
+        Raises DamagedError, naming file, leaf and block, or StorageError.
+        """
+        self.loads += 1
+        found = []
+        for item in epoch.chosen(self._patterns).values():
+            if item.tensor and item.leaf.dtype in CAN_BE_BAD and not epoch.gone(item):
+                found += [one for one in [self._look(epoch, item)] if one is not None]
+        return found
+
+    def _look(self, epoch: Epoch, item: Item) -> BadLeaf | None:
+        leaf, found = item.leaf, None
+        for part in parts(epoch, item):
+            for start, stop in self._unknown(part, str(leaf.dtype)):
+                nan, inf, first = self._count(epoch, part, start, stop, str(leaf.dtype))
+                if first is None:
+                    self._good.update(_blocks(part, start, stop, str(leaf.dtype)))
+                    continue
+                bad = BadLeaf(
+                    item.name, leaf.blob, str(leaf.dtype), leaf.shape, nan, inf, part.index_of(first)
+                )
+                found = bad if found is None else _together(found, bad)
+        return found
+
+    def _unknown(self, part: Part, dtype: str) -> Iterator[tuple[int, int]]:
+        """Bytes of blocks that were not seen to be good, at most a chunk at a time."""
+        start = stop = 0
+        for block in range(block_count(part.nbytes)):
+            first, last = block * BLOCK, min((block + 1) * BLOCK, part.nbytes)
+            known = (dtype, part.digests[block * SIZE : (block + 1) * SIZE]) in self._good
+            if start < stop and (known or last - start > CHUNK_BYTES):
+                yield start, stop
+                start = stop = first
+            start, stop = (last, last) if known else (start, last)
+        if start < stop:
+            yield start, stop
+
+    def _count(
+        self, epoch: Epoch, part: Part, start: int, stop: int, dtype: str
+    ) -> tuple[int, int, int | None]:
+        """NaN, Inf, and the first bad element of a part within bytes [start, stop)."""
+        nan = inf = 0
+        first: int | None = None
+        at = start // part.item_bytes
+        for values in steps(self._buffer.filled(epoch, part, start, stop), part.item_bytes, dtype):
+            more_nan, more_inf, place = bad_in(values, nan_only=self._nan_only)
+            nan, inf = nan + more_nan, inf + more_inf
+            if first is None and place is not None:
+                first = at + place
+            at += values.size
+        return nan, inf, first
+
+
+def bad_in(values: Array, *, nan_only: bool) -> tuple[int, int, int | None]:
+    """How many NaN and Inf an array has (no Inf with `nan_only`), and where the first of these is."""
+    if not nan_only and np.isfinite(values).all():
+        return 0, 0, None
+    nans = np.isnan(values)
+    bad = nans if nan_only else ~np.isfinite(values)
+    count, nan = int(np.count_nonzero(bad)), int(np.count_nonzero(nans))
+    return nan, count - nan, int(bad.argmax()) if count else None
+
+
+def _blocks(part: Part, start: int, stop: int, dtype: str) -> Iterator[tuple[str, bytes]]:
+    for block in range(start // BLOCK, block_count(stop)):
+        yield dtype, part.digests[block * SIZE : (block + 1) * SIZE]
+
+
+def _together(one: BadLeaf, other: BadLeaf) -> BadLeaf:
+    first = min(one.first, other.first)
+    return replace(one, nan=one.nan + other.nan, inf=one.inf + other.inf, first=first)
+
+
+Json = Any
+
+
+@dataclass(frozen=True)
+class Account:
+    """How a position stands: `standing` is one word, `reason` a sentence, `happened` what the log says."""
+
+    position: Position
+    branch: int | None
+    standing: str
+    reason: str
+    happened: tuple[Happening, ...] = ()
+
+    def json(self) -> dict[str, Json]:
+        """As an object of `why --json`."""
+        return {
+            "epoch": self.position.epoch,
+            "step": self.position.step,
+            "branch": self.branch,
+            "standing": self.standing,
+            "reason": self.reason,
+            "happened": [one.json() for one in self.happened],
+        }
+
+
+@dataclass(frozen=True)
+class Start:
+    """What automatic resume would do now: `chosen` is None where it would not train from an epoch.
+
+    `passed` are the newer positions that it would try first, each with what is wrong with it. `over`: the
+    epochs were over at the chosen one, so that the same program would train no further.
+    """
+
+    chosen: Entry | None
+    sentence: str
+    exit_code: int
+    passed: tuple[Proof, ...] = ()
+    over: bool = False
+
+
+def start_now(storage: Storage, view: LogView) -> Start:
+    """What a start of the job would choose: the newest position of the current branch that is proved.
+
+    Proves as a start does, up to the headers: a damaged block would show while it is loaded.
+    """
+    if view.empty:
+        return Start(None, "a start now would begin anew: nothing is committed", 0)
+    passed: list[Proof] = []
+    for entry in view.candidates():
+        proof = prove(storage, entry)
+        if proof.proved:
+            after = f", after {len(passed)} newer that are damaged" if passed else ""
+            if entry.position.boundary and proof.check()[0].facts.over:
+                text = (
+                    f"the run was over at epoch {entry.position} of branch {entry.branch}{after}: a start "
+                    "now would resume nowhere; with more epochs or patience it would resume there"
+                )
+                return Start(entry, text, 0, tuple(passed), over=True)
+            text = f"a start now would resume from epoch {entry.position} of branch {entry.branch}{after}"
+            return Start(entry, text, 0, tuple(passed))
+        passed.append(proof)
+        if proof.outcome is Outcome.UNKNOWN:
+            text = (
+                f"a start now would end with an error: epoch {entry.position} cannot be read "
+                f"({proof.reason}); it is not passed over, because it may be whole"
+            )
+            return Start(None, text, StorageError.exit_code, tuple(passed))
+    text = (
+        "a start now would end with an error: no epoch of the current branch can be proved; restore files "
+        "from a copy, or begin anew with resume='never'"
+    )
+    return Start(None, text, NoProvableEpochError.exit_code, tuple(passed))
+
+
+def explain(
+    view: LogView, history: History, start: Start, wanted: Position, branch: int | None = None
+) -> Account:
+    """Why a position is used or not, as the log stands and as `start_now` found it."""
+    happened = tuple(happened_to(history, wanted, branch))
+    entry = view.find(wanted.epoch, branch, step=wanted.step)
+    if entry is None and branch is None:
+        entry = next((one for one in reversed(view.entries) if one.position == wanted), None)
+    if entry is None:
+        return Account(wanted, branch, *_absent(history, happened), happened)
+    return Account(wanted, entry.branch, *_standing(view, start, entry, happened), happened)
+
+
+def newest_and_chosen(view: LogView, start: Start) -> Iterator[Entry]:
+    """The positions to explain where none was named: the newest one and all down to the chosen one."""
+    for entry in reversed(view.line()):
+        yield entry
+        if start.chosen is not None and entry.key == start.chosen.key:
+            return
+
+
+def _absent(history: History, happened: tuple[Happening, ...]) -> tuple[str, str]:
+    last = next((one for one in reversed(happened) if one.kind in ("retire", "commit")), None)
+    if last is not None and "retired" in last.text:
+        return "retired", f"{last.text}, {last.when}"
+    if happened:
+        return "gone", "it was committed, and the record that retired it is not there any more"
+    if history.complete:
+        return "unknown", "it was never committed"
+    return "unknown", (
+        f"it is not committed now, and records go back to slot {history.begins} only: older ones were "
+        "thinned away or are damaged"
+    )
+
+
+def _standing(view: LogView, start: Start, entry: Entry, happened: tuple[Happening, ...]) -> tuple[str, str]:
+    if not entry.healthy:
+        return "quarantined", _last(happened, "quarantine", "the record that said why was thinned away")
+    if entry.key not in {one.key for one in view.line()}:
+        rewound = _last(happened, "rewind", f"branch {view.current.id} does not see it")
+        return "abandoned", f"{rewound}; it loads as {entry.key} and is never chosen"
+    if not entry.resumable:
+        left = ", ".join(entry.groups) or "nothing"
+        taken = _last(happened, "retire", "retention took a part of it")
+        return "not resumable", f"{taken}; left: {left}. It loads, and a run cannot go on from it"
+    failed = next((one for one in start.passed if one.entry.key == entry.key), None)
+    if failed is not None:
+        return failed.outcome.value, failed.reason
+    return _usable(start, entry)
+
+
+def _usable(start: Start, entry: Entry) -> tuple[str, str]:
+    kind = "" if entry.position.boundary else "mid-epoch, for automatic resume only; "
+    if start.chosen is None:
+        return "not reached", f"{kind}a newer one stands before it"
+    if start.chosen.key == entry.key:
+        return "chosen", f"{kind}the newest that is proved, up to the headers"
+    return "older", f"{kind}a start takes the newest, epoch {start.chosen.position}; ask for it by its number"
+
+
+def _last(happened: tuple[Happening, ...], kind: str, otherwise: str) -> str:
+    found = next((one for one in reversed(happened) if one.kind == kind), None)
+    return otherwise if found is None else f"{found.text}, {found.when}"

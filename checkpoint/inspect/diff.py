@@ -28,7 +28,7 @@ from torchrelay.checkpoint.inspect.contents import (
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.inspect.diff_statistics import Change
+    from torchrelay.checkpoint.inspect.statistics import Change
 
 
 @dataclass(frozen=True)
@@ -282,12 +282,12 @@ class Comparison:
 
     def change(self, *, whole: bool) -> Change:
         """The figures, of the blocks that digests do not call equal or of all if any bit differs."""
-        from torchrelay.checkpoint.inspect.diff_statistics import change_between, joined
+        from torchrelay.checkpoint.inspect.statistics import change_between, joined_changes
 
         whole = whole and self.differs()
         chunks = self._chunks(whole=whole)
         dtype = str(self.item.leaf.dtype)
-        return joined(change_between(a, b, self._width, dtype) for a, b in chunks)
+        return joined_changes(change_between(a, b, self._width, dtype) for a, b in chunks)
 
     @property
     def _width(self) -> int:

@@ -1,4 +1,4 @@
-"""What is derived is made again, what was to go goes; where the bytes of a directory are.
+"""What lies in a directory beside what the log needs, how it is repaired, and who uses the bytes.
 
 Only the owner of the log deletes. What lay there before our takeover, and what no record refers to after
 it, can never be committed by anybody any more; so nothing that is in flight is ever touched.
@@ -6,25 +6,233 @@ it, can never be committed by anybody any more; so nothing that is in flight is 
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import field
+from typing import Any, Literal
 
-from torchrelay.checkpoint.format.manifest.position import Entry
-from torchrelay.checkpoint.format.manifest.schema import DATA, try_directory
+from torchrelay.checkpoint.format.canonical_json import sealed_bytes
+from torchrelay.checkpoint.format.manifest.position import Entry, Retirement
+from torchrelay.checkpoint.format.manifest.schema import DATA, MANIFEST, STATS, try_directory
 from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
-from torchrelay.checkpoint.inspect.inventory import Finding, Inventory, take_inventory
-from torchrelay.checkpoint.log.chain import open_log
+from torchrelay.checkpoint.log import job_file, lease
+from torchrelay.checkpoint.log.chain import HINT, Tail, open_log, read_hint, read_tail
 from torchrelay.checkpoint.log.lease import PATIENCE_SECS
-from torchrelay.checkpoint.log.record import LOG
+from torchrelay.checkpoint.log.record import LOG, decode, slot_path
 from torchrelay.checkpoint.log.retention import Keeping, delete_orphans, delete_retired
-from torchrelay.checkpoint.log.state import restore
+from torchrelay.checkpoint.log.state import History, LostBase, lost_bases, read_history, restore
 from torchrelay.checkpoint.log.tiered_storage import refuse_part
-from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.view import STRIDE, LogView, find_tail, floor
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.storage.base import Storage, check_exclusion
-from torchrelay.errors import DamagedError
+from torchrelay.checkpoint.storage.base import Leftovers, Storage, check_exclusion
+from torchrelay.checkpoint.storage.open import NOTES as TIER_NOTES
+from torchrelay.errors import DamagedError, UnknownEpochError
 from torchrelay.records import dataclass
+
+Json = Any
+Does = Literal["mend", "delete", "keep"]
+"""What repair does with a finding: always, only when told, never."""
+
+_SLOT = re.compile(r"[0-9]{20}\.json", re.ASCII)
+_BASE = re.compile(r"base-[0-9a-f]{6,64}\.json", re.ASCII)
+_TOP = frozenset({job_file.PATH, lease.PATH, TIER_NOTES, LOG, DATA, "pins", "requests"})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as it should be; `path` is relative to the directory."""
+
+    does: Does
+    kind: str
+    path: str
+    text: str
+
+    def json(self) -> dict[str, Json]:
+        """As an object of `repair --json`."""
+        return {"does": self.does, "kind": self.kind, "path": self.path, "text": self.text}
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Everything that was found. `view` is None while a lost base file keeps the log from being read."""
+
+    findings: tuple[Finding, ...]
+    view: LogView | None
+    history: History
+    lost: tuple[LostBase, ...] = field(default=(), repr=False)
+
+    def paths(self, kind: str) -> frozenset[str]:
+        """Where findings of a kind lie."""
+        return frozenset(one.path for one in self.findings if one.kind == kind)
+
+
+def take_inventory(storage: Storage) -> Inventory:
+    """Look at everything.
+
+    Raises UnknownEpochError where no job has begun, DamagedError for a log that cannot be trusted,
+    FormatError for a newer version's, StorageError for what cannot be read.
+    """
+    job = job_file.read_job(storage)
+    newest = find_tail(lambda slot: storage.stat(slot_path(slot)) is not None, read_hint(storage))
+    if job is None or newest is None:
+        raise UnknownEpochError(f"{storage.url} holds no job yet: there is nothing to look at")
+    tail: Tail | DamagedError
+    try:
+        tail = read_tail(storage, job)
+        job = tail.job
+    except DamagedError as error:
+        tail = error
+    history = read_history(storage, job.uuid, newest)
+    lost = lost_bases(storage, history)
+    findings = [Finding("mend", "job file", job_file.PATH, one) for one in job.notices]
+    findings += [_lost(one) for one in lost]
+    findings += [
+        Finding("keep", "damaged record", path, "damaged: it stays as it is, newer ones tell what is live")
+        for path in history.damaged
+    ]
+    if isinstance(tail, DamagedError):
+        if not lost:
+            raise tail
+        return Inventory(tuple(findings), None, history, lost)
+    findings += _derived(storage, tail, newest)
+    findings += _gone(storage, tail.view)
+    findings += _undeleted(storage, tail.view)
+    findings += _unneeded(storage, tail.view, history, job.uuid)
+    findings += _foreign(storage, tail.view)
+    return Inventory(tuple(findings), tail.view, history, lost)
+
+
+def _lost(one: LostBase) -> Finding:
+    if one.data is None:
+        return Finding(
+            "keep",
+            "lost base",
+            one.ref.path,
+            f"{one.reason}; nothing tells what it held: restore it from a copy",
+        )
+    return Finding("mend", "base", one.ref.path, f"{one.reason}; it can be made again")
+
+
+def _derived(storage: Storage, tail: Tail, newest: int) -> Iterator[Finding]:
+    hint = read_hint(storage)
+    leads = hint is not None and hint <= newest and floor(hint) == floor(newest)
+    if not leads or storage.stat(slot_path(hint or 0)) is None:
+        said = "nothing" if hint is None else f"slot {hint}"
+        yield Finding("mend", "hint", HINT, f"says {said}, the log ends at slot {newest}")
+    if not _counts(storage, tail.view):
+        yield Finding("mend", "counter", lease.PATH, "is no counter of the newest writer")
+
+
+def _counts(storage: Storage, view: LogView) -> bool:
+    try:
+        found = json.loads(storage.read_range(lease.PATH, 0, lease.LIMIT_BYTES))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.get("generation") == view.generation
+
+
+def _gone(storage: Storage, view: LogView) -> Iterator[Finding]:
+    """Directories that are not there, of live epochs that nobody has quarantined yet."""
+    healthy = [one for one in view.entries if one.healthy]
+    needed = {name for one in healthy for name in one.tries}
+    for name in sorted(needed - set(storage.list(DATA))):
+        if storage.stat(f"{try_directory(name)}/{MANIFEST}") is not None:
+            continue  # listings of an object store may lag behind
+        needing = [f"{one.position} (branch {one.branch})" for one in healthy if name in one.tries]
+        text = f"gone, and needed by epoch {', '.join(needing[:8])}{' and others' * (len(needing) > 8)}"
+        remedy = "restore it from a copy, or torchrelay ckpt verify --quarantine"
+        yield Finding("keep", "lost epoch", try_directory(name), f"{text}: {remedy}")
+
+
+def _undeleted(storage: Storage, view: LogView) -> Iterator[Finding]:
+    there = set(storage.list(DATA))
+    for one in view.retiring:
+        files = list(files_of(storage, one))
+        if files or (one.groups is None and one.try_name in there):
+            what = "all of it" if one.groups is None else f"the files of {', '.join(one.groups)}"
+            text = f"retired ({what}), but not deleted completely: {_size(storage, files)} left"
+            yield Finding("mend", "deletion", try_directory(one.try_name), text)
+
+
+def files_of(storage: Storage, one: Retirement) -> Iterator[str]:
+    """The files of a try, or of some groups of it, that are there."""
+    directory = try_directory(one.try_name)
+    for name in storage.list(directory):
+        if one.groups is None or _group_of(name) in one.groups:
+            yield f"{directory}/{name}"
+
+
+def _group_of(name: str) -> str | None:
+    try:
+        return parse_shard_file_name(name).group
+    except DamagedError:
+        return None
+
+
+def _unneeded(storage: Storage, view: LogView, history: History, job: str) -> Iterator[Finding]:
+    """What no record refers to. While damage hides a part of the log a try may be a committed one."""
+    busy = "" if view.released else "; or a save in flight, where its writer still lives"
+    known = view.state.tries | {one.try_name for one in view.retiring}
+    for name in storage.list(DATA):
+        if TRY.fullmatch(name) and name not in known:
+            files = list(files_of(storage, Retirement(name)))
+            size = _size(storage, files)
+            text = f"no record refers to it ({size}): a save that did not end{busy}"
+            if not view.certain:
+                text = f"no record that can be read refers to it ({size}); kept, because others are damaged"
+            yield Finding("delete" if view.certain else "keep", "orphan", try_directory(name), text)
+    if view.certain and (referred := _referred(storage, history, job)) is not None:
+        for name in storage.list(LOG):
+            if _BASE.fullmatch(name) and name not in referred:
+                yield Finding("delete", "unused base", f"{LOG}/{name}", f"no record refers to it{busy}")
+    for directory in ("", LOG, DATA, *map(try_directory, sorted(view.state.tries))):
+        for name in storage.leftovers(directory) if isinstance(storage, Leftovers) else ():
+            path = f"{directory}/{name}" if directory else name
+            yield Finding("delete", "temporary", path, f"a write that a crash cut off{busy}")
+
+
+def _referred(storage: Storage, history: History, job: str) -> frozenset[str] | None:
+    """Base files that any record refers to, old ones at multiples of 256 too; None if one is unclear."""
+    if history.damaged:
+        return None
+    found = {record.base.name for record in history.records if record.base is not None}
+    for slot in range(0, history.begins, STRIDE):
+        try:
+            record = decode(sealed_bytes(storage, slot_path(slot)), slot=slot, job=job)
+        except (DamagedError, FileNotFoundError):
+            return None
+        if record.base is not None:
+            found.add(record.base.name)
+    return frozenset(found)
+
+
+def _foreign(storage: Storage, view: LogView) -> Iterator[Finding]:
+    yield from _strangers("", (name for name in storage.list("") if name not in _TOP))
+    yield from _strangers(LOG, (name for name in storage.list(LOG) if not _of_log(name)))
+    yield from _strangers(DATA, (name for name in storage.list(DATA) if not TRY.fullmatch(name)))
+    for try_name in sorted(view.state.tries):
+        directory = try_directory(try_name)
+        names = storage.list(directory)
+        yield from _strangers(
+            directory, (name for name in names if name not in (MANIFEST, STATS) and _group_of(name) is None)
+        )
+
+
+def _strangers(directory: str, names: Iterable[str]) -> Iterator[Finding]:
+    for name in names:
+        path = f"{directory}/{name}" if directory else name
+        yield Finding("keep", "foreign", path, "not ours, and never touched")
+
+
+def _of_log(name: str) -> bool:
+    return bool(_SLOT.fullmatch(name) or _BASE.fullmatch(name)) or f"{LOG}/{name}" == HINT
+
+
+def _size(storage: Storage, files: Sequence[str]) -> str:
+    return f"{len(files)} files, {sum(storage.stat(path) or 0 for path in files)} bytes"
+
 
 _OWN_FILES = ("temporary", "unused base")
 

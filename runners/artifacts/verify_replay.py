@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.files.blobs.api import load_blobs
+from torchrelay.checkpoint.files.blob_files import load_blobs
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.errors import DamagedError, RelayError, UsageError

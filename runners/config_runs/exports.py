@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.files.interop.export import export_checkpoint
+from torchrelay.checkpoint.files.interop import export_checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.data.loader import EpochLoader

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.files.blobs.load_into import FileSource, load_into
-from torchrelay.checkpoint.files.blobs.reader import open_blob_file
+from torchrelay.checkpoint.files.blob_reader import open_blob_file
+from torchrelay.checkpoint.files.load_into import FileSource, load_into
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.checkpoint.log.view import ranges, whole_epochs

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.files.blobs.api import save_blobs
+from torchrelay.checkpoint.files.blob_files import save_blobs
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.storage.open import Tier, joined
 from torchrelay.jobs.config.runner_schema import CheckpointKeys

@@ -295,7 +295,7 @@ class Context:
         are loaded in place, verified, all or nothing; tensors and values that the workspace lacks are made,
         other names must be there (KeyError). Returns what is missing and unexpected.
         """
-        from torchrelay.checkpoint.files.blobs.load_into import load_blobs_into
+        from torchrelay.checkpoint.files.load_into import load_blobs_into
 
         self.before_mutation()
         return load_blobs_into(self.workspace, where, names, **options)

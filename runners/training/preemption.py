@@ -255,7 +255,7 @@ def _own_failure(error: BaseException) -> bool:
 
 def _write(workspace: Workspace, selection: Selection | None, path: Path, facts: dict[str, Any]) -> list[str]:
     """Write what is saved of a node; returns what had to be left out."""
-    from torchrelay.checkpoint.files.blobs.writer import content_of, write_blob_file
+    from torchrelay.checkpoint.files.blob_files import content_of, write_blob_file
 
     blobs = _saved(workspace)
     leaves = leaves_of(blobs)

@@ -25,7 +25,7 @@ _HOMES = {
     "Context": "runners.session.context",
     "Counter": "jobs.task",
     "DatasetReader": "jobs.data.readers",
-    "DcpReader": "checkpoint.files.interop.dcp",
+    "DcpReader": "checkpoint.files.dcp",
     "DistributedSession": "runners.session.distributed",
     "EpochLoader": "jobs.data.loader",
     "FileMetadataHandler": "metadata.handlers",
@@ -64,20 +64,20 @@ _HOMES = {
     "db_name": "checkpoint.manager.base",
     "early_stopping": "jobs.stop",
     "epoch_limiter": "jobs.stop",
-    "estimate_bytes": "checkpoint.files.blobs.api",
-    "export_checkpoint": "checkpoint.files.interop.export",
+    "estimate_bytes": "checkpoint.files.blob_files",
+    "export_checkpoint": "checkpoint.files.interop",
     "final_output": "jobs.task",
     "from_onnx": "models.onnx.importer.module",
     "fsdp_state": "checkpoint.state.module_leaves",
     "get_ckpt_filename": "checkpoint.manager.base",
     "get_params": "models.archive.states",
     "get_states": "models.archive.states",
-    "import_checkpoint": "checkpoint.files.interop.importer",
+    "import_checkpoint": "checkpoint.files.interop",
     "init": "runners.session.local",
     "load": "models.package.api",
-    "load_blobs": "checkpoint.files.blobs.api",
+    "load_blobs": "checkpoint.files.blob_files",
     "load_code": "metadata.code.imports",
-    "load_into": "checkpoint.files.blobs.load_into",
+    "load_into": "checkpoint.files.load_into",
     "load_states": "models.archive.api",
     "load_upstream": "runners.training.extras.load_upstream",
     "main": "runners.programs.cli",
@@ -89,7 +89,7 @@ _HOMES = {
     "open_package": "models.package.reader",
     "run_to_onnx": "runners.artifacts.run_to_onnx",
     "save": "models.package.api",
-    "save_blobs": "checkpoint.files.blobs.api",
+    "save_blobs": "checkpoint.files.blob_files",
     "save_states": "models.archive.api",
     "seed": "jobs.random",
     "set_states": "models.archive.api",
@@ -106,15 +106,15 @@ if TYPE_CHECKING:
     from torchrelay.models.package.reader import open_package as open_package
     from torchrelay.models.package.api import save as save
     from torchrelay.models.package.reader import summary as summary
-    from torchrelay.checkpoint.files.blobs.api import (
+    from torchrelay.checkpoint.files.blob_files import (
         estimate_bytes as estimate_bytes,
         load_blobs as load_blobs,
         save_blobs as save_blobs,
     )
-    from torchrelay.checkpoint.files.interop.dcp import DcpReader as DcpReader
-    from torchrelay.checkpoint.files.interop.export import export_checkpoint as export_checkpoint
-    from torchrelay.checkpoint.files.interop.importer import import_checkpoint as import_checkpoint
-    from torchrelay.checkpoint.files.blobs.load_into import load_into as load_into
+    from torchrelay.checkpoint.files.dcp import DcpReader as DcpReader
+    from torchrelay.checkpoint.files.interop import export_checkpoint as export_checkpoint
+    from torchrelay.checkpoint.files.interop import import_checkpoint as import_checkpoint
+    from torchrelay.checkpoint.files.load_into import load_into as load_into
     from torchrelay.checkpoint.manager.checkpoint_manager import CheckpointManager as CheckpointManager
     from torchrelay.checkpoint.manager.base import db_name as db_name, get_ckpt_filename as get_ckpt_filename
     from torchrelay.checkpoint.manager.checkpoint_manager import (

@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchrelay import load_blobs, load_into, save_blobs
-from torchrelay.checkpoint.files.blobs.reader import open_blob_file
-from torchrelay.checkpoint.files.blobs.writer import content_of, write_blob_file
+from torchrelay.checkpoint.files.blob_files import content_of, write_blob_file
+from torchrelay.checkpoint.files.blob_reader import open_blob_file
 from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.shard import writer
 from torchrelay.checkpoint.format.shard.entries import form_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchrelay import load_into, save_blobs
-from torchrelay.checkpoint.files.blobs.reader import open_blob_file
+from torchrelay.checkpoint.files.blob_reader import open_blob_file
 from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.shard import batched_reads
 from torchrelay.checkpoint.format.shard.batched_reads import fetched_ahead, worth_fetching

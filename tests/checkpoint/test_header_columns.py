@@ -12,8 +12,8 @@ from given_entries import ShardEntry, entries_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.files.blobs.api import save_blobs
-from torchrelay.checkpoint.files.blobs.reader import open_blob_file
+from torchrelay.checkpoint.files.blob_files import save_blobs
+from torchrelay.checkpoint.files.blob_reader import open_blob_file
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Box, Flat, Whole
 from torchrelay.checkpoint.format.shard import header as shard_header

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay import load_into, open_checkpoint, save_blobs
-from torchrelay.checkpoint.files.blobs import load_into as from_files
+from torchrelay.checkpoint.files import load_into as from_files
 from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.shard import batched_reads
 from torchrelay.checkpoint.format.shard.entries import form_of

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchrelay import load_blobs, load_into, save_blobs
-from torchrelay.checkpoint.files.blobs.reader import open_blob_file
+from torchrelay.checkpoint.files.blob_reader import open_blob_file
 from torchrelay.checkpoint.format.shard import fast_header, header
 from torchrelay.checkpoint.format.shard.fast_header import windows
 from torchrelay.errors import DamagedError, RelayError

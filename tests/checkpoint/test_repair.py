@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from stage import warned
 
 from torchrelay.checkpoint.format.manifest.position import Key, Position, Retirement
-from torchrelay.checkpoint.inspect.inventory import take_inventory
-from torchrelay.checkpoint.inspect.repair import repair
+from torchrelay.checkpoint.inspect.repair import repair, take_inventory
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log import chain
 from torchrelay.checkpoint.log.chain import open_log

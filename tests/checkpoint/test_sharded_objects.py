@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 import torchrelay
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
-from torchrelay.checkpoint.files.blobs.api import load_blobs, save_blobs
-from torchrelay.checkpoint.files.blobs.load_into import FileSource
-from torchrelay.checkpoint.files.blobs.reader import open_blob_file
+from torchrelay.checkpoint.files.blob_files import load_blobs, save_blobs
+from torchrelay.checkpoint.files.blob_reader import open_blob_file
+from torchrelay.checkpoint.files.load_into import FileSource
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.save.staging import Copier

@@ -28,7 +28,7 @@ if sys.argv[1] == "archive":
     real, ZipWriter.finish = ZipWriter.finish, lambda self: (stop(), real(self))
     torchrelay.save_states(sys.argv[2], torch.nn.Linear(300, 300))
 else:
-    from torchrelay.checkpoint.files.blobs import writer as blob_file_writing
+    from torchrelay.checkpoint.files import blob_files as blob_file_writing
     real, blob_file_writing._publish = blob_file_writing._publish, lambda *words: (stop(), real(*words))
     torchrelay.save_blobs(sys.argv[2], {"w": torch.ones(1000)})
 """

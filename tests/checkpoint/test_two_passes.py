@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchrelay import Job, JobRunner, LocalSession, load_into, max_epochs, save_blobs
-from torchrelay.checkpoint.files.blobs import load_into as file_loads
+from torchrelay.checkpoint.files import load_into as file_loads
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.load import objects as epoch_loads

@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.inspect.contents import CAN_BE_BAD, HAVE_NUMBERS, open_epoch
-from torchrelay.checkpoint.inspect.diff_statistics import Change, change_between, joined
-from torchrelay.checkpoint.inspect.statistics import Moments, leaf_moments, moments_of, numbers, table
+from torchrelay.checkpoint.inspect.statistics import (
+    Change,
+    Moments,
+    change_between,
+    joined_changes,
+    leaf_moments,
+    moments_of,
+    numbers,
+    table,
+)
 from torchrelay.checkpoint.inspect.statistics import joined as joined_moments
 from torchrelay.errors import UsageError
 
@@ -131,7 +139,7 @@ def test_changes_are_those_of_exact_arithmetic(dtype, left, right, cut):
     width = WIDTHS[dtype]
     one, other, at = memory_of(a), memory_of(b), min(cut, a.numel()) * width
     pairs = [(one[:at], other[:at]), (one[at:], other[at:])]
-    found = joined(change_between(x, y, width, dtype) for x, y in pairs)
+    found = joined_changes(change_between(x, y, width, dtype) for x, y in pairs)
     changed = sum(one[i : i + width] != other[i : i + width] for i in range(0, len(one), width))
     assert (found.compared, found.changed) == (a.numel(), changed)
     both = [(x, y) for x, y in zip(exact(a), exact(b), strict=True) if is_finite(x) and is_finite(y)]

@@ -19,7 +19,9 @@ MOST_MODULES = 325
 NOT_FOR_A_LOCAL_RUN = (
     *(
         "checkpoint.save",
+        "checkpoint.files.dcp",
         "checkpoint.files.interop",
+        "checkpoint.files.tensor_files",
         "models.onnx.exporter",
         "checkpoint.storage.object_store",
     ),

@@ -14,7 +14,7 @@ from torchrelay.checkpoint.format.layouts import PerNode
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import Entry, Key, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, stats_path
-from torchrelay.checkpoint.inspect.why import Start, explain, start_now
+from torchrelay.checkpoint.inspect.anomalies import Start, explain, start_now
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import Record
 from torchrelay.checkpoint.log.state import History, read_history

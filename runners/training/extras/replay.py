@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.files.blobs.api import save_blobs
+from torchrelay.checkpoint.files.blob_files import save_blobs
 from torchrelay.errors import UsageError
 from torchrelay.jobs.data.fetch import Batch, MappingBatch, make_batch
 from torchrelay.jobs.random import RandomStreams

@@ -108,7 +108,7 @@ def export(chosen: argparse.Namespace, output: Output) -> int:
     if chosen.to == ONNX:
         return export_onnx(chosen, output)
     _refuse_onnx_options(chosen)
-    from torchrelay.checkpoint.files.interop.export import export_checkpoint
+    from torchrelay.checkpoint.files.interop import export_checkpoint
     from torchrelay.runners.remote_runs.resolve import parse_selector
 
     source = parse_selector(chosen.path)
@@ -150,7 +150,7 @@ def _refuse_onnx_options(chosen: argparse.Namespace) -> None:
 
 def import_(chosen: argparse.Namespace, output: Output) -> int:
     """Make an epoch and say what it has."""
-    from torchrelay.checkpoint.files.interop.importer import import_checkpoint
+    from torchrelay.checkpoint.files.interop import import_checkpoint
 
     blob = None if chosen.split_names else chosen.blob
     done = import_checkpoint(

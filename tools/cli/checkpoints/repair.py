@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import Manifest
-from torchrelay.checkpoint.inspect.inventory import Finding, Inventory, take_inventory
+from torchrelay.checkpoint.inspect.repair import Finding, Inventory, take_inventory
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.errors import DamagedError, StorageError

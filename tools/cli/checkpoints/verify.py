@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest.position import Entry, Position
-from torchrelay.checkpoint.inspect.why import Account, Start, explain, newest_and_chosen, start_now
+from torchrelay.checkpoint.inspect.anomalies import Account, Start, explain, newest_and_chosen, start_now
 from torchrelay.checkpoint.load.verify import Level, Outcome, Proof, prove
 from torchrelay.checkpoint.log.state import History, read_history
 from torchrelay.checkpoint.log.view import LogView

@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torchrelay.checkpoint.files.interop.safetensors import Incoming, mapped_tensors
-from torchrelay.checkpoint.files.interop.torch_files import saved_bytes
+from torchrelay.checkpoint.files.tensor_files import Incoming, mapped_tensors, saved_bytes
 from torchrelay.checkpoint.format.dtypes import by_name, logical_name
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint

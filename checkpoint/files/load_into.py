@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchrelay.checkpoint.files.blobs.api import read_blobs
-from torchrelay.checkpoint.files.blobs.reader import BlobFile, open_blob_file
+from torchrelay.checkpoint.files.blob_files import read_blobs
+from torchrelay.checkpoint.files.blob_reader import BlobFile, open_blob_file
 from torchrelay.checkpoint.format.manifest.position import is_pattern, matches, matches_any
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.load.lookup import Rename, check_exclude_used, pattern_list, renamed, renamed_all

@@ -1,1 +1,0 @@
-"""Blobs in single files, without any job."""

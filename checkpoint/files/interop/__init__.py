@@ -1,1 +1,0 @@
-"""Epochs out to other formats and in from them: torch.save, safetensors, Hugging Face, DCP."""
