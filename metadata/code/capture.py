@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import DamagedError, StorageError, UsageError
-from torchrelay.metadata.code.manifest import is_plain
+from torchrelay.metadata.code.archive import is_plain
 from torchrelay.metadata.fs import read_json, replace_file, write_json
 from torchrelay.metadata.run_directory import without_password
 from torchrelay.records import dataclass

@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from torchrelay.errors import StorageError
-from torchrelay.metadata.code.manifest import SHORT
+from torchrelay.metadata.code.archive import SHORT
 from torchrelay.records import dataclass
 
 PATIENCE_SECS = 10.0

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.code.archive import member_name
+from torchrelay.metadata.code.archive import MOST_FILES, Manifest, SourceFile, member_name, stays_within
 from torchrelay.metadata.code.git import Provenance, provenance_of, repository
-from torchrelay.metadata.code.manifest import MOST_FILES, Manifest, SourceFile, stays_within
 from torchrelay.metadata.code.selection import Root, Sources, select
 from torchrelay.metadata.zip_reader import LIMIT_NAME
 from torchrelay.records import dataclass

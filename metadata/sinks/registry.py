@@ -10,10 +10,8 @@ from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.sinks.base import MetricSink
-from torchrelay.metadata.sinks.mlflow import MlflowSink
-from torchrelay.metadata.sinks.tensorboard import TensorBoardSink
 from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
-from torchrelay.metadata.sinks.wandb import WandbSink
+from torchrelay.metadata.sinks.trackers import MlflowSink, TensorBoardSink, WandbSink
 
 GROUP = "torchrelay.sinks"
 """The entry points of packages that offer sinks: callables of the text behind the colon, or of nothing."""

@@ -19,8 +19,7 @@ from sqlalchemy.pool import NullPool
 from torchrelay.errors import StorageError
 from torchrelay.metadata.handlers import EPOCH, Note
 from torchrelay.metadata.sql import tables
-from torchrelay.metadata.sql.rows import rows_of
-from torchrelay.metadata.sql.tables import has_tables, make_tables, put
+from torchrelay.metadata.sql.tables import has_tables, make_tables, put, rows_of
 from torchrelay.metadata.sql.url import masked, secrets_of, without
 
 Result = TypeVar("Result")

@@ -20,10 +20,9 @@ from torch import nn
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.tree import ConfigError
-from torchrelay.metadata.code.archive import open_archive, unpack_source
+from torchrelay.metadata.code.archive import is_plain, open_archive, unpack_source
 from torchrelay.metadata.code.capture import capture_with_code
 from torchrelay.metadata.code.imports import LoadedCode, load_code
-from torchrelay.metadata.code.manifest import is_plain
 from torchrelay.metadata.experiments import read_note
 from torchrelay.records import dataclass
 from torchrelay.runners.config_runs.class_loading import Loader, load_classes

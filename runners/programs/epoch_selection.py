@@ -14,7 +14,7 @@ from torchrelay.checkpoint.log.job_file import has_job
 from torchrelay.errors import NoProvableEpochError, NotAllowedNowError, UnknownEpochError, UsageError
 from torchrelay.jobs.blobs import is_stateful
 from torchrelay.jobs.job import Job
-from torchrelay.metadata.code.manifest import SHORT
+from torchrelay.metadata.code.archive import SHORT
 from torchrelay.metadata.experiments import ProgramRun
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.status import standing

@@ -9,8 +9,7 @@ from typing import Any
 
 from torchrelay import Job, JobRunner, SqlHandler, max_epochs
 from torchrelay.metadata.sql.database import Database
-from torchrelay.metadata.sql.rows import MERGES, Row
-from torchrelay.metadata.sql.tables import metadata
+from torchrelay.metadata.sql.tables import MERGES, Row, metadata
 from torchrelay.metadata.sql.url import parse_url
 
 

@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from source_trees import fill
 
 from torchrelay.errors import DamagedError, StorageError
-from torchrelay.metadata.code.archive import archive_bytes, member_name, open_archive, write_archive
-from torchrelay.metadata.code.manifest import Manifest, decode
+from torchrelay.metadata.code.archive import (
+    Manifest,
+    archive_bytes,
+    decode,
+    member_name,
+    open_archive,
+    write_archive,
+)
 from torchrelay.metadata.code.selection import Sources
 from torchrelay.metadata.code.snapshot import take
 

@@ -26,7 +26,7 @@ from torchrelay.errors import FormatError, NotAllowedNowError, StorageError, Unk
 from torchrelay.metadata.handlers import EPOCH, FILE_NAME, Holder, MetadataHandler, Note, notes_of_file
 from torchrelay.metadata.sql.database import Database
 from torchrelay.metadata.sql.handler import BoundedCalls, Pending
-from torchrelay.metadata.sql.rows import merged, rows_of
+from torchrelay.metadata.sql.tables import merged, rows_of
 from torchrelay.metadata.sql.url import parse_url
 from torchrelay.metadata.statistics import NodeStats, NodeTimes
 from torchrelay.tools.cli.main import main

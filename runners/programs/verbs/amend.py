@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import DamagedError, DirectoryInUseError, RelayError, StorageError, UsageError
+from torchrelay.metadata.code.archive import SHORT
 from torchrelay.metadata.code.capture import captures, command, surroundings, write_capture
-from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.code.snapshot import Snapshot
 from torchrelay.metadata.experiments import ProgramRun, update_note
 from torchrelay.metadata.run_directory import RunDirectory

@@ -9,7 +9,7 @@ from typing import Any
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError
-from torchrelay.metadata.code.manifest import SHORT
+from torchrelay.metadata.code.archive import SHORT
 from torchrelay.metadata.experiments import ProgramRun, newest_result
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.programs.command_context import BaseScene, say

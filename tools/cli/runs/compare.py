@@ -12,9 +12,16 @@ from torchrelay.checkpoint.format.manifest.position import Entry
 from torchrelay.checkpoint.load.info import glance
 from torchrelay.checkpoint.load.open import Best
 from torchrelay.errors import UsageError
-from torchrelay.metadata.code.archive import Archive, Changes, FileDiff, changes, file_diffs, open_archive
+from torchrelay.metadata.code.archive import (
+    SHORT,
+    Archive,
+    Changes,
+    FileDiff,
+    changes,
+    file_diffs,
+    open_archive,
+)
 from torchrelay.metadata.code.capture import captures, code_id_of, config_texts
-from torchrelay.metadata.code.manifest import SHORT
 from torchrelay.metadata.code.snapshot import of_manifest
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import RelayError
-from torchrelay.metadata.code.archive import open_archive, unpack_source
+from torchrelay.metadata.code.archive import SHORT, Manifest, open_archive, unpack_source
 from torchrelay.metadata.code.capture import capture_with_code
-from torchrelay.metadata.code.manifest import SHORT, Manifest
 from torchrelay.runners.monitoring.console import Output, time_text
 from torchrelay.runners.monitoring.status import STATES
 from torchrelay.runners.monitoring.text import human_bytes
