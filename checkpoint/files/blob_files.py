@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.files.blob_reader import (
+    LEAVES,
     BlobFile,
     local_path,
     open_blob_file,
@@ -38,7 +39,6 @@ from torchrelay.checkpoint.format.manifest.position import (
 )
 from torchrelay.checkpoint.format.names import Key, Whole, nearest
 from torchrelay.checkpoint.format.shard.entries import Entries, form_of, whole_entries
-from torchrelay.checkpoint.format.shard.fast_header import LEAVES
 from torchrelay.checkpoint.format.shard.layout import HeaderFrame, Part, ShardIdentity, ShardLimits, cut
 from torchrelay.checkpoint.format.shard.writer import write_part
 from torchrelay.checkpoint.load.lookup import Rename, check_prefix_used, pattern_list, renamed_all

@@ -26,7 +26,6 @@ from torchrelay.checkpoint.format.mesh_geometry import whole
 from torchrelay.checkpoint.format.names import all_plain, encode_name
 from torchrelay.checkpoint.format.shard.batched_reads import ThreadMemory
 from torchrelay.checkpoint.format.shard.entries import Form
-from torchrelay.checkpoint.format.shard.fast_header import LEAVES
 from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT
 from torchrelay.checkpoint.format.shard.layout import METADATA_KEY
 from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadRequest, verifies
@@ -46,6 +45,8 @@ from torchrelay.records import dataclass
 if TYPE_CHECKING:
     import torch
 
+LEAVES = ":leaves"
+"""The value that is the list of leaves; no blob can have that name."""
 _AT_ONCE = 512
 """Rows that are hashed with one call, while the processor's cache has them."""
 
@@ -144,7 +145,7 @@ def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> Bl
     verifying = verifies(verify)
     path, storage, name = _found(where)
     try:
-        header = read_header(storage, name, listing=True)
+        header = read_header(storage, name)
     except (DamagedError, FormatError) as error:
         if not _of_others(storage, name):
             raise
@@ -197,14 +198,9 @@ def _of_others(storage: Storage, name: str) -> bool:
 
 def seal(rows: Sequence[str], values: Mapping[str, Json]) -> str:
     """SHA-256 of everything that a header says of leaves (see `tensor_rows`, `row`) and checked values."""
-    return _seal((",".join(rows[at : at + _AT_ONCE]) for at in range(0, len(rows), _AT_ONCE)), values)
-
-
-def _seal(texts: Iterable[str], values: Mapping[str, Json]) -> str:
-    """The same, of texts of some rows each."""
     hashed, comma = hashlib.sha256(b"[["), ""
-    for text in texts:
-        hashed.update(f"{comma}{text}".encode())
+    for at in range(0, len(rows), _AT_ONCE):
+        hashed.update(f"{comma}{','.join(rows[at : at + _AT_ONCE])}".encode())
         comma = ","
     hashed.update(b"],%b]" % canonical_json.dumps_read(dict(values)))
     return hashed.hexdigest()
@@ -228,26 +224,11 @@ def openings(names: Sequence[str], blobs: Sequence[str], roles: Iterable[str]) -
 def tensor_rows(opened: Iterable[str], forms: Sequence[Form]) -> list[str]:
     """The rows of very many tensors that are no aliases: few have a form of their own."""
     known = {id(form): form for form in forms}
-    ends = {key: f',"tensor",{_form_text(form)},null]' for key, form in known.items()}
+    ends = {
+        key: f',"tensor",{canonical_json.dumps([form.dtype, list(form.shape)]).decode()[1:-1]},null]'
+        for key, form in known.items()
+    }
     return list(map(add, opened, map(ends.__getitem__, map(id, forms))))
-
-
-def _listed_rows(names: Sequence[str], role: str, forms: Sequence[Form]) -> Iterator[str]:
-    """The rows of tensors that are blobs by themselves, in one role, of names that JSON holds as they are.
-
-    Some hundreds in each text.
-    """
-    known = {id(form): form for form in forms}
-    ends = {key: f'"{role}","tensor",{_form_text(form)},null]' for key, form in known.items()}
-    for at in range(0, len(names), _AT_ONCE):
-        part = slice(at, at + _AT_ONCE)
-        behind = map(ends.__getitem__, map(id, forms[part]))
-        rows = [f'["{name}","{name}",{end}' for name, end in zip(names[part], behind, strict=True)]
-        yield ",".join(rows)
-
-
-def _form_text(form: Form) -> str:
-    return canonical_json.dumps([form.dtype, list(form.shape)]).decode()[1:-1]
 
 
 def local_path(where: str | os.PathLike[str]) -> Path:
@@ -264,16 +245,11 @@ class BlobLeaves(Mapping[str, LeafSpec]):
     """The leaves of a blob file by name; described when they are asked for."""
 
     def __init__(self, header: ShardHeader, said: Sequence[Sequence[str]]) -> None:
-        """Of rows of leaf, blob and role, or of what the header lists; TypeError or ValueError for others."""
+        """Of rows of leaf, blob and role; TypeError or ValueError for others."""
         self._header = header
         self._made: dict[str, LeafSpec] = {}
-        entries, values, listed = header.entries.keys(), header.values.keys(), header.content.listed
+        entries, values = header.entries.keys(), header.values.keys()
         self._plain: Set[str] = entries
-        if listed is not None:
-            self._names = self._blobs = header.entries.keys_at(listed.numbers)
-            self._roles = [listed.role] * len(self._names)
-            self._all_plain = True
-            return
         self._names, self._blobs, self._roles = map(list, zip(*said, strict=True)) if said else ([], [], [])
         own = self._numbers.keys()
         if len(own) < len(said):
@@ -334,9 +310,6 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         """What `seal` gives for these leaves; raises KeyError, TypeError or ValueError for what is none."""
         if not set(self._roles) <= _ROLES.keys():
             raise ValueError("a leaf has a role that is none")
-        if (listed := self._header.content.listed) is not None:
-            forms = self._header.entries.forms(self._names)
-            return _seal(_listed_rows(self._names, listed.role, forms), values)
         if self._all_plain:
             return seal(self._tensor_rows(self._names, self._blobs, self._roles), values)
         here = [name in self._plain for name in self._names]

@@ -58,17 +58,3 @@ def reading() -> Iterator[Bug]:
         'text.partition("@")[2])\n',
         ["tests/checkpoint/test_header_columns.py"],
     )
-    yield Bug(
-        "rows of a list of leaves are taken unseen",
-        "checkpoint/format/shard/fast_header.py",
-        " and first == blobs[0] and opened == expected else None\n",
-        " else None\n",
-        ["tests/checkpoint/test_listed_leaves.py"],
-    )
-    yield Bug(
-        "what stands before the names of a header is taken unseen",
-        "checkpoint/format/shard/fast_header.py",
-        "        if len(joined) + sum(map(len, prefixes)) != sum(map(len, heads)) or ",
-        "        if ",
-        ["tests/checkpoint/test_header_columns.py"],
-    )

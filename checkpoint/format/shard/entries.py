@@ -376,12 +376,6 @@ class StoredEntries(Mapping[str, StoredEntry]):
             self._asked = keys, found
         return found
 
-    def keys_at(self, numbers: Sequence[int]) -> list[str]:
-        """The keys of entries by their numbers, which are remembered until others are asked for."""
-        found = list(map(self._order.__getitem__, numbers))
-        self._asked = found, list(numbers)
-        return found
-
     def key_at(self, number: int) -> str:
         """The key of one entry."""
         return self._order[number]

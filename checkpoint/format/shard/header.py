@@ -18,7 +18,6 @@ from torchrelay.checkpoint.format.shard.entries import (
     columns_of,
     too_large,
 )
-from torchrelay.checkpoint.format.shard.fast_header import ListedLeaves, quick_header, was_cut
 from torchrelay.checkpoint.format.shard.layout import ALIGNMENT, METADATA_KEY, ShardIdentity
 from torchrelay.errors import BlobError, DamagedError, FormatError, UsageError
 from torchrelay.records import dataclass
@@ -31,10 +30,7 @@ _RESERVED = ("encryption", "codec", "stored_bytes")
 
 @dataclass(frozen=True)
 class ShardContent:
-    """What a header says: whose file this is, and where everything lies in it.
-
-    Of a blob file `listed` may tell what its list of leaves says, which is empty then among the values.
-    """
+    """What a header says: whose file this is, and where everything lies in it."""
 
     identity: ShardIdentity
     part: int
@@ -43,7 +39,6 @@ class ShardContent:
     values: Mapping[str, Json]
     data_start: int
     file_bytes: int
-    listed: ListedLeaves | None = None
 
 
 def header_length(prefix: bytes, file_bytes: int, *, what: str) -> int:
@@ -56,20 +51,15 @@ def header_length(prefix: bytes, file_bytes: int, *, what: str) -> int:
     return total
 
 
-def parse(
-    header: bytes, file_bytes: int, *, what: str, listing: bool = False, vouched: bool = False
-) -> ShardContent:
+def parse(header: bytes, file_bytes: int, *, what: str, vouched: bool = False) -> ShardContent:
     """Understand all bytes before the data; raises DamagedError, or FormatError for another version.
 
-    `listing` says that somebody wants `listed` of a blob file, `vouched` that these very bytes were
-    understood before: they are then read `again` (see `canonical.loads`), and an entry of a form of its own
-    is looked at when it is asked for.
+    `vouched` says that these very bytes were understood before: they are then read `again` (see
+    `canonical_json.loads`), and an entry of a form of its own is looked at when it is asked for.
     """
     if header_length(header, file_bytes, what=what) != len(header):
         raise DamagedError(f"{what}: the header is not {len(header)} bytes long")
-    data = range(len(header), file_bytes)
-    found = _quickly(header, data, what, listing) or _decoded(header, data, what, vouched)
-    inner, pieces, entries, listed = found
+    inner, pieces, entries = _decoded(header, range(len(header), file_bytes), what, vouched)
     if not vouched:
         entries.look_at_all()
     return ShardContent(
@@ -80,35 +70,13 @@ def parse(
         values=_values(inner, what),
         data_start=len(header),
         file_bytes=file_bytes,
-        listed=listed,
     )
 
 
-_Understood = tuple[dict[str, Json], dict[str, dict[str, Json]], StoredEntries, ListedLeaves | None]
-"""Metadata, what they say of pieces, the entries, and the list of leaves where it was taken out."""
-
-
-def _quickly(header: bytes, data: range, what: str, listing: bool) -> _Understood | None:
-    """A header in which every key is the name of a whole leaf that the entry tells all of."""
-    found = quick_header(header, len(data), listing)
-    if found is None:
-        return None
-    try:
-        inner = _parse_metadata(found.metadata, what)
-    except (DamagedError, FormatError):
-        if found.listed:
-            return None  # what is wrong, and where, is said of all of the text
-        raise
-    if found.listed and not was_cut(inner.get("values"), found.numbers.keys(), found.listed.mark):
-        return None
-    pieces, digests = _pieces(inner, what), inner["digests"]
-    if len(digests) != found.columns.blocks[-1] * digest.SIZE or not pieces.keys().isdisjoint(found.numbers):
-        return None
-    entries = StoredEntries(found.numbers, {}, Stored(found.columns, digests, data.start))
-    return inner, pieces, entries, found.listed
-
-
-def _decoded(header: bytes, data: range, what: str, vouched: bool) -> _Understood:
+def _decoded(
+    header: bytes, data: range, what: str, vouched: bool
+) -> tuple[dict[str, Json], dict[str, dict[str, Json]], StoredEntries]:
+    """Metadata, what they say of pieces, and the entries."""
     said = canonical_json.loads(header[8:], what=f"{what}: header", limit_bytes=len(header), again=vouched)
     if not isinstance(said, dict):
         raise DamagedError(f"{what}: the header is no JSON object")
@@ -118,7 +86,7 @@ def _decoded(header: bytes, data: range, what: str, vouched: bool) -> _Understoo
         raise FormatError(f"{what} was not written by torchrelay: its metadata say nothing of it")
     inner = _parse_metadata(text, what, vouched)
     pieces = _pieces(inner, what)
-    return inner, pieces, _entries(said, pieces, inner["digests"], data, what), None
+    return inner, pieces, _entries(said, pieces, inner["digests"], data, what)
 
 
 def _parse_metadata(text: str, what: str, vouched: bool = False) -> dict[str, Json]:

@@ -79,14 +79,13 @@ def read_header(
     path: str,
     expect: ShardExpectation | None = None,
     *,
-    listing: bool = False,
     vouched: bool = False,
 ) -> ShardHeader:
     """Read and check everything before the data; no data are read.
 
     With `expect` the file's size and the header's SHA-256 are proved; without, the header is only
-    checked to be consistent with itself and with the file's size. `listing` and `vouched` are what `parse`
-    takes; the latter only together with `expect`.
+    checked to be consistent with itself and with the file's size. `vouched` is what `parse` takes, and only
+    together with `expect`.
     Raises DamagedError for a file that is missing or is not what it should be, FormatError for
     another version's.
     """
@@ -94,7 +93,7 @@ def read_header(
     if size is None:
         raise MissingShardError(f"{path} is missing")
     header = _proved(storage, path, size, expect) if expect else _consistent(storage, path, size)
-    content = parse(header, size, what=path, listing=listing, vouched=vouched and expect is not None)
+    content = parse(header, size, what=path, vouched=vouched and expect is not None)
     return ShardHeader(storage, path, content, block_digests(memoryview(header)))
 
 
