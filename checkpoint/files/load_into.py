@@ -221,9 +221,8 @@ class FileSource:
         if rename is not None or exclude:
             return self._load(plan, NOTHING, atomic=atomic)
         blobs = self._plain_blobs(objects)
-        with self.file.header.expecting(blobs):
-            in_place = fitting(objects, blobs, self.file.header.entries.forms(blobs))
-            return self._load(plan, in_place, atomic=atomic)
+        in_place = fitting(objects, blobs, self.file.header.entries.forms(blobs))
+        return self._load(plan, in_place, atomic=atomic)
 
     def _load(self, plan_with: Callable[[InPlace], Any], in_place: InPlace, *, atomic: bool) -> LoadResult:
         (stored, specs, plan), in_place = planned(plan_with, in_place)

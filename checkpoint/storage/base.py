@@ -60,14 +60,11 @@ class ReadHandle(Protocol):
 
 
 @runtime_checkable
-class Fetches(ReadHandle, Protocol):
-    """What a handle may offer besides: to fetch bytes that will be read later."""
+class Cached(ReadHandle, Protocol):
+    """What a handle may offer besides: to tell what a cache has."""
 
     def is_at_hand(self, offset: int, nbytes: int) -> bool:
         """Whether bytes of the range can be read without waiting for the device, as far as one can say."""
-
-    def fetch(self, offset: int, nbytes: int) -> bool:
-        """Begin to bring a MiB nearer; False where that cannot be done. Raises nothing."""
 
 
 @runtime_checkable

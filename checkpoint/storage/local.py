@@ -204,10 +204,6 @@ class _LocalReads(LocalReadHandle):
         with _named(self.path, "read", FileNotFoundError, nbytes=length):
             return super().read(offset, length)
 
-    def fetch(self, offset: int, nbytes: int) -> bool:
-        with underway("fetch", self.path, nbytes):
-            return super().fetch(offset, nbytes)
-
     def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
         with _named(self.path, "read", FileNotFoundError):
             count = super().read_scattered(offset, destinations)

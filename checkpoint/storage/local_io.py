@@ -137,15 +137,6 @@ class LocalReadHandle:
         """Whether bytes of the range lie in the page cache; yes where the system cannot say."""
         return self._is_cached(offset, nbytes)
 
-    def fetch(self, offset: int, nbytes: int) -> bool:
-        """Have the kernel read into the page cache; of one request it takes only a few MiB."""
-        if not hasattr(os, "posix_fadvise"):
-            return False
-        with suppress(OSError):
-            os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
-            return True
-        return False
-
     def close(self) -> None:
         """Close once; later calls do nothing."""
         descriptors = (self._descriptor, self._direct)

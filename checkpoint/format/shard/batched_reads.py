@@ -6,8 +6,6 @@ nothing here is done entry by entry unless something is wrong.
 What is read, verified and put into place at a time stays in the processor's cache; measured in
 docs/performance.md.
 
-Very many small tensors take a tenth of a second to look at, in which the device would be idle.
-
 One built-in function puts a question to all. Give at most `AT_ONCE` at a time: so many stay in the
 processor's cache until the last question; a tensor that does not takes four times as long for each.
 """
@@ -17,14 +15,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from itertools import islice, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeGuard
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, digests_of, has_memory
 from torchrelay.checkpoint.format.shard.entries import Stored, StoredEntries
-from torchrelay.checkpoint.storage.base import Fetches, Memory, Storage, open_for_reading
+from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.records import dataclass
 
@@ -255,59 +252,6 @@ class ThreadMemory:
             self._own.passing = Passing()
         passing: Passing = self._own.passing
         return passing.room(nbytes)
-
-
-WORTH_IT = 4096
-"""So many entries take some milliseconds to look at."""
-STEP = 1 << 20
-"""Bytes of one request: of a larger one the kernel takes only the beginning."""
-AT_MOST = 256 << 20
-"""Of more bytes the rest is left to the reads: what was fetched must still be there when they come."""
-
-
-@contextmanager
-def fetched_ahead(storage: Storage, path: str, part: range) -> Iterator[None]:
-    """Have the storage fetch these bytes of a file while the block runs; it is only a hint.
-
-    Nothing is fetched where the storage does not offer it, or has the bytes at hand. No thread is at
-    work any more when the block has ended.
-    """
-    stopped = threading.Event()
-    args = (storage, path, part, stopped)
-    thread = threading.Thread(target=_fetch, args=args, name="torchrelay-fetch", daemon=True)
-    if part:
-        with suppress(RuntimeError):  # no more threads in this process
-            thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        if thread.ident is not None:
-            thread.join()
-
-
-def worth_fetching(stored: Stored, numbers: Sequence[int]) -> range:
-    """The bytes of a file that hold these entries, from the first on; none where it would gain nothing.
-
-    That is where they are few, or where more than half of what lies between them is not wanted.
-    """
-    if len(numbers) < WORTH_IT:
-        return range(0)
-    starts, stops = stored.columns.bounds(numbers)
-    first, end = min(starts), max(stops)
-    if 2 * (sum(stops) - sum(starts)) < end - first:
-        return range(0)
-    return range(stored.data_start + first, stored.data_start + min(end, first + AT_MOST))
-
-
-def _fetch(storage: Storage, path: str, part: range, stopped: threading.Event) -> None:
-    """What goes wrong here goes wrong again where the bytes are read, and is told there."""
-    with suppress(OSError), open_for_reading(storage, path) as handle:
-        if not isinstance(handle, Fetches) or handle.is_at_hand(part.start, len(part)):
-            return
-        for at in part[::STEP]:
-            if stopped.is_set() or not handle.fetch(at, min(STEP, part.stop - at)):
-                return
 
 
 AT_ONCE = 1024

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.shard.entries import StoredEntry
-from torchrelay.checkpoint.storage.base import Fetches, ReadHandle, Storage, open_for_reading
+from torchrelay.checkpoint.storage.base import Cached, ReadHandle, Storage, open_for_reading
 from torchrelay.checkpoint.storage.work import share
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
@@ -95,7 +95,7 @@ class ReadOptions:
 
     def threads_for(self, handle: ReadHandle, begin: int, nbytes: int) -> int:
         """How many reads of these bytes of a file, from byte `begin` on, are to be under way at a time."""
-        if self.of_the_cores >= self.threads or not isinstance(handle, Fetches):
+        if self.of_the_cores >= self.threads or not isinstance(handle, Cached):
             return self.threads
         if handle.is_at_hand(begin, nbytes):
             return self.of_the_cores

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import compress
 from operator import sub
@@ -18,9 +17,7 @@ from torchrelay.checkpoint.format.shard.batched_reads import (
     Span,
     ThreadMemory,
     batches,
-    fetched_ahead,
     in_order,
-    worth_fetching,
 )
 from torchrelay.checkpoint.format.shard.entries import StoredEntries, StoredEntry
 from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT, ShardContent, header_length, parse
@@ -206,13 +203,6 @@ class ShardHeader:
     def portion(self, begin: int, nbytes: int, read: Callable[[ReadHandle], None]) -> Portion:
         """Bytes of this file, from byte `begin` on, that `read` reads at a time."""
         return Portion(self._storage, self.path, begin, nbytes, read)
-
-    def expecting(self, keys: Sequence[str]) -> AbstractContextManager[None]:
-        """Fetch these entries while a block looks at where they belong, if they are many and side by side."""
-        part = (
-            worth_fetching(self.entries.stored, self._numbers(keys)) if self.entries.in_columns else range(0)
-        )
-        return fetched_ahead(self._storage, self.path, part)
 
     def read_whole(
         self, keys: Sequence[str], memories: Sequence[Memory], options: ReadOptions = PLAIN
