@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cached_property
 from itertools import compress
 from operator import add
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Json
-from torchrelay.checkpoint.format.columns import lazily
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.layouts import Near
 from torchrelay.checkpoint.format.manifest.schema import LeafRow
@@ -63,12 +63,12 @@ class BlobFile:
     verify: bool = True
     """Whether every block that is read is verified."""
 
-    @lazily
+    @cached_property
     def values(self) -> dict[str, Json]:
         """The values in their typed form."""
         return {name: json for name, json in self.header.values.items() if name != LEAVES}
 
-    @lazily
+    @cached_property
     def inner(self) -> dict[str, str]:
         """The tensors that lie inside values, each with the name of that value.
 
@@ -261,7 +261,7 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         if not self._all_plain:
             self._plain = entries - values if plain else set()
 
-    @lazily
+    @cached_property
     def _numbers(self) -> dict[str, int]:
         """The place of each leaf in the list."""
         return dict(zip(self._names, range(len(self._names)), strict=True))

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from torchrelay.checkpoint.format.columns import lazily
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.names import format_key
 from torchrelay.checkpoint.save.planning.assignments import Assignment, Plan
@@ -49,7 +49,7 @@ class Room:
     at: int
     nbytes: int
 
-    @lazily
+    @cached_property
     def address(self) -> int:
         """Where it lies in memory."""
         return self.block.address + self.at

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, compress
 from operator import itemgetter, mul, sub
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 from torchrelay.checkpoint.format import canonical_json, dtypes, names
 from torchrelay.checkpoint.format import dtypes as digest
 from torchrelay.checkpoint.format.canonical_json import Json
-from torchrelay.checkpoint.format.columns import lazily
 from torchrelay.checkpoint.format.dtypes import ElementType
 from torchrelay.checkpoint.format.mesh_geometry import Bounds
 from torchrelay.checkpoint.format.names import (
@@ -92,7 +91,7 @@ class Entries:
     def __len__(self) -> int:
         return len(self.keys)
 
-    @lazily
+    @cached_property
     def sizes(self) -> list[int]:
         """Bytes in the file, known without touching the data."""
         return [form.nbytes for form in self.forms]
@@ -387,7 +386,7 @@ class StoredEntries(Mapping[str, StoredEntry]):
         forms = self.stored.columns.forms
         return forms if self._are_all(keys) else list(map(forms.__getitem__, self.numbers(keys)))
 
-    @lazily
+    @cached_property
     def _order(self) -> list[str]:
         return list(self._numbers)
 

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -25,7 +26,6 @@ import xxhash
 
 from torchrelay.checkpoint.format import dtypes
 from torchrelay.checkpoint.format.canonical_json import Json, sha256
-from torchrelay.checkpoint.format.columns import lazily
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests, digests_of, first_blocks
 from torchrelay.checkpoint.format.names import Key, shard_file_name
 from torchrelay.checkpoint.format.shard.batched_reads import AT_ONCE, all_dense, all_in_order, memories_of
@@ -378,7 +378,7 @@ class ShardReport:
     probes: Mapping[str, BlockDigests] = field(default_factory=dict, compare=False)
     seconds: Seconds = field(default_factory=Seconds, compare=False)
 
-    @lazily
+    @cached_property
     def digests(self) -> tuple[BlockDigests, ...]:
         """Those of each entry."""
         edges = accumulate([SIZE * count for count in self.blocks], initial=0)

@@ -13,11 +13,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from typing import Any
 
-from torchrelay.checkpoint.format.columns import lazily
 from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.layouts import Near, PartForm, Target
 from torchrelay.checkpoint.format.manifest.schema import LeafRow
@@ -89,7 +88,7 @@ class Slab:
     elements: Interval
     item_bytes: int
 
-    @lazily
+    @cached_property
     def span(self) -> tuple[int, int]:
         """Its bytes within the entry."""
         return self.elements[0] * self.item_bytes, self.elements[1] * self.item_bytes
@@ -103,7 +102,7 @@ class Slab:
         target = torch.frombuffer(destination, dtype=form.kind).view(form.shape)
         target[form.place].copy_(source)
 
-    @lazily
+    @cached_property
     def _form(self) -> _Form:
         """Worked out once: leaves of one form have the same slabs."""
         import torch

@@ -12,7 +12,6 @@ from operator import attrgetter, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrelay.checkpoint.format.canonical_json import dumps, dumps_read, sha256, words
-from torchrelay.checkpoint.format.columns import lazily
 from torchrelay.checkpoint.format.layouts import Cut, Layout, PerNode, Split, box_key
 from torchrelay.checkpoint.format.manifest.schema import (
     VALUE_LIMIT_BYTES,
@@ -114,12 +113,12 @@ class Assignment:
     box: Bounds | None = None
     """The part of a sharded leaf; `first` and `last` then only count its elements."""
 
-    @lazily
+    @cached_property
     def whole(self) -> bool:
         """Whether the node writes all of the leaf."""
         return self.last - self.first == elements(self.leaf)
 
-    @lazily
+    @cached_property
     def key(self) -> Key:
         """The name under which a shard holds it."""
         if self.box is not None:
