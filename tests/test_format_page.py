@@ -38,8 +38,8 @@ from torchrelay.checkpoint.format.mesh import intervals_at, placements_of
 from torchrelay.checkpoint.format.mesh_geometry import describe
 from torchrelay.checkpoint.format.names import GROUP, NODE, Whole, format_key
 from torchrelay.checkpoint.format.shard import header
-from torchrelay.checkpoint.format.shard import layout as shard
-from torchrelay.checkpoint.format.shard import layout as shard_parts
+from torchrelay.checkpoint.format.shard import header as shard
+from torchrelay.checkpoint.format.shard import header as shard_parts
 from torchrelay.checkpoint.format.value_decoding import CONTAINER_KINDS
 from torchrelay.checkpoint.load.verify import Outcome
 from torchrelay.checkpoint.log import chain, job_file, lease, record, view

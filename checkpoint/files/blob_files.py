@@ -39,7 +39,7 @@ from torchrelay.checkpoint.format.manifest.position import (
 )
 from torchrelay.checkpoint.format.names import Key, Whole, nearest
 from torchrelay.checkpoint.format.shard.entries import Entries, form_of, whole_entries
-from torchrelay.checkpoint.format.shard.layout import HeaderFrame, Part, ShardIdentity, ShardLimits, cut
+from torchrelay.checkpoint.format.shard.header import HeaderFrame, Part, ShardIdentity, ShardLimits, cut
 from torchrelay.checkpoint.format.shard.writer import write_part
 from torchrelay.checkpoint.load.lookup import Rename, check_prefix_used, pattern_list, renamed_all
 from torchrelay.checkpoint.load.tensors import Cast, cast, check_types_used, checked_cast, checked_device

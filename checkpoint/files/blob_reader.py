@@ -24,12 +24,10 @@ from torchrelay.checkpoint.format.layouts import Near
 from torchrelay.checkpoint.format.manifest.schema import LeafRow
 from torchrelay.checkpoint.format.mesh_geometry import whole
 from torchrelay.checkpoint.format.names import all_plain, encode_name
-from torchrelay.checkpoint.format.shard.batched_reads import ThreadMemory
 from torchrelay.checkpoint.format.shard.entries import Form
-from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT
-from torchrelay.checkpoint.format.shard.layout import METADATA_KEY
-from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadRequest, verifies
+from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT, METADATA_KEY
 from torchrelay.checkpoint.format.shard.reader import ShardHeader, read_header
+from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest, ThreadMemory, verifies
 from torchrelay.checkpoint.format.value_decoding import references
 from torchrelay.checkpoint.load.reads.boxes import BoxPlan, BoxRead
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, ReadPlan, check_portions

@@ -42,7 +42,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
     manifest_path,
     try_directory,
 )
-from torchrelay.checkpoint.format.shard.layout import ShardIdentity
+from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.load.lookup import (

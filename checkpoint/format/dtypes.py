@@ -1,4 +1,4 @@
-"""Element types, and digests of stored bytes.
+"""Element types, digests of stored bytes, and what tensors are as memory.
 
 The logical type is torch's name (`bfloat16`). What safetensors has no code for that holds the same
 shape (complex128, complex32, the sub-byte types) is stored as U8 with the logical type beside it.
@@ -14,7 +14,8 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeGuard
 
 import xxhash
 
@@ -251,3 +252,64 @@ def first_damaged_block(view: memoryview, digests: bytes | memoryview) -> int | 
         raise ValueError(f"{len(digests)} bytes of digests do not belong to {len(view)} bytes")
     edges = range(0, len(found), SIZE)
     return next(n for n, at in enumerate(edges) if found[at : at + SIZE] != digests[at : at + SIZE])
+
+
+AT_ONCE = 1024
+
+
+def all_dense(found: Sequence[object]) -> TypeGuard[Sequence[torch.Tensor]]:
+    """Whether these are tensors of no subclass, dense, with content, none of them quantised."""
+    return (
+        all_strided(found)
+        and not any(map(attrgetter("is_quantized"), found))
+        and not any(map(attrgetter("is_meta"), found))
+    )
+
+
+def all_strided(found: Sequence[object]) -> TypeGuard[Sequence[torch.Tensor]]:
+    """Whether these are tensors of no subclass and of the usual layout, with content or without."""
+    import torch
+
+    return (
+        set(map(type, found)) <= {torch.Tensor, torch.nn.Parameter}
+        and not any(map(attrgetter("is_nested"), found))  # a nested one cannot be asked the rest
+        and set(map(attrgetter("layout"), found)) <= {torch.strided}
+    )
+
+
+def all_in_order(dense: Sequence[torch.Tensor], some_complex: bool = True) -> bool:
+    """Whether each lies in order in the memory of the CPU, as what its elements are."""
+    import torch
+
+    return (
+        all(map(attrgetter("is_cpu"), dense))
+        and all(map(torch.Tensor.is_contiguous, dense))
+        and not (some_complex and any(map(torch.Tensor.is_conj, dense)))
+        and not any(map(torch.Tensor.is_neg, dense))
+    )
+
+
+def all_in_memory(strided: Sequence[torch.Tensor]) -> bool:
+    """Whether the elements of each, where it has any, lie somewhere."""
+    import torch
+
+    try:
+        if all(map(torch.Tensor.data_ptr, strided)):
+            return True
+    except RuntimeError:
+        return False
+    return all(map(has_memory, strided))
+
+
+def memories_of(in_order: Sequence[torch.Tensor]) -> list[Memory]:
+    """The bytes of each, to be read and written as long as the tensors are there."""
+    import torch
+
+    sizes = list(map(attrgetter("nbytes"), in_order))
+    return memories_at(list(map(torch.Tensor.data_ptr, in_order)), sizes)
+
+
+def memories_at(addresses: Sequence[int], sizes: Sequence[int]) -> list[Memory]:
+    """Memory that somebody else keeps."""
+    kinds = {size: ctypes.c_ubyte * size for size in set(sizes)}
+    return [kinds[size].from_address(address) for address, size in zip(addresses, sizes, strict=True)]

@@ -15,8 +15,8 @@ from torchrelay.checkpoint.format.manifest.position import Entry, matches
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, Interval, range_boxes, runs, volume, whole
 from torchrelay.checkpoint.format.names import Box, Flat, Key, format_key, nearest
-from torchrelay.checkpoint.format.shard.read_plan import ReadRequest
 from torchrelay.checkpoint.format.shard.reader import ShardHeader
+from torchrelay.checkpoint.format.shard.reads import ReadRequest
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.verify import prove, seen_twice
 from torchrelay.checkpoint.storage.base import Storage

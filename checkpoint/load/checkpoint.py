@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.manifest.position import Facts, Position, Selection
 from torchrelay.checkpoint.format.manifest.schema import Manifest
-from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, verifies
+from torchrelay.checkpoint.format.shard.reads import ReadOptions, verifies
 from torchrelay.checkpoint.load.info import Blobs, LeafInfo, Upstreams, leaf_info
 from torchrelay.checkpoint.load.lookup import (
     Nodes,

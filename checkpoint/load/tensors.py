@@ -30,7 +30,7 @@ from torchrelay.checkpoint.format.layouts import Target, Window, whole_target
 from torchrelay.checkpoint.format.manifest.position import matches
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, halves, intersect, whole
 from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.format.shard.read_plan import ReadOptions
+from torchrelay.checkpoint.format.shard.reads import ReadOptions
 from torchrelay.checkpoint.load.reads.leaf_reader import NOWHERE, LeafRead, LeafReader, ReadPlan
 from torchrelay.checkpoint.state.names import overlaps_of
 from torchrelay.checkpoint.state.reads import Read, put

@@ -36,7 +36,7 @@ from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, ShardRow, position_of, shard_path
 from torchrelay.checkpoint.format.names import all_plain
-from torchrelay.checkpoint.format.shard.layout import ShardIdentity
+from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.work import headway

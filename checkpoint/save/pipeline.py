@@ -23,7 +23,7 @@ from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Positio
 from torchrelay.checkpoint.format.manifest.schema import DATA, ShardRow, stats_path, try_directory
 from torchrelay.checkpoint.format.shard import writer
 from torchrelay.checkpoint.format.shard.entries import Entries
-from torchrelay.checkpoint.format.shard.layout import ShardIdentity
+from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.log.view import Holding

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.format.shard.batched_reads import AT_ONCE
+from torchrelay.checkpoint.format.dtypes import AT_ONCE
 from torchrelay.checkpoint.state.kinds import Kind, is_wrapper, kind_of, local_part
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, OPTIM_GROUP, Leaf, Role, Value, frozen_of
 from torchrelay.checkpoint.state.module_leaves import (

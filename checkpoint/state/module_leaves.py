@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchrelay.checkpoint.format.shard.batched_reads import AT_ONCE
+from torchrelay.checkpoint.format.dtypes import AT_ONCE
 from torchrelay.checkpoint.state.kinds import is_wrapper
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, frozen_of
 from torchrelay.checkpoint.state.names import Part, TensorNames, key_names, module_parts

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from torchrelay.checkpoint.format.shard.batched_reads import AT_ONCE
+from torchrelay.checkpoint.format.dtypes import AT_ONCE
 from torchrelay.checkpoint.state.kinds import Kind, check_made, is_wrapper, kind_of, local_part
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, Role, Value, is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.module_leaves import own_leaves

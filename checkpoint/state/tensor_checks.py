@@ -26,18 +26,16 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchrelay.checkpoint.format.dtypes import (
-    check_dense,
-    has_memory,
-    is_storable,
-    logical_dtype,
-    logical_name,
-)
-from torchrelay.checkpoint.format.shard.batched_reads import (
     AT_ONCE,
     all_dense,
     all_in_memory,
     all_in_order,
     all_strided,
+    check_dense,
+    has_memory,
+    is_storable,
+    logical_dtype,
+    logical_name,
     memories_at,
 )
 from torchrelay.checkpoint.format.shard.entries import Form, form_of

@@ -32,8 +32,8 @@ from torchrelay.checkpoint.format.manifest.schema import (
     stats_path,
     try_directory,
 )
-from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadRequest
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header
+from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest
 from torchrelay.checkpoint.load.verify import Outcome, prove
 from torchrelay.checkpoint.storage.base import Storage, WriteHandle
 from torchrelay.checkpoint.storage.work import share

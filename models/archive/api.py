@@ -11,7 +11,7 @@ from torch import nn
 
 from torchrelay.checkpoint.format import dtypes, values
 from torchrelay.checkpoint.format.canonical_json import Json
-from torchrelay.checkpoint.format.shard.batched_reads import all_strided
+from torchrelay.checkpoint.format.dtypes import all_strided
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.load.tensors import naming_what_changed, runs_of

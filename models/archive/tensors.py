@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.format import canonical_json, dtypes
 from torchrelay.checkpoint.format.canonical_json import Fields, Json
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, ElementType, block_count, block_digests
-from torchrelay.checkpoint.format.shard.read_plan import PLAIN, each
+from torchrelay.checkpoint.format.shard.reads import PLAIN, each
 from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import BlobError, DamagedError
 from torchrelay.metadata.zip_reader import ZipMembers

@@ -11,14 +11,14 @@ def reading() -> Iterator[Bug]:
     """All of them."""
     yield Bug(
         "what the next span needs of the last block is not kept",
-        "checkpoint/format/shard/batched_reads.py",
+        "checkpoint/format/shard/reads.py",
         "                memory[: len(kept)] = kept\n",
         "",
         ["tests/checkpoint/test_passing.py"],
     )
     yield Bug(
         "a file stays open for a second look",
-        "checkpoint/format/shard/read_plan.py",
+        "checkpoint/format/shard/reads.py",
         "        if kind is not None:\n            self.close()\n",
         "        pass\n",
         ["tests/checkpoint/test_portions.py"],

@@ -22,7 +22,7 @@ from torchrelay import (
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Whole
-from torchrelay.checkpoint.format.shard.layout import ShardIdentity, ShardLimits, cut
+from torchrelay.checkpoint.format.shard.header import ShardIdentity, ShardLimits, cut
 from torchrelay.checkpoint.format.shard.reader import read_header
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import UsageError

@@ -24,7 +24,7 @@ from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Whole
 from torchrelay.checkpoint.format.shard import writer
 from torchrelay.checkpoint.format.shard import writer as extents
-from torchrelay.checkpoint.format.shard.layout import ShardIdentity
+from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.reader import read_header
 from torchrelay.checkpoint.storage import local, local_io
 from torchrelay.checkpoint.storage import work as workers

@@ -17,7 +17,7 @@ from torchrelay.checkpoint.files.blob_reader import open_blob_file
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Box, Flat, Whole
 from torchrelay.checkpoint.format.shard import header as shard_header
-from torchrelay.checkpoint.format.shard.layout import Part, ShardIdentity, header_bytes
+from torchrelay.checkpoint.format.shard.header import Part, ShardIdentity, header_bytes
 from torchrelay.checkpoint.load.renaming import blob_of, of_objects
 from torchrelay.errors import DamagedError, FormatError
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torchrelay import load_into, open_checkpoint, save_blobs
 from torchrelay.checkpoint.files import load_into as from_files
 from torchrelay.checkpoint.format.dtypes import BLOCK
-from torchrelay.checkpoint.format.shard import batched_reads
+from torchrelay.checkpoint.format.shard import reads
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.load import objects as from_epochs
 from torchrelay.checkpoint.state.tensor_checks import NOTHING, fitting
@@ -190,9 +190,9 @@ def test_a_file_that_ends_early_names_the_entry(tmp_path):
 def test_what_is_usual_is_in_place_and_read_with_few_calls(tmp_path, monkeypatch):
     """The quick way is taken: without this, the comparisons above would compare nothing."""
     calls = []
-    read = batched_reads.Batch.read
+    read = reads.Batch.read
     monkeypatch.setattr(
-        batched_reads.Batch,
+        reads.Batch,
         "read",
         lambda self, *args, **options: [calls.append(self), read(self, *args, **options)],
     )

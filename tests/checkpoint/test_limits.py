@@ -14,7 +14,7 @@ from log_helpers import entry, run_of, take
 from torchrelay import open_checkpoint
 from torchrelay.checkpoint.format import canonical_json, columns
 from torchrelay.checkpoint.format.manifest.position import Key, Position
-from torchrelay.checkpoint.format.shard.layout import ShardLimits
+from torchrelay.checkpoint.format.shard.header import ShardLimits
 from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft

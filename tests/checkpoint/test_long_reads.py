@@ -19,8 +19,8 @@ from torchrelay import load_blobs, load_into, save_blobs
 from torchrelay.checkpoint.format.dtypes import BLOCK, memory_of
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
-from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadRequest
 from torchrelay.checkpoint.format.shard.reader import read_header
+from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead
 from torchrelay.checkpoint.load.renaming import blob_of
 from torchrelay.checkpoint.storage import local_io

@@ -13,8 +13,7 @@ from meshes import TRY, Saved, load, local_part, target
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
-from torchrelay.checkpoint.format.shard.batched_reads import Passage, Passing
-from torchrelay.checkpoint.format.shard.read_plan import ReadOptions
+from torchrelay.checkpoint.format.shard.reads import Passage, Passing, ReadOptions
 from torchrelay.checkpoint.load.reads import leaf_reader
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 from log_helpers import MemoryStorage
 from page_cache import drop_from_cache, pages_in_cache, until_cold
 
-from torchrelay.checkpoint.format.shard.read_plan import (
-    PLAIN,
-    WAITING,
-    Portion,
-    ReadOptions,
-    once,
-    read_portions,
-)
+from torchrelay.checkpoint.format.shard.reads import PLAIN, WAITING, Portion, ReadOptions, once, read_portions
 from torchrelay.checkpoint.load.reads.shared_reads import threads_each
 from torchrelay.checkpoint.load.verify import seen_twice
 from torchrelay.checkpoint.storage.base import ReadHandle, open_for_reading

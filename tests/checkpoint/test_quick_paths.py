@@ -13,8 +13,8 @@ from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.checkpoint.format.canonical_json import dumps
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Flat, Whole, encode_name, format_key, parse_key
-from torchrelay.checkpoint.format.shard.layout import Part, ShardIdentity, cost_limit, entry_cost
-from torchrelay.checkpoint.format.shard.read_plan import EACH, each
+from torchrelay.checkpoint.format.shard.header import Part, ShardIdentity, cost_limit, entry_cost
+from torchrelay.checkpoint.format.shard.reads import EACH, each
 from torchrelay.checkpoint.storage import local_io
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.local_io import STRIDE, Pacer
@@ -165,8 +165,7 @@ def test_the_quick_bound_of_a_header_entry_holds(name, shape, dtype, key):
 
 def test_a_header_frame_has_the_length_it_announces():
     """Whatever text values and job names hold, digests land in their own field."""
-    from torchrelay.checkpoint.format.shard.header import parse
-    from torchrelay.checkpoint.format.shard.layout import HeaderFrame
+    from torchrelay.checkpoint.format.shard.header import HeaderFrame, parse
 
     identity = ShardIdentity('"digests":"', Position(1), "n", "main", "t")
     entry = ShardEntry(Whole("w"), "uint8", (5,), memoryview(b"12345"))

@@ -17,9 +17,9 @@ from torchrelay.checkpoint.format import dtypes
 from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Box, Flat, Whole, format_key
-from torchrelay.checkpoint.format.shard.layout import ShardIdentity, ShardLimits
-from torchrelay.checkpoint.format.shard.read_plan import ReadRequest
+from torchrelay.checkpoint.format.shard.header import ShardIdentity, ShardLimits
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
+from torchrelay.checkpoint.format.shard.reads import ReadRequest
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import BlobError, StorageError, UsageError

@@ -14,7 +14,7 @@ from given_entries import ShardEntry, write_shard
 
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Box, Flat, Whole
-from torchrelay.checkpoint.format.shard.layout import ShardIdentity
+from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import ShardReport
 from torchrelay.checkpoint.format.values import encode
 from torchrelay.checkpoint.storage.local import LocalStorage

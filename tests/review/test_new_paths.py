@@ -25,7 +25,7 @@ from two_tensor import TwoTensor, two
 from torchrelay import DcpReader, load_into, open_checkpoint, save_blobs
 from torchrelay.checkpoint.files.blob_reader import open_blob_file
 from torchrelay.checkpoint.files.load_into import FileSource
-from torchrelay.checkpoint.format.shard.read_plan import EACH, each
+from torchrelay.checkpoint.format.shard.reads import EACH, each
 from torchrelay.checkpoint.save.background import Background
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.replicas import BroadcastBuffers

@@ -9,24 +9,22 @@ from operator import sub
 
 from torchrelay.checkpoint.format.canonical_json import Json, sha256
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests, first_damaged_block
-from torchrelay.checkpoint.format.shard.batched_reads import (
+from torchrelay.checkpoint.format.shard.entries import StoredEntries, StoredEntry
+from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT, ShardContent, header_length, parse
+from torchrelay.checkpoint.format.shard.reads import (
     FAR_BYTES,
+    PLAIN,
     Batch,
     Passage,
     Passing,
-    Span,
-    ThreadMemory,
-    batches,
-    in_order,
-)
-from torchrelay.checkpoint.format.shard.entries import StoredEntries, StoredEntry
-from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT, ShardContent, header_length, parse
-from torchrelay.checkpoint.format.shard.read_plan import (
-    PLAIN,
     Portion,
     ReadOptions,
     ReadRequest,
+    Span,
+    ThreadMemory,
+    batches,
     checked_target,
+    in_order,
     neighbours,
     pieces,
     read_portions,

@@ -26,11 +26,20 @@ import xxhash
 
 from torchrelay.checkpoint.format import dtypes
 from torchrelay.checkpoint.format.canonical_json import Json, sha256
-from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests, digests_of, first_blocks
+from torchrelay.checkpoint.format.dtypes import (
+    AT_ONCE,
+    BLOCK,
+    SIZE,
+    all_dense,
+    all_in_order,
+    block_digests,
+    digests_of,
+    first_blocks,
+    memories_of,
+)
 from torchrelay.checkpoint.format.names import Key, shard_file_name
-from torchrelay.checkpoint.format.shard.batched_reads import AT_ONCE, all_dense, all_in_order, memories_of
 from torchrelay.checkpoint.format.shard.entries import Data, Entries
-from torchrelay.checkpoint.format.shard.layout import (
+from torchrelay.checkpoint.format.shard.header import (
     DEFAULT_LIMITS,
     HeaderFrame,
     Part,

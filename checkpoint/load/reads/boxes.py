@@ -32,10 +32,9 @@ from torchrelay.checkpoint.format.mesh_geometry import (
     whole,
 )
 from torchrelay.checkpoint.format.names import encode_name
-from torchrelay.checkpoint.format.shard.batched_reads import Passing
 from torchrelay.checkpoint.format.shard.entries import StoredEntry
-from torchrelay.checkpoint.format.shard.read_plan import Portion, ReadOptions, ReadRequest
 from torchrelay.checkpoint.format.shard.reader import ShardHeader
+from torchrelay.checkpoint.format.shard.reads import Passing, Portion, ReadOptions, ReadRequest
 from torchrelay.checkpoint.storage.base import ReadHandle
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass

@@ -23,15 +23,15 @@ from torchrelay.checkpoint.format.layouts import Replicated, Split, Target, part
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.names import Flat, Key, encode_name, format_key
-from torchrelay.checkpoint.format.shard.batched_reads import ThreadMemory
-from torchrelay.checkpoint.format.shard.read_plan import (
+from torchrelay.checkpoint.format.shard.reader import ShardHeader
+from torchrelay.checkpoint.format.shard.reads import (
     PLAIN,
     Portion,
     ReadOptions,
     ReadRequest,
+    ThreadMemory,
     read_portions,
 )
-from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.load.lookup import find_row, holder_of
 from torchrelay.checkpoint.load.reads.boxes import BoxPlan, BoxRead
 from torchrelay.checkpoint.load.verify import Holder, ShardSet, seen_twice

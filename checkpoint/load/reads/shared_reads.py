@@ -23,8 +23,8 @@ from torchrelay.checkpoint.format.dtypes import BLOCK, memory_of
 from torchrelay.checkpoint.format.layouts import Replicated, Split, parts_of
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.names import Flat, format_key
-from torchrelay.checkpoint.format.shard.read_plan import ReadOptions, ReadRequest
 from torchrelay.checkpoint.format.shard.reader import ShardHeader
+from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest
 from torchrelay.checkpoint.load.lookup import find_row
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.state.reads import Read
