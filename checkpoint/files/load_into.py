@@ -17,9 +17,9 @@ from torchrelay.checkpoint.load.lookup import Rename, check_exclude_used, patter
 from torchrelay.checkpoint.load.renaming import LoadResult, blob_of, checked_objects, of_objects, owner_of
 from torchrelay.checkpoint.load.tensors import Cast, Columns, Loading, Wanted, cast_of, checked_cast
 from torchrelay.checkpoint.state.flatten import leaf_names
-from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role
 from torchrelay.checkpoint.state.restore.container import check_changed
+from torchrelay.checkpoint.state.restore.gate import gate
 from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
 from torchrelay.checkpoint.state.tensor_checks import NOTHING, InPlace, fitting, planned
 from torchrelay.errors import UsageError

@@ -40,9 +40,9 @@ from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.load.renaming import LoadResult, Renaming, blob_of, checked_objects, of_objects
 from torchrelay.checkpoint.load.tensors import Cast, Columns, Loading, Wanted, cast, cast_of, checked_cast
 from torchrelay.checkpoint.state.flatten import leaf_names
-from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore.container import check_changed
+from torchrelay.checkpoint.state.restore.gate import gate
 from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
 from torchrelay.checkpoint.state.tensor_checks import NOTHING, InPlace, fitting, planned
 from torchrelay.errors import UsageError

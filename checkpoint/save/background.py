@@ -28,7 +28,7 @@ from torchrelay.checkpoint.save.staging_memory import (
     likely_bytes,
     pieces_of,
 )
-from torchrelay.checkpoint.state import gate
+from torchrelay.checkpoint.state.restore import gate
 from torchrelay.checkpoint.storage.work import Clock
 from torchrelay.jobs import runtime
 from torchrelay.jobs.session import Peers, Session

@@ -15,11 +15,11 @@ from torchrelay.checkpoint.format.dtypes import all_strided
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.load.tensors import naming_what_changed, runs_of
-from torchrelay.checkpoint.state.gate import gate
 from torchrelay.checkpoint.state.kinds import is_wrapper
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, parts_of
 from torchrelay.checkpoint.state.names import TensorNames
 from torchrelay.checkpoint.state.reads import form, put
+from torchrelay.checkpoint.state.restore.gate import gate
 from torchrelay.checkpoint.state.restore.module import has_load_code
 from torchrelay.checkpoint.state.tensor_checks import (
     NOTHING,

@@ -321,7 +321,7 @@ def _behind() -> Iterator[Bug]:
     )
     yield Bug(
         "nobody waits at the gate",
-        "checkpoint/state/gate.py",
+        "checkpoint/state/restore/gate.py",
         "        one.pass_gate()\n",
         "        pass\n",
         ["tests/runners/test_background_saves.py"],

@@ -31,9 +31,9 @@ from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.replicas import BroadcastBuffers
 from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.save.staging import Copier, Stage
-from torchrelay.checkpoint.state import gate
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.state.restore import gate
 from torchrelay.errors import DamagedError, PeerError, SaveFailedError, UnknownEpochError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.runtime import undisturbed

@@ -35,7 +35,7 @@ from torchrelay.records import dataclass
 _QUIET = (
     "torch.distributed.fsdp._fully_shard.",
     "torch.distributed.algorithms._checkpoint.",
-    "torchrelay.checkpoint.state.gate",
+    "torchrelay.checkpoint.state.restore.gate",
 )
 """Where hooks are from that look at no entry, or only put the name of a wrapper before it."""
 _LIVE = (_QUIET[0], _QUIET[2])
