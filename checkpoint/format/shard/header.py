@@ -2,7 +2,7 @@
 
     8 bytes   length of the header, little-endian
     header    JSON as safetensors defines it, padded with spaces so that the data start at a
-              multiple of 4096; `__metadata__["torchrelay"]` is one JSON text (see `header_bytes`)
+              multiple of 4096; `__metadata__["torchrelay"]` is one JSON text (see `HeaderFrame`)
     data      the bytes of all entries, item size descending, then key; no gap between them
 
 The length of the header follows from the plan alone, because digests have a fixed width: a writer
@@ -75,21 +75,16 @@ class Part:
         return sum(self.entries.sizes)
 
 
-def header_bytes(part: Part, digests: bytes) -> bytes:
-    """Everything before the data; its length does not depend on what the digests are.
+class HeaderFrame:
+    """The header of a part but for its digests, which become known when the data are written.
 
     The metadata's JSON: format, job, position, node, group, try, part, digest, block, values (typed),
     digests (base64 in key order), and pieces: for keys whose logical dtype or leaf shape is not what
     the entry says, `{"dtype", "shape"}`; for names stored under another key, `{"alias_of"}`.
     """
-    return HeaderFrame(part).filled(digests)
-
-
-class HeaderFrame:
-    """The header of a part but for its digests, which become known when the data are written."""
 
     def __init__(self, part: Part) -> None:
-        metadata = _quoted(_metadata(part, b"").decode())
+        metadata = _quoted(_metadata(part).decode())
         # Only `block` and `digest` sort before `digests`: the first place that looks so is the place.
         head, place, tail = metadata.partition(_quoted('"digests":"')[1:-1])
         self._head = f'{{"__metadata__":{{"{METADATA_KEY}": {head}{place}'.encode()
@@ -105,8 +100,8 @@ class HeaderFrame:
         return (self.nbytes - 8).to_bytes(8, "little") + text.ljust(self.nbytes - 8)
 
 
-def _metadata(part: Part, digests: bytes) -> bytes:
-    """As canonical JSON, of which the values come last."""
+def _metadata(part: Part) -> bytes:
+    """As canonical JSON, of which the values come last; without digests."""
     identity, values = part.identity, part.values_text
     said = {
         "format": canonical_json.stamp(),
@@ -118,8 +113,8 @@ def _metadata(part: Part, digests: bytes) -> bytes:
         "part": part.number,
         "digest": dtypes.NAME,
         "block": dtypes.BLOCK,
-        "digests": base64.b64encode(digests).decode("ascii"),
-        "pieces": _said_of_pieces(part),
+        "digests": "",
+        "pieces": {**part.entries.pieces, **{name: {"alias_of": key} for name, key in part.aliases.items()}},
     }
     text = canonical_json.dumps(said)[:-1]
     if values is None:
@@ -135,10 +130,6 @@ def _described(entries: Entries) -> list[str]:
         f"{word}:{form.text}{start},{end}]}}"
         for word, form, start, end in zip(words, entries.forms, ends, ends[1:], strict=False)
     ]
-
-
-def _said_of_pieces(part: Part) -> Json:
-    return {**part.entries.pieces, **{name: {"alias_of": target} for name, target in part.aliases.items()}}
 
 
 def entry_cost(key: str, form: Form, piece: Json) -> int:
@@ -210,23 +201,20 @@ def cut(
 def _runs(
     entries: Entries, by_target: Mapping[str, Sequence[str]], first: int, others: int, limits: ShardLimits
 ) -> list[Entries]:
-    if not by_target and _fit_together(entries, first, limits):
+    few = first + cost_limit(entries) < limits.header_bytes
+    if few and not by_target and sum(entries.sizes) < limits.data_bytes:
         return [entries]
     begins, data, header = [0], 0, first
     for number, (key, form) in enumerate(zip(entries.keys, entries.forms, strict=True)):
         cost = entry_cost(key, form, entries.pieces.get(key, {}))
-        cost += sum(_text_cost(alias, key) for alias in by_target.get(key, ()))
+        aliases = (canonical_json.dumps({alias: {"alias_of": key}}) for alias in by_target.get(key, ()))
+        cost += sum(map(_quoted_bytes, aliases))
         full = data + form.nbytes >= limits.data_bytes or header + cost >= limits.header_bytes
         if full and number > begins[-1]:
             begins.append(number)
             data, header = 0, others
         data, header = data + form.nbytes, header + cost
     return [entries.among(range(*edges)) for edges in pairwise([*begins, len(entries)])]
-
-
-def _fit_together(entries: Entries, fixed: int, limits: ShardLimits) -> bool:
-    """Whether one file holds all without a closer look."""
-    return fixed + cost_limit(entries) < limits.header_bytes and sum(entries.sizes) < limits.data_bytes
 
 
 def _aliases_by_target(entries: Entries, aliases: Mapping[str, Key]) -> dict[str, list[str]]:
@@ -250,10 +238,6 @@ def _fixed_cost(identity: ShardIdentity, values: bytes) -> int:
     return _quoted_bytes(said) + _quoted_bytes(values) + ALIGNMENT
 
 
-def _text_cost(alias: str, target: str) -> int:
-    return _quoted_bytes(canonical_json.dumps({alias: {"alias_of": target}}))
-
-
 def _quoted_bytes(text: bytes) -> int:
     """What JSON, which has no control characters, takes within the JSON of the header."""
     return len(text) + text.count(b'"') + text.count(b"\\") + 2
@@ -261,7 +245,6 @@ def _quoted_bytes(text: bytes) -> int:
 
 LENGTH_LIMIT = 100_000_000
 """Of headers whose size no manifest tells, as in blob files; also what safetensors itself reads."""
-"""Bytes of header that safetensors itself accepts."""
 _RESERVED = ("encryption", "codec", "stored_bytes")
 
 
@@ -296,24 +279,6 @@ def parse(header: bytes, file_bytes: int, *, what: str, vouched: bool = False) -
     """
     if header_length(header, file_bytes, what=what) != len(header):
         raise DamagedError(f"{what}: the header is not {len(header)} bytes long")
-    inner, pieces, entries = _decoded(header, range(len(header), file_bytes), what, vouched)
-    if not vouched:
-        entries.look_at_all()
-    return ShardContent(
-        identity=_identity(inner, what),
-        part=_count(inner, "part", what),
-        entries=entries,
-        aliases=_aliases(pieces, entries, what),
-        values=_values(inner, what),
-        data_start=len(header),
-        file_bytes=file_bytes,
-    )
-
-
-def _decoded(
-    header: bytes, data: range, what: str, vouched: bool
-) -> tuple[dict[str, Json], dict[str, dict[str, Json]], StoredEntries]:
-    """Metadata, what they say of pieces, and the entries."""
     said = canonical_json.loads(header[8:], what=f"{what}: header", limit_bytes=len(header), again=vouched)
     if not isinstance(said, dict):
         raise DamagedError(f"{what}: the header is no JSON object")
@@ -323,10 +288,19 @@ def _decoded(
         raise FormatError(f"{what} was not written by torchrelay: its metadata say nothing of it")
     inner = _parse_metadata(text, what, vouched)
     pieces = _pieces(inner, what)
-    return inner, pieces, _entries(said, pieces, inner["digests"], data, what)
+    entries = _entries(said, pieces, inner["digests"], range(len(header), file_bytes), what)
+    if not vouched:
+        entries.look_at_all()
+    identity, part = _identity(inner, what), inner.get("part")
+    if type(part) is not int or part < 1:
+        raise DamagedError(f"{what}: the metadata have no part")
+    aliases, values = _aliases(pieces, entries, what), inner.get("values")
+    if not isinstance(values, dict):
+        raise DamagedError(f"{what}: the metadata have no values")
+    return ShardContent(identity, part, entries, aliases, values, len(header), file_bytes)
 
 
-def _parse_metadata(text: str, what: str, vouched: bool = False) -> dict[str, Json]:
+def _parse_metadata(text: str, what: str, vouched: bool) -> dict[str, Json]:
     try:
         data = text.encode("utf-8")
     except UnicodeEncodeError:
@@ -367,28 +341,14 @@ def _text(inner: dict[str, Json], field: str, what: str) -> str:
     return found
 
 
-def _count(inner: dict[str, Json], field: str, what: str) -> int:
-    found = inner.get(field)
-    if type(found) is not int or found < 1:
-        raise DamagedError(f"{what}: the metadata have no {field}")
-    return found
-
-
 def _pair(value: Json) -> tuple[int, int] | None:
-    if isinstance(value, list) and len(value) == 2 and all(_is_count(number) for number in value):
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(number) is int and number >= 0 for number in value)
+    ):
         return value[0], value[1]
     return None
-
-
-def _is_count(value: Json) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _values(inner: dict[str, Json], what: str) -> dict[str, Json]:
-    found = inner.get("values")
-    if not isinstance(found, dict):
-        raise DamagedError(f"{what}: the metadata have no values")
-    return found
 
 
 def _pieces(inner: dict[str, Json], what: str) -> dict[str, dict[str, Json]]:
