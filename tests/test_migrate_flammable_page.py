@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from paged import shell_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/guides/migrate-flammable.md").read_text()
@@ -21,12 +20,16 @@ Done = tuple[Path, dict[str, subprocess.CompletedProcess[str]]]
 """The folder of the page, and what each command said."""
 
 
+WARM: dict[Path, dict[str, str]] = {}
+"""The environment of a folder in which commands are typed."""
+
+
 def typed(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     """What becomes of a line in a shell, with the commands of this environment."""
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONSAFEPATH": ""}
     return subprocess.run(
-        line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+        line, shell=True, cwd=folder, env=WARM[folder],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,7 @@ def done(
 ) -> Done:
     """The folder behind all commands of the page, in their order, and what each said."""
     folder = tmp_path_factory.mktemp("page")
+    WARM[folder] = shell_environment(folder)
     for name, text in FILES.items():
         (folder / name).write_text(text)
     return folder, {line: typed(folder, line) for line in COMMANDS}

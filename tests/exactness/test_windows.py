@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(300)]
 
 
 def test_runs_that_are_cut_anywhere_end_in_the_same_bits() -> None:
-    """A sample of `scripts/campaigns/window-hunt`: SIGTERM, SIGUSR2 and SIGKILL at any step, on 1 and 2 ranks."""
+    """A few cuts of the window hunt: SIGTERM, SIGUSR2 and SIGKILL at any step, on 1 and 2 ranks."""
     hunt, count = REPOSITORY / "scripts/trials/window_hunt.py", sample(4, 8)
     done = subprocess.run(
         [sys.executable, hunt, "--count", str(count), "--seed", "195"],

@@ -1,4 +1,4 @@
-"""A random walk of the real engine and log against a dictionary; `scripts/campaigns/random-walk` goes further."""
+"""The real engine and log against a dictionary, at random; `scripts/campaigns/random-walk` goes further."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def test_any_schedule_of_faults(
     """Whatever faults meet whichever requests, what was acknowledged is there, whole, and all calls end."""
     served, ended, acknowledged = servers[server], Counter[str](), 0
     with proxy_to(served.port) as proxy, surroundings({**served.seen_at(proxy.port), **CLIENT}), impatient():
-        for number in range(first, first + sample(1, 2)):  # scripts/campaigns/store-storm plays many more, and one again
+        for number in range(first, first + sample(1, 2)):  # scripts/campaigns/store-storm: many more
             world = World(f"1-{number}", f"{served.url}{secrets.token_hex(4)}", proxy, calls=4)
             world.play()
             ended += world.ended
