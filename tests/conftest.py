@@ -31,7 +31,7 @@ def durations() -> dict[str, float]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what takes long as slow; the longest files first: one that begins late would keep one worker busy."""
+    """Mark what takes long as slow; the longest files first: a late one would keep one worker busy alone."""
     known, secs = durations(), Counter[str]()
     for name, taken in known.items():
         secs[name.partition("::")[0]] += taken

@@ -65,4 +65,4 @@ def test_planted_faults_are_found(read: Callable[[bytes], None], name: str) -> N
 
 
 def _fuzz(target: Target) -> fuzzing.Report:
-    return fuzzing.fuzz(target, 10, SEED)
+    return fuzzing.fuzz(target, 3, SEED)

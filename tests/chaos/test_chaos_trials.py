@@ -14,9 +14,9 @@ from torchrelay.runners.chaos.scenarios import SCENARIOS, scenarios
 from torchrelay.runners.chaos.tally import COLUMNS, Tally, Verdict
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STRIKES = {"kill": sample(40, 395), "errno": sample(30, 196), "read": sample(4, 12), "stall": sample(2, 4)}
-"""Per scenario; the large one, whose trials take longer, gets an eighth. In all 205 kills, 153 errors; of the
-campaign 2,024 and 1,004."""
+STRIKES = {"kill": sample(25, 395), "errno": sample(30, 196), "read": sample(4, 12), "stall": sample(2, 4)}
+"""Per scenario; the large one, whose trials take longer, gets an eighth. The campaign has in all
+2,024 kills and 1,004 errors."""
 ROUNDS = 4
 """So often what is missing is drawn: threads that meet otherwise let a program end before a late number."""
 
@@ -71,11 +71,11 @@ def test_bytes_are_changed(target: BuiltIn, kind: str, trials: int, tell) -> Non
 def test_power_fails(target: BuiltIn, system: str, tell) -> None:
     """The device, cut off at many boundaries, recovers to every acknowledged epoch, on each file system."""
     target.wish = replace(target.wish, file_systems=(system,))
-    tally = run(target, "power", sample(33, 66), tell)
+    tally = run(target, "power", sample(24, 66), tell)
     if tally.skipped:
         pytest.skip(tally.skipped[f"power {system}"])
     assert not tally.bad, tally.bad[:5]
-    assert tally.count(f"power {system}") >= sample(30, 60)
+    assert tally.count(f"power {system}") >= sample(20, 60)
 
 
 def test_without_root_power_cuts_say_so(target: BuiltIn, monkeypatch: pytest.MonkeyPatch) -> None:

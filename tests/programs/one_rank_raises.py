@@ -1,6 +1,6 @@
 """Run by torchrun on 2 ranks: every callback of a program raises on one of them, one case after another.
 
-one_rank_raises.py <folder> [--in-turn | callback ...]    writes <folder>/rank<r>.json: by case, how starts ended
+one_rank_raises.py <folder> [--in-turn | callback ...]    writes <folder>/rank<r>.json: how each case ended
 
 Each callback on rank 0 with saves that wait, and on rank 1 with saves behind the training; those that are
 named also the other way round; --in-turn tries each callback on one rank alone.

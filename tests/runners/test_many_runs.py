@@ -60,7 +60,7 @@ def trial(run: Path | None, *, pruned: bool = False, **options: Any) -> weakref.
 
 
 def program_of_runs(folder: Path) -> dict[str, list[int]]:
-    """What a process holds before, between and behind two halves of many runs, of which every fifth is pruned."""
+    """What a process holds before, between and behind two halves of many runs, every fifth of them pruned."""
     source = f"""
 import ctypes, gc, json, os, sys, threading
 from pathlib import Path

@@ -99,9 +99,7 @@ def total_of(run: Path) -> float:
 @pytest.mark.parametrize(
     ("how", "number"),
     [
-        ("own", signal.SIGTERM),
-        ("own", signal.SIGUSR1),
-        ("own", signal.SIGINT),
+        ("own", signal.SIGTERM),  # test_worker_hunt sends all the others
         ("spawn", signal.SIGTERM),
         ("forkserver", signal.SIGTERM),
         ("stateful", signal.SIGTERM),

@@ -48,7 +48,6 @@ STARTS: dict[str, tuple[str, Starting]] = {
     "azurite": (azurite_server.MISSING, azurite_server.azurite),
     "rgw": (rgw_server.MISSING, rgw_server.rgw),
 }
-EVERYWHERE = ("memory", *STARTS)
 WITHOUT_CONDITIONS = {"gs": (gs_server.MISSING, gs_server.gs)}
 
 
@@ -80,14 +79,14 @@ def place(request: pytest.FixtureRequest, servers: dict[str, Served]) -> Iterato
 
 
 def everywhere(*names: str) -> Any:
-    return pytest.mark.parametrize("place", names or EVERYWHERE, indirect=True)
+    return pytest.mark.parametrize("place", names, indirect=True)
 
 
 def blobs() -> dict[str, Any]:
     return {"w": torch.arange(300_000.0), "model": torch.nn.Linear(4, 4), "n": 3}
 
 
-@everywhere()
+@everywhere("memory", "moto", "sftp", "azurite", *sample((), ("rgw",)))
 def test_the_life_of_checkpoints(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Saved, proved, resumed, loaded in part, marked, pruned and looked at on every kind of store."""
     first = blobs()
