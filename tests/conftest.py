@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         secs[name.partition("::")[0]] += taken
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if name in known or name.partition("::")[0] in known:
+        if known.keys() & {item.nodeid, name, name.partition("::")[0]}:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: -secs[item.nodeid.partition("::")[0]])
 

@@ -25,7 +25,7 @@ def functions(path: Path) -> set[str]:
 def test_every_test_that_is_known_to_be_slow_exists() -> None:
     """A line about a test that is gone, or has another name, leaves its successor in the quick command."""
     for secs, name in ROWS:
-        file, _, function = name.partition("::")
+        file, _, function = name.partition("[")[0].partition("::")
         assert (REPOSITORY / file).exists() and float(secs) > 0, name
         assert not function or function in functions(REPOSITORY / file), name
     assert len({name for _, name in ROWS}) == len(ROWS)
@@ -35,9 +35,8 @@ def test_what_is_slow_is_marked(request: pytest.FixtureRequest) -> None:
     """Of the tests of this session those that take long have the mark, and this one has not."""
     known = {name for _, name in ROWS}
     for item in request.session.items:
-        name = item.nodeid.partition("[")[0]
-        if name in known or name.partition("::")[0] in known:
-            assert item.get_closest_marker("slow"), name
+        if known & {item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}:
+            assert item.get_closest_marker("slow"), item.nodeid
     assert not request.node.get_closest_marker("slow")
 
 
