@@ -20,14 +20,10 @@ Done = tuple[Path, dict[str, subprocess.CompletedProcess[str]]]
 """The folder of the page, and what each command said."""
 
 
-WARM: dict[Path, dict[str, str]] = {}
-"""The environment of a folder in which commands are typed."""
-
-
 def typed(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     """What becomes of a line in a shell, with the commands of this environment."""
     return subprocess.run(
-        line, shell=True, cwd=folder, env=WARM[folder],
+        line, shell=True, cwd=folder, env=shell_environment(folder),
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
@@ -38,7 +34,6 @@ def done(
 ) -> Done:
     """The folder behind all commands of the page, in their order, and what each said."""
     folder = tmp_path_factory.mktemp("page")
-    WARM[folder] = shell_environment(folder)
     for name, text in FILES.items():
         (folder / name).write_text(text)
     return folder, {line: typed(folder, line) for line in COMMANDS}

@@ -31,7 +31,7 @@ _PROGRAMS = {
 def shell_environment(folder: Path, source: Path = REPOSITORY, *also: str) -> dict[str, str]:
     """What a shell needs for `python`, `torchrun` and `torchrelay` to be warm; they lie beside the folder."""
     programs = folder.with_name(folder.name + ".programs")
-    programs.mkdir()
+    programs.mkdir(exist_ok=True)
     for name, text in _PROGRAMS.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
