@@ -1,4 +1,4 @@
-"""C1 to C9 and R1 to R14 on 2 gloo ranks, in the campaign on 3: one launch per world size, a test per case."""
+"""C1 to C9 and R1 to R14 on 2 gloo ranks, in the campaign on 3: one launch per world size, test per case."""
 
 from __future__ import annotations
 
