@@ -9,7 +9,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # torch asks the name service about each connection of its store: an answer that is lost costs 5 s otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +23,23 @@ def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None
     return lambda text: record_property("told", text)
 
 
+def durations() -> dict[str, float]:
+    """Seconds by test or file, as durations.txt has them."""
+    lines = Path(__file__).with_name("durations.txt").read_text().splitlines()
+    rows = (line.split() for line in lines if not line.startswith("#"))
+    return {name: float(secs) for secs, name in rows}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: the one that begins last would otherwise keep one worker busy after the others."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Mark what takes long as slow; the longest files first: a late one would keep one worker busy alone."""
+    known, secs = durations(), Counter[str]()
+    for name, taken in known.items():
+        secs[name.partition("::")[0]] += taken
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if known.keys() & {item.nodeid, name, name.partition("::")[0]}:
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: -secs[item.nodeid.partition("::")[0]])
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

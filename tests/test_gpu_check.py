@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from launching import REPOSITORY, clean_environment
+from samples import WHOLE
 
 from torchrelay.checkpoint.save import staging
 from torchrelay.checkpoint.save import staging as copying
@@ -44,6 +45,9 @@ def test_the_same_programme_runs_on_the_cpu(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not WHOLE, reason="scripts/campaigns/whole-tests: the same programme ends in the same bits"
+)
 @pytest.mark.timeout(200)
 def test_a_training_that_is_cut_ends_in_the_same_bits(tmp_path):
     """One of the kinds that are cut by SIGTERM and by SIGKILL, each resumed in a fresh process."""

@@ -10,6 +10,7 @@ import pytest
 from hang_hunt import FOUND_SECS, KINDS, Case, Hunt, Outcome, table
 from hang_job import PHASES
 from host_ranks import HostNursery
+from samples import sample
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def hunt(tmp_path_factory):
     ("case", "said"),
     [
         (Case("freeze-rank", "commit", 0, 2), "state T, stopped by a signal"),
-        (Case("one-way", "collective", 2, 2), "was not heard of for"),
+        *sample([], [(Case("one-way", "collective", 2, 2), "was not heard of for")]),
     ],
 )
 def test_a_hang_is_found_named_and_ended(hunt, case, said):

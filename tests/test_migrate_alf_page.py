@@ -6,11 +6,12 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torchrun import clean_environment
+from warm import PLACE, server, warmed
 
 from torchrelay import open_checkpoint
 from torchrelay.jobs.config.config import load_config
@@ -39,8 +40,10 @@ def place(tmp_path: Path) -> Path:
 
 def said(folder: Path, *words: str) -> str:
     """What a program prints."""
-    command = [sys.executable, *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        warmed(words), cwd=folder, env=clean_environment({PLACE: server()}),
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from paged import shell_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/guides/migrate-flammable.md").read_text()
@@ -23,10 +22,10 @@ Done = tuple[Path, dict[str, subprocess.CompletedProcess[str]]]
 
 def typed(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     """What becomes of a line in a shell, with the commands of this environment."""
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONSAFEPATH": ""}
     return subprocess.run(
-        line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+        line, shell=True, cwd=folder, env=shell_environment(folder),
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from paged import shell_environment
 
 import torchrelay
 from torchrelay.metadata.run_directory import RunDirectory
@@ -21,10 +20,10 @@ COMMANDS = re.findall(r"^\$ (.*)$", PAGE, re.MULTILINE)
 
 def typed(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     """What becomes of a line in a shell, with the commands of this environment."""
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     return subprocess.run(
-        line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+        line, shell=True, cwd=folder, env=shell_environment(folder),
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
 
 
 def written(folder: Path) -> Path:

@@ -73,8 +73,8 @@ def test_links_and_paths_of_the_policies_exist(page: str) -> None:
 
 def test_newcomers_run_what_continuous_integration_runs() -> None:
     """The one command of the guide for contributors is the script that CI runs, in its quick form."""
-    assert "scripts/test --fast" in (ROOT / "CONTRIBUTING.md").read_text()
-    assert "\nscripts/test || exit\n" in (ROOT / ".ci/run").read_text()
+    assert "\n$ scripts/test\n" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert "\nscripts/test --all || exit\n" in (ROOT / ".ci/run").read_text()
 
 
 def test_the_readme_names_the_versions_that_were_tested() -> None:

@@ -6,10 +6,11 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from torchrun import clean_environment
+from warm import PLACE, server, warmed
 
 from torchrelay.tools.cli.main import main
 
@@ -27,9 +28,9 @@ def run(folder: Path, code: str, *arguments: str) -> str:
     script = folder / "program.py"
     script.write_text(code)
     done = subprocess.run(
-        [sys.executable, str(script), *arguments],
+        warmed([str(script), *arguments]),
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHRELAY_LOG_EVERY_N_SECS": "0"},
+        env=clean_environment({PLACE: server(), "TORCHRELAY_LOG_EVERY_N_SECS": "0"}),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -37,8 +38,8 @@ def run(folder: Path, code: str, *arguments: str) -> str:
 
 def cli(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "torchrelay", *arguments], cwd=folder, capture_output=True, text=True,
-        timeout=100, check=True,
+        warmed(["-m", "torchrelay", *arguments]), cwd=folder, capture_output=True, text=True,
+        timeout=100, check=True, env=clean_environment({PLACE: server()}),
     )  # fmt: skip
     return done.stdout
 

@@ -9,7 +9,7 @@ from seeded_bugs import bugs
 from seeding import ROOT, plant, try_out
 
 BUGS = list(bugs())
-QUICK = ("the log is not synced before an append returns", "a record replaces what has its slot")
+QUICK = ("the log is not synced before an append returns", "the last of two equal JSON keys wins")
 
 
 def test_every_bug_can_be_planted() -> None:

@@ -1,4 +1,4 @@
-"""The storm of scripts/serve-storm, a bounded part of it, at a server in this process."""
+"""The storm of scripts/campaigns/serve-storm, a bounded part of it, at a server in this process."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from samples import sample
 from serve_load import Seen, attack, good_clients
 from served import served, serving
 
 from torchrelay.tools.serving.handlers import TensorHandler
 
 SEED = 20261122
-MALFORMED, CLIENTS, PAUSE_SECS = 3000, 100, 1.0
+MALFORMED, CLIENTS, PAUSE_SECS = sample(1000, 3000), 100, 1.0
 MOST_MIB = 100
 
 
@@ -24,7 +25,7 @@ def memory_mib() -> float:
 
 
 def test_malformed_requests_harm_nobody(tell: Any):
-    """3,000 malformed requests beside 100 good clients: no 5xx but by design, right answers, no memory."""
+    """Malformed requests beside 100 good clients: no 5xx but by design, right answers, no memory."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 10)
     found: list[Seen] = []

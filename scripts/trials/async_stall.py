@@ -38,7 +38,7 @@ Spent = list[tuple[float, float]]
 
 def main() -> None:
     """Print medians and worst cases in milliseconds; under torchrun those of rank 0."""
-    parser = argparse.ArgumentParser(prog="scripts/async-stall", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/campaigns/async-stall", description=__doc__)
     parser.add_argument("--mib", type=int, default=128, help="parameters and optimizer state together")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--step-ms", type=float, default=200, help="what forward and backward take at least")

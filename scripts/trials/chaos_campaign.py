@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/chaos-campaign", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/campaigns/chaos", description=__doc__)
     parser.add_argument("--hours", type=float, default=1e6, help="stop after the round in which they end")
     parser.add_argument("--only", help="kill=1000,ext4=500: these kinds alone, so many trials in all")
     parser.add_argument("--state", type=Path, default=Path("chaos-campaign.jsonl"))

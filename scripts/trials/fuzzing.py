@@ -114,7 +114,7 @@ def show(screen: Screen, reports: Sequence[Report]) -> None:
 
 def main() -> int:
     """Fuzz; the exit code is 1 where anything but a typed error came out."""
-    parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/campaigns/fuzz", description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="config, log, manifest, header, archive")
     parser.add_argument("--secs", type=float, default=3600.0, help="per target")
     parser.add_argument(

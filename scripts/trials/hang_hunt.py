@@ -256,7 +256,7 @@ def hunt(cases: Sequence[Case], root: Path, screen: Screen) -> int:
 
 def main() -> int:
     """Draw cases by the seed and run them."""
-    parser = argparse.ArgumentParser(prog="scripts/hang-hunt", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/campaigns/hang-hunt", description=__doc__)
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--kind", choices=KINDS, action="append", help="only these kinds")

@@ -244,7 +244,9 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 def main() -> int:
     """Run the storm; 0 when every promise was kept, 1 otherwise."""
-    parser = argparse.ArgumentParser(prog="scripts/kill-storm", description="Kills ranks at random moments.")
+    parser = argparse.ArgumentParser(
+        prog="scripts/campaigns/kill-storm", description="Kills ranks at random moments."
+    )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32))
     parser.add_argument("--ranks", type=int, default=2)

@@ -18,7 +18,7 @@ CHUNK = 500
 
 def main() -> int:
     """Hunt; the exit code is 1 where a pair came back unlike."""
-    parser = argparse.ArgumentParser(prog="scripts/mesh-hunt", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/campaigns/mesh-hunt", description=__doc__)
     parser.add_argument("--pairs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

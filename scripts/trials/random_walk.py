@@ -18,7 +18,7 @@ CHUNK = 10 * STEPS_OF_A_WORLD
 
 def main() -> int:
     """Walk; the exit code is 1 where the log and the dictionary differed."""
-    parser = argparse.ArgumentParser(prog="scripts/random-walk", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/campaigns/random-walk", description=__doc__)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

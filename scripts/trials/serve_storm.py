@@ -216,7 +216,7 @@ def still_right(target: Target) -> list[str]:
 
 def main() -> int:
     """Exit code 1 where anything was found."""
-    parser = argparse.ArgumentParser(prog="scripts/serve-storm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/campaigns/serve-storm", description=__doc__)
     parser.add_argument("--malformed", type=int, default=100_000)
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--paced", type=int, default=8, help="clients that ask now and then")

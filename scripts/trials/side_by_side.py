@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
@@ -18,10 +19,10 @@ ENGINES = ("dcp", "ours")
 _SAYS = "OUTCOME "
 
 
-def outcome(case: Case, engine: str) -> str:
+def outcome(case: Case, engine: str, python: Sequence[str] = (sys.executable,)) -> str:
     """What a case came to, in its own processes and an empty directory."""
     with tempfile.TemporaryDirectory(prefix="torchrelay-side-") as folder:
-        launcher = [sys.executable]
+        launcher = [*python]
         if case.ranks > 1:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
         done = subprocess.run(

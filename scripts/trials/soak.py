@@ -136,7 +136,7 @@ def soak(
 
 def main() -> int:
     """Soak; the exit code is 1 where something grew or was lost."""
-    parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/campaigns/soak", description=__doc__)
     parser.add_argument("--epochs", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=int(time.time()))

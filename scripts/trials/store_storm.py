@@ -26,7 +26,7 @@ _EVERY = 10
 
 def main(words: Sequence[str] | None = None) -> int:
     """Play; the exit code is 1 where a promise was broken."""
-    parser = argparse.ArgumentParser(prog="scripts/store-storm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/campaigns/store-storm", description=__doc__)
     parser.add_argument("--worlds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -63,7 +63,7 @@ def storm(options: argparse.Namespace, served: Served, proxy: Proxy) -> int:
             except BrokenError as error:
                 failures += 1
                 again = f"--server {options.server} --seed {options.seed} --first {options.first + number}"
-                print(error, f"again: scripts/store-storm {again} --worlds 1", sep="\n", flush=True)
+                print(error, f"again: scripts/campaigns/store-storm {again} --worlds 1", sep="\n", flush=True)
         if options.verbose:
             print(f"world {name}", *world.story, sep="\n", flush=True)
         ends, longest = ends + world.ended, max(longest, world.longest_secs)

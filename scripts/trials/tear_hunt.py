@@ -40,7 +40,7 @@ def unguarded() -> Iterator[None]:
 
 def main() -> int:
     """Hunt; the exit code is 1 for a torn epoch, or a hunt that finds none where there must be some."""
-    parser = argparse.ArgumentParser(prog="scripts/tear-hunt", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/campaigns/tear-hunt", description=__doc__)
     parser.add_argument("--saves", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verify", choices=("samples", "full"), default="samples")

@@ -304,7 +304,7 @@ def chosen(seed: int, ranks: Sequence[int], windows: Sequence[int]) -> list[tupl
 
 def main(arguments: Sequence[str]) -> int:
     """Play until the time is over or the matrix is; 1 where a trial went wrong."""
-    parser = argparse.ArgumentParser(prog="scripts/window-hunt", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/campaigns/window-hunt", description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--count", type=int, help="so many cuts, however long they take")
     parser.add_argument("--seed", type=int, default=0)

@@ -235,7 +235,7 @@ def hunt(trials: Sequence[Trial], where: Path, screen: Screen) -> int:
 
 def main() -> int:
     """Draw trials by the seed and play them."""
-    parser = argparse.ArgumentParser(prog="scripts/worker-hunt", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/campaigns/worker-hunt", description=__doc__)
     parser.add_argument("--count", type=int, default=1, help="trials of each signal to each target")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--target", choices=TARGETS, action="append", help="only these")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from lifecycle_cases import CONFIG, run, written
 from program_cases import Script
-from torchrun import torchrun
+from torchrun import clean_environment, torchrun
+from warm import PLACE, server, warmed
 
 import torchrelay
 from torchrelay import open_checkpoint
@@ -299,8 +300,10 @@ def programs(folder: Path, *words: str, width: int) -> str:
     source.mkdir()
     (source / "conf.py").write_text(CONF.format(width))
     (source / "stage.py").write_text(PROGRAM)
-    command = [sys.executable, "source/stage.py", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        warmed(["source/stage.py", *words]), cwd=folder, env=clean_environment({PLACE: server()}),
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
     shutil.rmtree(source)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 from stage import warned
+from torchrun import clean_environment
+from warm import PLACE, server, warmed
 
 from torchrelay import (
     Job,
@@ -121,10 +121,10 @@ def test_a_process_that_dies_in_the_tail_is_continued(tmp_path):
         "job.stop_when(max_epochs(2))\n"
         "print(repr(JobRunner(job, 'run').train()))\n"
     )
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    env = clean_environment({PLACE: server()})
 
     def start(*args: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(script), *args]
+        command = warmed([str(script), *args])
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
 
     died = start("die")

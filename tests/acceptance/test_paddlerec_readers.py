@@ -111,7 +111,7 @@ def test_sparse_embeddings_are_trained_on_two_ranks(tmp_path):
     """`nn.Embedding(sparse=True)` trains with gloo, is saved, and evaluated by one process."""
     written(tmp_path)
     (tmp_path / "model.py").write_text(SPARSE)
-    done = torchrun(Path("-m"), "torchrelay", "run", "-m", "config.yaml", ranks=2, cwd=tmp_path)
+    done = torchrun(Path("-m"), "torchrelay", "run", "-m", "config.yaml", warm=True, ranks=2, cwd=tmp_path)
     assert done.rc == 0, str(done)
     name = "a.model.words.weight"
     first, last = (open_checkpoint(tmp_path / "run", at).load_tensors(name)[name] for at in (0, 2))

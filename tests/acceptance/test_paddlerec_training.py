@@ -106,8 +106,9 @@ def test_ranks_measure_together(tmp_path: Path) -> None:
     """Two ranks share the held-out data: the metrics are those of one process over the same weights."""
     lifecycle_cases.written(tmp_path, VALIDATED.replace("VALIDATION", "e"))
     done = torchrun(
-        Path("-m"), "torchrelay", "run", "-m", "config.yaml", ranks=2, cwd=tmp_path, timeout_secs=100
-    )
+        Path("-m"), "torchrelay", "run", "-m", "config.yaml",
+        warm=True, ranks=2, cwd=tmp_path, timeout_secs=100,
+    )  # fmt: skip
     assert done.rc == 0, str(done)
     measured = lifecycle_cases.run(
         tmp_path, "phase.a.dataset_name=e", "phase.a.validation=null", mode=["infer1"]

@@ -478,7 +478,9 @@ def test_ranks_that_would_save_different_epochs_are_refused(tmp_path: Path) -> N
     written(tmp_path)
     (tmp_path / "mine.py").write_text(LOOP.replace("epoch + 1", "epoch + 1 + context.rank"))
     words = ("-m", "config.yaml", "-o", "runner.train1.runner_class_path=mine.py")
-    done = torchrun(Path("-m"), "torchrelay", "run", *words, ranks=2, cwd=tmp_path, timeout_secs=100)
+    done = torchrun(
+        Path("-m"), "torchrelay", "run", *words, warm=True, ranks=2, cwd=tmp_path, timeout_secs=100
+    )
     assert done.rc != 0 and "would save different epochs, 1 on rank 0 and 2 on rank 1" in str(done)
     assert not list((tmp_path / "run/checkpoints").glob("data/*/*.safetensors"))
 

@@ -3,16 +3,16 @@
 import dataclasses
 import enum
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from leaf_store import load, save
 from torch import nn
+from torchrun import clean_environment
 from two_tensor import Tagged, TaggedParameter, TwoTensor, two
+from warm import PLACE, server, warmed
 
 import torchrelay
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
@@ -170,8 +170,9 @@ def test_state_of_another_class_than_its_parameter_is_refused():
 
 def eight_bit(directory, epochs):
     program = Path(__file__).parents[1] / "programs/eight_bit.py"
-    arguments = [sys.executable, str(program), str(directory), str(epochs)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=240, env=os.environ)
+    arguments = warmed([str(program), str(directory), str(epochs)])
+    environment = clean_environment({PLACE: server()})
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     return dict(map(json.loads, done.stdout.splitlines()))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from samples import sample
 
 from torchrelay.chaos import power
 from torchrelay.chaos.builtin import BuiltIn
@@ -13,8 +14,9 @@ from torchrelay.chaos.scenarios import SCENARIOS, scenarios
 from torchrelay.chaos.strikes import COLUMNS, Tally, Verdict
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STRIKES = {"kill": 395, "errno": 196, "read": 12, "stall": 4}
-"""Per scenario; the large one, whose trials take longer, gets an eighth. 2,024 kills, 1,004 errors in all."""
+STRIKES = {"kill": sample(25, 395), "errno": sample(30, 196), "read": sample(4, 12), "stall": sample(2, 4)}
+"""Per scenario; the large one, whose trials take longer, gets an eighth. The campaign has in all
+2,024 kills and 1,004 errors."""
 ROUNDS = 4
 """So often what is missing is drawn: threads that meet otherwise let a program end before a late number."""
 
@@ -55,7 +57,7 @@ def test_a_large_file_is_written_plainly_where_it_cannot_be_opened_for_direct_wr
     assert sum(tally.count("errno") for tally in tried) == len(tried)
 
 
-@pytest.mark.parametrize(("kind", "trials"), [("flip", 5000), ("truncate", 400)])
+@pytest.mark.parametrize(("kind", "trials"), [("flip", sample(600, 5000)), ("truncate", sample(100, 400))])
 def test_bytes_are_changed(target: BuiltIn, kind: str, trials: int, tell) -> None:
     """Flipped bits and cut files of committed epochs are noticed, or make no difference."""
     tally = run(target, kind, trials, tell)
@@ -67,13 +69,13 @@ def test_bytes_are_changed(target: BuiltIn, kind: str, trials: int, tell) -> Non
 
 @pytest.mark.parametrize("system", power.FILE_SYSTEMS)
 def test_power_fails(target: BuiltIn, system: str, tell) -> None:
-    """The device, cut off at 60 boundaries, recovers to every acknowledged epoch, on each file system."""
+    """The device, cut off at many boundaries, recovers to every acknowledged epoch, on each file system."""
     target.wish = replace(target.wish, file_systems=(system,))
-    tally = run(target, "power", 66, tell)
+    tally = run(target, "power", sample(24, 66), tell)
     if tally.skipped:
         pytest.skip(tally.skipped[f"power {system}"])
     assert not tally.bad, tally.bad[:5]
-    assert tally.count(f"power {system}") >= 60
+    assert tally.count(f"power {system}") >= sample(20, 60)
 
 
 def test_without_root_power_cuts_say_so(target: BuiltIn, monkeypatch: pytest.MonkeyPatch) -> None:

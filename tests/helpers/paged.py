@@ -29,22 +29,27 @@ _PROGRAMS = {
 }
 
 
-def run_page(page: Path, folder: Path, secs: float = 240, source: Path = REPOSITORY) -> dict[str, int]:
-    """Run all blocks of a page; returns how many were run, read and excused, or raises AssertionError."""
+def shell_environment(folder: Path, source: Path = REPOSITORY, *also: str) -> dict[str, str]:
+    """What a shell needs for `python`, `torchrun` and `torchrelay` to be warm; they lie beside the folder."""
     programs = folder.with_name(folder.name + ".programs")
-    programs.mkdir()
-    folder.mkdir(exist_ok=True)
+    programs.mkdir(exist_ok=True)
     for name, text in _PROGRAMS.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
-    env = clean_environment(
+    return clean_environment(
         {
-            PLACE: server(*ALSO, source=str(source / "src")),
+            PLACE: server(*also, source=str(source / "src")) if also else server(),
             "PATH": f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHON_EXEC": str(programs / "python"),  # what torchrun starts ranks with
             "PYTHONPATH": str(source / "src"),
         }
     )
+
+
+def run_page(page: Path, folder: Path, secs: float = 240, source: Path = REPOSITORY) -> dict[str, int]:
+    """Run all blocks of a page; returns how many were run, read and excused, or raises AssertionError."""
+    folder.mkdir(exist_ok=True)
+    env = shell_environment(folder, source, *ALSO)
     for name in ("TORCHRELAY_RUNS", "TORCHRELAY_LOG_EVERY_N_SECS"):
         env.pop(name, None)
     done = subprocess.run(

@@ -1,9 +1,9 @@
 """Run by torchrun on 2 ranks: every callback of a program raises on one of them, one case after another.
 
-one_rank_raises.py <folder> [callback ...]    writes <folder>/rank<r>.json: by case, how the starts ended here
+one_rank_raises.py <folder> [--in-turn | callback ...]    writes <folder>/rank<r>.json: how each case ended
 
 Each callback on rank 0 with saves that wait, and on rank 1 with saves behind the training; those that are
-named also the other way round.
+named also the other way round; --in-turn tries each callback on one rank alone.
 """
 
 from __future__ import annotations
@@ -208,8 +208,11 @@ def main() -> None:
     """All callbacks on each rank, saves that wait and saves behind the training."""
     torchrelay.seed(0)
     session, folder = DistributedSession.from_env(timeout_secs=60), Path(sys.argv[1])
-    cases = [(name, rank, rank == 1) for name in sys.argv[2:] or CALLBACKS for rank in range(2)]
-    cases += [(name, rank, rank == 0) for name in sys.argv[2:] for rank in range(2)]
+    named = [name for name in sys.argv[2:] if name != "--in-turn"]
+    cases = [(name, rank, rank == 1) for name in named or CALLBACKS for rank in range(2)]
+    cases += [(name, rank, rank == 0) for name in named for rank in range(2)]
+    if "--in-turn" in sys.argv:
+        cases = [case for number, case in enumerate(cases) if number % 4 in (0, 3)]
     told = {
         f"{name} {rank} {behind}": tried(session, folder / f"{name}-{rank}-{behind}", name, rank, behind)
         for name, rank, behind in cases

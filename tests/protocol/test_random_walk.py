@@ -1,17 +1,18 @@
-"""A random walk of the real engine and log against a dictionary; `scripts/random-walk` goes further."""
+"""The real engine and log against a dictionary, at random; `scripts/campaigns/random-walk` goes further."""
 
 from __future__ import annotations
 
 import warnings
 
 import pytest
+from samples import sample
 from walking import OFTEN, walk
 
-STEPS = 2_500
-"""Of each of eight walks."""
+STEPS = sample(1_250, 2_500)
+WALKS = sample(2, 8)
 
 
-@pytest.mark.parametrize("seed", range(1000, 9000, 1000))
+@pytest.mark.parametrize("seed", range(1000, 1000 + 1000 * WALKS, 1000))
 def test_log_and_dictionary_agree_all_the_way(seed, tell):
     """Saves, crashes, takeovers, damage, rewinds, marks, retention in any order: both always say the same."""
     with warnings.catch_warnings():

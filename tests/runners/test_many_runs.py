@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from samples import sample
 from torchrun import REPOSITORY, clean_environment
 from torchrun import torchrun as torchrun_of
 
 from torchrelay import EpochLoader, Job, JobRunner, LocalSession, max_epochs
 from torchrelay.errors import NotAllowedNowError
+
+RUNS = sample(20, 50)
 
 
 class PrunedError(Exception):
@@ -57,7 +60,7 @@ def trial(run: Path | None, *, pruned: bool = False, **options: Any) -> weakref.
 
 
 def program_of_runs(folder: Path) -> dict[str, list[int]]:
-    """What a process holds before, between and behind 50 runs and 50 more, of which every fifth is pruned."""
+    """What a process holds before, between and behind two halves of many runs, every fifth of them pruned."""
     source = f"""
 import ctypes, gc, json, os, sys, threading
 from pathlib import Path
@@ -76,9 +79,9 @@ def play(numbers):
 
 play(range(30))  # until the allocator has what these runs take
 before = held()
-play(range(30, 80))
+play(range(30, 30 + {RUNS}))
 between = held()
-play(range(80, 130))
+play(range(30 + {RUNS}, 30 + 2 * {RUNS}))
 print(json.dumps({{"before": before, "between": between, "after": held()}}))
 """
     environment = clean_environment({"PYTHONPATH": f"{REPOSITORY}/src:{REPOSITORY}/tests/helpers"})
@@ -96,15 +99,15 @@ print(json.dumps({{"before": before, "between": between, "after": held()}}))
 
 
 @pytest.mark.timeout(300)
-def test_fifty_runs_leave_nothing(tmp_path: Path) -> None:
-    """No thread, no file descriptor and no MiB stays behind 50 runs in one process."""
+def test_many_runs_leave_nothing(tmp_path: Path) -> None:
+    """No thread, no file descriptor and no MiB stays behind many runs in one process."""
     held = program_of_runs(tmp_path)
     first, second = (
         [after - before for before, after in zip(held[begin], held[end], strict=True)]
         for begin, end in (("before", "between"), ("between", "after"))
     )
     assert first[:2] == second[:2] == [0, 0], held
-    assert min(first[2], second[2]) < 1024, f"what runs leave behind is left by both fifties: {held}"
+    assert min(first[2], second[2]) < 1024, f"what runs leave behind is left by both halves: {held}"
 
 
 @pytest.mark.parametrize("pruned", [False, True], ids=["finished", "pruned"])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from samples import sample
 from torchrun import REPOSITORY, torchrun
 
 PROGRAM = REPOSITORY / "tests/programs/one_rank_raises.py"
@@ -26,9 +27,11 @@ SECS = 40.0
 @pytest.mark.timeout(400)
 def test_what_one_rank_raises_ends_all_and_loses_nothing(tmp_path: Path) -> None:
     """Both ranks end alike, with the words of the one that raised, and the next start finishes the run."""
-    done = torchrun(PROGRAM, str(tmp_path), ranks=2, cwd=tmp_path, warm=True, timeout_secs=380)
+    words = sample(["--in-turn"], [])
+    done = torchrun(PROGRAM, str(tmp_path), *words, ranks=2, cwd=tmp_path, warm=True, timeout_secs=380)
     assert done.rc == 0, str(done)
     both = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert len(both[0]) >= 30
     for case in both[0]:
         callback, rank, _ = case.split()
         for told in (one[case] for one in both):

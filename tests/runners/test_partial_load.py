@@ -261,5 +261,5 @@ def test_ranks_fill_their_objects_in_a_launch_that_has_trained_nothing(tmp_path:
     """A DDP model, its optimizer, tensors of all and of each rank, by names and patterns, on each rank."""
     program = REPOSITORY / "tests/programs/partial_load.py"
     for verb in ("train", "load"):
-        done = torchrun(program, str(tmp_path), verb, ranks=2, cwd=tmp_path, timeout_secs=100)
+        done = torchrun(program, str(tmp_path), verb, warm=True, ranks=2, cwd=tmp_path, timeout_secs=100)
         assert done.rc == 0 and all(f"rank {rank} {verb} ok" in str(done) for rank in range(2)), str(done)

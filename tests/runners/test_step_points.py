@@ -6,13 +6,13 @@ import csv
 import json
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torchrun import clean_environment
+from warm import PLACE, server, warmed
 
 import torchrelay
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
@@ -60,9 +60,9 @@ def start(folder: Path, die: int = 0, save: int = 0, rewind: int = -1) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(PROGRAM)
     done = subprocess.run(
-        [sys.executable, "train.py", str(die), str(save), str(rewind)],
+        warmed(["train.py", str(die), str(save), str(rewind)]),
         cwd=folder,
-        env=clean_environment({"PYTHONPATH": str(SRC)}),
+        env=clean_environment({"PYTHONPATH": str(SRC), PLACE: server()}),
         capture_output=True,
         text=True,
         timeout=110,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from torchrun import clean_environment
+from warm import PLACE, server, warmed
 
 from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, TrackedRun, max_epochs
 from torchrelay.errors import UsageError
@@ -101,13 +101,13 @@ def test_what_a_sink_is_told(tmp_path: Path) -> None:
 
 def test_a_killed_program_has_one_curve(tmp_path: Path) -> None:
     """A process that is killed in its second epoch and started again leaves each epoch once."""
-    command = [sys.executable, str(PROGRAM), "run", "3", "0"]
+    command = warmed([str(PROGRAM), "run", "3", "0"])
 
     def start(*more: str) -> int:
         return subprocess.run(
             [*command, *more],
             cwd=tmp_path,
-            env=clean_environment(),
+            env=clean_environment({PLACE: server()}),
             capture_output=True,
             timeout=100,
             check=False,

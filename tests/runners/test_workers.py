@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import sample
 from torchrun import REPOSITORY, children_of, clean_environment, interruptible, wait_for_the_end_of
 
 from torchrelay.runners.session.stop_requests import SAME_INTERRUPT_SECS
@@ -99,10 +100,8 @@ def total_of(run: Path) -> float:
 @pytest.mark.parametrize(
     ("how", "number"),
     [
-        ("own", signal.SIGTERM),
-        ("own", signal.SIGUSR1),
-        ("own", signal.SIGINT),
-        ("spawn", signal.SIGTERM),
+        ("own", signal.SIGTERM),  # test_worker_hunt sends all the others
+        *sample([], [("spawn", signal.SIGTERM)]),
         ("forkserver", signal.SIGTERM),
         ("stateful", signal.SIGTERM),
     ],
@@ -218,7 +217,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("how", ["fork", "forkserver"])
+@pytest.mark.parametrize("how", sample(["fork"], ["fork", "forkserver"]))
 def test_processes_of_the_program_end_when_it_says_so(tmp_path: Path, how: str) -> None:
     """Pools and processes of a task, their own children, and those after the run obey terminate()."""
     program = tmp_path / "program.py"

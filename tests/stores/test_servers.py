@@ -22,6 +22,7 @@ import torch
 from bad_input import Trial
 from exact_job import expected_trail
 from log_helpers import entry
+from samples import sample
 from store_proxy import FAULTS, in_turn, proxy_to
 from store_servers import Served, Starting, skip_without
 from store_worlds import CLIENT, World, impatient
@@ -47,7 +48,6 @@ STARTS: dict[str, tuple[str, Starting]] = {
     "azurite": (azurite_server.MISSING, azurite_server.azurite),
     "rgw": (rgw_server.MISSING, rgw_server.rgw),
 }
-EVERYWHERE = ("memory", *STARTS)
 WITHOUT_CONDITIONS = {"gs": (gs_server.MISSING, gs_server.gs)}
 
 
@@ -79,14 +79,14 @@ def place(request: pytest.FixtureRequest, servers: dict[str, Served]) -> Iterato
 
 
 def everywhere(*names: str) -> Any:
-    return pytest.mark.parametrize("place", names or EVERYWHERE, indirect=True)
+    return pytest.mark.parametrize("place", names, indirect=True)
 
 
 def blobs() -> dict[str, Any]:
     return {"w": torch.arange(300_000.0), "model": torch.nn.Linear(4, 4), "n": 3}
 
 
-@everywhere()
+@everywhere("memory", "moto", "sftp", "azurite", *sample((), ("rgw",)))
 def test_the_life_of_checkpoints(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Saved, proved, resumed, loaded in part, marked, pruned and looked at on every kind of store."""
     first = blobs()
@@ -230,14 +230,14 @@ def test_faults_before_ceph(servers: dict[str, Served]) -> None:
 
 
 @pytest.mark.timeout(600)  # half a minute, but for what other work there is on the machine
-@pytest.mark.parametrize(("server", "first"), [("moto", 0), ("rgw", 2)])
+@pytest.mark.parametrize(("server", "first"), [("moto", 0), *sample((), (("rgw", 2),))])
 def test_any_schedule_of_faults(
     servers: dict[str, Served], server: str, first: int, tell: Callable[[str], None]
 ) -> None:
     """Whatever faults meet whichever requests, what was acknowledged is there, whole, and all calls end."""
     served, ended, acknowledged = servers[server], Counter[str](), 0
     with proxy_to(served.port) as proxy, surroundings({**served.seen_at(proxy.port), **CLIENT}), impatient():
-        for number in (first, first + 1):  # scripts/store-storm plays many more, and one again
+        for number in range(first, first + sample(1, 2)):  # scripts/campaigns/store-storm: many more
             world = World(f"1-{number}", f"{served.url}{secrets.token_hex(4)}", proxy, calls=4)
             world.play()
             ended += world.ended
