@@ -60,7 +60,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
 
 def test_every_key_has_form_default_and_meaning() -> None:
     """Each field of each section is a key with a meaning; each default is what its own form reads."""
-    for section in sections(TOP):
+    for section, _ in sections(TOP):
         fields = {one.name for one in dataclasses.fields(section.of)}
         spec = section_spec(section.of)
         assert fields == {one.attribute for one in spec.keys.values()} | ({spec.free} - {None})

@@ -17,11 +17,9 @@ from typing import Any, TypeVar, overload
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.interpolation import Expanded, RunPlace, expanded
 from torchrelay.jobs.config.overrides import Overrides, check_references, overridden
-from torchrelay.jobs.config.resolved import completed, yaml_lines
 from torchrelay.jobs.config.runner_schema import is_infer
 from torchrelay.jobs.config.schema import Settings, user_sections
-from torchrelay.jobs.config.schema_docs import TOP, form_at, key_at
-from torchrelay.jobs.config.section_types import Named, Section
+from torchrelay.jobs.config.schema_docs import TOP, completed, form_at, key_at, yaml_lines
 from torchrelay.jobs.config.tree import (
     ConfigError,
     ConfigKeyError,
@@ -35,7 +33,7 @@ from torchrelay.jobs.config.tree import (
     recovered,
     value_at,
 )
-from torchrelay.jobs.config.types import At, Form, KeySpec, ListOf, Reading
+from torchrelay.jobs.config.types import At, Form, KeySpec, Reading, Section
 from torchrelay.jobs.config.user_sections import bound
 from torchrelay.jobs.config.yaml_reader import Where, yaml_content
 from torchrelay.records import dataclass
@@ -75,16 +73,13 @@ def _used(normal: Mapping[str, Any], section: str, wanted: Collection[list[str] 
     return [one for one in items if one["name"] in named]
 
 
-def _picked(form: Form | None, value: Any) -> Any:
-    if isinstance(form, Section):
-        known = {name: _of_key(spec, value[name]) for name, spec in form.spec.keys.items() if name in value}
-        own = {name: one for name, one in value.items() if name not in form.spec.keys}
-        return {**{name: one for name, one in known.items() if one not in _EMPTY}, **own}
-    if isinstance(form, ListOf):
-        return [_picked(form.item, one) for one in value]
-    return (
-        {name: _picked(form.item, one) for name, one in value.items()} if isinstance(form, Named) else value
-    )
+def _picked(form: Form, value: Any) -> Any:
+    if not isinstance(form, Section):
+        return form.mapped(value, _picked)
+    keys = form.spec.keys
+    known = {name: _of_key(keys[name], value[name]) for name in keys if name in value}
+    own = {name: one for name, one in value.items() if name not in keys}
+    return {name: one for name, one in known.items() if one not in _EMPTY} | own
 
 
 def _of_key(spec: KeySpec, value: Any) -> Any:

@@ -28,8 +28,8 @@ from torchrelay.jobs.config.expressions import (
 )
 from torchrelay.jobs.config.runner_schema import is_infer
 from torchrelay.jobs.config.schema_docs import form_at, key_at
+from torchrelay.jobs.config.section_types import local_path, split_weights
 from torchrelay.jobs.config.tree import ConfigProblem, Missing, Origin, Tree, find, hint, nearest, value_at
-from torchrelay.jobs.config.user_sections import local_path, split_weights
 from torchrelay.jobs.config.yaml_reader import (
     LIMIT_BYTES,
     LIMIT_DEPTH,

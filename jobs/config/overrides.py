@@ -9,8 +9,8 @@ from dataclasses import field
 from typing import Any
 
 from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN, Runner, is_infer
-from torchrelay.jobs.config.schema_docs import form_at, form_below
-from torchrelay.jobs.config.section_types import Named, Section
+from torchrelay.jobs.config.schema_docs import form_at
+from torchrelay.jobs.config.section_types import local_path, split_epoch
 from torchrelay.jobs.config.tree import (
     COMMAND_LINE,
     ConfigProblem,
@@ -24,8 +24,7 @@ from torchrelay.jobs.config.tree import (
     nearest,
     value_at,
 )
-from torchrelay.jobs.config.types import Form, Reading, section_spec
-from torchrelay.jobs.config.user_sections import local_path, split_epoch
+from torchrelay.jobs.config.types import Form, Named, Reading, Section, section_spec
 from torchrelay.jobs.config.yaml_reader import Findings, Place, Where, read_findings
 from torchrelay.records import dataclass
 
@@ -105,7 +104,7 @@ class _Work:
             if isinstance(form, Section) and word in form.spec.refused:
                 return f"`{word}` is not supported: {form.spec.refused[word]}", None
             if isinstance(form, Section) and word in form.spec.keys:
-                form = form_below(form, word)
+                form = form.below(word)
                 continue
             if _is_open(form, value_at(self.value, missing.where)):
                 return (None, None) if adds else (_not_there(word, known, key), nearest(word, known))

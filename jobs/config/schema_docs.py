@@ -1,36 +1,36 @@
-"""What the schema says to editors and people: JSON Schema, the table of keys, the key at a place."""
+"""What the schema says: to editors and people, of one place, and of a configuration in its resolved form.
+
+The resolved form has every value that holds, defaults too, as YAML that reads as the same configuration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchrelay.jobs.config.resolved import scalar
 from torchrelay.jobs.config.schema import Settings
-from torchrelay.jobs.config.section_types import Named, Section
-from torchrelay.jobs.config.types import Form, Json, KeySpec, ListOf
-from torchrelay.jobs.config.yaml_reader import Where
+from torchrelay.jobs.config.types import Form, Json, KeySpec, ListOf, Named, Section, section
+from torchrelay.jobs.config.yaml_reader import Where, plain
 
-TOP = Section(Settings)
+TOP = section(Settings)
 """The form of a whole configuration."""
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_BARE = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+-]*")
+_ELSEWHERE = re.compile(r"(?i)y|n|yes|no|on|off")
+"""Words that readers of YAML 1.1 take for truth values."""
+_LONG_KEY = 100
+"""Characters; longer keys are written with `?`, because of ordinary ones YAML reads no more than 1024."""
+Note = Callable[[Where], str]
 
 
 def form_at(where: Where) -> Form | None:
     """The form of the value at a place; None where the schema knows nothing, as among the user's own keys."""
     form: Form | None = TOP
     for one in where:
-        form = form_below(form, one)
+        form = None if form is None else form.below(one)
     return form
-
-
-def form_below(form: Form | None, one: str | int) -> Form | None:
-    """The form of what lies below a key or index of a value of `form`."""
-    if isinstance(form, Section) and isinstance(one, str):
-        spec = form.spec.keys.get(one)
-        return None if spec is None else spec.form
-    if isinstance(form, ListOf) and isinstance(one, int):
-        return form.item
-    return form.item if isinstance(form, Named) else None
 
 
 def key_at(where: Where) -> KeySpec | None:
@@ -39,38 +39,36 @@ def key_at(where: Where) -> KeySpec | None:
     return around.spec.keys.get(str(where[-1])) if isinstance(around, Section) else None
 
 
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
-
-
 def json_schema() -> Json:
     """A schema of configuration files. Files and references between sections it knows not; `check` does."""
-    found = {section.of.__name__: section for section in sections(TOP)}
-    own = {name: _object(section) for name, section in found.items() if section is not TOP}
+    top, *others = (_object(one) for one, _ in sections(TOP))
     expression = {
         "type": "string",
         "pattern": r"\$\{[^{}]+\}",
         "description": "`${key.path}`, `${upstream.low.key.path}` or `${env:NAME}`",
     }
+    names = [one.of.__name__ for one, _ in sections(TOP)][1:]
     return {
         "$schema": DIALECT,
         "title": "Configuration of torchrelay",
-        **_object(TOP),
-        "$defs": {"expression": expression, **own},
+        **top,
+        "$defs": {"expression": expression, **dict(zip(names, others, strict=True))},
     }
 
 
-def sections(form: Form) -> Iterator[Section]:
-    """A form's section and all below it, from the top, each once."""
-    seen: set[type] = set()
-    pending = [form]
+def sections(form: Form) -> Iterator[tuple[Section, str]]:
+    """A form's section and all below it, from the top, each once, with how people write its place."""
+    seen: dict[type, None] = {}
+    pending = [(form, "")]
     while pending:
-        one = pending.pop(0)
+        one, path = pending.pop(0)
         if isinstance(one, (ListOf, Named)):
-            pending.append(one.item)
+            pending.append((one.item, f"{path}[]" if isinstance(one, ListOf) else f"{path}.<alias>"))
         elif isinstance(one, Section) and one.of not in seen:
-            seen.add(one.of)
-            yield one
-            pending.extend(spec.form for spec in one.spec.keys.values())
+            seen[one.of] = None
+            yield one, path
+            prefix = f"{path}." if path else ""
+            pending.extend((spec.form, prefix + name) for name, spec in one.spec.keys.items())
 
 
 def _object(section: Section) -> Json:
@@ -86,48 +84,118 @@ def _object(section: Section) -> Json:
 
 
 def _property(spec: KeySpec) -> Json:
-    own = spec.form.json_schema()
-    default: dict[str, Any] = {} if spec.default is None else {"default": spec.default}
-    if spec.required:
-        return {"description": spec.doc, **own, **default}
-    return {"description": spec.doc, "anyOf": [own, {"type": "null"}], **default}
+    own = spec.form.schema if spec.required else {"anyOf": [spec.form.schema, {"type": "null"}]}
+    return {"description": spec.doc, **own, **({} if spec.default is None else {"default": spec.default})}
 
 
 def key_table() -> str:
     """Markdown: a table for each section, its keys with form, default, meaning, part in identity."""
-    paths = dict(_paths(TOP, ""))
-    return "\n".join(_section(section, paths[section.of]) for section in sections(TOP))
+    return "\n".join(_table(one, path) for one, path in sections(TOP))
 
 
-def _paths(form: Form, path: str) -> Iterator[tuple[type, str]]:
-    """How people write the place of each section."""
-    if isinstance(form, (ListOf, Named)):
-        yield from _paths(form.item, f"{path}[]" if isinstance(form, ListOf) else f"{path}.<alias>")
-    elif isinstance(form, Section):
-        yield form.of, path
-        for name, spec in form.spec.keys.items():
-            yield from _paths(spec.form, f"{path}.{name}" if path else name)
-
-
-def _section(section: Section, path: str) -> str:
-    rows = [_row(spec) for spec in section.spec.keys.values()]
-    if section.spec.free is not None:
-        rows.append(f"| … | anything | | {section.spec.free_doc} | yes |")
-    rows += [f"| `{name}` | refused | | {_cell(remedy)} | |" for name, remedy in section.spec.refused.items()]
+def _table(section: Section, path: str) -> str:
+    spec = section.spec
+    rows = [_row(one) for one in spec.keys.values()]
+    if spec.free is not None:
+        rows.append(f"| … | anything | | {spec.free_doc} | yes |")
+    rows += [f"| `{name}` | refused | | {_cell(remedy)} | |" for name, remedy in spec.refused.items()]
     title = f"### {path}" if path else "### At the top"
     head = "| key | may be | default | meaning | another run? |\n|---|---|---|---|---|"
     return f"{title}\n\n{(section.of.__doc__ or '').strip()}\n\n{head}\n" + "\n".join(rows) + "\n"
 
 
 def _row(spec: KeySpec) -> str:
-    default = "required" if spec.required else _default(spec.default)
+    written = "" if spec.default in (None, [], {}) else f"`{scalar(spec.default)}`"
+    default = "required" if spec.required else written
     other = "yes" if spec.identity else "no"
     return f"| `{spec.name}` | {_cell(spec.form.word)} | {default} | {_cell(spec.doc)} | {other} |"
 
 
-def _default(default: Any) -> str:
-    return "" if default in (None, [], {}) else f"`{scalar(default)}`"
-
-
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+def completed(form: Form, value: Any) -> Any:
+    """A normal value with the defaults of the schema where nothing stands."""
+    if not isinstance(form, Section):
+        return form.mapped(value, completed)
+    known = {}
+    for name, spec in form.spec.keys.items():
+        if name in value:
+            known[name] = completed(spec.form, value[name])
+        elif spec.default not in (None, [], {}):
+            known[name] = spec.default
+    return known | {name: one for name, one in value.items() if name not in known}
+
+
+def yaml_lines(value: Mapping[str, Any], note: Note | None = None) -> Iterator[str]:
+    """Block YAML; `note` says what stands behind a value as a comment."""
+    for line, where in _of_mapping(value, (), ""):
+        comment = note(where) if note is not None and where is not None else ""
+        yield f"{line}  # {comment}" if comment else line
+
+
+_Lines = Iterator[tuple[str, Where | None]]
+
+
+def _of_mapping(value: Mapping[str, Any], where: Where, indent: str) -> _Lines:
+    for name, one in value.items():
+        key = scalar(name)
+        if len(key) > _LONG_KEY:
+            yield f"{indent}? {key}", None
+            yield from _after(f"{indent}:", one, (*where, name), indent)
+        else:
+            yield from _after(f"{indent}{key}:", one, (*where, name), indent)
+
+
+def _of_list(value: list[Any], where: Where, indent: str) -> _Lines:
+    for at, one in enumerate(value):
+        if isinstance(one, dict) and one:
+            begin = "- "
+            for line, place in _of_mapping(one, (*where, at), indent + "  "):
+                yield indent + begin + line[len(indent) + 2 :], place
+                begin = "  "
+        else:
+            yield from _after(f"{indent}-", one, (*where, at), indent)
+
+
+def _after(head: str, value: Any, where: Where, indent: str) -> _Lines:
+    if isinstance(value, dict) and value:
+        yield head, None
+        yield from _of_mapping(value, where, indent + "  ")
+    elif isinstance(value, list) and value:
+        yield head, None
+        yield from _of_list(value, where, indent + "  ")
+    else:
+        yield f"{head} {scalar(value)}", where
+
+
+def scalar(value: Any) -> str:
+    """A value without parts as YAML on one line, read as the same by YAML 1.1 and 1.2."""
+    if isinstance(value, (dict, list)):
+        return "{}" if isinstance(value, dict) else "[]"
+    if isinstance(value, str):
+        return value if _is_bare(value) else _quoted(value)
+    if isinstance(value, float):
+        return _number(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_bare(text: str) -> bool:
+    return bool(_BARE.fullmatch(text)) and plain(text) == text and not _ELSEWHERE.fullmatch(text)
+
+
+def _number(value: float) -> str:
+    """As Python writes it, but always with a point: YAML 1.1 takes `1e-05` for a text."""
+    text = repr(value)
+    mantissa, exponent, power = text.partition("e")
+    return f"{mantissa if '.' in mantissa else f'{mantissa}.0'}{exponent}{power}"
+
+
+def _quoted(text: str) -> str:
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(one if one.isprintable() else _escaped(ord(one)) for one in quoted)
+
+
+def _escaped(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

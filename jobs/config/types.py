@@ -1,16 +1,16 @@
-"""Types of values and keys: what a value may be, how it is checked and described."""
+"""Types of values, lists and sections: what a value may be, how it is checked and described."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from torchrelay.jobs.config.tree import ConfigProblem, Tree, hint, nearest
+from torchrelay.jobs.config.tree import ConfigProblem, Tracked, Tree, hint, nearest
 from torchrelay.jobs.config.yaml_reader import Where, short
 from torchrelay.jobs.runtime import seconds_in
 from torchrelay.records import dataclass
@@ -18,8 +18,11 @@ from torchrelay.records import dataclass
 Json = dict[str, Any]
 WRONG: Any = object()
 """In place of a value that was complained of."""
+MISFIT: Any = object()
+"""What the check of a form gives for a value of another kind, which is complained of in the form's words."""
 EXPRESSION = {"$ref": "#/$defs/expression"}
 """Where a number is expected a text may stand that becomes one: `${env:EPOCHS,3}`."""
+A_TEXT: Json = {"type": "string", "minLength": 1}
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,21 @@ class At:
         """Complain that the value here is not of a form; returns WRONG."""
         return self.wrong(f"expected {form.word}, not {described(value)}")
 
+    def taken(self, form: Form, value: Any) -> Any:
+        """What a form makes of the value here; WRONG where there is none after a complaint."""
+        return WRONG if self.where in self.reading.tree.broken else form.take(value, self)
 
+
+@dataclass(frozen=True)
 class Form:
-    """What a value may be. `textual`: the content of an environment variable stays a text here."""
+    """What a value may be: `word` says it to people, `schema` to editors.
 
-    textual = False
+    `textual`: the content of an environment variable stays a text here.
+    """
 
-    @property
-    def word(self) -> str:
-        """What it is, for messages and the table of keys."""
-        raise NotImplementedError
+    word: str
+    schema: Json
+    textual: bool
 
     def take(self, value: Any, at: At) -> Any:
         """Check a value that is not null and build what programs get; WRONG after a complaint."""
@@ -79,185 +87,152 @@ class Form:
 
     def normal(self, value: Any) -> Any:
         """One way of writing what may be written in several; the value is a right one."""
+        return self.mapped(value, lambda form, one: form.normal(one))
+
+    def mapped(self, value: Any, change: Callable[[Form, Any], Any]) -> Any:
+        """The value with what lies in it changed, each part by its own form."""
         return value
 
-    def json_schema(self) -> Json:
-        """As JSON Schema."""
-        raise NotImplementedError
+    def below(self, name: str | int) -> Form | None:
+        """The form of what lies below a key or index; None where the schema knows nothing."""
+        return None
 
 
 @dataclass(frozen=True)
-class Truth(Form):
-    """true or false."""
+class One(Form):
+    """A single value: `check` gives what programs get, MISFIT, or WRONG after a complaint of its own."""
 
-    word = "true or false"
-
-    def take(self, value: Any, at: At) -> Any:
-        """A truth value; numbers and words are none."""
-        return value if isinstance(value, bool) else at.expected(self, value)
-
-    def json_schema(self) -> Json:
-        """As JSON Schema."""
-        return {"anyOf": [{"type": "boolean"}, EXPRESSION]}
-
-
-@dataclass(frozen=True)
-class Whole(Form):
-    """A whole number from `least` to `most`. `unset` is a number that older files write for "not set"."""
-
-    least: int = 0
-    unset: int | None = None
-    most: int | None = None
-
-    @property
-    def word(self) -> str:
-        """With its limits."""
-        if self.least == self.most:
-            return str(self.least)
-        end = "" if self.most is None else f" to {self.most}"
-        unset = "" if self.unset is None else f" ({self.unset}: not set)"
-        return f"a whole number from {self.least}{end}{unset}"
+    check: Callable[[Any, At], Any]
+    written: Callable[[Any], Any] | None = None
 
     def take(self, value: Any, at: At) -> Any:
-        """An int; 1.0 is none. The number for "not set" becomes None."""
-        if type(value) is int and value == self.unset:
+        """As `check` says."""
+        found = self.check(value, at)
+        return at.expected(self, value) if found is MISFIT else found
+
+    def normal(self, value: Any) -> Any:
+        """As `written` says."""
+        return value if self.written is None else self.written(value)
+
+
+def _or_expression(*schemas: Json) -> Json:
+    return {"anyOf": [*schemas, EXPRESSION]}
+
+
+TRUTH = One(
+    "true or false",
+    _or_expression({"type": "boolean"}),
+    textual=False,
+    check=lambda value, _: value if isinstance(value, bool) else MISFIT,
+)
+
+
+def whole(least: int = 0, most: int | None = None, unset: int | None = None) -> Form:
+    """A whole number (1.0 is none). `unset` is a number that older files write for "not set"."""
+    end = "" if most is None else f" to {most}"
+    also = "" if unset is None else f" ({unset}: not set)"
+    word = str(least) if least == most else f"a whole number from {least}{end}{also}"
+    limits: Json = {"type": "integer", "minimum": least} | ({} if most is None else {"maximum": most})
+    const = [] if unset is None else [{"const": unset}]
+
+    def check(value: Any, _: At) -> Any:
+        if type(value) is not int:
+            return MISFIT
+        if value == unset:
             return None
-        fits = type(value) is int and value >= self.least and (self.most is None or value <= self.most)
-        return value if fits else at.expected(self, value)
+        return value if value >= least and (most is None or value <= most) else MISFIT
 
-    def normal(self, value: Any) -> Any:
-        """Not set is null."""
-        return None if value == self.unset else value
-
-    def json_schema(self) -> Json:
-        """As JSON Schema."""
-        allowed: Json = {"type": "integer", "minimum": self.least}
-        if self.most is not None:
-            allowed["maximum"] = self.most
-        unset = [] if self.unset is None else [{"const": self.unset}]
-        return {"anyOf": [allowed, *unset, EXPRESSION]}
+    return One(
+        word, _or_expression(limits, *const), textual=False, check=check,
+        written=lambda value: None if value == unset else value,
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Number(Form):
-    """A number above `above`, or from `least`."""
+def number(above: float | None = None, least: float | None = None) -> Form:
+    """A number above `above`, or from `least`, as a float; whole numbers are numbers, too."""
+    limits: Json = {"type": "number"}
+    word = "a number"
+    if above is not None:
+        word, limits["exclusiveMinimum"] = f"a number above {above:g}", above
+    elif least is not None:
+        word, limits["minimum"] = f"a number from {least:g}", least
 
-    above: float | None = None
-    least: float | None = None
-
-    @property
-    def word(self) -> str:
-        """With its limit."""
-        if self.above is not None:
-            return f"a number above {self.above:g}"
-        return "a number" if self.least is None else f"a number from {self.least:g}"
-
-    def take(self, value: Any, at: At) -> Any:
-        """A float; whole numbers are numbers, too."""
+    def check(value: Any, _: At) -> Any:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not fits or (self.above is not None and value <= self.above):
-            return at.expected(self, value)
-        return at.expected(self, value) if self.least is not None and value < self.least else float(value)
-
-    def normal(self, value: Any) -> Any:
-        """1 is 1.0."""
+        if not fits or (above is not None and value <= above) or (least is not None and value < least):
+            return MISFIT
         return float(value)
 
-    def json_schema(self) -> Json:
-        """As JSON Schema."""
-        allowed: Json = {"type": "number"}
-        if self.above is not None:
-            allowed["exclusiveMinimum"] = self.above
-        if self.least is not None:
-            allowed["minimum"] = self.least
-        return {"anyOf": [allowed, EXPRESSION]}
+    return One(word, _or_expression(limits), textual=False, check=check, written=float)
 
 
-@dataclass(frozen=True)
-class Text(Form):
+def text(what: str = "a text") -> Form:
     """A text that is not empty; `what` says what it is for."""
-
-    what: str = "a text"
-    textual = True
-
-    @property
-    def word(self) -> str:
-        """What it is for."""
-        return self.what
-
-    def take(self, value: Any, at: At) -> Any:
-        """A str; a number or a truth value is told to be put in quotes."""
-        if isinstance(value, str) and value:
-            return value
-        if isinstance(value, (bool, int, float)):
-            return at.wrong(f"expected {self.word}, not {described(value)}: put it in quotes")
-        return at.expected(self, value)
-
-    def json_schema(self) -> Json:
-        """As JSON Schema."""
-        return {"type": "string", "minLength": 1}
+    return One(what, A_TEXT, textual=True, check=partial(_text, what))
 
 
-@dataclass(frozen=True)
-class RunName(Text):
-    """A name that becomes a directory: below the one it is put into, and not hidden."""
-
-    def take(self, value: Any, at: At) -> Any:
-        """A str without parts such as `..`."""
-        found = super().take(value, at)
-        if isinstance(found, str) and any(part[:1] in ("", ".") for part in found.split("/")):
-            return at.wrong(f"{found!r:.60} becomes a directory: no `..`, no `/` at an end, no dot in front")
-        return found
+def _text(what: str, value: Any, at: At) -> Any:
+    if isinstance(value, (bool, int, float)):
+        return at.wrong(f"expected {what}, not {described(value)}: put it in quotes")
+    return value if isinstance(value, str) and value else MISFIT
 
 
-@dataclass(frozen=True)
-class OneOf(Form):
+def _run_name(value: Any, at: At) -> Any:
+    found = _text("a name", value, at)
+    if isinstance(found, str) and any(part[:1] in ("", ".") for part in found.split("/")):
+        return at.wrong(f"{found!r:.60} becomes a directory: no `..`, no `/` at an end, no dot in front")
+    return found
+
+
+RUN_NAME = One("a name", A_TEXT, textual=True, check=_run_name)
+"""A name that becomes a directory: below the one it is put into, and not hidden."""
+
+
+def one_of(*words: str, refused: Mapping[str, str] | None = None) -> Form:
     """One of some words; `refused` are words of others, each with what to write instead."""
 
-    words: Sequence[str]
-    refused: Mapping[str, str] = field(default_factory=dict)
-    textual = True
-
-    @property
-    def word(self) -> str:
-        """The words."""
-        return "one of " + ", ".join(f"`{word}`" for word in self.words)
-
-    def take(self, value: Any, at: At) -> Any:
-        """A word of the list."""
-        if isinstance(value, str) and value in self.words:
-            return value
-        if isinstance(value, str) and value in self.refused:
-            return at.wrong(f"`{value}` is not supported: {self.refused[value]}")
+    def check(value: Any, at: At) -> Any:
         if not isinstance(value, str):
-            return at.expected(self, value)
-        return at.wrong(f"unknown word {short(value)}; {hint(value, self.words)}", nearest(value, self.words))
+            return MISFIT
+        if refused is not None and value in refused:
+            return at.wrong(f"`{value}` is not supported: {refused[value]}")
+        if value in words:
+            return value
+        return at.wrong(f"unknown word {short(value)}; {hint(value, words)}", nearest(value, words))
 
-    def json_schema(self) -> Json:
-        """As JSON Schema."""
-        return {"anyOf": [{"enum": list(self.words)}, EXPRESSION]}
+    word = "one of " + ", ".join(f"`{word}`" for word in words)
+    return One(word, _or_expression({"enum": list(words)}), textual=True, check=check)
 
 
-@dataclass(frozen=True)
-class Seconds(Form):
-    """A length of time above zero."""
+def _seconds(value: Any, _: At) -> Any:
+    found = seconds_in(value)
+    return found if found is not None and math.isfinite(found) and found > 0 else MISFIT
 
-    word = "seconds, or a text such as `1h30m` or `01:30:00`"
-    textual = True
 
-    def take(self, value: Any, at: At) -> Any:
-        """Seconds as a float."""
-        found = seconds_in(value)
-        fits = found is not None and math.isfinite(found) and found > 0
-        return found if fits else at.expected(self, value)
+SECONDS = One(
+    "seconds, or a text such as `1h30m` or `01:30:00`",
+    {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, A_TEXT]},
+    textual=True,
+    check=_seconds,
+    written=seconds_in,
+)
 
-    def normal(self, value: Any) -> Any:
-        """In seconds."""
-        return seconds_in(value)
 
-    def json_schema(self) -> Json:
-        """As JSON Schema."""
-        return {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "minLength": 1}]}
+def _texts(value: Any, at: At) -> Any:
+    if not isinstance(value, dict):
+        return MISFIT
+    for name, one in value.items():
+        if not isinstance(one, str):
+            at.inner(name).wrong(f"expected a text, not {described(one)}")
+    return dict(value)
+
+
+TEXTS = One(
+    "a mapping of texts to texts",
+    {"type": "object", "additionalProperties": {"type": "string"}},
+    textual=False,
+    check=_texts,
+)
 
 
 @dataclass(frozen=True)
@@ -265,60 +240,145 @@ class ListOf(Form):
     """A list of one form; where `lone`, a single one may stand without the list. Becomes a tuple."""
 
     item: Form
-    lone: bool = False
-
-    @property
-    def textual(self) -> bool:  # type: ignore[override]
-        """Of a lone one."""
-        return self.lone and self.item.textual
-
-    @property
-    def word(self) -> str:
-        """With its items."""
-        return f"{self.item.word}, or a list of such" if self.lone else f"a list (each item {self.item.word})"
+    lone: bool
 
     def take(self, value: Any, at: At) -> Any:
         """All items; each wrong one is complained of."""
-        if not isinstance(value, list):
-            if self.lone:
-                return (self.item.take(value, at),)
-            dash = ": begin each item with `- `" if isinstance(value, dict) else ""
-            return at.wrong(f"expected {self.word}, not {described(value)}{dash}")
-        return tuple(self._item(one, at.inner(index)) for index, one in enumerate(value))
+        if isinstance(value, list):
+            return tuple(at.inner(index).taken(self.item, one) for index, one in enumerate(value))
+        if self.lone:
+            return (self.item.take(value, at),)
+        dash = ": begin each item with `- `" if isinstance(value, dict) else ""
+        return at.wrong(f"expected {self.word}, not {described(value)}{dash}")
 
-    def _item(self, value: Any, at: At) -> Any:
-        if at.where in at.reading.tree.broken:
-            return WRONG
-        return self.item.take(value, at)
-
-    def normal(self, value: Any) -> Any:
+    def mapped(self, value: Any, change: Callable[[Form, Any], Any]) -> Any:
         """As a list."""
-        return [self.item.normal(one) for one in (value if isinstance(value, list) else [value])]
+        return [change(self.item, one) for one in (value if isinstance(value, list) else [value])]
 
-    def json_schema(self) -> Json:
-        """As JSON Schema."""
-        items: Json = {"type": "array", "items": self.item.json_schema()}
-        return {"anyOf": [items, self.item.json_schema()]} if self.lone else items
+    def below(self, name: str | int) -> Form | None:
+        """That of the items."""
+        return self.item if isinstance(name, int) else None
+
+
+def list_of(item: Form) -> ListOf:
+    """A list of one form."""
+    return ListOf(f"a list (each item {item.word})", _array(item), textual=False, item=item, lone=False)
+
+
+def some(item: Form) -> ListOf:
+    """One value, or a list of such."""
+    schema = {"anyOf": [_array(item), item.schema]}
+    return ListOf(f"{item.word}, or a list of such", schema, item.textual, item, lone=True)
+
+
+def _array(item: Form) -> Json:
+    return {"type": "array", "items": item.schema}
 
 
 @dataclass(frozen=True)
-class TextMap(Form):
-    """A mapping from texts to texts."""
+class Named(Form):
+    """A mapping from names that the user chooses to values of one form."""
 
-    word = "a mapping of texts to texts"
+    item: Form
 
     def take(self, value: Any, at: At) -> Any:
-        """A dict of its own."""
+        """A dict; each wrong value is complained of."""
         if not isinstance(value, dict):
             return at.expected(self, value)
-        for name, text in value.items():
-            if not isinstance(text, str):
-                at.inner(name).wrong(f"expected a text, not {described(text)}")
-        return dict(value)
+        return {name: at.inner(name).taken(self.item, one) for name, one in value.items()}
 
-    def json_schema(self) -> Json:
-        """As JSON Schema."""
-        return {"type": "object", "additionalProperties": {"type": "string"}}
+    def mapped(self, value: Any, change: Callable[[Form, Any], Any]) -> Any:
+        """Under the same names."""
+        return {name: change(self.item, one) for name, one in value.items()}
+
+    def below(self, name: str | int) -> Form | None:
+        """That of the values."""
+        return self.item
+
+
+def named(item: Form) -> Named:
+    """A mapping from names to values of one form."""
+    schema = {"type": "object", "additionalProperties": item.schema}
+    return Named(f"a mapping of names; each value is {item.word}", schema, textual=False, item=item)
+
+
+@dataclass(frozen=True)
+class Section(Form):
+    """A mapping with the keys of a dataclass. `short` is the key that a lone text stands for, if any."""
+
+    of: type
+    short: str | None
+
+    @property
+    def spec(self) -> SectionSpec:
+        """Its keys."""
+        return section_spec(self.of)
+
+    def below(self, name: str | int) -> Form | None:
+        """That of a key."""
+        spec = self.spec.keys.get(str(name))
+        return None if spec is None else spec.form
+
+    def take(self, value: Any, at: At) -> Any:
+        """An object of the dataclass; complaints cover all its keys. WRONG if it cannot be made."""
+        if isinstance(value, str) and self.short is not None:
+            return self._made({self.short: self.spec.keys[self.short].form.take(value, at)}, {}, at)
+        if not isinstance(value, dict):
+            return at.expected(self, value)
+        made: dict[str, Any] = {}
+        for name, one in value.items():
+            if (spec := self.spec.keys.get(name)) is None:
+                self._other(name, one, at.inner(name))
+            elif one is not None:
+                made[name] = at.inner(name).taken(spec.form, one)
+            elif at.inner(name).where in at.reading.tree.broken:
+                made[name] = WRONG
+        missing = [spec.name for spec in self.spec.keys.values() if spec.required and spec.name not in made]
+        if missing and at.where not in at.reading.tree.broken:
+            at.wrong(f"{' and '.join(f'`{name}`' for name in missing)} missing")
+        return self._made(made, value, at)
+
+    def normal(self, value: Any) -> Any:
+        """As a mapping with the keys in the schema's order, those without a value left out, others behind."""
+        if isinstance(value, str):
+            value = {self.short: value}
+        keys = self.spec.keys
+        given = {name: keys[name].form.normal(value[name]) for name in keys if value.get(name) is not None}
+        known = {name: one for name, one in given.items() if one is not None}
+        return known | {
+            name: one
+            for name, one in value.items()
+            if name not in self.spec.keys and name not in self.spec.refused
+        }
+
+    def _other(self, name: str, value: Any, at: At) -> None:
+        """Complain of a key that is unknown, or not supported; one with nothing in it asks for nothing."""
+        refused, known = self.spec.refused, self.spec.keys
+        if name in refused and value not in (None, "", []):
+            at.reading.wrong(at.where, f"not supported: {refused[name]}", key=True)
+        elif name not in refused and self.spec.free is None:
+            at.reading.wrong(at.where, f"unknown key; {hint(name, known)}", nearest(name, known), key=True)
+
+    def _made(self, made: Mapping[str, Any], given: Mapping[str, Any], at: At) -> Any:
+        """The object, with defaults where nothing stands."""
+        fields: dict[str, Any] = {}
+        for spec in self.spec.keys.values():
+            value = made.get(spec.name)
+            if value is None and spec.default is not None:
+                value = spec.form.take(spec.default, at.inner(spec.name))
+            fields[spec.attribute] = value
+        if self.spec.free is not None:
+            extra = {name: one for name, one in given.items() if name not in self.spec.keys}
+            fields[self.spec.free] = Tracked(extra, at.where, at.reading)
+        return self.of(**fields)
+
+
+def section(of: type, short: str | None = None) -> Section:
+    """A mapping with the keys of a dataclass, or the text that is short for it."""
+    own: Json = {"$ref": f"#/$defs/{of.__name__}"}
+    if short is None:
+        return Section("a mapping", own, textual=False, of=of, short=None)
+    return Section(f"a mapping, or its `{short}` alone", {"anyOf": [own, A_TEXT]}, True, of, short)
 
 
 def described(value: Any) -> str:
@@ -334,10 +394,6 @@ def described(value: Any) -> str:
     if isinstance(value, dict) and list(value) == ["workspace"] and value["workspace"] is None:
         return 'a mapping: put "{workspace}" in quotes'
     return "a mapping" if isinstance(value, dict) else "a list"
-
-
-_METADATA = "torchrelay"
-_FREE = "free"
 
 
 @dataclass(frozen=True)
@@ -360,21 +416,25 @@ class KeySpec:
 def key(
     form: Form,
     doc: str,
-    *,
     default: Any = None,
+    *,
     required: bool = False,
     identity: bool = True,
     infer_only: bool = False,
-    name: str | None = None,
+    name: str = "",
 ) -> Any:
     """A field of a section. `name` is the key in files where a field cannot have it (`class`)."""
-    spec = KeySpec(name or "", "", form, doc, default, required, identity, infer_only)
-    return dataclasses.field(metadata={_METADATA: spec})
+    spec = KeySpec(name, "", form, doc, default, required, identity, infer_only)
+    return dataclasses.field(metadata={"spec": spec})
+
+
+side_key = partial(key, identity=False)
+"""A key whose value makes no other run: limits, intervals, places, what is said."""
 
 
 def free(doc: str) -> Any:
     """The field that takes every key which the section does not know, as a mapping that notes reads."""
-    return dataclasses.field(metadata={_METADATA: _FREE, "doc": doc})
+    return dataclasses.field(metadata={"free": doc})
 
 
 @dataclass(frozen=True)
@@ -393,13 +453,11 @@ class SectionSpec:
 @cache
 def section_spec(section: type) -> SectionSpec:
     """The keys of a dataclass whose fields were made by `key` and `free`."""
-    keys: dict[str, KeySpec] = {}
-    takes, doc = None, ""
-    for one in dataclasses.fields(section):
-        said = one.metadata[_METADATA]
-        if said == _FREE:
-            takes, doc = one.name, one.metadata["doc"]
-        else:
-            spec = dataclasses.replace(said, name=said.name or one.name, attribute=one.name)
-            keys[spec.name] = spec
-    return SectionSpec(keys, takes, doc, getattr(section, "REFUSED", {}))
+    fields = {one.name: one.metadata for one in dataclasses.fields(section)}
+    own, doc = next(((name, said["free"]) for name, said in fields.items() if "free" in said), (None, ""))
+    specs = (
+        dataclasses.replace(said["spec"], name=said["spec"].name or name, attribute=name)
+        for name, said in fields.items()
+        if "spec" in said
+    )
+    return SectionSpec({one.name: one for one in specs}, own, doc, getattr(section, "REFUSED", {}))

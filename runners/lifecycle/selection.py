@@ -10,8 +10,7 @@ from typing import Any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Dataset, Phase, Settings
-from torchrelay.jobs.config.section_types import ClassPath
-from torchrelay.jobs.config.user_sections import split_weights
+from torchrelay.jobs.config.section_types import ClassPath, split_weights
 
 MODEL, OPTIMIZER, LOADER, SCHEDULER = "model", "optimizer", "loader", "scheduler"
 """What a phase's blobs are called, below its name."""
