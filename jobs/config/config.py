@@ -76,7 +76,7 @@ def _used(normal: Mapping[str, Any], section: str, wanted: Collection[list[str] 
 def _picked(form: Form, value: Any) -> Any:
     if not isinstance(form, Section):
         return form.mapped(value, _picked)
-    keys = form.spec.keys
+    keys = form.keys
     known = {name: _of_key(keys[name], value[name]) for name in keys if name in value}
     own = {name: one for name, one in value.items() if name not in keys}
     return {name: one for name, one in known.items() if one not in _EMPTY} | own
@@ -203,7 +203,7 @@ class Config:
     @staticmethod
     def _of_schema(section: Where) -> list[str]:
         form = form_at(section)
-        return list(form.spec.keys) if isinstance(form, Section) else []
+        return list(form.keys) if isinstance(form, Section) else []
 
     @cached_property
     def resolved(self) -> dict[str, Any]:

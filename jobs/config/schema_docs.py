@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchrelay.jobs.config.schema import Settings
-from torchrelay.jobs.config.types import Form, Json, KeySpec, ListOf, Named, Section, section
+from torchrelay.jobs.config.types import Form, Json, KeySpec, Many, Section, section
 from torchrelay.jobs.config.yaml_reader import Where, plain
 
 TOP = section(Settings)
@@ -36,7 +36,7 @@ def form_at(where: Where) -> Form | None:
 def key_at(where: Where) -> KeySpec | None:
     """The key of the schema that stands at a place, if it is one."""
     around = form_at(where[:-1]) if where else None
-    return around.spec.keys.get(str(where[-1])) if isinstance(around, Section) else None
+    return around.keys.get(str(where[-1])) if isinstance(around, Section) else None
 
 
 def json_schema() -> Json:
@@ -62,23 +62,23 @@ def sections(form: Form) -> Iterator[tuple[Section, str]]:
     pending = [(form, "")]
     while pending:
         one, path = pending.pop(0)
-        if isinstance(one, (ListOf, Named)):
-            pending.append((one.item, f"{path}[]" if isinstance(one, ListOf) else f"{path}.<alias>"))
+        if isinstance(one, Many):
+            pending.append((one.item, f"{path}[]" if one.kind is list else f"{path}.<alias>"))
         elif isinstance(one, Section) and one.of not in seen:
             seen[one.of] = None
             yield one, path
             prefix = f"{path}." if path else ""
-            pending.extend((spec.form, prefix + name) for name, spec in one.spec.keys.items())
+            pending.extend((spec.form, prefix + name) for name, spec in one.keys.items())
 
 
 def _object(section: Section) -> Json:
-    keys = section.spec.keys
+    keys = section.keys
     required = [name for name, spec in keys.items() if spec.required]
     return {
         "type": "object",
         "description": (section.of.__doc__ or "").partition("\n")[0],
         "properties": {name: _property(spec) for name, spec in keys.items()},
-        "additionalProperties": section.spec.free is not None,
+        "additionalProperties": section.free is not None,
         **({"required": required} if required else {}),
     }
 
@@ -94,11 +94,10 @@ def key_table() -> str:
 
 
 def _table(section: Section, path: str) -> str:
-    spec = section.spec
-    rows = [_row(one) for one in spec.keys.values()]
-    if spec.free is not None:
-        rows.append(f"| … | anything | | {spec.free_doc} | yes |")
-    rows += [f"| `{name}` | refused | | {_cell(remedy)} | |" for name, remedy in spec.refused.items()]
+    rows = [_row(one) for one in section.keys.values()]
+    if section.free is not None:
+        rows.append(f"| … | anything | | {section.free_doc} | yes |")
+    rows += [f"| `{name}` | refused | | {_cell(remedy)} | |" for name, remedy in section.refused.items()]
     title = f"### {path}" if path else "### At the top"
     head = "| key | may be | default | meaning | another run? |\n|---|---|---|---|---|"
     return f"{title}\n\n{(section.of.__doc__ or '').strip()}\n\n{head}\n" + "\n".join(rows) + "\n"
@@ -120,7 +119,7 @@ def completed(form: Form, value: Any) -> Any:
     if not isinstance(form, Section):
         return form.mapped(value, completed)
     known = {}
-    for name, spec in form.spec.keys.items():
+    for name, spec in form.keys.items():
         if name in value:
             known[name] = completed(spec.form, value[name])
         elif spec.default not in (None, [], {}):

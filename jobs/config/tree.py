@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import unicodedata
@@ -277,44 +278,41 @@ def recovered(data: bytes, name: str) -> Recovered:
 
 def _mended(data: bytes) -> tuple[Findings, list[Problem]]:
     """What was read once the lines that break the syntax were left out, and these; else the first attempt."""
-    first = found = read_findings(data)
-    left_out: list[Problem] = []
     lines = data.split(b"\n")
+    first = found = _with_remedy(read_findings(data), lines)
+    left_out: list[Problem] = []
     for _ in range(_TRIES):
         if found.ended is None:
             return found, left_out
         at = found.ended.line - 1
         if at >= len(lines) or not lines[at].strip():
             break  # the end of the file, or a line that was left out already
-        left_out += [_with_remedy(one, lines, at) for one in found.problems if one.place == found.ended]
+        left_out += [one for one in found.problems if one.place == found.ended]
         lines[at] = b""
-        found = read_findings(b"\n".join(lines))
-    return (found, left_out) if found.ended is None else (_first_with_remedy(first, data), [])
+        found = _with_remedy(read_findings(b"\n".join(lines)), lines)
+    return (found, left_out) if found.ended is None else (first, [])
 
 
-def _first_with_remedy(found: Findings, data: bytes) -> Findings:
-    """What was found first, where leaving out lines did not help: its end says what to do, too."""
-    lines = data.split(b"\n")
-    at = found.ended.line - 1 if found.ended is not None else len(lines)
+def _with_remedy(found: Findings, lines: Sequence[bytes]) -> Findings:
+    """The problem that ended the reading says what to do, too, where a line can be blamed."""
+    at = len(lines) if found.ended is None else found.ended.line - 1
     if at >= len(lines) or not lines[at].strip():
         return found
-    told = [_with_remedy(one, lines, at) if one.place == found.ended else one for one in found.problems]
-    return replace(found, problems=tuple(told))
-
-
-def _with_remedy(problem: Problem, lines: Sequence[bytes], at: int) -> Problem:
-    remedy, line = "look at the indentation and the quotes of this line", lines[at]
-    if any(text in problem.message for text in TOLD_WITH_REMEDY):
-        return problem
-    first = max(0, at - _NEAR)
+    remedy, first = "look at the indentation and the quotes of this line", max(0, at - _NEAR)
     odd = [first + up for up, one in enumerate(lines[first : at + 1]) if one.count(b'"') % 2]
     if odd:
         remedy = f"line {odd[0] + 1} has a quote without its other one"
-    elif b"{workspace}" in line:
+    elif b"{workspace}" in lines[at]:
         remedy = 'a text that begins with a brace needs quotes, such as "{workspace}/model.py"'
-    elif b"\t" in line:
+    elif b"\t" in lines[at]:
         remedy = "put spaces in place of the tab"
-    return Problem(problem.place, f"{problem.message}: {remedy}")
+    told = (
+        replace(one, message=f"{one.message}: {remedy}")
+        if one.place == found.ended and not any(text in one.message for text in TOLD_WITH_REMEDY)
+        else one
+        for one in found.problems
+    )
+    return replace(found, problems=tuple(told))
 
 
 def _told(problems: list[Problem], source: Source) -> list[ConfigProblem]:
@@ -375,7 +373,7 @@ class Tracked(Mapping[str, Any]):
     def plain(self) -> dict[str, Any]:
         """A dict of its own, dicts and lists inside; all of it counts as read."""
         self._reading.reads.update(leaves(self._content, self._where))
-        return _copied(self._content)  # type: ignore[no-any-return]
+        return copy.deepcopy(dict(self._content))
 
     def unread(self) -> list[Where]:
         """The places of the values in it that were not read so far."""
@@ -410,9 +408,3 @@ def leaves(value: Any, where: Where) -> Iterator[Where]:
             yield from leaves(one, (*where, at))
     else:
         yield where
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _copied(one) for name, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list) else value

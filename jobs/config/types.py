@@ -236,39 +236,53 @@ TEXTS = One(
 
 
 @dataclass(frozen=True)
-class ListOf(Form):
-    """A list of one form; where `lone`, a single one may stand without the list. Becomes a tuple."""
+class Many(Form):
+    """Values of one form: in a list, which becomes a tuple, or in a dict, under names that the user chooses.
+
+    Where `lone`, a single value may stand without its list.
+    """
 
     item: Form
-    lone: bool
+    kind: type
+    lone: bool = False
 
     def take(self, value: Any, at: At) -> Any:
-        """All items; each wrong one is complained of."""
-        if isinstance(value, list):
-            return tuple(at.inner(index).taken(self.item, one) for index, one in enumerate(value))
+        """All values; each wrong one is complained of."""
+        if isinstance(value, dict) and self.kind is dict:
+            return {name: at.inner(name).taken(self.item, one) for name, one in value.items()}
+        if isinstance(value, list) and self.kind is list:
+            return tuple(at.inner(number).taken(self.item, one) for number, one in enumerate(value))
         if self.lone:
             return (self.item.take(value, at),)
         dash = ": begin each item with `- `" if isinstance(value, dict) else ""
         return at.wrong(f"expected {self.word}, not {described(value)}{dash}")
 
     def mapped(self, value: Any, change: Callable[[Form, Any], Any]) -> Any:
-        """As a list."""
+        """A dict under the same names, else a list."""
+        if self.kind is dict:
+            return {name: change(self.item, one) for name, one in value.items()}
         return [change(self.item, one) for one in (value if isinstance(value, list) else [value])]
 
     def below(self, name: str | int) -> Form | None:
-        """That of the items."""
-        return self.item if isinstance(name, int) else None
+        """That of the values."""
+        return self.item if self.kind is dict or isinstance(name, int) else None
 
 
-def list_of(item: Form) -> ListOf:
+def list_of(item: Form) -> Many:
     """A list of one form."""
-    return ListOf(f"a list (each item {item.word})", _array(item), textual=False, item=item, lone=False)
+    return Many(f"a list (each item {item.word})", _array(item), textual=False, item=item, kind=list)
 
 
-def some(item: Form) -> ListOf:
+def some(item: Form) -> Many:
     """One value, or a list of such."""
     schema = {"anyOf": [_array(item), item.schema]}
-    return ListOf(f"{item.word}, or a list of such", schema, item.textual, item, lone=True)
+    return Many(f"{item.word}, or a list of such", schema, item.textual, item, list, lone=True)
+
+
+def named(item: Form) -> Many:
+    """A mapping from names to values of one form."""
+    schema = {"type": "object", "additionalProperties": item.schema}
+    return Many(f"a mapping of names; each value is {item.word}", schema, False, item, dict)
 
 
 def _array(item: Form) -> Json:
@@ -276,109 +290,141 @@ def _array(item: Form) -> Json:
 
 
 @dataclass(frozen=True)
-class Named(Form):
-    """A mapping from names that the user chooses to values of one form."""
+class KeySpec:
+    """One key. `default` is written as in a file; None: the key may be missing and means nothing then.
 
-    item: Form
+    `identity`: another value makes it another run. `infer_only`: has no meaning for a runner that trains.
+    """
 
-    def take(self, value: Any, at: At) -> Any:
-        """A dict; each wrong value is complained of."""
-        if not isinstance(value, dict):
-            return at.expected(self, value)
-        return {name: at.inner(name).taken(self.item, one) for name, one in value.items()}
-
-    def mapped(self, value: Any, change: Callable[[Form, Any], Any]) -> Any:
-        """Under the same names."""
-        return {name: change(self.item, one) for name, one in value.items()}
-
-    def below(self, name: str | int) -> Form | None:
-        """That of the values."""
-        return self.item
+    name: str
+    form: Form
+    doc: str
+    default: Any
+    required: bool
+    identity: bool
+    infer_only: bool
+    attribute: str = ""
 
 
-def named(item: Form) -> Named:
-    """A mapping from names to values of one form."""
-    schema = {"type": "object", "additionalProperties": item.schema}
-    return Named(f"a mapping of names; each value is {item.word}", schema, textual=False, item=item)
+def key(
+    form: Form,
+    doc: str,
+    default: Any = None,
+    *,
+    required: bool = False,
+    identity: bool = True,
+    infer_only: bool = False,
+    name: str = "",
+) -> Any:
+    """A field of a section. `name` is the key in files where a field cannot have it (`class`)."""
+    return dataclasses.field(
+        metadata={"key": KeySpec(name, form, doc, default, required, identity, infer_only)}
+    )
+
+
+side_key = partial(key, identity=False)
+"""A key whose value makes no other run: limits, intervals, places, what is said."""
+
+
+def free(doc: str) -> Any:
+    """The field that takes every key which the section does not know, as a mapping that notes reads."""
+    return dataclasses.field(metadata={"free": doc})
 
 
 @dataclass(frozen=True)
 class Section(Form):
-    """A mapping with the keys of a dataclass. `short` is the key that a lone text stands for, if any."""
+    """A mapping with the keys of a dataclass. `short` is the key that a lone text stands for, if any.
+
+    `free` is the field that takes other keys, None refuses them; `refused` are keys of others, each with what
+    to write instead.
+    """
 
     of: type
     short: str | None
-
-    @property
-    def spec(self) -> SectionSpec:
-        """Its keys."""
-        return section_spec(self.of)
+    keys: Mapping[str, KeySpec]
+    free: str | None
+    free_doc: str
+    refused: Mapping[str, str]
 
     def below(self, name: str | int) -> Form | None:
         """That of a key."""
-        spec = self.spec.keys.get(str(name))
+        spec = self.keys.get(str(name))
         return None if spec is None else spec.form
 
     def take(self, value: Any, at: At) -> Any:
         """An object of the dataclass; complaints cover all its keys. WRONG if it cannot be made."""
         if isinstance(value, str) and self.short is not None:
-            return self._made({self.short: self.spec.keys[self.short].form.take(value, at)}, {}, at)
+            return self._made({self.short: self.keys[self.short].form.take(value, at)}, {}, at)
         if not isinstance(value, dict):
             return at.expected(self, value)
+        broken = at.reading.tree.broken
         made: dict[str, Any] = {}
         for name, one in value.items():
-            if (spec := self.spec.keys.get(name)) is None:
-                self._other(name, one, at.inner(name))
-            elif one is not None:
-                made[name] = at.inner(name).taken(spec.form, one)
-            elif at.inner(name).where in at.reading.tree.broken:
-                made[name] = WRONG
-        missing = [spec.name for spec in self.spec.keys.values() if spec.required and spec.name not in made]
-        if missing and at.where not in at.reading.tree.broken:
-            at.wrong(f"{' and '.join(f'`{name}`' for name in missing)} missing")
+            inner = at.inner(name)
+            if name not in self.keys:
+                self._other(name, one, inner)
+            elif one is not None or inner.where in broken:
+                made[name] = inner.taken(self.keys[name].form, one)
+        missing = [f"`{one.name}`" for one in self.keys.values() if one.required and one.name not in made]
+        if missing and at.where not in broken:
+            at.wrong(f"{' and '.join(missing)} missing")
         return self._made(made, value, at)
 
     def normal(self, value: Any) -> Any:
         """As a mapping with the keys in the schema's order, those without a value left out, others behind."""
         if isinstance(value, str):
             value = {self.short: value}
-        keys = self.spec.keys
-        given = {name: keys[name].form.normal(value[name]) for name in keys if value.get(name) is not None}
-        known = {name: one for name, one in given.items() if one is not None}
-        return known | {
-            name: one
-            for name, one in value.items()
-            if name not in self.spec.keys and name not in self.spec.refused
+        given = {
+            name: one.form.normal(value[name])
+            for name, one in self.keys.items()
+            if value.get(name) is not None
         }
+        known = {name: one for name, one in given.items() if one is not None}
+        own = {**self.keys, **self.refused}
+        return known | {name: one for name, one in value.items() if name not in own}
 
     def _other(self, name: str, value: Any, at: At) -> None:
         """Complain of a key that is unknown, or not supported; one with nothing in it asks for nothing."""
-        refused, known = self.spec.refused, self.spec.keys
-        if name in refused and value not in (None, "", []):
-            at.reading.wrong(at.where, f"not supported: {refused[name]}", key=True)
-        elif name not in refused and self.spec.free is None:
-            at.reading.wrong(at.where, f"unknown key; {hint(name, known)}", nearest(name, known), key=True)
+        if name in self.refused and value not in (None, "", []):
+            at.reading.wrong(at.where, f"not supported: {self.refused[name]}", key=True)
+        elif name not in self.refused and self.free is None:
+            message = f"unknown key; {hint(name, self.keys)}"
+            at.reading.wrong(at.where, message, nearest(name, self.keys), key=True)
 
     def _made(self, made: Mapping[str, Any], given: Mapping[str, Any], at: At) -> Any:
         """The object, with defaults where nothing stands."""
         fields: dict[str, Any] = {}
-        for spec in self.spec.keys.values():
-            value = made.get(spec.name)
-            if value is None and spec.default is not None:
-                value = spec.form.take(spec.default, at.inner(spec.name))
-            fields[spec.attribute] = value
-        if self.spec.free is not None:
-            extra = {name: one for name, one in given.items() if name not in self.spec.keys}
-            fields[self.spec.free] = Tracked(extra, at.where, at.reading)
+        for one in self.keys.values():
+            value = made.get(one.name)
+            if value is None and one.default is not None:
+                value = one.form.take(one.default, at.inner(one.name))
+            fields[one.attribute] = value
+        if self.free is not None:
+            extra = {name: one for name, one in given.items() if name not in self.keys}
+            fields[self.free] = Tracked(extra, at.where, at.reading)
         return self.of(**fields)
 
 
+@cache
 def section(of: type, short: str | None = None) -> Section:
-    """A mapping with the keys of a dataclass, or the text that is short for it."""
-    own: Json = {"$ref": f"#/$defs/{of.__name__}"}
-    if short is None:
-        return Section("a mapping", own, textual=False, of=of, short=None)
-    return Section(f"a mapping, or its `{short}` alone", {"anyOf": [own, A_TEXT]}, True, of, short)
+    """A mapping with the keys of a dataclass whose fields were made by `key` and `free`.
+
+    A lone text may stand for one that has a `short` key.
+    """
+    keys: dict[str, KeySpec] = {}
+    free, free_doc = None, ""
+    for one in dataclasses.fields(of):
+        if (spec := one.metadata.get("key")) is None:
+            free, free_doc = one.name, one.metadata["free"]
+        else:
+            name = spec.name or one.name
+            keys[name] = dataclasses.replace(spec, name=name, attribute=one.name)
+    word = "a mapping"
+    schema: Json = {"$ref": f"#/$defs/{of.__name__}"}
+    if short is not None:
+        word, schema = f"a mapping, or its `{short}` alone", {"anyOf": [schema, A_TEXT]}
+    refused = getattr(of, "REFUSED", {})
+    return Section(word, schema, short is not None, of, short, keys, free, free_doc, refused)
 
 
 def described(value: Any) -> str:
@@ -394,70 +440,3 @@ def described(value: Any) -> str:
     if isinstance(value, dict) and list(value) == ["workspace"] and value["workspace"] is None:
         return 'a mapping: put "{workspace}" in quotes'
     return "a mapping" if isinstance(value, dict) else "a list"
-
-
-@dataclass(frozen=True)
-class KeySpec:
-    """One key. `default` is written as in a file; None: the key may be missing and means nothing then.
-
-    `identity`: another value makes it another run. `infer_only`: has no meaning for a runner that trains.
-    """
-
-    name: str
-    attribute: str
-    form: Form
-    doc: str
-    default: Any
-    required: bool
-    identity: bool
-    infer_only: bool
-
-
-def key(
-    form: Form,
-    doc: str,
-    default: Any = None,
-    *,
-    required: bool = False,
-    identity: bool = True,
-    infer_only: bool = False,
-    name: str = "",
-) -> Any:
-    """A field of a section. `name` is the key in files where a field cannot have it (`class`)."""
-    spec = KeySpec(name, "", form, doc, default, required, identity, infer_only)
-    return dataclasses.field(metadata={"spec": spec})
-
-
-side_key = partial(key, identity=False)
-"""A key whose value makes no other run: limits, intervals, places, what is said."""
-
-
-def free(doc: str) -> Any:
-    """The field that takes every key which the section does not know, as a mapping that notes reads."""
-    return dataclasses.field(metadata={"free": doc})
-
-
-@dataclass(frozen=True)
-class SectionSpec:
-    """The keys of a section, and what becomes of others: `free` is the field that takes them, None refuses.
-
-    `refused` are keys of others, each with what to write instead.
-    """
-
-    keys: Mapping[str, KeySpec]
-    free: str | None
-    free_doc: str
-    refused: Mapping[str, str]
-
-
-@cache
-def section_spec(section: type) -> SectionSpec:
-    """The keys of a dataclass whose fields were made by `key` and `free`."""
-    fields = {one.name: one.metadata for one in dataclasses.fields(section)}
-    own, doc = next(((name, said["free"]) for name, said in fields.items() if "free" in said), (None, ""))
-    specs = (
-        dataclasses.replace(said["spec"], name=said["spec"].name or name, attribute=name)
-        for name, said in fields.items()
-        if "spec" in said
-    )
-    return SectionSpec({one.name: one for one in specs}, own, doc, getattr(section, "REFUSED", {}))
