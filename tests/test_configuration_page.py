@@ -12,7 +12,7 @@ from pathlib import Path
 
 from config_cases import read
 
-from torchrelay.jobs.config.schema_docs import TOP, json_schema, key_table, sections
+from torchrelay.jobs.config.schema import TOP, json_schema, key_table, sections
 from torchrelay.runners.lifecycle.recording import recorded
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/configuration.md").read_text()

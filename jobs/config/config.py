@@ -18,8 +18,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.config.interpolation import Expanded, RunPlace, expanded
 from torchrelay.jobs.config.overrides import Overrides, check_references, overridden
 from torchrelay.jobs.config.runner_schema import is_infer
-from torchrelay.jobs.config.schema import Settings, user_sections
-from torchrelay.jobs.config.schema_docs import TOP, completed, form_at, key_at, yaml_lines
+from torchrelay.jobs.config.schema import TOP, Settings, completed, form_at, key_at, user_sections
 from torchrelay.jobs.config.tree import (
     ConfigError,
     ConfigKeyError,
@@ -35,7 +34,7 @@ from torchrelay.jobs.config.tree import (
 )
 from torchrelay.jobs.config.types import At, Form, KeySpec, Reading, Section
 from torchrelay.jobs.config.user_sections import bound
-from torchrelay.jobs.config.yaml_reader import Where, yaml_content
+from torchrelay.jobs.config.yaml_reader import Where, yaml_content, yaml_lines
 from torchrelay.records import dataclass
 
 _EMPTY: tuple[Any, ...] = (None, {}, [])

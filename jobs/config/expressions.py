@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.schema_docs import key_at
+from torchrelay.jobs.config.schema import key_at
 from torchrelay.jobs.config.tree import (
     Missing,
     dotted,

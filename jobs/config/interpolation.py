@@ -27,7 +27,7 @@ from torchrelay.jobs.config.expressions import (
     written,
 )
 from torchrelay.jobs.config.runner_schema import is_infer
-from torchrelay.jobs.config.schema_docs import form_at, key_at
+from torchrelay.jobs.config.schema import form_at, key_at
 from torchrelay.jobs.config.section_types import local_path, split_weights
 from torchrelay.jobs.config.tree import ConfigProblem, Missing, Origin, Tree, find, hint, nearest, value_at
 from torchrelay.jobs.config.yaml_reader import (

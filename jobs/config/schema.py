@@ -1,12 +1,12 @@
 """The keys of a configuration, from the top. Each key is defined once, with its type, default and meaning.
 
-The names are PaddleRec's; what is told of a key here is what torchrelay means by it. The JSON Schema,
-the table in docs/configuration.md and the identity of a run are made from these classes.
+The names are PaddleRec's; what is told of a key here is what torchrelay means by it. The JSON Schema, the
+table in docs/configuration.md, the resolved form and the identity of a run are made from these classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torchrelay.jobs.config.runner_schema import Runner
@@ -16,6 +16,11 @@ from torchrelay.jobs.config.types import (
     RUN_NAME,
     TEXTS,
     TRUTH,
+    Form,
+    Json,
+    KeySpec,
+    Many,
+    Section,
     free,
     key,
     list_of,
@@ -28,6 +33,7 @@ from torchrelay.jobs.config.types import (
     text,
     whole,
 )
+from torchrelay.jobs.config.yaml_reader import Where, scalar
 from torchrelay.records import dataclass
 
 
@@ -212,3 +218,110 @@ class Settings:
         """The runners of the mode that train; of the whole file where none of the mode does."""
         named = tuple(one for one in self.runners_of_mode() if not one.infers)
         return named or tuple(one for one in self.runner if not one.infers)
+
+
+TOP = section(Settings)
+"""The form of a whole configuration."""
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def form_at(where: Where) -> Form | None:
+    """The form of the value at a place; None where the schema knows nothing, as among the user's own keys."""
+    form: Form | None = TOP
+    for one in where:
+        form = None if form is None else form.below(one)
+    return form
+
+
+def key_at(where: Where) -> KeySpec | None:
+    """The key of the schema that stands at a place, if it is one."""
+    around = form_at(where[:-1]) if where else None
+    return around.keys.get(str(where[-1])) if isinstance(around, Section) else None
+
+
+def json_schema() -> Json:
+    """A schema of configuration files. Files and references between sections it knows not; `check` does."""
+    top, *others = (_object(one) for one, _ in sections(TOP))
+    expression = {
+        "type": "string",
+        "pattern": r"\$\{[^{}]+\}",
+        "description": "`${key.path}`, `${upstream.low.key.path}` or `${env:NAME}`",
+    }
+    names = [one.of.__name__ for one, _ in sections(TOP)][1:]
+    return {
+        "$schema": _DIALECT,
+        "title": "Configuration of torchrelay",
+        **top,
+        "$defs": {"expression": expression, **dict(zip(names, others, strict=True))},
+    }
+
+
+def sections(form: Form) -> Iterator[tuple[Section, str]]:
+    """A form's section and all below it, from the top, each once, with how people write its place."""
+    seen: dict[type, None] = {}
+    pending = [(form, "")]
+    while pending:
+        one, path = pending.pop(0)
+        if isinstance(one, Many):
+            pending.append((one.item, f"{path}[]" if one.kind is list else f"{path}.<alias>"))
+        elif isinstance(one, Section) and one.of not in seen:
+            seen[one.of] = None
+            yield one, path
+            prefix = f"{path}." if path else ""
+            pending.extend((spec.form, prefix + name) for name, spec in one.keys.items())
+
+
+def _object(form: Section) -> Json:
+    keys = form.keys
+    required = [name for name, spec in keys.items() if spec.required]
+    return {
+        "type": "object",
+        "description": (form.of.__doc__ or "").partition("\n")[0],
+        "properties": {name: _property(spec) for name, spec in keys.items()},
+        "additionalProperties": form.free is not None,
+        **({"required": required} if required else {}),
+    }
+
+
+def _property(spec: KeySpec) -> Json:
+    own = spec.form.schema if spec.required else {"anyOf": [spec.form.schema, {"type": "null"}]}
+    return {"description": spec.doc, **own, **({} if spec.default is None else {"default": spec.default})}
+
+
+def key_table() -> str:
+    """Markdown: a table for each section, its keys with form, default, meaning, part in identity."""
+    return "\n".join(_table(one, path) for one, path in sections(TOP))
+
+
+def _table(form: Section, path: str) -> str:
+    rows = [_row(one) for one in form.keys.values()]
+    if form.free is not None:
+        rows.append(f"| … | anything | | {form.free_doc} | yes |")
+    rows += [f"| `{name}` | refused | | {_cell(remedy)} | |" for name, remedy in form.refused.items()]
+    title = f"### {path}" if path else "### At the top"
+    head = "| key | may be | default | meaning | another run? |\n|---|---|---|---|---|"
+    return f"{title}\n\n{(form.of.__doc__ or '').strip()}\n\n{head}\n" + "\n".join(rows) + "\n"
+
+
+def _row(spec: KeySpec) -> str:
+    written = "" if spec.default in (None, [], {}) else f"`{scalar(spec.default)}`"
+    default = "required" if spec.required else written
+    other = "yes" if spec.identity else "no"
+    return f"| `{spec.name}` | {_cell(spec.form.word)} | {default} | {_cell(spec.doc)} | {other} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def completed(form: Form, value: Any) -> Any:
+    """A normal value with the defaults of the schema where nothing stands."""
+    if not isinstance(form, Section):
+        return form.mapped(value, completed)
+    known = {}
+    for name, spec in form.keys.items():
+        if name in value:
+            known[name] = completed(spec.form, value[name])
+        elif spec.default not in (None, [], {}):
+            known[name] = spec.default
+    return known | {name: one for name, one in value.items() if name not in known}

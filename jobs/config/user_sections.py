@@ -13,7 +13,7 @@ from typing import Any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.section_types import local_path
 from torchrelay.jobs.config.tree import Tracked, hint, leaves, nearest
-from torchrelay.jobs.config.types import WRONG, At, Reading, described
+from torchrelay.jobs.config.types import MISFIT, WRONG, At, Reading, described
 
 _PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
 
@@ -63,79 +63,63 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _converted(hint_: Any, value: Any, at: At) -> Any:
-    """A value as an annotation wants it."""
-    origin, inner = typing.get_origin(hint_), typing.get_args(hint_)
-    if hint_ is Any:
-        return value
-    if origin is typing.Annotated:
-        return _converted(inner[0], value, at)
-    if origin in (typing.Union, types.UnionType):
-        return _union(hint_, inner, value, at)
-    if origin is typing.Literal:
-        return value if (type(value), value) in [(type(one), one) for one in inner] else _no(hint_, value, at)
+    """A value as an annotation wants it; WRONG after a complaint."""
     if dataclasses.is_dataclass(hint_) or hasattr(hint_, "model_validate"):
         return bound(hint_, value, at)
-    if _is_list(origin or hint_):
-        return _sequence(hint_, origin or hint_, inner, value, at)
-    if (origin or hint_) in (dict, Mapping):
-        return _mapping(hint_, inner, value, at)
-    return _single(hint_, value, at)
+    origin, inner = typing.get_origin(hint_) or hint_, typing.get_args(hint_)
+    found = MISFIT
+    if hint_ is Any:
+        found = value
+    elif origin is typing.Annotated:
+        found = _converted(inner[0], value, at)
+    elif origin in (typing.Union, types.UnionType):
+        found = _first_that_fits(inner, value, at)
+    elif origin is typing.Literal:
+        found = value if (type(value), value) in [(type(one), one) for one in inner] else MISFIT
+    elif origin in (list, tuple, Sequence):
+        found = _sequence(origin, inner, value, at) if isinstance(value, list) else MISFIT
+    elif origin in (dict, Mapping):
+        if isinstance(value, dict):
+            kind = inner[1] if inner else Any
+            found = {name: _converted(kind, one, at.inner(name)) for name, one in value.items()}
+    else:
+        found = _single(hint_, value, at)
+    return at.wrong(f"expected {_name(hint_)}, not {described(value)}") if found is MISFIT else found
 
 
 def _single(hint_: Any, value: Any, at: At) -> Any:
     if hint_ in _PLAIN:
         fits = isinstance(value, _PLAIN[hint_]) and (hint_ is bool or not isinstance(value, bool))
-        return hint_(value) if fits else _no(hint_, value, at)
+        return hint_(value) if fits else MISFIT
     if hint_ is type(None):
-        return None if value is None else _no(hint_, value, at)
+        return None if value is None else MISFIT
     if hint_ is Path:
-        return local_path(value, at.reading.workspace) if isinstance(value, str) else _no(hint_, value, at)
+        return local_path(value, at.reading.workspace) if isinstance(value, str) else MISFIT
     if isinstance(hint_, type) and issubclass(hint_, enum.Enum):
         known = {one.value: one for one in hint_}
-        return known[value] if isinstance(value, (str, int)) and value in known else _no(hint_, value, at)
+        return known.get(value, MISFIT) if isinstance(value, (str, int)) else MISFIT
     raise UsageError(
         f"{at.reading.tree.path(at.where)}: a field of type {_name(hint_)} cannot be read from YAML; "
         "use bool, int, float, str, Path, Literal, an Enum, lists, dicts, dataclasses, or Any"
     )
 
 
-def _union(hint_: Any, inner: Sequence[Any], value: Any, at: At) -> Any:
-    """The first alternative that fits."""
-    for one in inner:
+def _first_that_fits(alternatives: Sequence[Any], value: Any, at: At) -> Any:
+    for one in alternatives:
         trial = Reading(at.reading.tree, at.reading.workspace)
         found = _converted(one, value, At(trial, at.where))
         if not trial.problems:
             return found
-    return _no(hint_, value, at)
+    return MISFIT
 
 
-def _is_list(what: Any) -> bool:
-    return what in (list, tuple, Sequence)
-
-
-def _sequence(hint_: Any, origin: Any, inner: Sequence[Any], value: Any, at: At) -> Any:
-    if not isinstance(value, list):
-        return _no(hint_, value, at)
+def _sequence(origin: Any, inner: Sequence[Any], value: Sequence[Any], at: At) -> Any:
     several = origin is not tuple or (len(inner) == 2 and inner[1] is Ellipsis) or not inner
     kinds = [inner[0] if inner else Any] * len(value) if several else list(inner)
     if len(kinds) != len(value):
         return at.wrong(f"expected {len(kinds)} items, not {len(value)}")
-    found = [
-        _converted(kind, one, at.inner(index))
-        for index, (kind, one) in enumerate(zip(kinds, value, strict=True))
-    ]
-    return tuple(found) if origin is tuple else found
-
-
-def _mapping(hint_: Any, inner: Sequence[Any], value: Any, at: At) -> Any:
-    if not isinstance(value, dict):
-        return _no(hint_, value, at)
-    kind = inner[1] if inner else Any
-    return {name: _converted(kind, one, at.inner(name)) for name, one in value.items()}
-
-
-def _no(hint_: Any, value: Any, at: At) -> Any:
-    return at.wrong(f"expected {_name(hint_)}, not {described(value)}")
+    found = (_converted(*pair, at.inner(index)) for index, pair in enumerate(zip(kinds, value, strict=True)))
+    return tuple(found) if origin is tuple else list(found)
 
 
 def _name(hint_: Any) -> str:

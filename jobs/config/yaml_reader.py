@@ -14,11 +14,12 @@ in C, so that 200 kB of `[` end the process, and forgets anchors that no alias u
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
@@ -132,22 +133,13 @@ def read_yaml_file(path: str | os.PathLike[str]) -> Document:
 def yaml_content(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a regular file, at most one more than may be; UsageError names the file and the reason."""
     try:
-        return _content(path)
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("no regular file")
+            return file.read(LIMIT_BYTES + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"{path or repr('')}: cannot be read ({why}): give a YAML file") from None
-
-
-def _content(path: str | os.PathLike[str]) -> bytes:
-    """A byte more than may be; pipes are not waited for."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("no regular file")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(LIMIT_BYTES + 1)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -333,3 +325,84 @@ def _place_of(data: bytes, offset: int) -> Place:
     """The place of a byte."""
     before = data[:offset]
     return Place(before.count(b"\n") + 1, offset - (before.rfind(b"\n") + 1) + 1)
+
+
+_BARE = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+-]*")
+_ELSEWHERE = re.compile(r"(?i)y|n|yes|no|on|off")
+"""Words that readers of YAML 1.1 take for truth values."""
+_LONG_KEY = 100
+"""Characters; longer keys are written with `?`, because of ordinary ones YAML reads no more than 1024."""
+Note = Callable[[Where], str]
+
+
+def yaml_lines(value: Mapping[str, Any], note: Note | None = None) -> Iterator[str]:
+    """Block YAML; `note` says what stands behind a value as a comment."""
+    for line, where in _of_mapping(value, (), ""):
+        comment = note(where) if note is not None and where is not None else ""
+        yield f"{line}  # {comment}" if comment else line
+
+
+_Lines = Iterator[tuple[str, Where | None]]
+
+
+def _of_mapping(value: Mapping[str, Any], where: Where, indent: str) -> _Lines:
+    for name, one in value.items():
+        key = scalar(name)
+        if len(key) > _LONG_KEY:
+            yield f"{indent}? {key}", None
+            yield from _after(f"{indent}:", one, (*where, name), indent)
+        else:
+            yield from _after(f"{indent}{key}:", one, (*where, name), indent)
+
+
+def _of_list(value: list[Any], where: Where, indent: str) -> _Lines:
+    for at, one in enumerate(value):
+        if isinstance(one, dict) and one:
+            begin = "- "
+            for line, place in _of_mapping(one, (*where, at), indent + "  "):
+                yield indent + begin + line[len(indent) + 2 :], place
+                begin = "  "
+        else:
+            yield from _after(f"{indent}-", one, (*where, at), indent)
+
+
+def _after(head: str, value: Any, where: Where, indent: str) -> _Lines:
+    if isinstance(value, dict) and value:
+        yield head, None
+        yield from _of_mapping(value, where, indent + "  ")
+    elif isinstance(value, list) and value:
+        yield head, None
+        yield from _of_list(value, where, indent + "  ")
+    else:
+        yield f"{head} {scalar(value)}", where
+
+
+def scalar(value: Any) -> str:
+    """A value without parts as YAML on one line, read as the same by YAML 1.1 and 1.2."""
+    if isinstance(value, (dict, list)):
+        return "{}" if isinstance(value, dict) else "[]"
+    if isinstance(value, str):
+        return value if _is_bare(value) else _quoted(value)
+    if isinstance(value, float):
+        return _number(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_bare(text: str) -> bool:
+    return bool(_BARE.fullmatch(text)) and plain(text) == text and not _ELSEWHERE.fullmatch(text)
+
+
+def _number(value: float) -> str:
+    """As Python writes it, but always with a point: YAML 1.1 takes `1e-05` for a text."""
+    text = repr(value)
+    mantissa, exponent, power = text.partition("e")
+    return f"{mantissa if '.' in mantissa else f'{mantissa}.0'}{exponent}{power}"
+
+
+def _quoted(text: str) -> str:
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(one if one.isprintable() else _escaped(ord(one)) for one in quoted)
+
+
+def _escaped(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

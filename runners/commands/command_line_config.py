@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from torchrelay.jobs.config.config import Config, load_config
-from torchrelay.jobs.config.schema_docs import json_schema, key_table
+from torchrelay.jobs.config.schema import json_schema, key_table
 from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.runners.commands.command_line_arguments import Add, add_strict
 from torchrelay.runners.commands.command_line_output import Output

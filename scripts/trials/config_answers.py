@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config, read_config
-from torchrelay.jobs.config.schema_docs import json_schema, key_table
+from torchrelay.jobs.config.schema import json_schema, key_table
 from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.jobs.config.yaml_reader import read_findings
 
