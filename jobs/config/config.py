@@ -48,7 +48,8 @@ def identity(normal: Mapping[str, Any], runner: str | None = None) -> dict[str, 
     else:
         chosen = [one for one in runners if not is_infer(one)] or runners
     phases = _used(normal, "phase", [one.get("phases") for one in chosen])
-    datasets = _used(normal, "dataset", [_listed(one.get("dataset_name")) for one in phases])
+    names = (one.get("dataset_name") for one in phases)
+    datasets = _used(normal, "dataset", [None if name is None else [name] for name in names])
     found = _picked(TOP, {**normal, "runner": chosen, "phase": phases, "dataset": datasets})
     return dict(found)
 
@@ -57,10 +58,6 @@ def digest(identifying: Mapping[str, Any]) -> str:
     """SHA-256 of it, in one way of writing."""
     text = json.dumps(identifying, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
-
-
-def _listed(name: str | None) -> list[str] | None:
-    return None if name is None else [name]
 
 
 def _used(normal: Mapping[str, Any], section: str, wanted: Collection[list[str] | None]) -> list[Any]:
@@ -126,13 +123,12 @@ class Config:
         the place of every value that does not fit, ConfigKeyError for a section that is not there.
         """
         where = self._where(path)
-        content = value_at(self._expanded.tree.value, where) if where is not None else {}
-        at = At(self._reading, where if where is not None else (path,))
+        content = {} if where is None else value_at(self._expanded.tree.value, where)
+        at = At(self._reading, (path,) if where is None else where)
         if to is None:
             if not isinstance(content, dict):
-                raise UsageError(
-                    f"{self._expanded.tree.origin(at.where)}: {path} is a single value, no section"
-                )
+                origin = self._expanded.tree.origin(at.where)
+                raise UsageError(f"{origin}: {path} is a single value, no section")
             return Tracked(content, at.where, self._reading)
         before = len(self._reading.problems)
         found = bound(to, {} if content is None else content, at)
@@ -195,14 +191,10 @@ class Config:
         asked = [str(one[-1]) for one in self._reading.misses if one[:-1] == where[:-1]]
         near = nearest(str(where[-1]), asked)
         remedy = f"; `{near}` was asked for and is not there" if near else ""
-        if near is None and (near := nearest(str(where[-1]), self._of_schema(where[:-1]))) is not None:
-            remedy = f"; did you mean `{near}`?"
+        if near is None and isinstance(form := form_at(where[:-1]), Section):
+            near = nearest(str(where[-1]), form.keys)
+            remedy = f"; did you mean `{near}`?" if near else ""
         return ConfigProblem(tree.key_origin(where), tree.path(where), f"was never read{remedy}", near)
-
-    @staticmethod
-    def _of_schema(section: Where) -> list[str]:
-        form = form_at(section)
-        return list(form.keys) if isinstance(form, Section) else []
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
@@ -268,9 +260,6 @@ class Config:
         raise ConfigKeyError(f"{self.name}: there is no section `{path}`; {near}".rstrip("; "))
 
 
-_MISSING = " missing"
-
-
 def load_config(
     path: str | os.PathLike[str],
     overrides: Sequence[str] = (),
@@ -309,25 +298,15 @@ def read_config(
         raise ConfigError(read.problems)
     tree, problems = overridden(read.tree, given)
     done, more = expanded(tree, folder, os.environ if environ is None else environ, place)
-    read_by_names = {
-        one for where in done.referred for one in leaves(value_at(done.tree.value, where), where)
-    }
-    reading = Reading(done.tree, done.workspace, reads=read_by_names, source=source)
+    reading = Reading(done.tree, done.workspace, source=source)
+    for where in done.referred:
+        reading.reads.update(leaves(value_at(done.tree.value, where), where))
     settings = TOP.take(done.tree.value, At(reading))
     check_references(reading)
-    found = [*problems, *more, *reading.problems]
-    told = _new(found, read.problems) if read.whole else [one for one in found if not _is_cascade(one)]
-    if read.problems or told:
-        raise ConfigError([*read.problems, *_new(told, read.problems)])
+    told = {str(one.origin) for one in read.problems}  # what stands where YAML was wrong already
+    found = [one for one in (*problems, *more, *reading.problems) if str(one.origin) not in told]
+    if not read.whole:  # what is missing may have stood in the lines that were left out
+        found = [one for one in found if " missing" not in one.message]
+    if read.problems or found:
+        raise ConfigError([*read.problems, *found])
     return Config(name, data, settings, given, done, reading)
-
-
-def _new(found: Sequence[ConfigProblem], before: Sequence[ConfigProblem]) -> list[ConfigProblem]:
-    """Without those that stand where YAML was wrong already."""
-    places = {str(one.origin) for one in before}
-    return [one for one in found if str(one.origin) not in places]
-
-
-def _is_cascade(problem: ConfigProblem) -> bool:
-    """What is missing where lines were left out may have stood in them."""
-    return _MISSING in problem.message

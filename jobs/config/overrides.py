@@ -121,7 +121,7 @@ class _Work:
                 self.origins[where[: at + 1]] = self.keys[where[: at + 1]] = origin
             here = here[one]
         self._forget(where)
-        here[where[-1]] = found.top
+        here[where[-1]] = found.value
         self.keys[where] = self.origins[where] = origin
         for inner, place in found.values.items():
             self.origins[(*where, *inner)] = self._at(index, begins + place.column)

@@ -6,7 +6,7 @@ import copy
 import difflib
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -114,12 +114,6 @@ class ConfigKeyError(UsageError, KeyError):
         return str(self.args[0])
 
 
-def dotted(names: Sequence[str | int], names_of: Mapping[tuple[str | int, ...], str] | None = None) -> str:
-    """`runner.train1.epochs`: items of a list by their names where they have some, else by their index."""
-    known = names_of or {}
-    return ".".join(known.get(tuple(names[: at + 1]), str(one)) for at, one in enumerate(names))
-
-
 def _order(problem: ConfigProblem) -> tuple[bool, Place, str]:
     return problem.origin.source.name == COMMAND_LINE, problem.origin.place, problem.message
 
@@ -168,7 +162,7 @@ class Tree:
 
     def path(self, where: Where) -> str:
         """The dotted path that people write: items of lists by their names."""
-        return dotted(where, names_in(self.value, where))
+        return path_of(self.value, where)
 
 
 @dataclass(frozen=True)
@@ -202,17 +196,24 @@ def value_at(top: Any, where: Where) -> Any:
     return top
 
 
-def names_in(top: Any, where: Where) -> dict[Where, str]:
-    """The names of the list items on the way to `where`."""
-    found: dict[Where, str] = {}
-    for at, one in enumerate(where):
+def with_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested dicts and lists, in which every other value is changed."""
+    if isinstance(value, dict):
+        return {name: with_leaves(one, change) for name, one in value.items()}
+    return [with_leaves(one, change) for one in value] if isinstance(value, list) else change(value)
+
+
+def path_of(top: Any, where: Where) -> str:
+    """`runner.train1.epochs`: items of a list by their names where they have some, else by their index."""
+    words = []
+    for one in where:
         try:
             top = top[one]
         except (LookupError, TypeError):
-            break
-        if isinstance(one, int) and (name := item_name(top)) is not None:
-            found[where[: at + 1]] = name
-    return found
+            top = None
+        name = item_name(top) if isinstance(one, int) else None
+        words.append(str(one) if name is None else name)
+    return ".".join(words)
 
 
 def item_name(item: Any) -> str | None:
@@ -265,15 +266,16 @@ def recovered(data: bytes, name: str) -> Recovered:
     """Read a file. Where the syntax breaks, its line is left out and the rest is read, if that mends it."""
     source = Source(name, tuple(data.decode("utf-8", "replace").split("\n")))
     found, left_out = _mended(data)
+    readable = isinstance(found.value, dict) and found.ended is None
     problems = [*found.problems, *left_out]
-    if not isinstance(found.top, dict) or found.ended is not None:
-        if not problems:
-            problems.append(Problem(Place(1, 1), NO_MAPPING))
-        return Recovered(None, _told(problems, source), False)
+    if not readable and not problems:
+        problems = [Problem(Place(1, 1), NO_MAPPING)]
+    told = [ConfigProblem(Origin(source, one.place), "", one.message) for one in problems]
+    if not readable:
+        return Recovered(None, told, False)
     origins = {where: Origin(source, place) for where, place in found.values.items()}
     keys = {where: Origin(source, place) for where, place in found.keys.items()}
-    tree = Tree(found.top, origins, keys, found.broken)
-    return Recovered(tree, _told(problems, source), not left_out)
+    return Recovered(Tree(found.value, origins, keys, found.broken), told, not left_out)
 
 
 def _mended(data: bytes) -> tuple[Findings, list[Problem]]:
@@ -313,10 +315,6 @@ def _with_remedy(found: Findings, lines: Sequence[bytes]) -> Findings:
         for one in found.problems
     )
     return replace(found, problems=tuple(told))
-
-
-def _told(problems: list[Problem], source: Source) -> list[ConfigProblem]:
-    return [ConfigProblem(Origin(source, one.place), "", one.message) for one in problems]
 
 
 _SHOWN = 12

@@ -116,16 +116,7 @@ class YamlError(UsageError):
         super().__init__("\n".join(lines))
 
 
-@dataclass(frozen=True)
-class Document:
-    """A mapping of strings, and the place of every value and of every key in it."""
-
-    value: dict[str, Any]
-    values: Mapping[Where, Place]
-    keys: Mapping[Where, Place]
-
-
-def read_yaml_file(path: str | os.PathLike[str]) -> Document:
+def read_yaml_file(path: str | os.PathLike[str]) -> Findings:
     """Read a regular file of at most 1 MiB. Raises UsageError, which names the file and the reason."""
     return read_yaml(yaml_content(path), str(Path(path)))
 
@@ -144,13 +135,13 @@ def yaml_content(path: str | os.PathLike[str]) -> bytes:
 
 @dataclass(frozen=True)
 class Findings:
-    """What could be read of a text, and what is wrong with it.
+    """What could be read of a text, the place of every value and key, and what is wrong with it.
 
     `broken` are the places in the tree at which a problem stands: what lies there means nothing.
     `ended` is the place of the problem behind which nothing was read, None where all was.
     """
 
-    top: Any
+    value: Any
     values: Mapping[Where, Place]
     keys: Mapping[Where, Place]
     problems: tuple[Problem, ...]
@@ -158,18 +149,18 @@ class Findings:
     ended: Place | None = None
 
 
-def read_yaml(data: bytes, name: str) -> Document:
+def read_yaml(data: bytes, name: str) -> Findings:
     """Read a document whose top is a mapping; `name` stands for it in messages.
 
     Raises YamlError with everything that is refused; where the syntax is broken, with what came before it.
     """
     found = read_findings(data)
     problems = list(found.problems)
-    if not problems and not isinstance(found.top, dict):
+    if not problems and not isinstance(found.value, dict):
         problems.append(Problem(Place(1, 1), NO_MAPPING))
     if problems:
         raise YamlError(name, problems)
-    return Document(found.top, found.values, found.keys)
+    return found
 
 
 def read_findings(data: bytes) -> Findings:

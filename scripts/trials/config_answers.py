@@ -250,7 +250,7 @@ def mutated(rng: random.Random, text: str) -> str:
 def answer(data: bytes, folder: Path, overrides: list[str]) -> Any:
     """All that is told of a text."""
     findings = read_findings(data)
-    raw = [repr(findings.top), [repr(one) for one in sorted(findings.values.items(), key=repr)]]
+    raw = [repr(findings.value), [repr(one) for one in sorted(findings.values.items(), key=repr)]]
     raw += [
         [repr(one) for one in findings.problems],
         sorted(map(repr, findings.broken)),
