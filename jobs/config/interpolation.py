@@ -201,12 +201,12 @@ class _Work:
 
     def _variable(self, part: Variable, where: Where) -> Any:
         text = self.environ.get(part.name, part.default)
-        if text is not None and not text.isascii() and text.encode(errors="ignore").decode() != text:
+        if text is None:
+            why = f"the environment has no {part.name}: set it, or write `${{env:{part.name},default}}`"
+            return self.wrong(where, why, part.written)
+        if not text.isascii() and text.encode(errors="ignore").decode() != text:
             return self.wrong(where, f"{part.name} of the environment is no UTF-8 text", part.written)
-        if text is not None:
-            return _Variable((text,), text)
-        remedy = f"set it, or write `${{env:{part.name},default}}`"
-        return self.wrong(where, f"the environment has no {part.name}: {remedy}", part.written)
+        return _Variable((text,), text)
 
     def _workspace(self, where: Where, token: str) -> Any:
         if _WORKSPACE in self._doing:
@@ -269,7 +269,7 @@ class _Work:
             return [Path(self.place.run)]
         mode, runners = self.tree.value.get("mode"), self.tree.value.get("runner")
         chosen = [("mode", at) for at in range(len(mode))] if isinstance(mode, list) else [("mode",)]
-        names = {self._text(one) for one in chosen} - {None} if mode is not None else set()
+        names = {self._text(one) for one in chosen} if isinstance(mode, (list, str)) else set()
         run_dir, name, runs = self._text(("run_dir",)), self._text(("name",)), self.place.runs
         if runs is not None:
             run_dir, name = os.path.abspath(runs), name or workspace.name  # noqa: PTH100
