@@ -93,9 +93,12 @@ class _Work:
 
     def _refusal(self, missing: Missing, key: str, *, adds: bool) -> tuple[str | None, str | None]:
         """Why a key that is not there yet may not be put there; None if it may."""
-        if missing.leaf and value_at(self.value, missing.where) is not None:
-            return f"`{'.'.join(map(str, missing.where))}` is a single value, there is nothing below it", None
+        here, path = value_at(self.value, missing.where), ".".join(map(str, missing.where))
+        if missing.leaf and here is not None:
+            return f"`{path}` is a single value, there is nothing below it", None
         form = form_at(missing.where)
+        if isinstance(here, list) and isinstance(form, Section):
+            return f"`{path}` is a list, not {form.word}: there is no `{missing.rest[0]}` in it", None
         for at, word in enumerate(missing.rest):
             known = {
                 *(missing.known if at == 0 else ()),
@@ -106,7 +109,7 @@ class _Work:
             if isinstance(form, Section) and word in form.keys:
                 form = form.below(word)
                 continue
-            if _is_open(form, value_at(self.value, missing.where)):
+            if _is_open(form, here):
                 return (None, None) if adds else (_not_there(word, known, key), nearest(word, known))
             return f"unknown name `{word}`; {hint(word, known) or 'nothing lies below'}", nearest(word, known)
         return None, None

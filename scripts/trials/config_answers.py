@@ -32,6 +32,8 @@ from torchrelay.jobs.config.yaml_reader import read_findings
 ROOT = Path(__file__).resolve().parents[2]
 MUTATIONS = int(os.environ.get("MUTATIONS", "20"))
 VALUES = (
+    *("'${upstream.low.width}'", "'${upstream.low.widht}'", "'${upstream.low.deep}'", "'${upstream.high.x}'"),
+    *("'${upstream.low.strict}'", "'${upstream.low}'", "runs/low", "runs/none", "whole/one"),
     *("null", "~", "0", "-1", "1", "2", "1.5", "1e-3", "1e999", "010", "true", "no", "''", "x", "a/b"),
     *("../x", "[]", "[1, a]", "[a, a]", "{}", "{a: 1}", "{workspace}", '"{workspace}/model.py"'),
     *('"{work}/x"', "infer", "'${env:SET}'", "'${env:UNSET}'", "'${env:UNSET,7}'", "'${env:WORD}x'"),
@@ -160,6 +162,9 @@ hyper_parameters:
   optimizer: {class: SGD, learning_rate: 1, decay_steps: 3, decay_rate: 1, strategy: async, momentum: 0.9}
   width: "${seed}"
   path: "{workspace}/x"
+  taken: "${upstream.low.width}"
+  all: "${upstream.low.hyper_parameters}"
+  within: "a ${upstream.low.path} {{workspace}} $${b}"
 """
 """With nearly every key."""
 ENVIRON = {"SET": "3", "WORD": "w", "N": "4", "EPOCHS": "2", "ODD": "010", "HOME": "h"}
@@ -262,6 +267,8 @@ def answer(data: bytes, folder: Path, overrides: list[str]) -> Any:
         return [raw, [one.json() for one in error.problems]]
     except UsageError as error:
         return [raw, "usage", str(error)]
+    except (TypeError, LookupError, AttributeError) as error:
+        return [raw, "crash", repr(error)]
     return [raw, _right(config)]
 
 
@@ -294,11 +301,25 @@ def _right(config: Config) -> Any:
     return found
 
 
+def _stored_runs(folder: Path) -> None:
+    """Runs whose values others take, and copies of one where runs keep what they are built on."""
+    for name, width in (("runs/low", 3), ("whole/one/lineage/low", 4), ("b/lineage/low", 5)):
+        run = folder / name
+        (run / "config").mkdir(parents=True)
+        (run / "captured.1.json").write_text('{"config": "config"}')
+        (run / "stage.json").write_text(json.dumps({"path": str(folder / "runs/low")}))
+        text = (
+            "workspace: /old\nhyper_parameters: {width: %d, path: '{workspace}/x', deep: {a: [1, $${x}]}}\n"
+        )
+        (run / "config/resolved.yaml").write_text(text % width)
+
+
 def main() -> None:
     """Write a line for every text."""
     folder = Path(tempfile.mkdtemp())
     for name in ("model.py", "reader.py", "your_startup.py", "data", "instance.py", "runner.py", "models.py"):
         (folder / name).touch()
+    _stored_runs(folder)
     rng = random.Random(7)
     seeds = list(dict.fromkeys(texts()))
     seeds += [WHOLE] * 20 + [OWN, OWN.partition("rest")[0]] * 8
