@@ -309,7 +309,7 @@ def _stored_runs(folder: Path) -> None:
         (run / "captured.1.json").write_text('{"config": "config"}')
         (run / "stage.json").write_text(json.dumps({"path": str(folder / "runs/low")}))
         text = (
-            "workspace: /old\nhyper_parameters: {width: %d, path: '{workspace}/x', deep: {a: [1, $${x}]}}\n"
+            "workspace: /old\nhyper_parameters: {width: %d, path: '{workspace}/x', deep: {a: [1, '$${x}']}}\n"
         )
         (run / "config/resolved.yaml").write_text(text % width)
 
