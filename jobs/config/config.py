@@ -17,11 +17,8 @@ from typing import Any, TypeVar, overload
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.interpolation import Expanded, RunPlace, expanded
 from torchrelay.jobs.config.overrides import Overrides, check_references, overridden
-from torchrelay.jobs.config.resolved import completed, yaml_lines
 from torchrelay.jobs.config.runner_schema import is_infer
-from torchrelay.jobs.config.schema import Settings, user_sections
-from torchrelay.jobs.config.schema_docs import TOP, form_at, key_at
-from torchrelay.jobs.config.section_types import Named, Section
+from torchrelay.jobs.config.schema import TOP, Settings, completed, form_at, key_at, user_sections
 from torchrelay.jobs.config.tree import (
     ConfigError,
     ConfigKeyError,
@@ -35,9 +32,9 @@ from torchrelay.jobs.config.tree import (
     recovered,
     value_at,
 )
-from torchrelay.jobs.config.types import At, Form, KeySpec, ListOf, Reading
+from torchrelay.jobs.config.types import At, Form, KeySpec, Reading, Section
 from torchrelay.jobs.config.user_sections import bound
-from torchrelay.jobs.config.yaml_reader import Where, yaml_content
+from torchrelay.jobs.config.yaml_reader import Where, yaml_content, yaml_lines
 from torchrelay.records import dataclass
 
 _EMPTY: tuple[Any, ...] = (None, {}, [])
@@ -51,7 +48,8 @@ def identity(normal: Mapping[str, Any], runner: str | None = None) -> dict[str, 
     else:
         chosen = [one for one in runners if not is_infer(one)] or runners
     phases = _used(normal, "phase", [one.get("phases") for one in chosen])
-    datasets = _used(normal, "dataset", [_listed(one.get("dataset_name")) for one in phases])
+    names = (one.get("dataset_name") for one in phases)
+    datasets = _used(normal, "dataset", [None if name is None else [name] for name in names])
     found = _picked(TOP, {**normal, "runner": chosen, "phase": phases, "dataset": datasets})
     return dict(found)
 
@@ -60,10 +58,6 @@ def digest(identifying: Mapping[str, Any]) -> str:
     """SHA-256 of it, in one way of writing."""
     text = json.dumps(identifying, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
-
-
-def _listed(name: str | None) -> list[str] | None:
-    return None if name is None else [name]
 
 
 def _used(normal: Mapping[str, Any], section: str, wanted: Collection[list[str] | None]) -> list[Any]:
@@ -75,16 +69,13 @@ def _used(normal: Mapping[str, Any], section: str, wanted: Collection[list[str] 
     return [one for one in items if one["name"] in named]
 
 
-def _picked(form: Form | None, value: Any) -> Any:
-    if isinstance(form, Section):
-        known = {name: _of_key(spec, value[name]) for name, spec in form.spec.keys.items() if name in value}
-        own = {name: one for name, one in value.items() if name not in form.spec.keys}
-        return {**{name: one for name, one in known.items() if one not in _EMPTY}, **own}
-    if isinstance(form, ListOf):
-        return [_picked(form.item, one) for one in value]
-    return (
-        {name: _picked(form.item, one) for name, one in value.items()} if isinstance(form, Named) else value
-    )
+def _picked(form: Form, value: Any) -> Any:
+    if not isinstance(form, Section):
+        return form.mapped(value, _picked)
+    keys = form.keys
+    known = {name: _of_key(keys[name], value[name]) for name in keys if name in value}
+    own = {name: one for name, one in value.items() if name not in keys}
+    return {name: one for name, one in known.items() if one not in _EMPTY} | own
 
 
 def _of_key(spec: KeySpec, value: Any) -> Any:
@@ -132,13 +123,12 @@ class Config:
         the place of every value that does not fit, ConfigKeyError for a section that is not there.
         """
         where = self._where(path)
-        content = value_at(self._expanded.tree.value, where) if where is not None else {}
-        at = At(self._reading, where if where is not None else (path,))
+        content = {} if where is None else value_at(self._expanded.tree.value, where)
+        at = At(self._reading, (path,) if where is None else where)
         if to is None:
             if not isinstance(content, dict):
-                raise UsageError(
-                    f"{self._expanded.tree.origin(at.where)}: {path} is a single value, no section"
-                )
+                origin = self._expanded.tree.origin(at.where)
+                raise UsageError(f"{origin}: {path} is a single value, no section")
             return Tracked(content, at.where, self._reading)
         before = len(self._reading.problems)
         found = bound(to, {} if content is None else content, at)
@@ -201,14 +191,10 @@ class Config:
         asked = [str(one[-1]) for one in self._reading.misses if one[:-1] == where[:-1]]
         near = nearest(str(where[-1]), asked)
         remedy = f"; `{near}` was asked for and is not there" if near else ""
-        if near is None and (near := nearest(str(where[-1]), self._of_schema(where[:-1]))) is not None:
-            remedy = f"; did you mean `{near}`?"
+        if near is None and isinstance(form := form_at(where[:-1]), Section):
+            near = nearest(str(where[-1]), form.keys)
+            remedy = f"; did you mean `{near}`?" if near else ""
         return ConfigProblem(tree.key_origin(where), tree.path(where), f"was never read{remedy}", near)
-
-    @staticmethod
-    def _of_schema(section: Where) -> list[str]:
-        form = form_at(section)
-        return list(form.spec.keys) if isinstance(form, Section) else []
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
@@ -274,9 +260,6 @@ class Config:
         raise ConfigKeyError(f"{self.name}: there is no section `{path}`; {near}".rstrip("; "))
 
 
-_MISSING = " missing"
-
-
 def load_config(
     path: str | os.PathLike[str],
     overrides: Sequence[str] = (),
@@ -315,25 +298,15 @@ def read_config(
         raise ConfigError(read.problems)
     tree, problems = overridden(read.tree, given)
     done, more = expanded(tree, folder, os.environ if environ is None else environ, place)
-    read_by_names = {
-        one for where in done.referred for one in leaves(value_at(done.tree.value, where), where)
-    }
-    reading = Reading(done.tree, done.workspace, reads=read_by_names, source=source)
+    reading = Reading(done.tree, done.workspace, source=source)
+    for where in done.referred:
+        reading.reads.update(leaves(value_at(done.tree.value, where), where))
     settings = TOP.take(done.tree.value, At(reading))
     check_references(reading)
-    found = [*problems, *more, *reading.problems]
-    told = _new(found, read.problems) if read.whole else [one for one in found if not _is_cascade(one)]
-    if read.problems or told:
-        raise ConfigError([*read.problems, *_new(told, read.problems)])
+    told = {str(one.origin) for one in read.problems}  # what stands where YAML was wrong already
+    found = [one for one in (*problems, *more, *reading.problems) if str(one.origin) not in told]
+    if not read.whole:  # what is missing may have stood in the lines that were left out
+        found = [one for one in found if " missing" not in one.message]
+    if read.problems or found:
+        raise ConfigError([*read.problems, *found])
     return Config(name, data, settings, given, done, reading)
-
-
-def _new(found: Sequence[ConfigProblem], before: Sequence[ConfigProblem]) -> list[ConfigProblem]:
-    """Without those that stand where YAML was wrong already."""
-    places = {str(one.origin) for one in before}
-    return [one for one in found if str(one.origin) not in places]
-
-
-def _is_cascade(problem: ConfigProblem) -> bool:
-    """What is missing where lines were left out may have stood in them."""
-    return _MISSING in problem.message

@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.schema_docs import key_at
+from torchrelay.jobs.config.schema import key_at
 from torchrelay.jobs.config.tree import (
     Missing,
-    dotted,
     find,
     hint,
     leaves,
-    names_in,
     nearest,
+    path_of,
     recovered,
     value_at,
+    with_leaves,
 )
 from torchrelay.jobs.runtime import split_run
 from torchrelay.records import dataclass
@@ -118,20 +118,12 @@ def written(parts: list[str | Mark]) -> str:
 
 
 def _escaped(parts: list[str | Mark], at: int) -> str:
-    part = parts[at]
-    before = parts[at - 1] if at else ""
-    after = parts[at + 1] if at + 1 < len(parts) else ""
-    if isinstance(part, Mark):
-        inside = (
-            isinstance(before, str)
-            and before.endswith("{")
-            and isinstance(after, str)
-            and after.startswith("}")
-        )
-        return "${workspace}" if inside else Mark.WORKSPACE.value  # not `{{workspace}}`, which is a literal
-    text = part.replace(Mark.WORKSPACE.value, "{{workspace}}")
-    followed = text + ("{" if isinstance(after, Mark) else "")
-    return re.sub(r"\$(?=\{)", "$$", followed)[: -1 if isinstance(after, Mark) else None]
+    before, part, after = ["", *parts, ""][at : at + 3]
+    if isinstance(part, Mark):  # `{{workspace}}` is a literal
+        is_inside = str(before).endswith("{") and str(after).startswith("}")
+        return "${workspace}" if is_inside else Mark.WORKSPACE.value
+    text, brace = part.replace(Mark.WORKSPACE.value, "{{workspace}}"), "{" if isinstance(after, Mark) else ""
+    return re.sub(r"\$(?=\{)", "$$", text + brace).removesuffix(brace)
 
 
 UPSTREAM, LINEAGE, STAGE = "upstream", "lineage", "stage.json"
@@ -188,8 +180,8 @@ def _parsed(path: str, _changed: tuple[int, int]) -> dict[str, Any]:
             f"{path} is damaged ({found.problems[0]}): restore it from a copy of the run"
         )
     value = found.tree.value
-    workspace = "".join(_literal(part, "") for part in parts_of(str(value.get("workspace", ""))))
-    return {**_rendered(value, workspace), "workspace": workspace}
+    workspace = _literal(str(value.get("workspace", "")), "")
+    return {**with_leaves(value, lambda one: _literal(one, workspace)), "workspace": workspace}
 
 
 def configuration(folder: Path) -> dict[str, Any]:
@@ -224,7 +216,7 @@ def value_of(alias: str, folder: Path, path: str) -> Any:
         found = found if isinstance(inside, Missing) else inside
     if not isinstance(found, Missing):
         return value_at(values, found)
-    known = [dotted(where, names_in(values, where)) for where in leaves(values, ())]
+    known = [path_of(values, where) for where in leaves(values, ())]
     near = nearest(path, known) or nearest(f"hyper_parameters.{path}", known)
     told = f"did you mean `{near}`?" if near else hint(found.rest[0], found.known)
     raise UpstreamValueError(
@@ -261,19 +253,14 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _rendered(value: Any, workspace: str) -> Any:
-    if isinstance(value, dict):
-        return {name: _rendered(one, workspace) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_rendered(one, workspace) for one in value]
-    return "".join(_literal(part, workspace) for part in parts_of(value)) if isinstance(value, str) else value
-
-
-def _literal(part: Part, workspace: str) -> str:
+def _literal(text: Any, workspace: str) -> Any:
     """A resolved form has no names in its texts but that of the workspace."""
-    if isinstance(part, str):
-        return part
-    return workspace if isinstance(part, (Mark, Reference)) else part.written
+    if not isinstance(text, str):
+        return text
+    return "".join(
+        part if isinstance(part, str) else workspace if isinstance(part, (Mark, Reference)) else part.written
+        for part in parts_of(text)
+    )
 
 
 def _not_there(alias: str, path: str | None, own: Sequence[str | Path]) -> str:

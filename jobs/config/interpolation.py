@@ -27,9 +27,19 @@ from torchrelay.jobs.config.expressions import (
     written,
 )
 from torchrelay.jobs.config.runner_schema import is_infer
-from torchrelay.jobs.config.schema_docs import form_at, key_at
-from torchrelay.jobs.config.tree import ConfigProblem, Missing, Origin, Tree, find, hint, nearest, value_at
-from torchrelay.jobs.config.user_sections import local_path, split_weights
+from torchrelay.jobs.config.schema import form_at, key_at
+from torchrelay.jobs.config.section_types import local_path, split_weights
+from torchrelay.jobs.config.tree import (
+    ConfigProblem,
+    Missing,
+    Origin,
+    Tree,
+    find,
+    hint,
+    nearest,
+    value_at,
+    with_leaves,
+)
 from torchrelay.jobs.config.yaml_reader import (
     LIMIT_BYTES,
     LIMIT_DEPTH,
@@ -72,6 +82,10 @@ class _Text:
     """A text whose parts are literal, or the workspace."""
 
     parts: tuple[str | Mark, ...]
+
+    def at(self, workspace: str) -> str:
+        """As it is read there."""
+        return "".join(workspace if isinstance(one, Mark) else one for one in self.parts)
 
 
 def expanded(
@@ -140,16 +154,12 @@ class _Work:
         parts = parts_of(text)
         if len(parts) == 1 and isinstance(parts[0], (Reference, Variable)):
             return self._typed(self._node_of(parts[0], where), where)
-        found: list[str | Mark] = []
-        good = True
-        for part in parts:
-            inner = self._inner(part, where)
-            good = good and inner is not None
-            found.extend(inner or ())
+        inner = [self._inner(part, where) for part in parts]
+        found = [one for some in inner for one in some or ()]
         self._characters += sum(len(one) for one in found if isinstance(one, str))
         if self._characters > LIMIT_BYTES:
             return self.wrong(where, f"all texts together are longer than {LIMIT_BYTES >> 20} MiB, the limit")
-        return _Text(tuple(found)) if good else _BROKEN
+        return _BROKEN if None in inner else _Text(tuple(found))
 
     def _inner(self, part: Part, where: Where) -> tuple[str | Mark, ...] | None:
         """The parts that a part of a longer text becomes; None after a complaint."""
@@ -191,12 +201,12 @@ class _Work:
 
     def _variable(self, part: Variable, where: Where) -> Any:
         text = self.environ.get(part.name, part.default)
-        if text is not None and not text.isascii() and text.encode(errors="ignore").decode() != text:
+        if text is None:
+            why = f"the environment has no {part.name}: set it, or write `${{env:{part.name},default}}`"
+            return self.wrong(where, why, part.written)
+        if not text.isascii() and text.encode(errors="ignore").decode() != text:
             return self.wrong(where, f"{part.name} of the environment is no UTF-8 text", part.written)
-        if text is not None:
-            return _Variable((text,), text)
-        remedy = f"set it, or write `${{env:{part.name},default}}`"
-        return self.wrong(where, f"the environment has no {part.name}: {remedy}", part.written)
+        return _Variable((text,), text)
 
     def _workspace(self, where: Where, token: str) -> Any:
         if _WORKSPACE in self._doing:
@@ -242,7 +252,7 @@ class _Work:
             if differing != value:
                 message = f"`{part.path}` is {value!r:.40} in {folder} and {differing!r:.40} in {other}"
                 return self.wrong(where, f"{message}: run one profile at a time, by `mode`", part.written)
-        return _node_of_value(value)
+        return with_leaves(value, lambda one: _Text((one,)) if isinstance(one, str) else one)  # literal ones
 
     def _values_of(self, alias: str, path: str, key: str) -> list[tuple[Path, Any]]:
         """What each of this configuration's runs takes of an upstream, and from where."""
@@ -257,21 +267,19 @@ class _Work:
         """Where the runs of the profiles that run lie, as far as that can be told without an upstream."""
         if self.place.run is not None:
             return [Path(self.place.run)]
-        listed, mode = self.tree.value.get("runner"), self.tree.value.get("mode")
-        names = [self._text(("mode", at)) for at in range(len(mode))] if isinstance(mode, list) else []
-        names += [self._text(("mode",))] if isinstance(mode, str) else []
+        mode, runners = self.tree.value.get("mode"), self.tree.value.get("runner")
+        chosen = [("mode", at) for at in range(len(mode))] if isinstance(mode, list) else [("mode",)]
+        names = {self._text(one) for one in chosen} if isinstance(mode, (list, str)) else set()
+        run_dir, name, runs = self._text(("run_dir",)), self._text(("name",)), self.place.runs
+        if runs is not None:
+            run_dir, name = os.path.abspath(runs), name or workspace.name  # noqa: PTH100
         found: dict[Path, None] = {}
-        for at, runner in enumerate(listed if isinstance(listed, list) else []):
-            own, name, run_dir = (
-                self._text(one) for one in (("runner", at, "name"), ("name",), ("run_dir",))
-            )
-            infers = isinstance(runner, dict) and is_infer(runner)
+        for at, runner in enumerate(runners if isinstance(runners, list) else []):
+            own, infers = self._text(("runner", at, "name")), isinstance(runner, dict) and is_infer(runner)
             if names and own not in names:
                 continue
             said = self._text(("runner", at, "init_model_path" if infers else "save_checkpoint_path"))
-            if self.place.runs is not None and not infers:
-                run_dir, name, said = os.path.abspath(self.place.runs), name or workspace.name, None  # noqa: PTH100
-            if said is None and not infers:
+            if not infers and (said is None or runs is not None):
                 said = "/".join(filter(None, (run_dir or "runs", name, own)))
             if said and "://" not in said:
                 place = str(local_path(said, workspace))
@@ -285,7 +293,7 @@ class _Work:
         except (LookupError, TypeError):
             return None
         node = self.node(where) if isinstance(value, str) and where not in self._doing else None
-        return str(_rendered(node, str(self.workspace))) if isinstance(node, _Text) else None
+        return node.at(str(self.workspace)) if isinstance(node, _Text) else None
 
     def _default(self, missing: Missing, part: Reference, where: Where) -> Any:
         """What the schema gives to a key that is not there."""
@@ -327,26 +335,15 @@ def _shown(value: bool | float) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _node_of_value(value: Any) -> Any:
-    """A value of another configuration as a node: its texts are literal."""
-    if isinstance(value, dict):
-        return {name: _node_of_value(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_node_of_value(one) for one in value]
-    return _Text((value,)) if isinstance(value, str) else value
-
-
 def _rendered(node: Any, workspace: str | None) -> Any:
     """A node as a value; without a workspace texts keep their marks, and literals are escaped."""
-    if isinstance(node, dict):
-        return {name: _rendered(one, workspace) for name, one in node.items()}
-    if isinstance(node, list):
-        return [_rendered(one, workspace) for one in node]
-    if isinstance(node, _Text):
-        if workspace is None:
-            return written(list(node.parts))
-        return "".join(workspace if isinstance(one, Mark) else one for one in node.parts)
-    return None if node is _BROKEN else node
+
+    def of(one: Any) -> Any:
+        if not isinstance(one, _Text):
+            return None if one is _BROKEN else one
+        return written(list(one.parts)) if workspace is None else one.at(workspace)
+
+    return with_leaves(node, of)
 
 
 def _of_token(origin: Origin, token: str) -> Origin:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -113,12 +114,6 @@ class ConfigKeyError(UsageError, KeyError):
         return str(self.args[0])
 
 
-def dotted(names: Sequence[str | int], names_of: Mapping[tuple[str | int, ...], str] | None = None) -> str:
-    """`runner.train1.epochs`: items of a list by their names where they have some, else by their index."""
-    known = names_of or {}
-    return ".".join(known.get(tuple(names[: at + 1]), str(one)) for at, one in enumerate(names))
-
-
 def _order(problem: ConfigProblem) -> tuple[bool, Place, str]:
     return problem.origin.source.name == COMMAND_LINE, problem.origin.place, problem.message
 
@@ -167,7 +162,7 @@ class Tree:
 
     def path(self, where: Where) -> str:
         """The dotted path that people write: items of lists by their names."""
-        return dotted(where, names_in(self.value, where))
+        return path_of(self.value, where)
 
 
 @dataclass(frozen=True)
@@ -201,17 +196,24 @@ def value_at(top: Any, where: Where) -> Any:
     return top
 
 
-def names_in(top: Any, where: Where) -> dict[Where, str]:
-    """The names of the list items on the way to `where`."""
-    found: dict[Where, str] = {}
-    for at, one in enumerate(where):
+def with_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested dicts and lists, in which every other value is changed."""
+    if isinstance(value, dict):
+        return {name: with_leaves(one, change) for name, one in value.items()}
+    return [with_leaves(one, change) for one in value] if isinstance(value, list) else change(value)
+
+
+def path_of(top: Any, where: Where) -> str:
+    """`runner.train1.epochs`: items of a list by their names where they have some, else by their index."""
+    words = []
+    for one in where:
         try:
             top = top[one]
         except (LookupError, TypeError):
-            break
-        if isinstance(one, int) and (name := item_name(top)) is not None:
-            found[where[: at + 1]] = name
-    return found
+            top = None
+        name = item_name(top) if isinstance(one, int) else None
+        words.append(str(one) if name is None else name)
+    return ".".join(words)
 
 
 def item_name(item: Any) -> str | None:
@@ -264,61 +266,55 @@ def recovered(data: bytes, name: str) -> Recovered:
     """Read a file. Where the syntax breaks, its line is left out and the rest is read, if that mends it."""
     source = Source(name, tuple(data.decode("utf-8", "replace").split("\n")))
     found, left_out = _mended(data)
+    readable = isinstance(found.value, dict) and found.ended is None
     problems = [*found.problems, *left_out]
-    if not isinstance(found.top, dict) or found.ended is not None:
-        if not problems:
-            problems.append(Problem(Place(1, 1), NO_MAPPING))
-        return Recovered(None, _told(problems, source), False)
+    if not readable and not problems:
+        problems = [Problem(Place(1, 1), NO_MAPPING)]
+    told = [ConfigProblem(Origin(source, one.place), "", one.message) for one in problems]
+    if not readable:
+        return Recovered(None, told, False)
     origins = {where: Origin(source, place) for where, place in found.values.items()}
     keys = {where: Origin(source, place) for where, place in found.keys.items()}
-    tree = Tree(found.top, origins, keys, found.broken)
-    return Recovered(tree, _told(problems, source), not left_out)
+    return Recovered(Tree(found.value, origins, keys, found.broken), told, not left_out)
 
 
 def _mended(data: bytes) -> tuple[Findings, list[Problem]]:
     """What was read once the lines that break the syntax were left out, and these; else the first attempt."""
-    first = found = read_findings(data)
-    left_out: list[Problem] = []
     lines = data.split(b"\n")
+    first = found = _with_remedy(read_findings(data), lines)
+    left_out: list[Problem] = []
     for _ in range(_TRIES):
         if found.ended is None:
             return found, left_out
         at = found.ended.line - 1
         if at >= len(lines) or not lines[at].strip():
             break  # the end of the file, or a line that was left out already
-        left_out += [_with_remedy(one, lines, at) for one in found.problems if one.place == found.ended]
+        left_out += [one for one in found.problems if one.place == found.ended]
         lines[at] = b""
-        found = read_findings(b"\n".join(lines))
-    return (found, left_out) if found.ended is None else (_first_with_remedy(first, data), [])
+        found = _with_remedy(read_findings(b"\n".join(lines)), lines)
+    return (found, left_out) if found.ended is None else (first, [])
 
 
-def _first_with_remedy(found: Findings, data: bytes) -> Findings:
-    """What was found first, where leaving out lines did not help: its end says what to do, too."""
-    lines = data.split(b"\n")
-    at = found.ended.line - 1 if found.ended is not None else len(lines)
+def _with_remedy(found: Findings, lines: Sequence[bytes]) -> Findings:
+    """The problem that ended the reading says what to do, too, where a line can be blamed."""
+    at = len(lines) if found.ended is None else found.ended.line - 1
     if at >= len(lines) or not lines[at].strip():
         return found
-    told = [_with_remedy(one, lines, at) if one.place == found.ended else one for one in found.problems]
-    return replace(found, problems=tuple(told))
-
-
-def _with_remedy(problem: Problem, lines: Sequence[bytes], at: int) -> Problem:
-    remedy, line = "look at the indentation and the quotes of this line", lines[at]
-    if any(text in problem.message for text in TOLD_WITH_REMEDY):
-        return problem
-    first = max(0, at - _NEAR)
+    remedy, first = "look at the indentation and the quotes of this line", max(0, at - _NEAR)
     odd = [first + up for up, one in enumerate(lines[first : at + 1]) if one.count(b'"') % 2]
     if odd:
         remedy = f"line {odd[0] + 1} has a quote without its other one"
-    elif b"{workspace}" in line:
+    elif b"{workspace}" in lines[at]:
         remedy = 'a text that begins with a brace needs quotes, such as "{workspace}/model.py"'
-    elif b"\t" in line:
+    elif b"\t" in lines[at]:
         remedy = "put spaces in place of the tab"
-    return Problem(problem.place, f"{problem.message}: {remedy}")
-
-
-def _told(problems: list[Problem], source: Source) -> list[ConfigProblem]:
-    return [ConfigProblem(Origin(source, one.place), "", one.message) for one in problems]
+    told = (
+        replace(one, message=f"{one.message}: {remedy}")
+        if one.place == found.ended and not any(text in one.message for text in TOLD_WITH_REMEDY)
+        else one
+        for one in found.problems
+    )
+    return replace(found, problems=tuple(told))
 
 
 _SHOWN = 12
@@ -375,7 +371,7 @@ class Tracked(Mapping[str, Any]):
     def plain(self) -> dict[str, Any]:
         """A dict of its own, dicts and lists inside; all of it counts as read."""
         self._reading.reads.update(leaves(self._content, self._where))
-        return _copied(self._content)  # type: ignore[no-any-return]
+        return copy.deepcopy(dict(self._content))
 
     def unread(self) -> list[Where]:
         """The places of the values in it that were not read so far."""
@@ -410,9 +406,3 @@ def leaves(value: Any, where: Where) -> Iterator[Where]:
             yield from leaves(one, (*where, at))
     else:
         yield where
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _copied(one) for name, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list) else value

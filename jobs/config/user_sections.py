@@ -1,102 +1,19 @@
-"""A section of the user's own as an object, and paths that begin at the workspace."""
+"""A section of the user's own as an object."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import os
-import re
 import types
 import typing
-import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
+from torchrelay.jobs.config.section_types import local_path
 from torchrelay.jobs.config.tree import Tracked, hint, leaves, nearest
-from torchrelay.jobs.config.types import WRONG, At, Form, Json, Reading, described
-from torchrelay.jobs.config.yaml_reader import short
-from torchrelay.jobs.runtime import split_run
-from torchrelay.records import dataclass
-
-_WORKSPACE = "workspace"
-_VARIABLE = re.compile(r"(?:^|/)\$([A-Za-z_]\w*)(?:/|$)")
-_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
-_WORDS = {"best": "best", "last": "last", "latest": "last"}
-
-
-@dataclass(frozen=True)
-class PathAt(Form):
-    """A path or a URL. Becomes a text: a URL as it is, a path absolute. Nothing is looked up."""
-
-    word = "a path or URL"
-    textual = True
-
-    def take(self, value: Any, at: At) -> Any:
-        """The absolute path, or the URL."""
-        if not isinstance(value, str) or not value.strip():
-            return at.expected(self, value)
-        if any(unicodedata.category(one) in ("Cc", "Cs") for one in value):
-            return at.wrong(f"{short(value)} has control characters: choose another path")
-        if (remedy := unreplaced(value)) is not None:
-            return at.wrong(f"{short(value)}: {remedy}")
-        return value if "://" in value else str(local_path(value, at.reading.workspace))
-
-    def json_schema(self) -> Json:
-        """As JSON Schema."""
-        return {"type": "string", "minLength": 1}
-
-
-@dataclass(frozen=True)
-class WeightsAt(PathAt):
-    """Where weights lie: a path or URL, of a run also with its epoch. The empty text means none."""
-
-    word = "a path or URL, of a run also with its epoch: `RUN@7`, `RUN@best` (an empty text: none)"
-
-    def take(self, value: Any, at: At) -> Any:
-        """As of a path; None for the empty text."""
-        return None if value == "" else super().take(value, at)
-
-    def normal(self, value: Any) -> Any:
-        """The empty text is null."""
-        return value or None
-
-    def json_schema(self) -> Json:
-        """As JSON Schema."""
-        return {"type": "string"}
-
-
-def unreplaced(text: str) -> str | None:
-    """What to write in place of a word that looks as if it were replaced, and is not; None without one."""
-    if (found := _VARIABLE.search(text)) is not None:
-        return f"variables are not replaced like this: write `${{env:{found[1]}}}`"
-    words = [word for word in _BRACES.findall(text) if word != _WORKSPACE and nearest(word, [_WORKSPACE])]
-    return f"`{{{words[0]}}}` is no name: did you mean `{{{_WORKSPACE}}}`?" if words else None
-
-
-def split_epoch(text: str, exists: Callable[[str], bool] = os.path.exists) -> tuple[str, int | str | None]:
-    """`RUN@7` and `RUN@best` taken apart; None where no epoch stands there, or the whole name exists."""
-    run, epoch = split_run(text, exists)
-    if epoch is not None and epoch.isdecimal():
-        return run, int(epoch)
-    return (run, _WORDS[epoch]) if epoch in _WORDS else (text, None)
-
-
-def split_weights(text: str) -> tuple[str, int | str | None]:
-    """What `init_model_path` names, also as `RUN/7`. What exists under the whole name is meant as it is."""
-    run, epoch = split_epoch(text)
-    folder, _, last = text.rpartition("/")
-    if epoch is None and folder and last.isdecimal() and "://" not in text and not os.path.exists(text):  # noqa: PTH110
-        return folder, int(last)
-    return run, epoch
-
-
-def local_path(text: str, workspace: Path) -> Path:
-    """`~` is the user's home, what is relative begins at the workspace; links are not followed."""
-    expanded = os.path.expanduser(text) if text.startswith("~") else text  # noqa: PTH111 - keeps unknown users
-    return Path(os.path.normpath(workspace / expanded))
-
+from torchrelay.jobs.config.types import MISFIT, WRONG, At, Reading, described
 
 _PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
 
@@ -146,79 +63,63 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _converted(hint_: Any, value: Any, at: At) -> Any:
-    """A value as an annotation wants it."""
-    origin, inner = typing.get_origin(hint_), typing.get_args(hint_)
-    if hint_ is Any:
-        return value
-    if origin is typing.Annotated:
-        return _converted(inner[0], value, at)
-    if origin in (typing.Union, types.UnionType):
-        return _union(hint_, inner, value, at)
-    if origin is typing.Literal:
-        return value if (type(value), value) in [(type(one), one) for one in inner] else _no(hint_, value, at)
+    """A value as an annotation wants it; WRONG after a complaint."""
     if dataclasses.is_dataclass(hint_) or hasattr(hint_, "model_validate"):
         return bound(hint_, value, at)
-    if _is_list(origin or hint_):
-        return _sequence(hint_, origin or hint_, inner, value, at)
-    if (origin or hint_) in (dict, Mapping):
-        return _mapping(hint_, inner, value, at)
-    return _single(hint_, value, at)
+    origin, inner = typing.get_origin(hint_) or hint_, typing.get_args(hint_)
+    found = MISFIT
+    if hint_ is Any:
+        found = value
+    elif origin is typing.Annotated:
+        found = _converted(inner[0], value, at)
+    elif origin in (typing.Union, types.UnionType):
+        found = _first_that_fits(inner, value, at)
+    elif origin is typing.Literal:
+        found = value if (type(value), value) in [(type(one), one) for one in inner] else MISFIT
+    elif origin in (list, tuple, Sequence):
+        found = _sequence(origin, inner, value, at) if isinstance(value, list) else MISFIT
+    elif origin in (dict, Mapping):
+        if isinstance(value, dict):
+            kind = inner[1] if inner else Any
+            found = {name: _converted(kind, one, at.inner(name)) for name, one in value.items()}
+    else:
+        found = _single(hint_, value, at)
+    return at.wrong(f"expected {_name(hint_)}, not {described(value)}") if found is MISFIT else found
 
 
 def _single(hint_: Any, value: Any, at: At) -> Any:
     if hint_ in _PLAIN:
         fits = isinstance(value, _PLAIN[hint_]) and (hint_ is bool or not isinstance(value, bool))
-        return hint_(value) if fits else _no(hint_, value, at)
+        return hint_(value) if fits else MISFIT
     if hint_ is type(None):
-        return None if value is None else _no(hint_, value, at)
+        return None if value is None else MISFIT
     if hint_ is Path:
-        return local_path(value, at.reading.workspace) if isinstance(value, str) else _no(hint_, value, at)
+        return local_path(value, at.reading.workspace) if isinstance(value, str) else MISFIT
     if isinstance(hint_, type) and issubclass(hint_, enum.Enum):
         known = {one.value: one for one in hint_}
-        return known[value] if isinstance(value, (str, int)) and value in known else _no(hint_, value, at)
+        return known.get(value, MISFIT) if isinstance(value, (str, int)) else MISFIT
     raise UsageError(
         f"{at.reading.tree.path(at.where)}: a field of type {_name(hint_)} cannot be read from YAML; "
         "use bool, int, float, str, Path, Literal, an Enum, lists, dicts, dataclasses, or Any"
     )
 
 
-def _union(hint_: Any, inner: Sequence[Any], value: Any, at: At) -> Any:
-    """The first alternative that fits."""
-    for one in inner:
+def _first_that_fits(alternatives: Sequence[Any], value: Any, at: At) -> Any:
+    for one in alternatives:
         trial = Reading(at.reading.tree, at.reading.workspace)
         found = _converted(one, value, At(trial, at.where))
         if not trial.problems:
             return found
-    return _no(hint_, value, at)
+    return MISFIT
 
 
-def _is_list(what: Any) -> bool:
-    return what in (list, tuple, Sequence)
-
-
-def _sequence(hint_: Any, origin: Any, inner: Sequence[Any], value: Any, at: At) -> Any:
-    if not isinstance(value, list):
-        return _no(hint_, value, at)
+def _sequence(origin: Any, inner: Sequence[Any], value: Sequence[Any], at: At) -> Any:
     several = origin is not tuple or (len(inner) == 2 and inner[1] is Ellipsis) or not inner
     kinds = [inner[0] if inner else Any] * len(value) if several else list(inner)
     if len(kinds) != len(value):
         return at.wrong(f"expected {len(kinds)} items, not {len(value)}")
-    found = [
-        _converted(kind, one, at.inner(index))
-        for index, (kind, one) in enumerate(zip(kinds, value, strict=True))
-    ]
-    return tuple(found) if origin is tuple else found
-
-
-def _mapping(hint_: Any, inner: Sequence[Any], value: Any, at: At) -> Any:
-    if not isinstance(value, dict):
-        return _no(hint_, value, at)
-    kind = inner[1] if inner else Any
-    return {name: _converted(kind, one, at.inner(name)) for name, one in value.items()}
-
-
-def _no(hint_: Any, value: Any, at: At) -> Any:
-    return at.wrong(f"expected {_name(hint_)}, not {described(value)}")
+    found = (_converted(*pair, at.inner(index)) for index, pair in enumerate(zip(kinds, value, strict=True)))
+    return tuple(found) if origin is tuple else list(found)
 
 
 def _name(hint_: Any) -> str:

@@ -8,19 +8,22 @@ Left out, each with a message that names line and column: aliases and anchors (a
 stand for billions of values), merge keys, tags (they build objects), duplicate keys (the last would win
 in silence), several documents. What a plain word means is told in `yaml_scalars`.
 
-Source: YAML 1.2.2, core schema; PyYAML gives the events, so that nothing recursive walks the text.
+Source: YAML 1.2.2, core schema. PyYAML gives the events: its `compose` walks the text as deep as it nests,
+in C, so that 200 kB of `[` end the process, and forgets anchors that no alias uses.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -113,16 +116,7 @@ class YamlError(UsageError):
         super().__init__("\n".join(lines))
 
 
-@dataclass(frozen=True)
-class Document:
-    """A mapping of strings, and the place of every value and of every key in it."""
-
-    value: dict[str, Any]
-    values: Mapping[Where, Place]
-    keys: Mapping[Where, Place]
-
-
-def read_yaml_file(path: str | os.PathLike[str]) -> Document:
+def read_yaml_file(path: str | os.PathLike[str]) -> Findings:
     """Read a regular file of at most 1 MiB. Raises UsageError, which names the file and the reason."""
     return read_yaml(yaml_content(path), str(Path(path)))
 
@@ -130,33 +124,24 @@ def read_yaml_file(path: str | os.PathLike[str]) -> Document:
 def yaml_content(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a regular file, at most one more than may be; UsageError names the file and the reason."""
     try:
-        return _content(path)
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("no regular file")
+            return file.read(LIMIT_BYTES + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"{path or repr('')}: cannot be read ({why}): give a YAML file") from None
 
 
-def _content(path: str | os.PathLike[str]) -> bytes:
-    """A byte more than may be; pipes are not waited for."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("no regular file")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(LIMIT_BYTES + 1)
-    finally:
-        os.close(descriptor)
-
-
 @dataclass(frozen=True)
 class Findings:
-    """What could be read of a text, and what is wrong with it.
+    """What could be read of a text, the place of every value and key, and what is wrong with it.
 
     `broken` are the places in the tree at which a problem stands: what lies there means nothing.
     `ended` is the place of the problem behind which nothing was read, None where all was.
     """
 
-    top: Any
+    value: Any
     values: Mapping[Where, Place]
     keys: Mapping[Where, Place]
     problems: tuple[Problem, ...]
@@ -164,18 +149,18 @@ class Findings:
     ended: Place | None = None
 
 
-def read_yaml(data: bytes, name: str) -> Document:
+def read_yaml(data: bytes, name: str) -> Findings:
     """Read a document whose top is a mapping; `name` stands for it in messages.
 
     Raises YamlError with everything that is refused; where the syntax is broken, with what came before it.
     """
     found = read_findings(data)
     problems = list(found.problems)
-    if not problems and not isinstance(found.top, dict):
+    if not problems and not isinstance(found.value, dict):
         problems.append(Problem(Place(1, 1), NO_MAPPING))
     if problems:
         raise YamlError(name, problems)
-    return Document(found.top, found.values, found.keys)
+    return found
 
 
 def read_findings(data: bytes) -> Findings:
@@ -192,7 +177,8 @@ def read_findings(data: bytes) -> Findings:
 
 def _read_into(reading: _Reading, data: bytes) -> None:
     try:
-        reading.read(yaml.parse(data.decode("utf-8"), Loader=_LOADER))
+        reading.events = yaml.parse(data.decode("utf-8"), Loader=_LOADER)
+        reading.read()
     except UnicodeDecodeError as error:
         reading.end(_place_of(data, error.start), f"byte {error.start} is no UTF-8: save the file as UTF-8")
     except yaml.MarkedYAMLError as error:
@@ -212,135 +198,114 @@ class _EndError(Exception):
     """Nothing of the rest is worth reading."""
 
 
-@dataclass
-class _Open:
-    """A collection that has begun. `key` is the one that waits for its value, which may be `dropped`."""
-
-    where: Where
-    into: dict[str, Any] | list[Any]
-    key: str | None = None
-    waiting: bool = False
-    dropped: bool = False
-
-
 _DROPPED = -1
 """In place of a key whose value belongs nowhere; keys are strings."""
 
 
 @dataclass
 class _Reading:
-    """One pass over the events of a text."""
+    """One pass over the events of a text; it goes as deep as the limit allows, whatever the text has."""
 
+    events: Iterator[yaml.Event] = iter(())
     problems: list[Problem] = field(default_factory=list)
     values: dict[Where, Place] = field(default_factory=dict)
     keys: dict[Where, Place] = field(default_factory=dict)
     broken: set[Where] = field(default_factory=set)
     ended: Place | None = None
     top: Any = None
-    _open: list[_Open] = field(default_factory=list)
-    _documents: int = 0
     _count: int = 0
 
-    def wrong(self, place: Place, message: str) -> None:
-        self.problems.append(Problem(place, message))
-
     def end(self, place: Place, message: str) -> None:
-        self.wrong(place, message)
+        """Complain of what ends the reading."""
+        self._wrong(place, message)
         self.ended = place
 
-    def read(self, events: Iterator[yaml.Event]) -> None:
+    def read(self) -> None:
         """Build the document; problems are collected."""
-        try:
-            for event in events:
-                self._take(event, _of_mark(event.start_mark))
-        except _EndError:
-            return
+        documents = 0
+        with suppress(_EndError):
+            for event in self.events:
+                if isinstance(event, yaml.NodeEvent):
+                    self._value(event, (), None)
+                elif isinstance(event, yaml.DocumentStartEvent):
+                    documents += 1
+                    if documents > 1:
+                        why = "a second document begins: one file has one, without a second `---`"
+                        self._give_up(_of_mark(event.start_mark), why)
 
-    def _take(self, event: yaml.Event, place: Place) -> None:
-        if isinstance(event, yaml.DocumentStartEvent):
-            self._documents += 1
-            if self._documents > 1:
-                self._give_up(place, "a second document begins: one file has one, without a second `---`")
-        elif isinstance(event, yaml.CollectionEndEvent):
-            self._open.pop()
-        elif isinstance(event, yaml.AliasEvent):
-            self.wrong(place, f"aliases (*{event.anchor}) are not read: write the value out")
-            self.broken.add(self._put(None, place))
-        elif isinstance(event, yaml.NodeEvent):
-            self._node(event, place)
+    def _wrong(self, place: Place, message: str, where: Where | None = None) -> None:
+        self.problems.append(Problem(place, message))
+        if where is not None:
+            self.broken.add(where)
 
-    def _node(self, event: yaml.NodeEvent, place: Place) -> None:
+    def _give_up(self, place: Place, message: str) -> NoReturn:
+        self.end(place, message)
+        raise _EndError
+
+    def _value(self, event: yaml.Event, where: Where, into: Any) -> None:
+        """Read a value and all below it. It is put `into` the collection around it first."""
+        place = self._begun(event, where)
+        value: Any = None
+        if isinstance(event, yaml.ScalarEvent):
+            value = plain(event.value) if event.implicit[0] else event.value
+            if isinstance(value, NotOne):
+                self._wrong(place, value.message, where)
+                value = None
+        elif isinstance(event, yaml.CollectionStartEvent):
+            value = {} if isinstance(event, yaml.MappingStartEvent) else []
+        self.values[where] = place
+        if not where:
+            self.top = value
+        elif isinstance(into, list):
+            into.append(value)
+        elif where[-1] != _DROPPED:
+            into[where[-1]] = value
+        if isinstance(value, list):
+            for number, inner in enumerate(self._until_its_end()):
+                self._value(inner, (*where, number), value)
+        elif isinstance(value, dict):
+            for inner in self._until_its_end():
+                key = self._key(inner, where, value)
+                self._value(next(self.events), (*where, key), value)
+
+    def _until_its_end(self) -> Iterator[yaml.Event]:
+        while not isinstance(event := next(self.events), yaml.CollectionEndEvent):
+            yield event
+
+    def _begun(self, event: Any, where: Where) -> Place:
+        """The place of a node, which is within the limits; complains of what is not read of it."""
+        place = _of_mark(event.start_mark)
+        if isinstance(event, yaml.AliasEvent):
+            self._wrong(place, f"aliases (*{event.anchor}) are not read: write the value out", where)
+            return place
         self._count += 1
         if self._count > LIMIT_VALUES:
             self._give_up(place, f"more than {LIMIT_VALUES} values")
         if event.anchor is not None:
-            self.wrong(place, f"anchors (&{event.anchor}) are not read: write the value out")
+            self._wrong(place, f"anchors (&{event.anchor}) are not read: write the value out")
         if (tag := getattr(event, "tag", None)) not in (None, "!"):
-            self.wrong(place, f"tags ({tag}) are not allowed")
-        if isinstance(event, yaml.ScalarEvent):
-            self._scalar(event, place)
-        else:
-            self._collection({} if isinstance(event, yaml.MappingStartEvent) else [], place)
-
-    def _scalar(self, event: yaml.ScalarEvent, place: Place) -> None:
-        around = self._open[-1] if self._open else None
-        if around is not None and isinstance(around.into, dict) and not around.waiting:
-            self._key(around, event, place)
-        else:
-            value = plain(event.value) if event.implicit[0] else event.value
-            if isinstance(value, NotOne):
-                self.wrong(place, value.message)
-                self.broken.add(self._put(None, place))
-            else:
-                self._put(value, place)
-
-    def _key(self, around: _Open, event: yaml.ScalarEvent, place: Place) -> None:
-        key = event.value
-        if key == "<<" and event.implicit[0]:
-            self.wrong(place, "merge keys (<<) are not read: write the keys out")
-            around.dropped = True
-        elif key in around.into:
-            first = self.keys[(*around.where, key)]
-            self.wrong(place, f"{short(key)} stands twice in one mapping, first in line {first.line}")
-            around.dropped = True
-        else:
-            self.keys[(*around.where, key)] = place
-        around.key, around.waiting = key, True
-
-    def _collection(self, empty: dict[str, Any] | list[Any], place: Place) -> None:
-        if len(self._open) >= LIMIT_DEPTH:
+            self._wrong(place, f"tags ({tag}) are not allowed")
+        if isinstance(event, yaml.CollectionStartEvent) and len(where) >= LIMIT_DEPTH:
             self._give_up(place, f"nested deeper than {LIMIT_DEPTH} levels")
-        around = self._open[-1] if self._open else None
-        if around is not None and isinstance(around.into, dict) and not around.waiting:
+        return place
+
+    def _key(self, event: Any, around: Where, into: Mapping[str, Any]) -> str | int:
+        """The key of the value that follows; _DROPPED after a complaint."""
+        place = self._begun(event, (*around, _DROPPED))
+        if isinstance(event, yaml.CollectionStartEvent):
             self._give_up(place, "a key is a mapping or a list; keys are words")
-        where = self._put(empty, place)
-        self._open.append(_Open(where, empty))
-
-    def _put(self, value: Any, place: Place) -> Where:
-        """Store a value where it belongs; returns where that is."""
-        where: Where = self._into(self._open[-1], value, place) if self._open else ()
-        if not where:
-            self.top = value
-        self.values[where] = place
-        return where
-
-    def _into(self, around: _Open, value: Any, place: Place) -> Where:
-        if isinstance(around.into, list):
-            around.into.append(value)
-            return (*around.where, len(around.into) - 1)
-        if not around.waiting:  # an alias in place of a key
-            around.waiting = around.dropped = True
-            return (*around.where, _DROPPED)
-        around.waiting = False
-        if around.dropped:
-            around.dropped = False
-            return (*around.where, _DROPPED)
-        around.into[str(around.key)] = value
-        return (*around.where, str(around.key))
-
-    def _give_up(self, place: Place, message: str) -> None:
-        self.end(place, message)
-        raise _EndError
+        key = getattr(event, "value", None)
+        if key is None:  # an alias
+            return _DROPPED
+        if key == "<<" and event.implicit[0]:
+            self._wrong(place, "merge keys (<<) are not read: write the keys out")
+        elif key in into:
+            line = self.keys[(*around, key)].line
+            self._wrong(place, f"{short(key)} stands twice in one mapping, first in line {line}")
+        else:
+            self.keys[(*around, key)] = place
+            return str(key)
+        return _DROPPED
 
 
 def _of_mark(mark: Any) -> Place:
@@ -351,3 +316,84 @@ def _place_of(data: bytes, offset: int) -> Place:
     """The place of a byte."""
     before = data[:offset]
     return Place(before.count(b"\n") + 1, offset - (before.rfind(b"\n") + 1) + 1)
+
+
+_BARE = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+-]*")
+_ELSEWHERE = re.compile(r"(?i)y|n|yes|no|on|off")
+"""Words that readers of YAML 1.1 take for truth values."""
+_LONG_KEY = 100
+"""Characters; longer keys are written with `?`, because of ordinary ones YAML reads no more than 1024."""
+Note = Callable[[Where], str]
+
+
+def yaml_lines(value: Mapping[str, Any], note: Note | None = None) -> Iterator[str]:
+    """Block YAML; `note` says what stands behind a value as a comment."""
+    for line, where in _of_mapping(value, (), ""):
+        comment = note(where) if note is not None and where is not None else ""
+        yield f"{line}  # {comment}" if comment else line
+
+
+_Lines = Iterator[tuple[str, Where | None]]
+
+
+def _of_mapping(value: Mapping[str, Any], where: Where, indent: str) -> _Lines:
+    for name, one in value.items():
+        key = scalar(name)
+        if len(key) > _LONG_KEY:
+            yield f"{indent}? {key}", None
+            yield from _after(f"{indent}:", one, (*where, name), indent)
+        else:
+            yield from _after(f"{indent}{key}:", one, (*where, name), indent)
+
+
+def _of_list(value: list[Any], where: Where, indent: str) -> _Lines:
+    for at, one in enumerate(value):
+        if isinstance(one, dict) and one:
+            begin = "- "
+            for line, place in _of_mapping(one, (*where, at), indent + "  "):
+                yield indent + begin + line[len(indent) + 2 :], place
+                begin = "  "
+        else:
+            yield from _after(f"{indent}-", one, (*where, at), indent)
+
+
+def _after(head: str, value: Any, where: Where, indent: str) -> _Lines:
+    if isinstance(value, dict) and value:
+        yield head, None
+        yield from _of_mapping(value, where, indent + "  ")
+    elif isinstance(value, list) and value:
+        yield head, None
+        yield from _of_list(value, where, indent + "  ")
+    else:
+        yield f"{head} {scalar(value)}", where
+
+
+def scalar(value: Any) -> str:
+    """A value without parts as YAML on one line, read as the same by YAML 1.1 and 1.2."""
+    if isinstance(value, (dict, list)):
+        return "{}" if isinstance(value, dict) else "[]"
+    if isinstance(value, str):
+        return value if _is_bare(value) else _quoted(value)
+    if isinstance(value, float):
+        return _number(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_bare(text: str) -> bool:
+    return bool(_BARE.fullmatch(text)) and plain(text) == text and not _ELSEWHERE.fullmatch(text)
+
+
+def _number(value: float) -> str:
+    """As Python writes it, but always with a point: YAML 1.1 takes `1e-05` for a text."""
+    text = repr(value)
+    mantissa, exponent, power = text.partition("e")
+    return f"{mantissa if '.' in mantissa else f'{mantissa}.0'}{exponent}{power}"
+
+
+def _quoted(text: str) -> str:
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(one if one.isprintable() else _escaped(ord(one)) for one in quoted)
+
+
+def _escaped(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -19,8 +19,7 @@ from torchrelay.jobs.config.runner_schema import CLUSTER_TRAIN, LOCAL_TRAIN
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Dataset, Phase, Settings
 from torchrelay.jobs.config.schema import Upstream as UpstreamKeys
-from torchrelay.jobs.config.section_types import ClassPath
-from torchrelay.jobs.config.user_sections import split_weights
+from torchrelay.jobs.config.section_types import ClassPath, split_weights
 from torchrelay.metadata.code.capture import Given
 from torchrelay.metadata.code.selection import Sources
 from torchrelay.runners.training.extras.upstream import InitFrom, Upstream

@@ -49,7 +49,7 @@ def setting_changes(before: bytes, now: bytes) -> str:
     """The keys that differ with both values, `a.b 1 -> 2`; a few are named, the rest is counted."""
     from torchrelay.jobs.config.yaml_reader import read_findings  # yaml is for runs of configurations alone
 
-    old, new = dict(_leaves(read_findings(before).top)), dict(_leaves(read_findings(now).top))
+    old, new = dict(_leaves(read_findings(before).value)), dict(_leaves(read_findings(now).value))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     named = [
         f"{name} {_shown_value(old.get(name))} -> {_shown_value(new.get(name))}" for name in names[:_NAMED]

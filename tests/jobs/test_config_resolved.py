@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from torchrelay.jobs.config.config import read_config
 from torchrelay.jobs.config.expressions import Mark, parts_of, written
-from torchrelay.jobs.config.resolved import yaml_lines
-from torchrelay.jobs.config.yaml_reader import read_yaml
+from torchrelay.jobs.config.yaml_reader import read_yaml, yaml_lines
 
 CHARACTERS = st.text(st.sampled_from("${}workspace$.: '\"\\#-\n\té\u2028😀0e1"), max_size=12)
 TRICKY = CHARACTERS | st.sampled_from(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from config_cases import RIGHT, problems, read
 
-from torchrelay.jobs.config.schema_docs import json_schema
+from torchrelay.jobs.config.schema import json_schema
 from torchrelay.jobs.config.yaml_reader import read_yaml
 
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema: pip install 'torchrelay[test]'")

@@ -52,3 +52,10 @@ def test_a_name_that_leads_out_of_the_runs_is_refused(tmp_path: Path, name: str)
     (tmp_path / "c.yaml").write_text(f"name: {name}\n")
     with pytest.raises(UsageError, match="becomes a directory"):
         load_config(str(tmp_path / "c.yaml"))
+
+
+def test_an_override_below_a_list_in_place_of_a_section_is_told(tmp_path: Path) -> None:
+    """The file's mistake and the override's are both told; it was a TypeError."""
+    (tmp_path / "c.yaml").write_text("runner:\n- []\n")
+    with pytest.raises(UsageError, match=r"(?s)not a list.*`runner.0` is a list.*there is no `stop`"):
+        load_config(str(tmp_path / "c.yaml"), ["+runner.0.stop.max_steps=5"])

@@ -8,7 +8,7 @@ from typing import NoReturn
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.interpolation import RunPlace
-from torchrelay.jobs.config.schema_docs import json_schema, key_table
+from torchrelay.jobs.config.schema import json_schema, key_table
 from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.runners.config_runs.selection import config_file, file_within
 from torchrelay.runners.monitoring.console import Output
