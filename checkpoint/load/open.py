@@ -16,8 +16,8 @@ from torchrelay.checkpoint.log.job_file import has_job, holds_job
 from torchrelay.checkpoint.log.view import LogView, Wanted, best_first, named_entry, whole_epochs
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.storage.object_store import is_url
 from torchrelay.checkpoint.storage.open import FILE, NOTES, CountingStorage, joined, storage_of
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import NoProvableEpochError, StorageError, UnknownEpochError, UsageError
 from torchrelay.jobs.runtime import is_directory
 from torchrelay.records import dataclass

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.storage.base import (
     worth_of_a_request,
 )
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.storage.object_store import is_url, shown
+from torchrelay.checkpoint.storage.urls import is_url, shown
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import local_directory
 

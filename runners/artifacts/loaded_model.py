@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
-from torchrelay.checkpoint.storage.object_store import is_url
 from torchrelay.checkpoint.storage.open import FILE
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.artifacts.rebuild import Made, rebuilt

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.storage.object_store import is_url, open_file_system
+from torchrelay.checkpoint.storage.urls import is_url, open_file_system
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.tree import hint
 from torchrelay.jobs.data.fetch import make_batch

@@ -13,7 +13,7 @@ from torchrelay.checkpoint.files.load_into import FileSource, load_into
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.checkpoint.log.view import ranges, whole_epochs
-from torchrelay.checkpoint.storage.object_store import is_url
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.config.schema import Settings

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
-from torchrelay.checkpoint.storage.object_store import is_url
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.interpolation import RunPlace

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from torchrelay.checkpoint.storage.base import SingleWriter
-from torchrelay.checkpoint.storage.object_store import ObjectStorage, open_file_system, shown
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.urls import open_file_system, shown
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.fs import MAX_JSON_BYTES
 from torchrelay.records import dataclass

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.checkpoint.storage.object_store import ObjectStorage, shown
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.urls import shown
 from torchrelay.errors import UsageError
 
 LS = [sys.executable, "-m", "torchrelay", "ls"]

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchrelay.checkpoint.files.publish import check_free
-from torchrelay.checkpoint.storage.object_store import ObjectStorage, is_url
+from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import FILE
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.jobs.runtime import local_directory
 from torchrelay.records import dataclass

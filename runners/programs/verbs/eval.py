@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.storage.object_store import is_url
+from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
