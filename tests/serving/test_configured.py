@@ -86,13 +86,20 @@ def test_a_model_without_a_program_is_refused_with_the_reason(tmp_path: Path) ->
 
 
 def asked(folder: Path, serving: str, row: list[float], *words: str) -> dict[str, object]:
-    """The answer of a server of this command, which leaves with 0 after SIGTERM and nothing behind."""
+    """The answer of a server of this command, which leaves with 0 after SIGTERM and nothing behind.
+
+    The cache of torch's compiler is torch's own, and stays.
+    """
     log, scratch = folder / "out.log", folder / "scratch"
     scratch.mkdir()
     with log.open("w") as out:
         server = subprocess.Popen(
             lifecycle_cases.command(*words, "--port", "0"), cwd=folder,
-            env={**clean_environment(None), "TMPDIR": str(scratch)}, stdout=out, stderr=subprocess.STDOUT,
+            env={
+                **clean_environment(None),
+                "TMPDIR": str(scratch),
+                "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+            }, stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
         wait_until(lambda: "serving" in log.read_text() or server.poll() is not None, 90)
