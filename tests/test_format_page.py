@@ -11,7 +11,6 @@ import pytest
 
 from torchrelay.checkpoint.format import (
     canonical_json,
-    columns,
     dtypes,
     mesh,
     mesh_geometry,
@@ -20,6 +19,7 @@ from torchrelay.checkpoint.format import (
     values,
 )
 from torchrelay.checkpoint.format import dtypes as digest
+from torchrelay.checkpoint.format import names as columns
 from torchrelay.checkpoint.format.canonical_json import FEATURES
 from torchrelay.checkpoint.format.layouts import local_target
 from torchrelay.checkpoint.format.manifest import codec, schema, validation
@@ -33,10 +33,9 @@ from torchrelay.checkpoint.format.manifest.position import (
     facts_json,
     facts_of,
 )
-from torchrelay.checkpoint.format.manifest.schema import DATA
 from torchrelay.checkpoint.format.mesh import intervals_at, placements_of
 from torchrelay.checkpoint.format.mesh_geometry import describe
-from torchrelay.checkpoint.format.names import GROUP, NODE, Whole, format_key
+from torchrelay.checkpoint.format.names import DATA, GROUP, NODE, Whole, format_key
 from torchrelay.checkpoint.format.shard import header
 from torchrelay.checkpoint.format.shard import header as shard
 from torchrelay.checkpoint.format.shard import header as shard_parts

@@ -313,3 +313,9 @@ def memories_at(addresses: Sequence[int], sizes: Sequence[int]) -> list[Memory]:
     """Memory that somebody else keeps."""
     kinds = {size: ctypes.c_ubyte * size for size in set(sizes)}
     return [kinds[size].from_address(address) for address, size in zip(addresses, sizes, strict=True)]
+
+
+def item_bytes_of(shape: Sequence[int], nbytes: int) -> int:
+    """Bytes of one element of a tensor."""
+    count = math.prod(shape)
+    return nbytes // count if count else 1

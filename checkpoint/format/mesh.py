@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.columns import first_of_each
+from torchrelay.checkpoint.format.dtypes import item_bytes_of
 from torchrelay.checkpoint.format.mesh_geometry import (
     RULE,
     Among,
@@ -27,12 +27,12 @@ from torchrelay.checkpoint.format.mesh_geometry import (
     Sharded,
     first_share,
     intersect,
-    item_bytes_of,
     local_intervals,
     owner,
     share,
     writing_replicas,
 )
+from torchrelay.checkpoint.format.names import first_of_each
 from torchrelay.records import dataclass
 
 Lengths = tuple[int, ...]

@@ -109,12 +109,6 @@ def local_shape(
     )
 
 
-def item_bytes_of(shape: Sequence[int], nbytes: int) -> int:
-    """Bytes of one element of a tensor."""
-    count = math.prod(shape)
-    return nbytes // count if count else 1
-
-
 def volume(box: Bounds) -> int:
     """Elements in a box."""
     return math.prod(max(0, stop - start) for start, stop in box)

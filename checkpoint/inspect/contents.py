@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from torchrelay.checkpoint.format.layouts import PerNode, parts_of
+from torchrelay.checkpoint.format.layouts import parts_of
 from torchrelay.checkpoint.format.manifest.position import Entry, matches
-from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, PerNode
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, Interval, range_boxes, runs, volume, whole
 from torchrelay.checkpoint.format.names import Box, Flat, Key, format_key, nearest
 from torchrelay.checkpoint.format.shard.reader import ShardHeader

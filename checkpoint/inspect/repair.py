@@ -15,8 +15,14 @@ from typing import Any, Literal
 
 from torchrelay.checkpoint.format.canonical_json import sealed_bytes
 from torchrelay.checkpoint.format.manifest.position import Entry, Retirement
-from torchrelay.checkpoint.format.manifest.schema import DATA, MANIFEST, STATS, try_directory
-from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
+from torchrelay.checkpoint.format.names import (
+    DATA,
+    MANIFEST,
+    STATS,
+    TRY,
+    parse_shard_file_name,
+    try_directory,
+)
 from torchrelay.checkpoint.log import job_file, lease
 from torchrelay.checkpoint.log.chain import HINT, Tail, open_log, read_hint, read_tail
 from torchrelay.checkpoint.log.lease import PATIENCE_SECS

@@ -26,12 +26,17 @@ import xxhash
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields, dumps
-from torchrelay.checkpoint.format.columns import unpack_names, unpack_numbers
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.codec import Columns
 from torchrelay.checkpoint.format.manifest.position import Entry, Facts, facts_in
-from torchrelay.checkpoint.format.manifest.schema import BlobRow, LeafRow, Manifest, manifest_path, stats_path
-from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.manifest.schema import BlobRow, LeafRow, Manifest
+from torchrelay.checkpoint.format.names import (
+    manifest_path,
+    nearest,
+    stats_path,
+    unpack_names,
+    unpack_numbers,
+)
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, UsageError

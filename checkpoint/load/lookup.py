@@ -9,9 +9,8 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from torchrelay.checkpoint.format.layouts import Layout, PerNode
 from torchrelay.checkpoint.format.manifest.position import matches
-from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
+from torchrelay.checkpoint.format.manifest.schema import Layout, LeafRow, Manifest, PerNode
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import GRADIENTS, RANDOM_STATES

@@ -26,8 +26,7 @@ from torchrelay.checkpoint.format.canonical_json import (
     stamp,
     unseal,
 )
-from torchrelay.checkpoint.format.manifest.schema import DATA, manifest_path
-from torchrelay.checkpoint.format.names import TRY
+from torchrelay.checkpoint.format.names import DATA, TRY, manifest_path
 from torchrelay.checkpoint.log.record import LOG, Record, decode, slot_path
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, UsageError

@@ -25,7 +25,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.manifest.position import State
-from torchrelay.checkpoint.format.manifest.schema import DATA
+from torchrelay.checkpoint.format.names import DATA
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.chain import Draft, OvertakenError, Tail, append, mended, read_tail
 from torchrelay.checkpoint.log.job_file import JobFile, check_job, write_again

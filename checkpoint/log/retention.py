@@ -22,8 +22,7 @@ from operator import or_
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest.position import DAMAGED, Entry, Key, Retirement, State
-from torchrelay.checkpoint.format.manifest.schema import DATA, try_directory
-from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
+from torchrelay.checkpoint.format.names import DATA, TRY, parse_shard_file_name, try_directory
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.state import protected
 from torchrelay.checkpoint.log.view import LogView, best_first

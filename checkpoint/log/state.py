@@ -29,14 +29,15 @@ from torchrelay.checkpoint.format.manifest.position import (
     Retirement,
     State,
 )
-from torchrelay.checkpoint.format.manifest.schema import (
+from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.format.names import (
     DATA,
-    Manifest,
+    TRY,
     manifest_path,
+    parse_shard_file_name,
     position_of,
     try_directory,
 )
-from torchrelay.checkpoint.format.names import TRY, parse_shard_file_name
 from torchrelay.checkpoint.log.record import (
     LOG,
     BaseRef,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, unseal
-from torchrelay.checkpoint.format.manifest.schema import DATA
+from torchrelay.checkpoint.format.names import DATA
 from torchrelay.checkpoint.log.job_file import read_job
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import LongReads, ReadHandle, SingleWriter, Storage, reads_of

@@ -25,8 +25,7 @@ import xxhash
 
 from torchrelay.checkpoint.format import dtypes
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_count, block_digests, memory_of
-from torchrelay.checkpoint.format.layouts import box_key, piece_key
-from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest
+from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest, box_key, piece_key
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, volume
 from torchrelay.checkpoint.format.names import format_key

@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.columns import Recent
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import (
@@ -24,10 +23,9 @@ from torchrelay.checkpoint.format.manifest.schema import (
     World,
     columns,
     in_order,
-    manifest_path,
     table,
-    try_directory,
 )
+from torchrelay.checkpoint.format.names import Recent, manifest_path, try_directory
 from torchrelay.checkpoint.save.planning.assignments import Plan, PlannedLeaf
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.storage.base import Room, Storage

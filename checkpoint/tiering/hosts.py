@@ -27,8 +27,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.manifest.position import Branch, Entry, Retirement, State
-from torchrelay.checkpoint.format.manifest.schema import DATA
-from torchrelay.checkpoint.format.names import TRY
+from torchrelay.checkpoint.format.names import DATA, TRY
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.job_file import same_job
 from torchrelay.checkpoint.log.retention import delete_try

@@ -23,7 +23,7 @@ from torchrun import clean_environment
 
 from torchrelay import open_checkpoint
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.columns import pack_numbers
+from torchrelay.checkpoint.format.names import pack_numbers
 from torchrelay.errors import DamagedError, NoProvableEpochError, RelayError, StorageError
 from torchrelay.metadata.run_directory import RunDirectory
 

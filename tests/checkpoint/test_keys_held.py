@@ -7,8 +7,8 @@ import random
 import pytest
 from meshes import random_mesh, random_shape
 
-from torchrelay.checkpoint.format.layouts import Cut, PerNode, Replicated, Split, keys_held, parts_of
-from torchrelay.checkpoint.format.manifest.schema import LeafRow
+from torchrelay.checkpoint.format.layouts import parts_of
+from torchrelay.checkpoint.format.manifest.schema import Cut, LeafRow, PerNode, Replicated, Split, keys_held
 from torchrelay.checkpoint.format.names import format_key
 
 

@@ -12,7 +12,7 @@ from bad_input import Trial
 from log_helpers import entry, run_of, take
 
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint.format import canonical_json, columns
+from torchrelay.checkpoint.format import canonical_json, names
 from torchrelay.checkpoint.format.manifest.position import Key, Position
 from torchrelay.checkpoint.format.shard.header import ShardLimits
 from torchrelay.checkpoint.format.shard.writer import write_shard
@@ -78,7 +78,7 @@ def test_a_column_that_no_reader_unpacks_is_not_committed(
     """More leaves than a column may list fail the save by a remedy; what was committed before stays."""
     run = tmp_path / "run"
     assert Trial({"t": {f"k{i}": torch.zeros(1) for i in range(300)}}, epochs=1).train(run).committed == 1
-    monkeypatch.setattr(columns, "LIMIT", 310)
+    monkeypatch.setattr(names, "LIMIT", 310)
     assert open_checkpoint(run).epoch == 1
     with pytest.raises(BlobError, match=r"more than the 310.*exclude="):
         Trial({"t": {f"k{i}": torch.zeros(1) for i in range(320)}}).train(tmp_path / "other")

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from torchrelay.checkpoint.format.layouts import Cut, Split
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
-from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
+from torchrelay.checkpoint.format.manifest.schema import Cut, Manifest, ShardRow, Split
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of

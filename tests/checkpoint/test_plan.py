@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.format.layouts import Split
 from torchrelay.checkpoint.format.manifest import validation
+from torchrelay.checkpoint.format.manifest.schema import Split
 from torchrelay.checkpoint.save.planning.assignments import NodeClass, cuts_between
 from torchrelay.checkpoint.save.planning.plan import plan_classes, plan_replicas
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role

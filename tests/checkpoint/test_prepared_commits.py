@@ -14,8 +14,8 @@ from paired_sessions import PairedSession, paired_sessions
 from ranks import on_ranks
 
 from torchrelay import MultiNodeCheckpointManager, open_checkpoint
-from torchrelay.checkpoint.format.columns import Recent
 from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.names import Recent
 from torchrelay.checkpoint.save import pipeline as saving
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.jobs.random import RandomStreams

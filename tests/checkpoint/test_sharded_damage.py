@@ -12,9 +12,10 @@ from meshes import TRY, MemoryStorage, Saved, load, local_part, target
 
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.manifest.position import Entry, Position
-from torchrelay.checkpoint.format.manifest.schema import Manifest, manifest_path
+from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
+from torchrelay.checkpoint.format.names import manifest_path
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.verify import Outcome, prove
 from torchrelay.errors import RelayError

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
-from torchrelay.checkpoint.format.columns import Recent
 from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES
+from torchrelay.checkpoint.format.names import Recent
 from torchrelay.checkpoint.save.capture import NodeState, Structures
 from torchrelay.checkpoint.save.planning.assignments import NodeClass, PlannedLeaf
 from torchrelay.checkpoint.save.planning.plan import plan_classes

@@ -10,10 +10,10 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from torchrelay.checkpoint.format.layouts import PerNode
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import Entry, Key, Position
-from torchrelay.checkpoint.format.manifest.schema import Manifest, stats_path
+from torchrelay.checkpoint.format.manifest.schema import Manifest, PerNode
+from torchrelay.checkpoint.format.names import stats_path
 from torchrelay.checkpoint.inspect.anomalies import Start, explain, start_now
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import Record

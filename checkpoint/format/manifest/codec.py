@@ -27,13 +27,6 @@ from typing import Any, TypeVar
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields
-from torchrelay.checkpoint.format.columns import (
-    Recent,
-    pack_names,
-    pack_numbers,
-    unpack_names,
-    unpack_numbers,
-)
 from torchrelay.checkpoint.format.layouts import layout_json, layout_of
 from torchrelay.checkpoint.format.manifest.position import Entry, Position, facts_in, facts_json
 from torchrelay.checkpoint.format.manifest.schema import (
@@ -44,9 +37,16 @@ from torchrelay.checkpoint.format.manifest.schema import (
     World,
     has_odd_gradient,
     in_order,
-    manifest_path,
 )
 from torchrelay.checkpoint.format.manifest.validation import Stored, check, check_files, check_tables
+from torchrelay.checkpoint.format.names import (
+    Recent,
+    manifest_path,
+    pack_names,
+    pack_numbers,
+    unpack_names,
+    unpack_numbers,
+)
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.jobs.cluster import GRADIENTS

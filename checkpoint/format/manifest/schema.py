@@ -1,4 +1,4 @@
-"""What an epoch consists of, as its readers see it, and where its files are; `codec` is the same on disk.
+"""What an epoch consists of, as its readers see it: leaves, their layouts, files, where these are.
 
 A manifest is layout-level: it says for every leaf which nodes hold which elements, and for every shard
 file how long it is and what its header digests to. It does not repeat what the headers say, so its size
@@ -7,21 +7,219 @@ follows blobs + nodes and not their product.
 
 from __future__ import annotations
 
-import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from torchrelay.checkpoint.format.layouts import Layout, Split, keys_held
+from torchrelay.checkpoint.format.dtypes import item_bytes_of
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.mesh import Mesh
-from torchrelay.checkpoint.format.mesh_geometry import item_bytes_of
-from torchrelay.checkpoint.format.names import ShardName, check_try, shard_file_name
+from torchrelay.checkpoint.format.mesh_geometry import Bounds, whole
+from torchrelay.checkpoint.format.names import (
+    Box,
+    Flat,
+    Key,
+    Whole,
+    encode_name,
+    format_key,
+    suffix_of,
+)
 from torchrelay.records import dataclass
+
+
+class Cut(NamedTuple):
+    """A place in a byte string: before element `element` of its item number `item`."""
+
+    item: int
+    element: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `first` up to, not including, `last` of a leaf (in row-major order), held by `node`."""
+
+    node: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Alike on all `nodes`; the first one writes it whole."""
+
+    nodes: tuple[int, ...]
+
+    @property
+    def split(self) -> bool:
+        """Whether different nodes store different parts of one leaf."""
+        return False
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The nodes that store something."""
+        return self.nodes[:1]
+
+    def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
+        """The one piece that is stored."""
+        return (Piece(self.nodes[0], 0, size),)
+
+    def stores(self, node: int) -> bool:
+        """Whether `node` stores leaves, which it then does whole."""
+        return node == self.nodes[0]
+
+    def held_by(self, node: int, leaf: int, size: int) -> Piece | None:
+        """What `node` stores of the leaf; None when nothing."""
+        return Piece(node, 0, size) if self.stores(node) else None
+
+
+@dataclass(frozen=True)
+class PerNode:
+    """Each of `nodes` has and writes its own."""
+
+    nodes: tuple[int, ...]
+
+    @property
+    def split(self) -> bool:
+        """Whether different nodes store different parts of one leaf."""
+        return False
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The nodes that store something: all."""
+        return self.nodes
+
+    def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
+        """One whole piece per node; they are not parts of one whole."""
+        return tuple(Piece(node, 0, size) for node in self.nodes)
+
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """The nodes as a set."""
+        return frozenset(self.nodes)
+
+    def stores(self, node: int) -> bool:
+        """Whether `node` stores leaves, which it then does whole."""
+        return node in self.members
+
+    def held_by(self, node: int, leaf: int, size: int) -> Piece | None:
+        """What `node` stores of the leaf; None when nothing."""
+        return Piece(node, 0, size) if self.stores(node) else None
+
+
+@dataclass(frozen=True)
+class Split:
+    """A byte string of `items` (leaf rows in order); `nodes[i]` writes from `cuts[i]` to `cuts[i + 1]`.
+
+    Cuts rise from (0, 0) to (number of items, 0); a cut at the end of an item is written as the
+    beginning of the next, so every item, an empty one too, has exactly one owner of each element.
+    """
+
+    nodes: tuple[int, ...]
+    items: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+
+    @property
+    def split(self) -> bool:
+        """Whether different nodes store different parts of one leaf."""
+        return True
+
+    @cached_property
+    def index(self) -> dict[int, int]:
+        """Leaf row to place in the string."""
+        return {leaf: item for item, leaf in enumerate(self.items)}
+
+    @cached_property
+    def writer(self) -> dict[int, int]:
+        """Node to the number of its share."""
+        return {node: share for share, node in enumerate(self.nodes)}
+
+    @cached_property
+    def whole(self) -> dict[int, int]:
+        """The leaf rows that no cut divides, each with the node that stores it."""
+        found: dict[int, int] = {}
+        for node, start, stop in zip(self.nodes, self.cuts, self.cuts[1:], strict=False):
+            found.update(dict.fromkeys(self.items[start.item + (start.element > 0) : stop.item], node))
+        return found
+
+    @cached_property
+    def writers(self) -> tuple[int, ...]:
+        """The nodes that store something: those whose cuts are not one place."""
+        return tuple(node for node, a, b in zip(self.nodes, self.cuts, self.cuts[1:], strict=False) if a != b)
+
+    def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
+        """The stored pieces of a leaf of `size` elements, in order; they cover it exactly."""
+        item = self.index[leaf]
+        share = bisect_right(self.cuts, Cut(item, 0)) - 1
+        found: list[Piece] = []
+        while share < len(self.nodes) and self.cuts[share] < Cut(item + 1, 0):
+            piece = self._piece(share, item, size)
+            if piece is not None:
+                found.append(piece)
+            share += 1
+        return tuple(found)
+
+    def held_by(self, node: int, leaf: int, size: int) -> Piece | None:
+        """What `node` stores of the leaf; None when nothing."""
+        share = self.writer.get(node)
+        return None if share is None else self._piece(share, self.index[leaf], size)
+
+    def items_of(self, node: int) -> Iterator[int]:
+        """The leaf rows of which `node` may store something."""
+        share = self.writer.get(node)
+        if share is not None:
+            start, stop = self.cuts[share], self.cuts[share + 1]
+            last = min(stop.item + (stop.element > 0), len(self.items))
+            yield from self.items[start.item : last] if start < stop else ()
+
+    def _piece(self, share: int, item: int, size: int) -> Piece | None:
+        start, stop = self.cuts[share], self.cuts[share + 1]
+        if not (start < stop and start < Cut(item + 1, 0) and stop > Cut(item, 0)):
+            return None
+        first = start.element if start.item == item else 0
+        last = stop.element if stop.item == item else size
+        return Piece(self.nodes[share], first, last)
+
+
+Layout = Replicated | PerNode | Split | Mesh
+
+
+def keys_held(layout: Layout, node: int, row: int, leaf: LeafRow) -> tuple[str, ...]:
+    """The keys, as text, under which one node stores parts of a leaf; of a value its name."""
+    if isinstance(layout, Mesh):
+        held = layout.stored_by(node, leaf.name, leaf.shape, leaf.item_bytes)
+        name = encode_name(leaf.name) if held else ""
+        return tuple([name + suffix for suffix in suffixes_of(tuple(leaf.shape), held)])
+    piece = layout.held_by(node, row, leaf.elements)
+    if piece is None:
+        return ()
+    return (leaf.name if leaf.kind == "value" else format_key(piece_key(leaf, piece)),)
+
+
+@lru_cache(maxsize=1 << 8)
+def suffixes_of(shape: tuple[int, ...], boxes: tuple[Bounds, ...]) -> tuple[str, ...]:
+    """What the keys of these boxes of a leaf have behind its name; many leaves are alike."""
+    return tuple(suffix_of(box_key("", shape, box)) for box in boxes)
+
+
+def box_key(name: str, shape: tuple[int, ...], box: Bounds) -> Key:
+    """The key of a box: the name alone when it is all of the leaf."""
+    return Whole(name) if box == _all_of(tuple(shape)) else Box(name, box)
+
+
+_all_of = lru_cache(maxsize=1 << 10)(whole)
+
+
+def piece_key(leaf: LeafRow, piece: Piece) -> Key:
+    """The key of a range of elements: the name alone when it is all of the leaf."""
+    if piece.last - piece.first == leaf.elements:
+        return Whole(leaf.name)
+    return Flat(leaf.name, piece.first, piece.last)
+
 
 Json = Any
 R = TypeVar("R", bound=tuple[Any, ...])
@@ -277,43 +475,3 @@ class Manifest:
         for (source, group, layout), some in rows.items():
             found.setdefault((source, group), {})[layout] = set(some)
         return found
-
-
-DATA = "data"
-MANIFEST = "manifest.json"
-STATS = "stats.json"
-_STAMP = re.compile(r"e([0-9]{8})(?:s([0-9]{6,9}))?-.*", re.ASCII)
-
-
-def try_directory(try_name: str) -> str:
-    """The directory of a try; raises DamagedError for what is no try's name."""
-    return f"{DATA}/{check_try(try_name)}"
-
-
-def manifest_path(try_name: str) -> str:
-    """The manifest of a try."""
-    return f"{try_directory(try_name)}/{MANIFEST}"
-
-
-def stats_path(try_name: str) -> str:
-    """How long a try took."""
-    return f"{try_directory(try_name)}/{STATS}"
-
-
-def position_of(try_name: str) -> Position:
-    """The position that a try was written at."""
-    match = _STAMP.fullmatch(check_try(try_name))
-    epoch, step = match.groups() if match else ("0", None)
-    return Position(int(epoch), int(step or 0))
-
-
-def shard_path(manifest: Manifest, shard: ShardRow, *, escape: str = "") -> str:
-    """A shard's file; `escape` as in `names.shard_file_name`."""
-    try_name = manifest.tries[shard.source]
-    name = ShardName(manifest.world.names[shard.node], position_of(try_name), shard.group, shard.part)
-    return f"{try_directory(try_name)}/{shard_file_name(name, escape=escape)}"
-
-
-def shard_paths(manifest: Manifest, node: str) -> list[str]:
-    """All files of the node that is stored under this name."""
-    return [shard_path(manifest, one) for one in manifest.shards if manifest.world.names[one.node] == node]

@@ -10,13 +10,22 @@ from itertools import groupby
 from operator import attrgetter, le
 
 from torchrelay.checkpoint.format import dtypes
-from torchrelay.checkpoint.format.columns import first_of_each
-from torchrelay.checkpoint.format.layouts import Cut, Layout, PerNode, Split
 from torchrelay.checkpoint.format.manifest.position import MAX_EPOCH
-from torchrelay.checkpoint.format.manifest.schema import BlobRow, LeafRow, Manifest, ShardRow, World, columns
+from torchrelay.checkpoint.format.manifest.schema import (
+    BlobRow,
+    Cut,
+    Layout,
+    LeafRow,
+    Manifest,
+    PerNode,
+    ShardRow,
+    Split,
+    World,
+    columns,
+)
 from torchrelay.checkpoint.format.mesh import MAX_SPLIT_FACTOR, Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
-from torchrelay.checkpoint.format.names import GROUP, LONGEST_NAME, NODE, check_try
+from torchrelay.checkpoint.format.names import GROUP, LONGEST_NAME, NODE, check_try, first_of_each
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
 

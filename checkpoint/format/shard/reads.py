@@ -23,11 +23,7 @@ from itertools import chain, islice, pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from torchrelay.checkpoint.format.dtypes import (
-    BLOCK,
-    SIZE,
-    digests_of,
-)
+from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, digests_of
 from torchrelay.checkpoint.format.shard.entries import Stored, StoredEntries, StoredEntry
 from torchrelay.checkpoint.storage.base import Cached, Memory, ReadHandle, Storage, open_for_reading
 from torchrelay.checkpoint.storage.work import share

@@ -19,8 +19,8 @@ from typing import Any
 import xxhash
 
 from torchrelay.checkpoint.format import values
-from torchrelay.checkpoint.format.layouts import Replicated, Split, Target, parts_near, parts_of, whole_target
-from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
+from torchrelay.checkpoint.format.layouts import Target, parts_near, parts_of, whole_target
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, Replicated, Split
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.names import Flat, Key, encode_name, format_key
 from torchrelay.checkpoint.format.shard.reader import ShardHeader

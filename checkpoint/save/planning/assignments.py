@@ -12,16 +12,21 @@ from operator import attrgetter, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrelay.checkpoint.format.canonical_json import dumps, dumps_read, sha256, words
-from torchrelay.checkpoint.format.layouts import Cut, Layout, PerNode, Split, box_key
+from torchrelay.checkpoint.format.dtypes import item_bytes_of
 from torchrelay.checkpoint.format.manifest.schema import (
     VALUE_LIMIT_BYTES,
     BlobRow,
+    Cut,
+    Layout,
     LeafRow,
+    PerNode,
+    Split,
+    box_key,
     has_odd_gradient,
     table,
 )
 from torchrelay.checkpoint.format.mesh import Mesh
-from torchrelay.checkpoint.format.mesh_geometry import Bounds, item_bytes_of, volume
+from torchrelay.checkpoint.format.mesh_geometry import Bounds, volume
 from torchrelay.checkpoint.format.names import Flat, Key, Whole
 from torchrelay.checkpoint.format.shard.entries import Entries, described
 from torchrelay.records import dataclass

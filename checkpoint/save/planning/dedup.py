@@ -15,12 +15,17 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torchrelay.checkpoint.format.layouts import Cut, Layout, PerNode, Replicated, Split, alike, holding
+from torchrelay.checkpoint.format.layouts import alike, holding
 from torchrelay.checkpoint.format.manifest.schema import (
     OF_POSITION,
+    Cut,
+    Layout,
     LeafRow,
     Manifest,
+    PerNode,
+    Replicated,
     ShardRow,
+    Split,
     has_odd_gradient,
     in_order,
 )

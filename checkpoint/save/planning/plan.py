@@ -18,10 +18,9 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.columns import Recent, first_of_each
-from torchrelay.checkpoint.format.layouts import Layout, PerNode, Replicated, Split
-from torchrelay.checkpoint.format.manifest.schema import table
+from torchrelay.checkpoint.format.manifest.schema import Layout, PerNode, Replicated, Split, table
 from torchrelay.checkpoint.format.mesh_geometry import Replicated as ReplicatedPlacement
+from torchrelay.checkpoint.format.names import Recent, first_of_each
 from torchrelay.checkpoint.save.planning.assignments import (
     CUT_BYTES,
     NodeClass,

@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest.position import matches, matches_any
-from torchrelay.checkpoint.format.manifest.schema import position_of
-from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.names import nearest, position_of
 from torchrelay.checkpoint.load.info import BlobLine, EpochTable, largest, read_table
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import undisturbed

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import Entry
-from torchrelay.checkpoint.format.manifest.schema import manifest_path, stats_path
+from torchrelay.checkpoint.format.names import manifest_path, stats_path
 from torchrelay.checkpoint.log.view import LogView, branch_of
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest.position import Entry
-from torchrelay.checkpoint.format.manifest.schema import stats_path
+from torchrelay.checkpoint.format.names import stats_path
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import UnknownEpochError
