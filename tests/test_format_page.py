@@ -41,7 +41,8 @@ from torchrelay.checkpoint.format.shard import header as shard
 from torchrelay.checkpoint.format.shard import header as shard_parts
 from torchrelay.checkpoint.format.value_decoding import CONTAINER_KINDS
 from torchrelay.checkpoint.load.verify import Outcome
-from torchrelay.checkpoint.log import chain, job_file, lease, record, view
+from torchrelay.checkpoint.log import chain, lease, record, view
+from torchrelay.checkpoint.log import record as job_file
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.jobs.blobs import Scope
 from torchrelay.runners.session.mid_epoch import Place
@@ -100,7 +101,7 @@ def test_holder_fields() -> None:
 def test_job_file_fields() -> None:
     """The fields of job.json on the page are those of the code, and it is sealed under the stated key."""
     job = job_file.JobFile("a", "b", "c")
-    written = canonical_json.unseal("job", job_file._encode(job), "job.json")
+    written = canonical_json.unseal("job", job_file.encode_job(job), "job.json")
     assert set(written) <= set(code(section("job.json")))
 
 
@@ -211,7 +212,7 @@ def test_names_of_files() -> None:
     """Every path in the layout's table is one that the code makes."""
     paths = {code(row[0])[0] for row in rows("Layout")}
     made = {
-        job_file.PATH,
+        job_file.JOB_PATH,
         record.slot_path(7),
         f"{record.LOG}/base-<nonce>.json",
         chain.HINT,

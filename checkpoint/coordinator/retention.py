@@ -10,9 +10,9 @@ from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.position import Entry, Key
 from torchrelay.checkpoint.load.verify import Outcome, Proof, Share, prove
-from torchrelay.checkpoint.log.retention import Best, Keeping, Scores, delete_left, is_left
+from torchrelay.checkpoint.log.retention import KEEP_ALL, Best, Keeping, Scores, delete_left
 from torchrelay.checkpoint.log.view import LogView
-from torchrelay.checkpoint.log.writer import LogWriter
+from torchrelay.checkpoint.log.writer import LogWriter, is_left
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import StorageError
 from torchrelay.jobs.session import Peers, decide, warn
@@ -132,7 +132,7 @@ class Retaining:
 
     def now(self, peers: Peers) -> None:
         """Say in the log what goes. All processes together: FencedError when another job has the log."""
-        if not self.keeping.everything:
+        if self.keeping != KEEP_ALL:
             decide(peers, "save: retention", self._retire)
 
     def behind(self) -> None:
@@ -141,7 +141,7 @@ class Retaining:
         No save in flight can need what goes: it refers to nothing but what the newest entry keeps.
         """
         writer = self.ledger.writer
-        if writer is None or self.keeping.everything:
+        if writer is None or self.keeping == KEEP_ALL:
             return
 
         def work() -> None:
@@ -161,7 +161,7 @@ class Retaining:
 
     def end(self, peers: Peers) -> None:
         """Return when all is deleted. All processes together: FencedError when another job has the log."""
-        if self.keeping.everything:
+        if self.keeping == KEEP_ALL:
             self.delete_left()  # positions inside the last epoch, which its commit has passed
             self.ledger.finish_deletions()
         else:
@@ -196,7 +196,7 @@ class Retaining:
 
     def at_once(self, writer: LogWriter) -> str:
         """Say what goes, and delete it, in the calling thread; returns doubts, for people."""
-        unsure = "" if self.keeping.everything else self._retire_but(writer)
+        unsure = "" if self.keeping == KEEP_ALL else self._retire_but(writer)
         delete_left(writer)
         return unsure
 

@@ -23,7 +23,8 @@ from torchrelay.checkpoint.format.names import (
     parse_shard_file_name,
     try_directory,
 )
-from torchrelay.checkpoint.log import job_file, lease
+from torchrelay.checkpoint.log import lease
+from torchrelay.checkpoint.log import record as job_file
 from torchrelay.checkpoint.log.chain import HINT, Tail, open_log, read_hint, read_tail
 from torchrelay.checkpoint.log.lease import PATIENCE_SECS
 from torchrelay.checkpoint.log.record import LOG, decode, slot_path
@@ -43,7 +44,7 @@ Does = Literal["mend", "delete", "keep"]
 
 _SLOT = re.compile(r"[0-9]{20}\.json", re.ASCII)
 _BASE = re.compile(r"base-[0-9a-f]{6,64}\.json", re.ASCII)
-_TOP = frozenset({job_file.PATH, lease.PATH, TIER_NOTES, LOG, DATA, "pins", "requests"})
+_TOP = frozenset({job_file.JOB_PATH, lease.PATH, TIER_NOTES, LOG, DATA, "pins", "requests"})
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def take_inventory(storage: Storage) -> Inventory:
         tail = error
     history = read_history(storage, job.uuid, newest)
     lost = lost_bases(storage, history)
-    findings = [Finding("mend", "job file", job_file.PATH, one) for one in job.notices]
+    findings = [Finding("mend", "job file", job_file.JOB_PATH, one) for one in job.notices]
     findings += [_lost(one) for one in lost]
     findings += [
         Finding("keep", "damaged record", path, "damaged: it stays as it is, newer ones tell what is live")

@@ -24,21 +24,24 @@ from typing import Any
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import read_sealed, sealed_bytes
 from torchrelay.checkpoint.format.manifest.position import Entry, Key, State
-from torchrelay.checkpoint.log.job_file import JobFile, check_job, outvoted, read_job
 from torchrelay.checkpoint.log.record import (
     LOG,
     BaseRef,
+    JobFile,
     Link,
     Record,
+    check_job,
     decode,
     decode_base,
     decode_link,
     encode,
     encode_base,
+    read_job,
     slot_path,
     whole_entries,
 )
 from torchrelay.checkpoint.log.state import LostBase, lost_bases, read_history
+from torchrelay.checkpoint.log.tiered_storage import outvoted
 from torchrelay.checkpoint.log.view import STRIDE, LogView, chain_end, find_tail, floor
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, StorageError, UsageError

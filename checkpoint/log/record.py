@@ -1,19 +1,35 @@
-"""The log record: its types, its bytes, and what makes them valid.
+"""The log record and `job.json`: their types, their bytes, and what makes them valid.
 
 A record is a sealed JSON file. It repeats everything that is live (`live.State`); of many live
 entries at most 64 lie inline and the others in a base file, written once, that later records refer
 to: an inline entry replaces the base's entry of the same key, `gone` lists those that are not live
 any more.
+
+Created once, exclusively, before anything else. The uuid binds every log record to this directory, so
+that files of another one never pass for its own. Every record repeats what the file says (`holder`), so
+that one which is lost or damaged is read from the log, and written again by the log's next owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import field
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import field, replace
+from datetime import datetime, timezone
 from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.canonical_json import Fields, check_stamp, seal, stamp, unseal
+from torchrelay.checkpoint.format.canonical_json import (
+    Fields,
+    check_stamp,
+    read_sealed,
+    seal,
+    sealed_bytes,
+    stamp,
+    unseal,
+)
 from torchrelay.checkpoint.format.manifest.position import (
     Branch,
     Entry,
@@ -24,7 +40,8 @@ from torchrelay.checkpoint.format.manifest.position import (
     State,
 )
 from torchrelay.checkpoint.format.names import TRY
-from torchrelay.errors import DamagedError, FormatError
+from torchrelay.checkpoint.storage.base import Storage
+from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.records import dataclass
 
 Json = Any
@@ -331,3 +348,145 @@ def _base(fields: Fields) -> BaseRef:
 
 _ENTRY_KEYS = frozenset(entry_json(Entry(0, Position(0), "", 0, "")))
 _RECORD_KEYS = frozenset(record_json(Record(0, 0, "takeover", "", "", None, "", {}, State())))
+
+
+JOB_PATH = "job.json"
+SLOT = re.compile(r"([0-9]{20})\.json", re.ASCII)
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """The job of a directory. `named` is False when the job had no name: then the directory's is used.
+
+    `damage` says what is wrong with `job.json` where the log told the rest.
+    """
+
+    name: str
+    uuid: str
+    created: str
+    named: bool = True
+    damage: str = field(default="", compare=False)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What people should know of the file."""
+        said = "the log tells the same, and the next start or torchrelay ckpt repair writes it again"
+        return (f"{self.damage}; {said}",) if self.damage else ()
+
+    def repeated(self) -> dict[str, Any]:
+        """What the log's holder says of it; the uuid stands in every record besides."""
+        return {"job": self.name, "created": self.created, "named": self.named}
+
+    def as_repeated(self, holder: Mapping[str, Any]) -> JobFile:
+        """The job as the log's holder tells it, with `damage` where the file says something else."""
+        if "named" not in holder:  # written before the log repeated the file
+            return self
+        told = repeated_in(self.uuid, holder)
+        if told == self:
+            return self
+        return replace(told, damage=self.damage or f"{JOB_PATH} is not as the log repeats it")
+
+
+def read_job(storage: Storage) -> JobFile | None:
+    """The job that the directory belongs to, None where none was begun.
+
+    Where the file is lost or damaged the log tells it (see `JobFile.damage`). Raises FormatError for a
+    file of another version, DamagedError where no record of the log can be trusted either.
+    """
+    data = _job_bytes(storage)
+    if data is None and storage.stat(slot_path(0)) is not None:
+        data = _job_bytes(storage)  # whoever began the job since then created this file before the slot
+        if data is None:
+            return _told_by_log(storage, f"{JOB_PATH} is missing")
+    if data is None:
+        return None
+    try:
+        fields = Fields(unseal("job", data, JOB_PATH), JOB_PATH)
+        check_stamp(fields.values.get("format"), what=f"{storage.url}/{JOB_PATH}")
+        return JobFile(fields.text("name"), fields.text("uuid"), fields.text("created"), fields.flag("named"))
+    except DamagedError as error:
+        return _told_by_log(storage, str(error))
+
+
+def _told_by_log(storage: Storage, damage: str) -> JobFile | None:
+    """What the newest record that can be read says of the job; None where there is no record at all."""
+    record = next(readable_records(storage), None)
+    if record is not None:
+        return replace(repeated_in(record.job, record.state.holder), damage=damage)
+    if any(map(SLOT.fullmatch, storage.list(LOG))):
+        raise DamagedError(
+            f"{storage.url}: {damage}, and no record of its log can be trusted: restore {JOB_PATH} or the "
+            "log from a copy, or choose another directory"
+        )
+    return None
+
+
+def readable_records(storage: Storage) -> Iterator[Record]:
+    """The records of whatever job that can be read, newest first. This lists, so it is for damage only."""
+    slots = {int(match[1]) for match in map(SLOT.fullmatch, storage.list(LOG)) if match}
+    for slot in sorted(slots, reverse=True):
+        with suppress(DamagedError, FileNotFoundError):
+            yield decode(sealed_bytes(storage, slot_path(slot)), slot=slot, job=None)
+
+
+def repeated_in(job_uuid: str, holder: Mapping[str, Any]) -> JobFile:
+    """Logs of older versions do not say whether the job had a name: then one without may use them, too."""
+    created = holder.get("created", holder.get("since", ""))
+    return JobFile(str(holder.get("job", "")), job_uuid, str(created), holder.get("named") is True)
+
+
+def _job_bytes(storage: Storage) -> bytes | None:
+    try:
+        return read_sealed("job", lambda: sealed_bytes(storage, JOB_PATH))
+    except FileNotFoundError:
+        return None
+
+
+def check_job(storage: Storage, job: JobFile, name: str | None) -> JobFile:
+    """Refuse a directory that belongs to another job (UsageError).
+
+    A job without a name may use a directory that was begun without one, wherever it was moved to.
+    """
+    if job.name == (name or directory_name(storage)) or (name is None and not job.named):
+        return job
+    mine = f"job {name!r}" if name else "a job without a name"
+    raise UsageError(
+        f"{storage.url} belongs to job {job.name!r}, not to {mine}: "
+        f"choose another directory, or call the job {job.name!r}"
+    )
+
+
+def open_job(storage: Storage, name: str | None) -> JobFile:
+    """Read and check the directory's job, or begin it: whoever is first to create the file decides."""
+    return check_job(storage, begin_job(storage, name), name)
+
+
+def begin_job(storage: Storage, name: str | None) -> JobFile:
+    """The same; a job that is there already is not compared with the name."""
+    found = read_job(storage)
+    if found is not None:
+        return found
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    job = JobFile(name or directory_name(storage), str(uuid.uuid4()), created, named=name is not None)
+    storage.mkdir("")
+    try:
+        storage.link_exclusive(JOB_PATH, encode_job(job))
+    except FileExistsError:
+        found = read_job(storage)
+        if found is not None:
+            return found
+        # Damaged before anything was written. Of two that get here slot 0 decides, the other one follows.
+        storage.replace(JOB_PATH, encode_job(job))
+    storage.sync_dir("")
+    return job
+
+
+def directory_name(storage: Storage) -> str:
+    """What a nameless job is called: the last part of the place it is stored in."""
+    return storage.url.rstrip("/").rpartition("/")[2]
+
+
+def encode_job(job: JobFile) -> bytes:
+    """The bytes of `job.json`."""
+    fields = {"name": job.name, "uuid": job.uuid, "created": job.created, "named": job.named}
+    return seal("job", {"format": stamp(), **fields})

@@ -25,7 +25,7 @@ from torchrelay.checkpoint.format.manifest.position import DAMAGED, Entry, Key, 
 from torchrelay.checkpoint.format.names import DATA, TRY, parse_shard_file_name, try_directory
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.state import protected
-from torchrelay.checkpoint.log.view import LogView, best_first
+from torchrelay.checkpoint.log.view import LogView, best_first, needed_by
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, StorageError, UsageError
@@ -140,25 +140,8 @@ def to_retire(
         running = [entry for entry in running if entry.position >= places[-inside].position]
     kept |= {entry.key for entry in running}
     kept |= {entry.key for entry in view.abandoned() if not _passed(entry, view)}
-    needed = _needed(view, {entry.try_name for entry in view.entries if entry.key in kept} | set(in_flight))
+    needed = needed_by(view, {entry.try_name for entry in view.entries if entry.key in kept} | set(in_flight))
     return tuple(Retirement(entry.try_name) for entry in view.entries if entry.try_name not in needed)
-
-
-def kept_with(view: LogView, try_name: str) -> frozenset[str]:
-    """What stays as long as this try is needed: itself, the tries its entry refers to, and so on."""
-    return frozenset(_needed(view, {try_name}))
-
-
-def _needed(view: LogView, kept: set[str]) -> set[str]:
-    """The kept tries, what their entries refer to, what those refer to, and so on."""
-    entries = {entry.try_name: entry for entry in view.entries}
-    needed, pending = set(kept), list(kept)
-    while pending:
-        entry = entries.get(pending.pop())
-        further = set(entry.needs) - needed if entry else set()
-        needed |= further
-        pending.extend(further)
-    return needed
 
 
 def whole_epochs(view: LogView) -> tuple[Entry, ...]:
@@ -249,11 +232,6 @@ class Keeping:
         ):
             if count is not None and (type(count) is not int or count < 1):
                 raise UsageError(f"{name} is {count!r}; it is a whole number from 1 (None keeps all epochs)")
-
-    @property
-    def everything(self) -> bool:
-        """Whether nothing is ever given up."""
-        return self == KEEP_ALL
 
     @property
     def policy(self) -> RetentionPolicy:
@@ -376,11 +354,6 @@ def sweep(writer: LogWriter, policy: RetentionPolicy, in_flight: Collection[str]
 def delete_left(writer: LogWriter) -> tuple[tuple[Retirement, ...], tuple[str, ...]]:
     """Delete what nothing needs, by the log as it is: what is retired, and orphans. Raises StorageError."""
     return delete_retired(writer), delete_orphans(writer)
-
-
-def is_left(writer: LogWriter) -> bool:
-    """Whether there may be anything to delete. Asks no storage."""
-    return bool(writer.undeleted or (writer.certain and writer.older_tries - writer.view.state.tries))
 
 
 def delete_retired(writer: LogWriter) -> tuple[Retirement, ...]:

@@ -424,3 +424,20 @@ class Holding:
     uuid: str
     branch: int
     generation: int
+
+
+def kept_with(view: LogView, try_name: str) -> frozenset[str]:
+    """What stays as long as this try is needed: itself, the tries its entry refers to, and so on."""
+    return frozenset(needed_by(view, {try_name}))
+
+
+def needed_by(view: LogView, kept: set[str]) -> set[str]:
+    """The kept tries, what their entries refer to, what those refer to, and so on."""
+    entries = {entry.try_name: entry for entry in view.entries}
+    needed, pending = set(kept), list(kept)
+    while pending:
+        entry = entries.get(pending.pop())
+        further = set(entry.needs) - needed if entry else set()
+        needed |= further
+        pending.extend(further)
+    return needed

@@ -19,7 +19,6 @@ from torchrelay.checkpoint.format.manifest.position import Entry, Key, Mark, Pos
 from torchrelay.checkpoint.format.names import check_mark_name
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.chain import HINT, Draft, OvertakenError, advance, append, read_tail, thin
-from torchrelay.checkpoint.log.job_file import begin_job, check_job, read_job
 from torchrelay.checkpoint.log.lease import (
     PATIENCE_SECS,
     PERIOD_SECS,
@@ -32,9 +31,12 @@ from torchrelay.checkpoint.log.lease import (
 )
 from torchrelay.checkpoint.log.record import (
     LOG,
+    begin_job,
+    check_job,
     entry_json,
     key_json,
     position_json,
+    read_job,
     retirement_json,
     slot_path,
 )
@@ -398,3 +400,8 @@ class LogWriter:
 def _beat_once(mine: weakref.ref[LogWriter], count: int) -> bool:
     writer = mine()
     return writer is not None and writer._beat_now(count)
+
+
+def is_left(writer: LogWriter) -> bool:
+    """Whether there may be anything to delete. Asks no storage."""
+    return bool(writer.undeleted or (writer.certain and writer.older_tries - writer.view.state.tries))

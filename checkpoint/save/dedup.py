@@ -19,8 +19,7 @@ from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, BlobRow, Manifest
 from torchrelay.checkpoint.format.names import format_keys
 from torchrelay.checkpoint.format.shard.writer import ShardReport
-from torchrelay.checkpoint.log.retention import kept_with
-from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.view import LogView, kept_with
 from torchrelay.checkpoint.save.change_detection import (
     Findings,
     Known,

@@ -11,10 +11,9 @@ from log_helpers import MemoryStorage, entry, run_of, take
 
 from torchrelay.checkpoint.format.canonical_json import seal, sha256, unseal
 from torchrelay.checkpoint.format.manifest.position import Key, Position
-from torchrelay.checkpoint.log import job_file
+from torchrelay.checkpoint.log import record as job_file
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.job_file import JobFile, open_job, read_job
-from torchrelay.checkpoint.log.record import decode, encode, slot_path
+from torchrelay.checkpoint.log.record import JobFile, decode, encode, open_job, read_job, slot_path
 from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, tag_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
@@ -210,7 +209,7 @@ def test_two_that_begin_over_damage_at_once_are_one_job():
     storage = committed(MemoryStorage())
     uuid = open_log(storage).job_uuid
     put(
-        storage, job_file._encode(JobFile("job", "late", "2026-01-01", True))
+        storage, job_file.encode_job(JobFile("job", "late", "2026-01-01", True))
     )  # the other one's, written later
     assert open_log(storage).job_uuid == uuid
     take(storage).close()

@@ -14,9 +14,8 @@ from log_helpers import Fault, MemoryStorage, entry, run_of, take
 from torchrelay.checkpoint.format.manifest.position import Key, Position, Retirement
 from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.job_file import open_job
 from torchrelay.checkpoint.log.lease import WriterIdentity
-from torchrelay.checkpoint.log.record import decode, slot_path
+from torchrelay.checkpoint.log.record import decode, open_job, slot_path
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft, unpin_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import (

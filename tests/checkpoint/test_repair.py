@@ -18,8 +18,7 @@ from torchrelay.checkpoint.inspect.repair import repair, take_inventory
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log import chain
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.job_file import read_job
-from torchrelay.checkpoint.log.record import decode, slot_path
+from torchrelay.checkpoint.log.record import decode, read_job, slot_path
 from torchrelay.checkpoint.log.state import History, lost_bases, read_history
 from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft
 from torchrelay.checkpoint.storage.local import LocalStorage

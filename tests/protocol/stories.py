@@ -24,9 +24,10 @@ from weak_disk import Snapshot, WeakDisk
 from torchrelay import LocalSession
 from torchrelay.checkpoint.coordinator.session_log import Deletions
 from torchrelay.checkpoint.format.manifest.position import Facts, Key, Position, Retirement, State
-from torchrelay.checkpoint.log import chain, job_file, lease, view
+from torchrelay.checkpoint.log import chain, lease, view
 from torchrelay.checkpoint.log import chain as log_append
 from torchrelay.checkpoint.log import chain as thinning
+from torchrelay.checkpoint.log import record as job_file
 from torchrelay.checkpoint.log import writer as guest
 from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.chain import open_log

@@ -19,7 +19,7 @@ from typing import Any
 from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.load.info import glance
 from torchrelay.checkpoint.load.verify import Target
-from torchrelay.checkpoint.log.job_file import PATH as JOB_FILE
+from torchrelay.checkpoint.log.record import JOB_PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.manager.base import Manager
