@@ -45,8 +45,8 @@ from torchrelay.checkpoint.load.lookup import Rename, check_prefix_used, pattern
 from torchrelay.checkpoint.load.tensors import Cast, cast, check_types_used, checked_cast, checked_device
 from torchrelay.checkpoint.state.checkpoint_set import check_patterns_used, select
 from torchrelay.checkpoint.state.flatten import leaves_of, tensor_role
-from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value, is_sharded, spec_of
+from torchrelay.checkpoint.state.names import Kind, kind_of
 from torchrelay.checkpoint.state.restore.restoration import restoration
 from torchrelay.checkpoint.state.tensor_checks import PlainTensors, plain_tensors
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -25,7 +25,7 @@ from torchrelay.checkpoint.load.lookup import Rename, pattern_list, renamed
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader, ReadPlan
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
-from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, groups_prefix, state_prefix
+from torchrelay.checkpoint.state.module_leaves import PARAMS, groups_prefix, state_prefix
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import objects_inside
 from torchrelay.jobs.cluster import dotted_prefixes

@@ -38,10 +38,11 @@ from torchrelay.checkpoint.load.reshard import (
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.state.checkpoint_set import RNG_BLOB, Member, left_out
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.gradients import REMEDY, Gradients
+from torchrelay.checkpoint.state.gradients import REMEDY
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.reads import Read, form
 from torchrelay.checkpoint.state.restore.container import change_container
+from torchrelay.checkpoint.state.restore.gradients import Gradients
 from torchrelay.checkpoint.state.restore.restoration import (
     Restoration,
     restoration,

@@ -32,9 +32,10 @@ from torchrelay.checkpoint.save.pipeline import SaveJob, make_plan, save_epoch, 
 from torchrelay.checkpoint.save.replicas import ReplicaCheck, checked_every
 from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.checkpoint_set import Member, check_remade, members_of, stored_blobs
-from torchrelay.checkpoint.state.gradients import Gradients
-from torchrelay.checkpoint.state.kinds import check_recreatable
-from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, watch_steps
+from torchrelay.checkpoint.state.gradients import watch_steps
+from torchrelay.checkpoint.state.module_leaves import PARAMS
+from torchrelay.checkpoint.state.names import check_recreatable
+from torchrelay.checkpoint.state.restore.gradients import Gradients
 from torchrelay.checkpoint.state.restore.rehearsal import Start, orders_of
 from torchrelay.checkpoint.storage.base import Placed, SingleWriter, check_single_writer
 from torchrelay.checkpoint.storage.open import Tier

@@ -33,9 +33,8 @@ from torchrelay.checkpoint.state.checkpoint_set import (
     select,
     used_patterns,
 )
-from torchrelay.checkpoint.state.flatten import leaves_of, named_leaves
-from torchrelay.checkpoint.state.gradients import gradient_leaves
-from torchrelay.checkpoint.state.kinds import kind_of, local_part
+from torchrelay.checkpoint.state.flatten import ModuleStates, leaves_of, named_leaves
+from torchrelay.checkpoint.state.gradients import gradient_leaves, unsaved_optimizers
 from torchrelay.checkpoint.state.leaf import (
     MAIN_GROUP,
     Leaf,
@@ -48,10 +47,9 @@ from torchrelay.checkpoint.state.leaf import (
     order_of,
     spec_of,
 )
-from torchrelay.checkpoint.state.module_leaves import ModuleStates
-from torchrelay.checkpoint.state.names import memory_place, overlaps_of
-from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, unsaved_optimizers
-from torchrelay.checkpoint.state.restore.rehearsal import Start, arrays_of, groups_of, rehearse
+from torchrelay.checkpoint.state.module_leaves import PARAMS
+from torchrelay.checkpoint.state.names import kind_of, local_part, memory_place, overlaps_of
+from torchrelay.checkpoint.state.restore.rehearsal import Start, arrays_of, rehearse
 from torchrelay.errors import BlobError, SaveFailedError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.cluster import NodePlace
@@ -453,3 +451,9 @@ class Unsaved:
         contents = [leaf.content for leaf in state.leaves.values()] if absent else []
         stored = {memory_place(one) for one in contents if not isinstance(one, Value)}
         return [name for name, one in absent.items() if memory_place(one) not in stored]
+
+
+def groups_of(objects: Mapping[str, Any]) -> list[list[int]]:
+    """Which parameters are in which group of which optimizer, by identity."""
+    optimizers = [one for one in objects.values() if isinstance(one, Optimizer)]
+    return [list(map(id, group[PARAMS])) for one in optimizers for group in one.param_groups]

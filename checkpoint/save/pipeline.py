@@ -44,8 +44,8 @@ from torchrelay.checkpoint.save.commit import (
 from torchrelay.checkpoint.save.dedup import Reuse
 from torchrelay.checkpoint.save.planning.assignments import Plan
 from torchrelay.checkpoint.save.spec_exchange import SpecExchange
-from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, Value
+from torchrelay.checkpoint.state.names import Kind, kind_of
 from torchrelay.checkpoint.state.tree_leaves import container_tensors
 from torchrelay.checkpoint.storage.base import Placed, Storage
 from torchrelay.checkpoint.storage.local_io import WORTH_IT

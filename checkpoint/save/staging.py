@@ -30,8 +30,7 @@ from torchrelay.checkpoint.save.planning.assignments import Assignment
 from torchrelay.checkpoint.save.staging_memory import Block, Piece, Pieces, Room
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.leaf import is_sharded, memory_of_shard
-from torchrelay.checkpoint.state.module_leaves import parts_of
-from torchrelay.checkpoint.state.optimizer_leaves import parameters, state_prefix
+from torchrelay.checkpoint.state.module_leaves import parameters, parts_of, state_prefix
 from torchrelay.checkpoint.state.restore import gate
 from torchrelay.checkpoint.state.restore.gate import takes_gate
 from torchrelay.errors import SaveFailedError

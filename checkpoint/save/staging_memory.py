@@ -17,8 +17,8 @@ from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.names import format_key
 from torchrelay.checkpoint.save.planning.assignments import Assignment, Plan
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.kinds import local_part
 from torchrelay.checkpoint.state.leaf import Role, spec_of
+from torchrelay.checkpoint.state.names import local_part
 from torchrelay.errors import RelayError
 from torchrelay.jobs.session import Session
 from torchrelay.records import dataclass

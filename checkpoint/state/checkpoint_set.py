@@ -22,9 +22,9 @@ from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.state.flatten import leaves_of, parameter_names
 from torchrelay.checkpoint.state.gradients import parameter_of
-from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, is_sharded
-from torchrelay.checkpoint.state.optimizer_leaves import state_prefix
+from torchrelay.checkpoint.state.module_leaves import state_prefix
+from torchrelay.checkpoint.state.names import Kind, kind_of
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.blobs import Reshard, Scope
 from torchrelay.jobs.cluster import RANDOM_STATES, check_blob_names

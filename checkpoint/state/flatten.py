@@ -1,9 +1,4 @@
-"""Objects into leaves: everything that a save stores of one node's blobs.
-
-Reads only; tensors are referred to, values are copied. All blobs are listed together, because optimizer
-state is named by the parameters of the registered modules, and of several names of the same memory the
-first one wins.
-"""
+"""Split off."""
 
 from __future__ import annotations
 
@@ -15,20 +10,29 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchrelay.checkpoint.format.dtypes import AT_ONCE
-from torchrelay.checkpoint.state.kinds import Kind, is_wrapper, kind_of, local_part
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, OPTIM_GROUP, Leaf, Role, Value, frozen_of
 from torchrelay.checkpoint.state.module_leaves import (
-    ModuleStates,
+    ModuleEntry,
     module_entries,
     module_leaves,
     named_parameters,
+    optimizer_leaves,
+    orphans,
     own_leaves,
 )
-from torchrelay.checkpoint.state.names import TensorNames
-from torchrelay.checkpoint.state.optimizer_leaves import optimizer_leaves, orphans
-from torchrelay.checkpoint.state.tensor_checks import admitted, all_plain_memory, is_plain_memory
+from torchrelay.checkpoint.state.names import (
+    Kind,
+    Part,
+    TensorNames,
+    all_plain_memory,
+    kind_of,
+    local_part,
+    module_parts,
+)
+from torchrelay.checkpoint.state.tensor_checks import admitted, is_plain_memory
 from torchrelay.checkpoint.state.tree_leaves import (
     container_leaves,
     container_tensors,
@@ -36,7 +40,35 @@ from torchrelay.checkpoint.state.tree_leaves import (
     stateful_leaves,
     tree_leaves,
 )
+from torchrelay.checkpoint.state.wrappers import is_wrapper
 from torchrelay.errors import BlobError
+
+
+class ModuleStates:
+    """State dicts and parts of modules, asked for once while the leaves of all blobs are listed or planned.
+
+    To ask runs hooks and methods of the user's, which may count their calls.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, dict[str, Any]] = {}
+        self._parts: dict[int, list[Part]] = {}
+
+    def parts(self, module: nn.Module) -> list[Part]:
+        """`module_parts(module)`."""
+        if (found := self._parts.get(id(module))) is None:
+            found = self._parts[id(module)] = module_parts(module)
+        return found
+
+    def of(self, module: nn.Module) -> dict[str, Any]:
+        """`module.state_dict(keep_vars=True)`."""
+        if (found := self._states.get(id(module))) is None:
+            found = self._states[id(module)] = module.state_dict(keep_vars=True)
+        return found
+
+    def entries(self, blob: str, module: nn.Module) -> list[ModuleEntry]:
+        """The entries of the state dict."""
+        return module_entries(blob, module, self.of(module), self.parts(module))
 
 
 def leaves_of(objects: Mapping[str, Any]) -> list[Leaf]:

@@ -1,4 +1,4 @@
-"""Gradients of an open accumulation window: which of them are state, as leaves, and put back.
+"""What steps of optimizers leave behind, and gradients of an open accumulation window as leaves.
 
 A gradient is state where the program is going to add to it. At a boundary it is known to be none only where
 
@@ -15,41 +15,168 @@ left behind is noted after each step of any optimizer of torch.optim, by weak re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import field
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchrelay.checkpoint.format import values
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import is_storable
-from torchrelay.checkpoint.state.flatten import parameter_names
-from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import (
     OPTIM_GROUP,
     Leaf,
-    LeafSpec,
     Role,
     Value,
     is_sharded,
     memory_of_shard,
 )
 from torchrelay.checkpoint.state.module_leaves import FsdpState, parts_of
-from torchrelay.checkpoint.state.optimizer_leaves import STEPS, is_left, left_behind, written_memory
-from torchrelay.checkpoint.state.reads import Read
-from torchrelay.checkpoint.state.restore.plan import Draft
+from torchrelay.checkpoint.state.names import Kind, kind_of, local_part, memory_place
 from torchrelay.checkpoint.state.tree_leaves import container_tensors
-from torchrelay.errors import DamagedError
 from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.jobs.session import warn
 from torchrelay.records import dataclass
 
+
+class LastStep:
+    """What an optimizer's last step found; made once, and again where its parameters are others."""
+
+    def __init__(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.parameters = frozenset(map(id, parameters))
+        self.count = len(parameters)
+        self.plain = all(type(one) in (torch.Tensor, nn.Parameter) for one in parameters)
+        self.beside: list[LastStep] = [one for one in STEPS.values() if one.parameters & self.parameters]
+        """Those of other optimizers of the same parameters."""
+        for one in self.beside:
+            one.beside.append(self)
+        self.grads: list[weakref.ref[torch.Tensor]] = []
+        """Held here, so that a gradient that lives has one and the same reference at every look."""
+        self.versions: list[int] = []
+        """How often each had been written to."""
+        self.begins_anew: bool | None = None
+        """Whether no step so far found a gradient of the step before; None before the second."""
+
+    def note(self, parameters: list[torch.Tensor]) -> None:
+        """Keep what a step has found."""
+        found = [grad for grad in map(_grad_of, parameters) if grad is not None]
+        if not self.plain:
+            found = list(map(written_memory, found))
+        grads, before = list(map(weakref.ref, found)), self.grads
+        if before and self.begins_anew is not False:
+            if len(grads) == len(before) == self.count:
+                self.begins_anew = not any(map(is_, grads, before))
+            else:
+                self.begins_anew = set(map(id, before)).isdisjoint(map(id, grads))
+        self.grads, self.versions = grads, list(map(_version_of, found))
+        for other in self.beside:
+            # A step within a step finds what the other one found; else one of the two optimizers goes on with
+            # what the other has left behind.
+            known = dict(zip(map(id, other.grads), other.versions, strict=True))
+            now = zip(map(id, grads), self.versions, strict=True)
+            if any(known.get(key, version) != version for key, version in now):
+                self.begins_anew = other.begins_anew = False
+
+    def living(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """The gradients that are still there, with how often each had been written."""
+        found = ((one(), version) for one, version in zip(self.grads, self.versions, strict=True))
+        return ((grad, version) for grad, version in found if grad is not None)
+
+
+_grad_of = attrgetter("grad")
+
+
+_version_of = attrgetter("_version")
+
+
+STEPS: dict[int, LastStep] = {}
+
+
+_installed: list[Any] = []
+
+
+def watch_steps() -> None:
+    """Note from now on what the steps of optimizers leave behind; for the life of the process.
+
+    In every step, so it has to cost little: a microsecond, and a quarter of one for each parameter.
+    """
+    if not _installed:
+        _installed.append(register_optimizer_step_post_hook(_stepped))
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    groups = optimizer.param_groups
+    parameters = (
+        groups[0]["params"] if len(groups) == 1 else [one for group in groups for one in group["params"]]
+    )
+    step = STEPS.get(id(optimizer))
+    if step is None or step.count != len(parameters) or step.optimizer() is not optimizer:
+        for number in [number for number, one in STEPS.items() if one.optimizer() in (None, optimizer)]:
+            del STEPS[number]
+        step = STEPS[id(optimizer)] = LastStep(optimizer, parameters)
+    try:
+        step.note(parameters)
+    except Exception:  # gradients of a kind that cannot be followed: what is not known is saved
+        step.grads, step.versions, step.begins_anew = [], [], False
+
+
+def unsaved_optimizers(
+    names: Mapping[int, str], held: Iterable[Any], leaves: Iterable[Leaf], known: Container[Optimizer]
+) -> Iterator[tuple[Optimizer, str]]:
+    """Optimizers but `known` ones that have stepped tensors of these names, and whose state nobody saves.
+
+    Each with such a name. An object of `held` saves its own, and with a `state_dict` that of the optimizers
+    among its attributes; modules and schedulers do not. Whatever else has tensors of an optimizer's state
+    among its leaves saves it as well.
+    """
+    saved: set[int] = set()
+    for one in held:
+        saved.update((id(one), id(local_part(one)) if isinstance(one, Optimizer) else id(one)))
+        if not isinstance(one, nn.Module | LRScheduler) and kind_of(one) is not Kind.OPTIMIZER:
+            for value in getattr(one, "__dict__", {}).values():
+                saved.update(map(id, value if isinstance(value, list | tuple) else [value]))
+    for step in STEPS.values():
+        optimizer = step.optimizer()
+        name = next((names[one] for one in step.parameters if one in names), None)
+        if optimizer is None or name is None or id(optimizer) in saved or optimizer in known:
+            continue
+        own = [one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
+        stored = (leaf.content for leaf in leaves if not isinstance(leaf.content, Value))
+        if own and {*map(memory_place, own)}.isdisjoint(map(memory_place, stored)):
+            yield optimizer, name
+
+
+def left_behind() -> dict[int, int]:
+    """What steps left behind, by id, with how often each had been written."""
+    return {
+        id(grad): version for step in STEPS.values() if step.begins_anew for grad, version in step.living()
+    }
+
+
+def is_left(grad: torch.Tensor, left: Mapping[int, int]) -> bool:
+    """Whether a gradient is what a step left behind, not written since."""
+    memory = written_memory(grad)
+    known = left.get(id(memory))
+    return known is not None and known == memory._version and not grad.requires_grad
+
+
+def written_memory(grad: torch.Tensor) -> torch.Tensor:
+    """What is written: FSDP2 adds to the local part of a DTensor, whose own version stays."""
+    return memory_of_shard(grad) if is_sharded(grad) else grad
+
+
 Names = Mapping[int, str]
 REMEDY = "give the loop's window, ctx.steps(loader, accumulate=n), so that saves wait for its end"
-_INDICES, _VALUES, _UNSHARDED = _ENDS = "@indices", "@values", "@unsharded"
+INDICES, VALUES, UNSHARDED = ENDS = "@indices", "@values", "@unsharded"
 
 
 # As leaves
@@ -68,14 +195,14 @@ def gradient_leaves(
     """
     listing = _Listing(left_behind())
     held = {blob: objects[blob] for blob in learning if kind_of(objects[blob]) is Kind.CONTAINER}
-    parameters = _parameters(objects, names)
-    for name, parameter in {**parameters, **_in_containers(held, parameters.values())}.items():
+    parameters = learning_parameters(objects, names)
+    for name, parameter in {**parameters, **learning_in_containers(held, parameters.values())}.items():
         grad = parameter.grad if wanted(name) else None
         if grad is not None and not is_left(grad, listing.left):
             listing.add(name, grad)
-    for name, holder in _held_back(objects, names).items():
+    for name, holder in held_back(objects, names).items():
         if wanted(name) and (grad := holder.pending()) is not None:
-            listing.part(name, _UNSHARDED, grad)
+            listing.part(name, UNSHARDED, grad)
             listing.forms.setdefault("unsharded", []).append(name)
     _warn_of(objects, names, listing)
     if not listing.leaves and not listing.forms:
@@ -87,7 +214,7 @@ def gradient_leaves(
 def parameter_of(leaf: str) -> str:
     """The leaf of the parameter whose gradient a leaf belongs to."""
     name = leaf.removeprefix(f"{GRADIENTS}.")
-    return next((name.removesuffix(end) for end in _ENDS if name.endswith(end)), name)
+    return next((name.removesuffix(end) for end in ENDS if name.endswith(end)), name)
 
 
 @dataclass
@@ -114,8 +241,8 @@ class _Listing:
                 self.forms.setdefault("local", {})[name] = placements
         elif grad.layout is torch.sparse_coo:
             plain = grad.detach()
-            self.part(name, _INDICES, plain._indices())
-            self.part(name, _VALUES, plain._values())
+            self.part(name, INDICES, plain._indices())
+            self.part(name, VALUES, plain._values())
             form = {"shape": list(plain.shape), "coalesced": plain.is_coalesced()}
             self.forms.setdefault("sparse", {})[name] = form
         elif (
@@ -202,7 +329,7 @@ def _is_open(grad: torch.Tensor, used: Mapping[int, tuple[int, bool | None]]) ->
 # Where they are
 
 
-def _parameters(objects: Mapping[str, Any], names: Names) -> dict[str, torch.Tensor]:
+def learning_parameters(objects: Mapping[str, Any], names: Names) -> dict[str, torch.Tensor]:
     """What may have a gradient, each once, by the name of its leaf."""
     found: dict[str, torch.Tensor] = {}
     for one in _tensors(objects):
@@ -224,7 +351,9 @@ def _tensors(objects: Mapping[str, Any]) -> Iterator[torch.Tensor]:
                 yield from group["params"]
 
 
-def _in_containers(objects: Mapping[str, Any], others: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+def learning_in_containers(
+    objects: Mapping[str, Any], others: Iterable[torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """What may have a gradient in containers, and is none of the `others`."""
     known = set(map(id, others))
     found: dict[int, tuple[str, torch.Tensor]] = {}
@@ -257,7 +386,8 @@ class _HeldBack:
         self.param.unsharded_accumulated_grad = grad
 
 
-def _held_back(objects: Mapping[str, Any], names: Names) -> dict[str, _HeldBack]:
+def held_back(objects: Mapping[str, Any], names: Names) -> dict[str, _HeldBack]:
+    """The parameters of FSDP2 in modules, by the names of their leaves."""
     modules = [value for value in objects.values() if isinstance(value, nn.Module)]
     params = [one for module in modules for group in _fsdp_groups(module) for one in group.fsdp_params]
     found = {names.get(id(one.sharded_param)): _HeldBack(one) for one in params}
@@ -271,134 +401,3 @@ def _fsdp_groups(module: nn.Module) -> list[Any]:
         if (state := getattr(part, "_get_fsdp_state", None)) is not None:
             found += getattr(state(), "_fsdp_param_groups", None) or [state()._fsdp_param_group]
     return [one for one in found if one is not None]
-
-
-class Gradients:
-    """Gradients of a node that were loaded, or that there are none; `reads` are to be made before `install`.
-
-    That comes last, for what the program does before its loop may clear them. `kept` tensors get none.
-    """
-
-    def __init__(
-        self,
-        objects: Mapping[str, Any],
-        specs: Mapping[str, LeafSpec],
-        stored: Mapping[str, Json],
-        kept: Collection[str] = (),
-    ) -> None:
-        names = parameter_names(objects)
-        self._objects = dict(objects)
-        self._parameters = _parameters(objects, names)
-        self._held_back = _held_back(objects, names)
-        draft = Draft(specs, stored, {})
-        self._made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-        self._pending: dict[str, Callable[[], torch.Tensor]] = {}
-        forms = draft.value(specs[GRADIENTS]) if GRADIENTS in specs else {}
-        try:
-            self._draft(draft, specs, forms)
-            for name in kept:
-                self._made.pop(name, None)
-                self._pending.pop(name, None)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedError(f"the gradients that the checkpoint holds are none: {error}") from None
-        self.reads: Sequence[Read] = tuple(draft.reads)
-        self.steps: Sequence[Callable[[], None]] = tuple(step for _, step in (*draft.fills, *draft.steps))
-
-    def _draft(self, draft: Draft, specs: Mapping[str, LeafSpec], forms: Any) -> None:
-        def memory(leaf: str) -> Callable[[], torch.Tensor]:
-            return draft.fresh(specs[f"{GRADIENTS}.{leaf}"]).memory
-
-        here = self._parameters
-        self._made.update(dict.fromkeys(forms.get("zeros", ()), torch.zeros_like))
-        for name in filter(self._held_back.__contains__, forms.get("unsharded", ())):
-            self._pending[name] = memory(name + _UNSHARDED)
-        for name, form in forms.get("sparse", {}).items():
-            if name in here:
-                self._made[name] = _sparse(memory(name + _INDICES), memory(name + _VALUES), form)
-        for name, placements in forms.get("local", {}).items():
-            if name in here:
-                self._made[name] = _local(memory(name), placements)
-        for leaf, spec in specs.items():
-            name = leaf.removeprefix(f"{GRADIENTS}.")
-            if leaf == GRADIENTS or name in self._made or name.endswith(_ENDS):
-                continue
-            if name in here:
-                self._made[name] = _dense(draft.alike(spec, here[name]))
-            elif spec.sharding is None and name not in forms.get("local", ()):
-                self._made[name] = _dense(draft.fresh(spec).on)  # of a tensor that the load may make
-
-    def made(self, created: Mapping[str, Any]) -> None:
-        """Tensors and containers that the load has made, which may have gradients too."""
-        self._objects.update(created)
-
-    def install(self) -> None:
-        """Give every parameter the gradient that it had, or none; at once, and only once."""
-        made, pending, self._made, self._pending = self._made, self._pending, {}, {}
-        with torch.no_grad():
-            for step in self.steps:
-                step()
-            self.reads, self.steps = (), ()
-            for name, parameter in self._parameters.items():
-                _put(parameter, made[name](parameter) if name in made else None)
-            alone = {blob: one for blob, one in self._objects.items() if isinstance(one, torch.Tensor)}
-            held = _in_containers(self._objects, self._parameters.values())
-            for name, one in {**alone, **held}.items():
-                if name not in self._parameters:
-                    _put(one, made[name](one) if name in made and one.requires_grad else None)
-            for name, holder in self._held_back.items():
-                holder.set(pending[name]() if name in pending else None)
-
-
-def _dense(maker: Callable[[torch.device | None], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def make(parameter: torch.Tensor) -> torch.Tensor:
-        found = maker(parameter.device)
-        if is_sharded(found):
-            return found
-        # As backward lays a gradient out, which decides in what order a norm of it is summed up.
-        usual = torch.empty_like(parameter, dtype=found.dtype)
-        return found if usual.stride() == found.stride() else usual.copy_(found)
-
-    return make
-
-
-def _sparse(
-    indices: Callable[[], torch.Tensor], content: Callable[[], torch.Tensor], form: Mapping[str, Any]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    shape, coalesced = tuple(form["shape"]), bool(form["coalesced"])
-
-    def make(parameter: torch.Tensor) -> torch.Tensor:
-        parts = indices().to(parameter.device), content().to(parameter.device)
-        return torch.sparse_coo_tensor(*parts, shape, is_coalesced=coalesced, check_invariants=True)
-
-    return make
-
-
-def _local(content: Callable[[], torch.Tensor], placements: list[str]) -> Callable[..., torch.Tensor]:
-    def make(parameter: torch.Tensor) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-        known: dict[str, Any] = {"R": Replicate()}
-        known.update((f"S({dim})", Shard(dim)) for dim in range(parameter.dim()))
-        known.update((f"P({how})", Partial(how)) for how in ("sum", "avg", "min", "max", "product"))
-        whole = torch.empty(parameter.shape, device="meta")
-        return DTensor.from_local(
-            content().to(memory_of_shard(parameter).device),
-            parameter.device_mesh,  # type: ignore[attr-defined]
-            [known[one] for one in placements],
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
-
-    return make
-
-
-def _put(parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """A gradient that lies in a buffer of the program's (a view) is written there, and not replaced."""
-    live = parameter.grad
-    if live is None or not live._is_view():
-        parameter.grad = grad
-    elif grad is None:
-        live.zero_()
-    else:
-        live.copy_(grad)

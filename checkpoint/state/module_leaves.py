@@ -1,31 +1,57 @@
-"""Leaves of a module: its state dict under canonical names; FSDP1 modules through torch's own functions.
+"""Leaves of modules, under the canonical names of their state dicts, and of optimizers, read as they are.
 
 Canonical names have no trace of torch's wrappers (DistributedDataParallel, DataParallel, torch.compile,
 activation checkpointing and offloading), at any depth and in any order, so that a wrapped and a bare
 module share checkpoints. They come from `module_names`, for modules and for optimizer state.
 Parameters and buffers that the state dict holds as they are can be loaded in place; what a hook or
 `get_extra_state` computed goes back through `load_state_dict`.
+
+optimizer.state.<parameter>.<key>        a tensor, or a value such as a nested list
+optimizer.param_groups.<group>.<key>     lr, betas, ...
+optimizer.param_groups.<group>.params    the leaf names of its parameters, in order
+optimizer.param.<group>.<index>          a parameter of no registered module, with its content
+optimizer.shared                         state that belongs to no parameter, where there is any
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from torchrelay.checkpoint.format.dtypes import AT_ONCE
-from torchrelay.checkpoint.state.kinds import is_wrapper
-from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, frozen_of
-from torchrelay.checkpoint.state.names import Part, TensorNames, key_names, module_parts
-from torchrelay.checkpoint.state.tensor_checks import admitted_in_place, all_plain_memory
-from torchrelay.checkpoint.state.tree_leaves import entry_leaves, subclass_leaves
+from torchrelay.checkpoint.state.leaf import (
+    MAIN_GROUP,
+    OPTIM_GROUP,
+    Leaf,
+    Role,
+    Value,
+    frozen_of,
+)
+from torchrelay.checkpoint.state.names import (
+    Part,
+    TensorNames,
+    all_plain_memory,
+    is_reordered,
+    key_names,
+    local_part,
+    module_parts,
+)
+from torchrelay.checkpoint.state.reads import with_strides_of
+from torchrelay.checkpoint.state.tensor_checks import admitted, admitted_in_place
+from torchrelay.checkpoint.state.tree_leaves import entry_leaves, subclass_leaves, tree_leaves
+from torchrelay.checkpoint.state.wrappers import check_made, is_wrapper
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.state.flatten import ModuleStates
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,33 +84,6 @@ def module_entries(
     return [
         ModuleEntry(key, f"{blob}.{name_of(key, one)}", one, role_of(id(one))) for key, one in state.items()
     ]
-
-
-class ModuleStates:
-    """State dicts and parts of modules, asked for once while the leaves of all blobs are listed or planned.
-
-    To ask runs hooks and methods of the user's, which may count their calls.
-    """
-
-    def __init__(self) -> None:
-        self._states: dict[int, dict[str, Any]] = {}
-        self._parts: dict[int, list[Part]] = {}
-
-    def parts(self, module: nn.Module) -> list[Part]:
-        """`module_parts(module)`."""
-        if (found := self._parts.get(id(module))) is None:
-            found = self._parts[id(module)] = module_parts(module)
-        return found
-
-    def of(self, module: nn.Module) -> dict[str, Any]:
-        """`module.state_dict(keep_vars=True)`."""
-        if (found := self._states.get(id(module))) is None:
-            found = self._states[id(module)] = module.state_dict(keep_vars=True)
-        return found
-
-    def entries(self, blob: str, module: nn.Module) -> list[ModuleEntry]:
-        """The entries of the state dict."""
-        return module_entries(blob, module, self.of(module), self.parts(module))
 
 
 def module_leaves(
@@ -127,16 +126,13 @@ def own_leaves(
     yield Leaf(name, blob, role, MAIN_GROUP, content, alias_of, frozen_of(role, tensor))
 
 
-def named_parameters(
-    blob: str, module: nn.Module, states: ModuleStates | None = None
-) -> list[tuple[str, torch.Tensor]]:
+def named_parameters(blob: str, module: nn.Module, states: ModuleStates) -> list[tuple[str, torch.Tensor]]:
     """The parameters of a module with their leaf names; tied ones under each name.
 
     A parameter that a user's hook or method gives out under another key has the name of that leaf.
     FSDP2 modules show their shards from here on, not what a forward pass gathered. Raises BlobError
     for FSDP1.
     """
-    states = states or ModuleStates()
     parts = states.parts(module)
     kinds = show_shards(blob, parts)
     found: list[tuple[str, torch.Tensor]] = []
@@ -308,3 +304,150 @@ def _fsdp_names(state: Any) -> set[str]:
     if not isinstance(state, Mapping):
         return {type(state).__name__}
     return {name for value in state.values() for name in _fsdp_names(value)}
+
+
+PARAMS = "params"
+
+
+def optimizer_leaves(
+    blob: str,
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    parameter_names: TensorNames,
+    state_names: TensorNames,
+) -> Iterator[Leaf]:
+    """The leaves of an optimizer; `names` are the leaf names of all parameters, by id.
+
+    Entries that are one tensor (an `lr` of all groups, a step counter) are stored once: the others are
+    aliases. `parameter_names` and `state_names` are the first names of tensors that were listed before.
+    """
+    for name, parameter in orphans(blob, optimizer):
+        if names[id(parameter)] == name:
+            yield from own_leaves(name, blob, Role.PARAMETER, parameter, parameter_names)
+    for index, group in enumerate(optimizer.param_groups):
+        prefix = group_prefix(blob, index)
+        members = [names[id(parameter)] for parameter in group[PARAMS]]
+        yield Leaf(f"{prefix}{PARAMS}", blob, Role.VALUE, OPTIM_GROUP, Value(members))
+        options = {key: value for key, value in group.items() if key != PARAMS}
+        yield from _entries(prefix, blob, options, state_names)
+    prefix = state_prefix(blob)
+    local = local_part(optimizer)
+    states = [(one, state) for one in parameters(optimizer) if (state := local.state.get(one))]
+    for at in range(0, len(states), AT_ONCE):
+        part = states[at : at + AT_ONCE]
+        prefixes = [f"{prefix}{names[id(parameter)]}." for parameter, _ in part]
+        keys = [f"{first}{key}" for first, (_, state) in zip(prefixes, part, strict=True) for key in state]
+        values = [value for _, state in part for value in state.values()]
+        texts = all(type(key) is str for _, state in part for key in state)
+        if texts and all_plain_memory(values) and state_names.add_new(keys, values):
+            contents = map(torch.Tensor.detach, values)
+            yield from map(Leaf, keys, repeat(blob), repeat(Role.OPTIMIZER), repeat(OPTIM_GROUP), contents)
+            continue
+        for first, (parameter, state) in zip(prefixes, part, strict=True):
+            for key, value in state.items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and is_wrapper(value)
+                    and type(value) is not type(parameter)
+                ):
+                    check_made(local, parameter, key, value, f"{first}{key}")
+            yield from _entries(first, blob, state, state_names, wrappers=True)
+    yield from _shared_leaves(blob, optimizer, names, state_names)
+
+
+def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """All parameters of all groups, in order."""
+    for group in optimizer.param_groups:
+        yield from group[PARAMS]
+
+
+def steps_as_torch(optimizer: Optimizer) -> bool:
+    """Whether its step is one of torch's."""
+    return str(getattr(type(optimizer).step, "__module__", "")).startswith("torch.optim")
+
+
+def match_strides(optimizer: Optimizer, *, known: bool) -> None:
+    """Give state the strides of its parameter, as the first step of torch's optimizers does.
+
+    Where it is `known` in which order dimensions lay, contiguous state was so, and stays. Optimizers with a
+    step of their own may need theirs contiguous, and are left alone.
+    """
+    if not steps_as_torch(optimizer):
+        return
+    instead: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    states = [
+        (parameter, state) for parameter in parameters(optimizer) if (state := optimizer.state.get(parameter))
+    ]
+    for parameter, state in states:
+        follows = not known and is_reordered(parameter)
+        for one in state.values():
+            if isinstance(one, torch.Tensor) and (follows or is_reordered(one)):
+                instead.setdefault(id(one), (one, with_strides_of(parameter, one)))
+    for _, state in states if instead else ():  # what was one tensor is one again
+        state.update({key: instead[id(one)][1] for key, one in state.items() if id(one) in instead})
+
+
+def orphans(blob: str, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter with the name it has if no registered module knows it."""
+    for index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group[PARAMS]):
+            yield f"{blob}.param.{index}.{place}", parameter
+
+
+def group_prefix(blob: str, index: int) -> str:
+    """What the leaf names of a parameter group begin with."""
+    return f"{groups_prefix(blob)}{index}."
+
+
+def groups_prefix(blob: str) -> str:
+    """What the leaf names of all parameter groups begin with."""
+    return f"{blob}.param_groups."
+
+
+def state_prefix(blob: str) -> str:
+    """What the leaf names of state begin with."""
+    return f"{blob}.state."
+
+
+def shared_name(blob: str) -> str:
+    """The leaf of state that belongs to no parameter."""
+    return f"{blob}.shared"
+
+
+def _entries(
+    prefix: str, blob: str, entries: Mapping[Any, Any], state_names: TensorNames, *, wrappers: bool = False
+) -> Iterator[Leaf]:
+    for key, value in entries.items():
+        if not isinstance(key, str):
+            raise BlobError(f"{prefix}{key!r} of blob {blob!r}: only text can be a key of optimizer state")
+        name = f"{prefix}{key}"
+        if type(value) is torch.Tensor:  # most entries
+            content, earlier = admitted(value, name), state_names.earlier(value, name)
+            yield Leaf(name, blob, Role.OPTIMIZER, OPTIM_GROUP, content, earlier)
+        else:
+            found = entry_leaves(value, name, blob, OPTIM_GROUP, Role.OPTIMIZER, wrappers=wrappers)
+            yield from map(partial(_shared, state_names), found)
+
+
+def _shared(state_names: TensorNames, leaf: Leaf) -> Leaf:
+    """The leaf, an alias where its tensor was listed before."""
+    content = leaf.content
+    earlier = None if isinstance(content, Value) else state_names.earlier(content, leaf.name)
+    return replace(leaf, alias_of=earlier) if earlier is not None else leaf
+
+
+def _shared_leaves(
+    blob: str, optimizer: Optimizer, names: Mapping[int, str], state_names: TensorNames
+) -> Iterator[Leaf]:
+    known = {id(parameter) for parameter in parameters(optimizer)}
+    shared = {key: value for key, value in local_part(optimizer).state.items() if id(key) not in known}
+    for key in shared:
+        if isinstance(key, torch.Tensor):
+            whose = names.get(id(key), f"a parameter of shape {list(key.shape)}")
+            raise BlobError(
+                f"blob {blob!r} has state of {whose}, which is in none of its groups: "
+                "delete that state, or add the parameter back with add_param_group"
+            )
+    if shared:
+        found = tree_leaves(shared, shared_name(blob), blob, OPTIM_GROUP, tensor_role=Role.OPTIMIZER)
+        yield from map(partial(_shared, state_names), found)

@@ -18,8 +18,8 @@ from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import as_copied, by_name, torch_dtype
 from torchrelay.checkpoint.format.layouts import Target
 from torchrelay.checkpoint.format.value_decoding import ParameterName, decode
-from torchrelay.checkpoint.state.kinds import is_wrapper
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, is_sharded, learning, order_of, stand_in
+from torchrelay.checkpoint.state.wrappers import is_wrapper
 from torchrelay.errors import DamagedError
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchrelay.checkpoint.format.dtypes import (
     AT_ONCE,
-    all_dense,
     all_in_memory,
     all_in_order,
     all_strided,
@@ -39,8 +38,8 @@ from torchrelay.checkpoint.format.dtypes import (
     memories_at,
 )
 from torchrelay.checkpoint.format.shard.entries import Form, form_of
-from torchrelay.checkpoint.state.kinds import is_typed_memory, is_wrapper, plain
 from torchrelay.checkpoint.state.leaf import is_sharded, local_of
+from torchrelay.checkpoint.state.wrappers import is_typed_memory, is_wrapper, plain
 from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import BlobError, RelayError
 from torchrelay.records import dataclass
@@ -67,16 +66,6 @@ def admitted(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def is_plain_memory(value: object) -> TypeGuard[torch.Tensor]:
     """Whether this is a tensor that is stored as it is, and can be loaded into: nothing to refuse."""
     return type(value) in _PLAIN and _is_plain(value) and value.is_contiguous()  # type: ignore[attr-defined, arg-type]
-
-
-def all_plain_memory(values: Sequence[object]) -> TypeGuard[Sequence[torch.Tensor]]:
-    """The same of many at once."""
-    return (
-        all_dense(values)
-        and all(map(torch.Tensor.is_contiguous, values))
-        and all_in_memory(values)
-        and all(map(is_storable, set(map(attrgetter("dtype"), values))))
-    )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

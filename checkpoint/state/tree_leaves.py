@@ -23,16 +23,16 @@ from torch import nn
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.value_decoding import ParameterName
 from torchrelay.checkpoint.format.values import encode, is_scalar
-from torchrelay.checkpoint.state.kinds import (
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, frozen_of
+from torchrelay.checkpoint.state.names import TensorNames
+from torchrelay.checkpoint.state.tensor_checks import admitted
+from torchrelay.checkpoint.state.wrappers import (
     description,
     inner_tensors,
     is_wrapper,
     made_by_an_optimizer,
     told,
 )
-from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, frozen_of
-from torchrelay.checkpoint.state.names import TensorNames
-from torchrelay.checkpoint.state.tensor_checks import admitted
 from torchrelay.errors import BlobError
 from torchrelay.jobs.blobs import is_factory, is_stateful
 from torchrelay.jobs.containers import found_inside

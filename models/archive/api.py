@@ -15,7 +15,6 @@ from torchrelay.checkpoint.format.dtypes import all_strided
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.load.tensors import naming_what_changed, runs_of
-from torchrelay.checkpoint.state.kinds import is_wrapper
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, parts_of
 from torchrelay.checkpoint.state.names import TensorNames
 from torchrelay.checkpoint.state.reads import form, put
@@ -29,6 +28,7 @@ from torchrelay.checkpoint.state.tensor_checks import (
     fitting,
     unwritable,
 )
+from torchrelay.checkpoint.state.wrappers import is_wrapper
 from torchrelay.errors import BlobError, PartiallyLoadedError, UsageError
 from torchrelay.models.archive.manifest import (
     AUX,

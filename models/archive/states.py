@@ -15,13 +15,9 @@ from torch import nn
 
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import Json
+from torchrelay.checkpoint.state.flatten import ModuleStates
 from torchrelay.checkpoint.state.leaf import Role
-from torchrelay.checkpoint.state.module_leaves import (
-    ModuleEntry,
-    ModuleStates,
-    module_entries,
-    named_parameters,
-)
+from torchrelay.checkpoint.state.module_leaves import ModuleEntry, module_entries, named_parameters
 from torchrelay.checkpoint.state.names import TensorNames
 from torchrelay.checkpoint.state.tensor_checks import admitted_in_place
 from torchrelay.errors import BlobError, UsageError

@@ -20,7 +20,7 @@ from torchrelay.records import dataclass
 from torchrelay.runners.session.metrics import Summary, joined_summaries
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.state.gradients import Gradients
+    from torchrelay.checkpoint.state.restore.gradients import Gradients
     from torchrelay.jobs.data.loader import EpochLoader
     from torchrelay.runners.session.metrics import MetricLog
 

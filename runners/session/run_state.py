@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchrelay.checkpoint.state.gradients import Gradients
+from torchrelay.checkpoint.state.restore.gradients import Gradients
 from torchrelay.errors import MissingMetricError, RelayError, UsageError
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.random import RandomStreams

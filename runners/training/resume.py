@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchrelay.checkpoint.format.values import encode
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.manager.base import Manager
-from torchrelay.checkpoint.state.gradients import Gradients
+from torchrelay.checkpoint.state.restore.gradients import Gradients
 from torchrelay.errors import BlobError, PartiallyLoadedError, StorageError, UsageError
 from torchrelay.jobs.blobs import Blob
 from torchrelay.jobs.random import RandomStreams

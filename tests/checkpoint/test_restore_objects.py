@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from leaf_store import load, plan, save
 from torch import nn
 
-from torchrelay.checkpoint.state.kinds import check_recreatable
+from torchrelay.checkpoint.state.names import check_recreatable
 from torchrelay.errors import BlobError, DamagedError, PartiallyLoadedError
 
 

@@ -17,7 +17,7 @@ from warm import PLACE, server, warmed
 import torchrelay
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.kinds import check_recreatable
+from torchrelay.checkpoint.state.names import check_recreatable
 from torchrelay.errors import BlobError
 
 

@@ -18,11 +18,11 @@ from torch import nn
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.value_decoding import decode, holds_only_tensors, references
 from torchrelay.checkpoint.format.values import encode, tagged
-from torchrelay.checkpoint.state.kinds import is_wrapper
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role, is_sharded, learning, stand_in
 from torchrelay.checkpoint.state.reads import device_for, empty, same_form
 from torchrelay.checkpoint.state.restore.plan import Draft
 from torchrelay.checkpoint.state.tensor_checks import admitted_in_place
+from torchrelay.checkpoint.state.wrappers import is_wrapper
 from torchrelay.errors import BlobError, DamagedError
 from torchrelay.jobs.blobs import is_factory, is_stateful
 from torchrelay.jobs.containers import (

@@ -15,9 +15,8 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from torchrelay.checkpoint.format.manifest.position import matches_any
-from torchrelay.checkpoint.state.kinds import description, is_wrapper, local_part, made_state
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, is_sharded, learning
-from torchrelay.checkpoint.state.optimizer_leaves import (
+from torchrelay.checkpoint.state.module_leaves import (
     PARAMS,
     group_prefix,
     groups_prefix,
@@ -27,6 +26,7 @@ from torchrelay.checkpoint.state.optimizer_leaves import (
     state_prefix,
     steps_as_torch,
 )
+from torchrelay.checkpoint.state.names import local_part
 from torchrelay.checkpoint.state.reads import (
     device_for,
     dtype_name,
@@ -39,6 +39,7 @@ from torchrelay.checkpoint.state.reads import (
 from torchrelay.checkpoint.state.restore.container import fits_in_place
 from torchrelay.checkpoint.state.restore.plan import Draft
 from torchrelay.checkpoint.state.tree_leaves import container_tensors
+from torchrelay.checkpoint.state.wrappers import description, is_wrapper, made_state
 from torchrelay.errors import BlobError
 
 Builder = Callable[[torch.device | None], Any]

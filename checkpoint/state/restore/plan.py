@@ -17,16 +17,7 @@ from torch import nn
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.format.value_decoding import decode
-from torchrelay.checkpoint.state.flatten import parameter_names
-from torchrelay.checkpoint.state.kinds import (
-    Kind,
-    description,
-    inner_tensors,
-    is_wrapper,
-    kind_of,
-    rebuilder,
-    told,
-)
+from torchrelay.checkpoint.state.flatten import ModuleStates, parameter_names
 from torchrelay.checkpoint.state.leaf import (
     LeafSpec,
     Role,
@@ -35,11 +26,12 @@ from torchrelay.checkpoint.state.leaf import (
     memory_of_shard,
     target_of,
 )
-from torchrelay.checkpoint.state.module_leaves import ModuleStates, named_parameters
-from torchrelay.checkpoint.state.names import Extents, TensorNames, current_names, spellings
+from torchrelay.checkpoint.state.module_leaves import named_parameters
+from torchrelay.checkpoint.state.names import Extents, Kind, TensorNames, current_names, kind_of, spellings
 from torchrelay.checkpoint.state.reads import Read, Tree, form, lay_as_saved, same_form, take_memory_of
 from torchrelay.checkpoint.state.restore.findings import Findings
 from torchrelay.checkpoint.state.tensor_checks import admitted_in_place, all_torch_memory, unwritable
+from torchrelay.checkpoint.state.wrappers import description, inner_tensors, is_wrapper, rebuilder, told
 from torchrelay.errors import BlobError, DamagedError
 
 Maker = Callable[[torch.device | None], torch.Tensor]
@@ -195,7 +187,7 @@ class Draft:
     def parameter(self, name: str) -> torch.Tensor | None:
         """The parameter of a given module, or the registered one, that is called so; None where none is."""
         if self._parameters is None:
-            found = (named_parameters(blob, module) for blob, module in self._modules.items())
+            found = (named_parameters(blob, module, ModuleStates()) for blob, module in self._modules.items())
             self._parameters = {**self._tensors, **{name: one for named in found for name, one in named}}
         return self._parameters.get(name)
 

@@ -16,23 +16,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.format.names import LONGEST_NAME
 from torchrelay.checkpoint.format.shard.entries import form_of
-from torchrelay.checkpoint.state.kinds import Kind, is_wrapper, kind_of, made_by_an_optimizer, told
+from torchrelay.checkpoint.state.flatten import ModuleStates
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, is_sharded, order_of
-from torchrelay.checkpoint.state.module_leaves import ModuleStates, show_shards
+from torchrelay.checkpoint.state.module_leaves import PARAMS, orphans, show_shards
 from torchrelay.checkpoint.state.names import (
     EXTRA_STATE,
+    Kind,
     TensorNames,
     has_extra_state,
+    kind_of,
     module_parts,
     overlaps_of,
 )
-from torchrelay.checkpoint.state.optimizer_leaves import PARAMS, orphans
 from torchrelay.checkpoint.state.reads import form
 from torchrelay.checkpoint.state.restore.container import ContainerLoad
 from torchrelay.checkpoint.state.restore.findings import Findings
@@ -40,6 +40,7 @@ from torchrelay.checkpoint.state.restore.plan import Draft, Maker, shared_across
 from torchrelay.checkpoint.state.restore.restoration import drafted
 from torchrelay.checkpoint.state.tensor_checks import InPlace, fitting
 from torchrelay.checkpoint.state.tree_leaves import container_tensors
+from torchrelay.checkpoint.state.wrappers import is_wrapper, made_by_an_optimizer, told
 from torchrelay.errors import BlobError
 from torchrelay.jobs.containers import is_array
 from torchrelay.records import dataclass
@@ -199,12 +200,6 @@ def arrays_of(objects: Mapping[str, Any]) -> dict[str, str]:
     """What numpy arrays among the blobs are like: a load fills them, and changes neither type nor shape."""
     arrays = ((blob, one) for blob, one in objects.items() if is_array(one))
     return {blob: f"an array of {one.dtype}{list(one.shape)}" for blob, one in arrays}
-
-
-def groups_of(objects: Mapping[str, Any]) -> list[list[int]]:
-    """Which parameters are in which group of which optimizer, by identity."""
-    optimizers = [one for one in objects.values() if isinstance(one, Optimizer)]
-    return [list(map(id, group[PARAMS])) for one in optimizers for group in one.param_groups]
 
 
 def rehearse(

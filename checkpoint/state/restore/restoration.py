@@ -24,10 +24,10 @@ from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.manifest.position import matches_any
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.format.values import decode
-from torchrelay.checkpoint.state.kinds import Kind, kind_of, made_by_an_optimizer, optimizers_in
+from torchrelay.checkpoint.state.flatten import ModuleStates
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role, learning, order_of
-from torchrelay.checkpoint.state.module_leaves import named_parameters
-from torchrelay.checkpoint.state.optimizer_leaves import match_strides, orphans, parameters
+from torchrelay.checkpoint.state.module_leaves import match_strides, named_parameters, orphans, parameters
+from torchrelay.checkpoint.state.names import Kind, kind_of, optimizers_in
 from torchrelay.checkpoint.state.reads import Read, outside_inference_mode
 from torchrelay.checkpoint.state.restore.container import ContainerLoad, draft_container, regrouped
 from torchrelay.checkpoint.state.restore.module import draft_module
@@ -35,6 +35,7 @@ from torchrelay.checkpoint.state.restore.optimizer import draft_optimizer, draft
 from torchrelay.checkpoint.state.restore.plan import Draft, shared_across_files
 from torchrelay.checkpoint.state.tensor_checks import not_initialised
 from torchrelay.checkpoint.state.tree_leaves import container_tensors, tree_tensors
+from torchrelay.checkpoint.state.wrappers import made_by_an_optimizer
 from torchrelay.errors import PartiallyLoadedError, RelayError
 
 __all__ = [
@@ -287,7 +288,7 @@ def stay_as_built(objects: Mapping[str, Any], specs: dict[str, LeafSpec]) -> lis
 def _with_gradients(blob: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
     """The tensors that a program may train, by the names of their leaves."""
     if isinstance(value, nn.Module):
-        return named_parameters(blob, value)
+        return named_parameters(blob, value, ModuleStates())
     found = [(blob, value)] if isinstance(value, torch.Tensor) else []
     if kind_of(value) is Kind.CONTAINER:
         found = list(container_tensors(blob, value))

@@ -16,9 +16,8 @@ from torchrelay.checkpoint.load.info import UPSTREAM, records_in
 from torchrelay.checkpoint.load.lookup import Below, choose, pattern_list
 from torchrelay.checkpoint.load.renaming import LoadResult
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.kinds import Kind, kind_of
 from torchrelay.checkpoint.state.leaf import spec_of
-from torchrelay.checkpoint.state.names import submodule
+from torchrelay.checkpoint.state.names import Kind, kind_of, submodule
 from torchrelay.checkpoint.state.tree_leaves import container_tensors
 from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import BlobError, UsageError
