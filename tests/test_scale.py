@@ -15,7 +15,7 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded, intersect
 from torchrelay.checkpoint.format.names import shard_path
 from torchrelay.checkpoint.load.verify import holders_of
-from torchrelay.checkpoint.save import spec_exchange
+from torchrelay.checkpoint.save import agreement
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
@@ -88,9 +88,9 @@ def test_a_class_of_leaves_names_its_meshes_once():
         for n, mesh in enumerate([large, None, small, *[large] * 61])
     )
     scopes = {spec.name: "rank" if spec.name == "w1" else "replicated" for spec in specs}
-    described = spec_exchange.Described(specs, scopes)
-    told = spec_exchange.class_json(described)
+    described = agreement.Described(specs, scopes)
+    told = agreement.class_json(described)
     assert len(told["meshes"]) == 2 and len(str(told)) < 64_000
-    read = spec_exchange.class_of(told)
+    read = agreement.class_of(told)
     assert (read, read.digest) == (described, described.digest)
     assert read.specs[0].sharding is read.specs[63].sharding

@@ -24,11 +24,11 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.log.view import Holding
 from torchrelay.checkpoint.log.writer import LogWriter
+from torchrelay.checkpoint.save.agreement import SpecExchange
+from torchrelay.checkpoint.save.assignments import Plan
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.commit import NodeReport
 from torchrelay.checkpoint.save.pipeline import SaveJob, carry_out, make_plan
-from torchrelay.checkpoint.save.planning.assignments import Plan
-from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.storage.work import Clock

@@ -20,9 +20,9 @@ import torch
 from bench.coordinator import PER_HOST, leaf_of, places_of
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, Replicated, Sharded, whole
+from torchrelay.checkpoint.save.agreement import Described, class_json
+from torchrelay.checkpoint.save.assignments import Assignment
 from torchrelay.checkpoint.save.capture import NodeState
-from torchrelay.checkpoint.save.planning.assignments import Assignment
-from torchrelay.checkpoint.save.spec_exchange import Described, class_json
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec
 from torchrelay.jobs.cluster import NodePlace
 

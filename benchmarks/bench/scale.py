@@ -33,9 +33,9 @@ from torchrelay.checkpoint.format.names import manifest_path, shard_path
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save import pipeline as saving
+from torchrelay.checkpoint.save.agreement import SpecExchange
+from torchrelay.checkpoint.save.assignments import Plan, elements, item_bytes
 from torchrelay.checkpoint.save.pipeline import SaveJob, carry_out, make_plan
-from torchrelay.checkpoint.save.planning.assignments import Plan, elements, item_bytes
-from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.work import Clock
 from torchrelay.jobs.runtime import undisturbed

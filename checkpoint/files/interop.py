@@ -53,9 +53,9 @@ from torchrelay.checkpoint.load.lookup import (
 )
 from torchrelay.checkpoint.load.tensors import Cast, cast_of, check_types_used, checked_cast
 from torchrelay.checkpoint.log.writer import LogWriter
+from torchrelay.checkpoint.save.assignments import NodeClass, Plan
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
-from torchrelay.checkpoint.save.planning.assignments import NodeClass, Plan
-from torchrelay.checkpoint.save.planning.plan import plan_classes
+from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, spec_of
 from torchrelay.checkpoint.state.names import without_reserved

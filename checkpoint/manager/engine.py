@@ -19,6 +19,7 @@ from torchrelay.checkpoint.load.renaming import ResumeOptions, gone_blobs, renam
 from torchrelay.checkpoint.load.resume import LoadJob, load_all
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
+from torchrelay.checkpoint.save.agreement import ReplicaCheck, SpecExchange
 from torchrelay.checkpoint.save.capture import (
     NodeState,
     Structures,
@@ -29,8 +30,7 @@ from torchrelay.checkpoint.save.capture import (
 )
 from torchrelay.checkpoint.save.dedup import Reuse
 from torchrelay.checkpoint.save.pipeline import SaveJob, make_plan, save_epoch, touch_buffers
-from torchrelay.checkpoint.save.replicas import ReplicaCheck, checked_every
-from torchrelay.checkpoint.save.spec_exchange import SpecExchange
+from torchrelay.checkpoint.save.replicas import checked_every
 from torchrelay.checkpoint.state.checkpoint_set import Member, check_remade, members_of, stored_blobs
 from torchrelay.checkpoint.state.gradients import watch_steps
 from torchrelay.checkpoint.state.module_leaves import PARAMS

@@ -14,10 +14,10 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.save.assignments import Plan
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.change_detection import Verify
 from torchrelay.checkpoint.save.pipeline import SaveJob, carry_out
-from torchrelay.checkpoint.save.planning.assignments import Plan
 from torchrelay.checkpoint.save.replicas import WholeBytes
 from torchrelay.checkpoint.save.staging import Stage, guarded_addresses, stage
 from torchrelay.checkpoint.save.staging_memory import (

@@ -24,7 +24,7 @@ from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Position,
 from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.save.planning.assignments import Assignment
+from torchrelay.checkpoint.save.assignments import Assignment
 from torchrelay.checkpoint.state.checkpoint_set import (
     RNG_BLOB,
     Member,

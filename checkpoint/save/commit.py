@@ -26,7 +26,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
     table,
 )
 from torchrelay.checkpoint.format.names import Recent, manifest_path, try_directory
-from torchrelay.checkpoint.save.planning.assignments import Plan, PlannedLeaf
+from torchrelay.checkpoint.save.assignments import Plan, PlannedLeaf
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.storage.base import Room, Storage
 from torchrelay.errors import SaveFailedError, StorageError

@@ -28,6 +28,8 @@ from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.log.view import Holding
+from torchrelay.checkpoint.save.agreement import SpecExchange
+from torchrelay.checkpoint.save.assignments import Plan
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.change_detection import lookers
 from torchrelay.checkpoint.save.commit import (
@@ -42,8 +44,6 @@ from torchrelay.checkpoint.save.commit import (
     secs_in,
 )
 from torchrelay.checkpoint.save.dedup import Reuse
-from torchrelay.checkpoint.save.planning.assignments import Plan
-from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.state.leaf import Leaf, Value
 from torchrelay.checkpoint.state.names import Kind, kind_of
 from torchrelay.checkpoint.state.tree_leaves import container_tensors

@@ -1,37 +1,281 @@
-"""Before an epoch is committed: are the replicas alike, and what follows where they are not."""
+"""Comparison of replicas: which leaves, when, by samples or whole, and what follows from a difference.
+
+    parameters, optimizer tensors     whole at the first save of a process and every `every` epochs, samples
+                                      between; a difference fails the save
+    module buffers that DDP broadcasts     never: they differ by design
+    other replicated tensors and values    at every save; a difference makes a leaf `rank` for good,
+    (of aliases whose they are)            or fails the save where `replicated` was forced
+    `rank` and `host` leaves               never
+
+Digests are xxh3-128 of the stored bytes. Little is exchanged: a combined digest per node and mesh, and
+details only where these differ.
+"""
 
 from __future__ import annotations
 
-import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
+from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+import xxhash
 
+from torchrelay.checkpoint.format import canonical_json, dtypes
+from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import describe
 from torchrelay.checkpoint.save.capture import NodeState
-from torchrelay.checkpoint.save.pipeline import SaveJob
-from torchrelay.checkpoint.save.planning.replica_check import (
-    WHOLE_EVERY,
-    Lone,
-    Mode,
-    Verdict,
-    compare_replicas,
-    digests_of,
-    fails_when_different,
-    is_compared,
-    mode_at,
-)
-from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, local_of
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Value, local_of
 from torchrelay.errors import SaveFailedError, UsageError
-from torchrelay.jobs.data.data_parallel import broadcast_buffers
 from torchrelay.jobs.session import Peers, together
 from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.save.pipeline import SaveJob
+
+
+WHOLE_EVERY = 10
+"""Epochs between comparisons of all bytes of parameters and optimizer state, unless said otherwise."""
+SAMPLE_BYTES = 64 << 10
+SAMPLES = 4
+"""A sampled tensor is compared in this many stretches, the first and the last bytes among them."""
+_SAME_BY_CONSTRUCTION = ("parameter", "optimizer")
+
+ByLeaf = Mapping[str, str]
+"""Leaf name to digest (hex)."""
+
+
+class Mode(Enum):
+    """How much of the parameters and optimizer tensors is compared."""
+
+    WHOLE = "whole"
+    SAMPLES = "samples"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison found.
+
+    `demote` are leaves that become `rank` for good; `failures` says per leaf which nodes have other
+    bytes than most, and any of them fails the save. `due`: some process wants all bytes compared.
+    """
+
+    demote: frozenset[str] = frozenset()
+    failures: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    due: bool = False
+
+
+def mode_at(epoch: int, *, first: bool, every: int = WHOLE_EVERY) -> Mode:
+    """Whole at the first save of a process (so also after a restart) and every `every` epochs."""
+    return Mode.WHOLE if first or epoch % every == 0 else Mode.SAMPLES
+
+
+def is_compared(leaf: Leaf | LeafSpec, scope: str, broadcast: Collection[str] = ()) -> bool:
+    """Whether a leaf is compared at all; `broadcast` names the buffers that DDP keeps alike itself.
+
+    Of an alias it is whose alias it is: other nodes may have a tensor of its own there.
+    """
+    told = leaf.alias_of is None or leaf.role.value not in _SAME_BY_CONSTRUCTION
+    return scope == "replicated" and told and leaf.name not in broadcast
+
+
+def fails_when_different(leaf: Leaf | LeafSpec, forced: Collection[str] = ()) -> bool:
+    """Whether a difference fails the save: parameters, optimizer state, forced leaves (or their blob)."""
+    return leaf.role.value in _SAME_BY_CONSTRUCTION or leaf.name in forced or leaf.blob in forced
+
+
+def digests_of(leaves: Iterable[Leaf], mode: Mode) -> dict[str, str]:
+    """The digests of leaves that are to be compared; `mode` concerns parameters and optimizer tensors."""
+    return {leaf.name: _digest(leaf, mode) for leaf in leaves}
+
+
+def verdict(digests_by_node: Mapping[int, ByLeaf], forced_replicated: Collection[str]) -> Verdict:
+    """Judge digests of all nodes. A leaf is compared between the nodes that have it.
+
+    `forced_replicated` names the leaves whose difference fails the save.
+    """
+    found: dict[str, dict[int, str]] = {}
+    for node in sorted(digests_by_node):
+        for name, digest in digests_by_node[node].items():
+            found.setdefault(name, {})[node] = digest
+    different = {name: nodes for name, nodes in sorted(found.items()) if len(set(nodes.values())) > 1}
+    return Verdict(
+        demote=frozenset(name for name in different if name not in forced_replicated),
+        failures={name: _odd_ones(nodes) for name, nodes in different.items() if name in forced_replicated},
+    )
+
+
+@dataclass(frozen=True)
+class Lone:
+    """Leaves of a node of which it knows no other holder; hashed only if another node has the same names."""
+
+    names: tuple[str, ...]
+    digest: Callable[[Mode], ByLeaf]
+
+
+def compare_replicas(
+    peers: Peers,
+    topic: str,
+    digest: Callable[[], Mapping[int, Sequence[ByLeaf]]],
+    forced_replicated: Collection[str],
+    *,
+    lone: Mapping[int, Sequence[Lone]] | None = None,
+    due: bool = False,
+    deadline_secs: float | None = None,
+) -> Verdict:
+    """Compare the nodes of all processes; every process gets the same verdict.
+
+    `due`: this process wants all bytes compared, which it tells the others; lone leaves then are.
+
+    `digest` makes the digests of the nodes that this process hosts, in groups: first what any node may
+    have too, then parts of meshes, a group of the same names being the same parts. Where it raises, all
+    raise. A group travels as two digests, of its names and its content; details follow only for groups
+    that show a difference, and one per leaf set where nodes have different leaves in their first group.
+    """
+    hosted: dict[int, list[ByLeaf]] = {}
+    alone = lone or {}
+
+    def look() -> list[Json]:
+        hosted.update({node: list(groups) for node, groups in digest().items()})
+        return [
+            [
+                node,
+                [_combined(one) for one in hosted[node]],
+                [_named(one.names) for one in alone.get(node, ())],
+                due,
+            ]
+            for node in sorted(hosted)
+        ]
+
+    answers = together(peers, topic, look, deadline_secs=deadline_secs)
+    posted = sorted((one for answer in answers for one in answer), key=lambda one: int(one[0]))
+    wanted = any(of_node for *_, of_node in posted)
+    groups = [(node, index, *pair) for node, pairs, *_ in posted for index, pair in enumerate(pairs)]
+    counts = Counter(names for _, _, lones, _ in posted for names in lones)
+    twins = frozenset(names for names, count in counts.items() if count > 1)
+    if twins:
+        mode = Mode.WHOLE if wanted else Mode.SAMPLES
+        groups += _twins(peers, topic, hosted, alone, twins, mode, deadline_secs)
+    asked = _asked(groups)
+    if not asked:
+        return Verdict(due=wanted)
+    details = [
+        [node, {name: one for index, group in enumerate(hosted[node]) if (node, index) in asked
+                for name, one in group.items()}]
+        for node in sorted(hosted)
+    ]  # fmt: skip
+    answers = peers.exchange(f"{topic}, in detail", details, deadline_secs=deadline_secs)
+    by_node = {node: digests for answer in answers for node, digests in answer}
+    found = verdict(by_node, _everywhere(peers, topic, forced_replicated, deadline_secs))
+    return replace(found, due=wanted)
+
+
+_Group = tuple[int, int, str, str]
+"""A node's group: node, index, digest of the names, digest of the content."""
+
+
+def _twins(
+    peers: Peers,
+    topic: str,
+    hosted: Mapping[int, list[ByLeaf]],
+    alone: Mapping[int, Sequence[Lone]],
+    twins: Collection[str],
+    mode: Mode,
+    deadline_secs: float | None,
+) -> list[_Group]:
+    """Hash the lone groups that other nodes have too; they become groups of `hosted`."""
+
+    def look() -> list[Json]:
+        found: list[Json] = []
+        for node, lones in sorted(alone.items()):
+            for one in lones:
+                if _named(one.names) in twins:
+                    hosted[node].append(one.digest(mode))
+                    found.append([node, len(hosted[node]) - 1, *_combined(hosted[node][-1])])
+        return found
+
+    answers = together(peers, f"{topic}, of several meshes", look, deadline_secs=deadline_secs)
+    return [(one[0], one[1], one[2], one[3]) for answer in answers for one in answer]
+
+
+def _everywhere(
+    peers: Peers, topic: str, names: Collection[str], deadline_secs: float | None
+) -> frozenset[str]:
+    """What any process forces is forced for all: nodes with different leaves know only their own."""
+    answers = peers.exchange(f"{topic}, forced", sorted(names), deadline_secs=deadline_secs)
+    return frozenset(name for answer in answers for name in answer)
+
+
+def _asked(groups: Sequence[_Group]) -> frozenset[tuple[int, int]]:
+    """The groups whose details are needed: all of one name set with a difference.
+
+    Of first groups with different leaf sets also one per leaf set, for the leaves that these share.
+    """
+    alike: dict[tuple[bool, str], list[_Group]] = {}
+    for one in groups:
+        alike.setdefault((one[1] == 0, one[2]), []).append(one)
+    asked: set[tuple[int, int]] = set()
+    several = sum(first for first, _ in alike) > 1
+    unlike_first = False
+    for (first, _), members in alike.items():
+        if len({content for *_, content in members}) > 1:
+            asked.update((node, index) for node, index, *_ in members)
+            unlike_first = unlike_first or first
+    for (first, _), members in alike.items():
+        if first and (several or unlike_first):
+            asked.add(members[0][:2])
+    return frozenset(asked)
+
+
+def _combined(digests: ByLeaf) -> list[str]:
+    """A digest of the names and one of the content."""
+    names = sorted(digests)
+    return [_named(names), _hash("".join(digests[name] for name in names).encode())]
+
+
+def _named(names: Iterable[str]) -> str:
+    return _hash(canonical_json.dumps(sorted(names)))
+
+
+def _odd_ones(nodes: Mapping[int, str]) -> tuple[int, ...]:
+    counts = Counter(nodes.values())
+    usual = max(counts, key=lambda digest: (counts[digest], digest == nodes[min(nodes)]))
+    return tuple(node for node, digest in nodes.items() if digest != usual)
+
+
+def _digest(leaf: Leaf, mode: Mode) -> str:
+    tensor = leaf.content
+    if isinstance(tensor, Value):
+        return _hash(canonical_json.dumps(tensor.json))
+    if leaf.alias_of is not None:
+        return _hash(f"alias of {leaf.alias_of}".encode())
+    hashed = xxhash.xxh3_128(repr((str(tensor.dtype), tuple(tensor.shape))).encode())
+    sampled = mode is Mode.SAMPLES and leaf.role.value in _SAME_BY_CONSTRUCTION
+    for piece in _samples(tensor, leaf.name) if sampled else [dtypes.stored_bytes(tensor, leaf.name)]:
+        hashed.update(piece)
+    return str(hashed.hexdigest())
+
+
+def _samples(tensor: torch.Tensor, name: str) -> list[memoryview]:
+    """Evenly spread stretches, so that only they leave the device."""
+    width, size = tensor.element_size(), tensor.numel()
+    count = max(1, SAMPLE_BYTES // SAMPLES // width)
+    if size <= count * SAMPLES:
+        return [dtypes.stored_bytes(tensor, name)]
+    starts = [(size - count) * index // (SAMPLES - 1) for index in range(SAMPLES)]
+    if tensor.is_cpu and tensor.is_contiguous():  # then this makes no copy
+        view = dtypes.stored_bytes(tensor, name)
+        return [view[start * width : (start + count) * width] for start in starts]
+    flat = tensor.detach().reshape(-1)
+    return [dtypes.stored_bytes(flat[start : start + count], name) for start in starts]
+
+
+def _hash(data: bytes) -> str:
+    return str(xxhash.xxh3_128_hexdigest(data))
 
 
 def checked_every(epochs: int | None) -> int:
@@ -41,164 +285,6 @@ def checked_every(epochs: int | None) -> int:
     if type(epochs) is int and epochs >= 1:
         return epochs
     raise UsageError(f"compare_every is {epochs!r:.80}; it is a whole number of epochs from 1")
-
-
-def all_listed(peers: Peers, topic: str, failed: Exception | None) -> None:
-    """Raise on all processes what kept one from listing its leaves."""
-    together(peers, topic, lambda: _check(failed))
-
-
-def _check(failed: Exception | None) -> None:
-    if failed is not None:
-        raise failed
-
-
-class ReplicaCheck:
-    """Compares replicas save after save, whole every `every` epochs; knows which modules DDP keeps alike."""
-
-    def __init__(self, every: int = WHOLE_EVERY) -> None:
-        self._every = every
-        self._first = True
-        """Nothing was found alike yet."""
-        self._owed = False
-        """A comparison of all bytes was due and not made, because the save had failed before."""
-        self._broadcast = BroadcastBuffers()
-
-    def run(
-        self,
-        job: SaveJob,
-        forced: frozenset[str],
-        *,
-        failed: Exception | None = None,
-    ) -> tuple[frozenset[str], WholeBytes | None]:
-        """Return the leaves that are `rank` from now on, because they differ, and what is left to compare.
-
-        `forced` are blobs whose scope `replicated` the user fixed. Of parameters and optimizer state samples
-        are compared now; where all their bytes are due on any process, these are left for before the commit,
-        but for parts that two meshes of the same form hold alone. Raises SaveFailedError, naming leaves and
-        nodes, where a difference must not be; on all processes what `failed` on one, which has no leaves to
-        tell of.
-        """
-        if len(job.places) == 1:
-            all_listed(job.peers, "save: boundary", failed)
-            return frozenset(), None
-        mode = mode_at(job.position.epoch, first=self._first or self._owed, every=self._every)
-        self._owed = mode is Mode.WHOLE
-        shards = {state.rank: _parts(state) for state in job.states}
-        strict = {
-            leaf.name
-            for state in job.states
-            for leaf in state.leaves.values()
-            if fails_when_different(leaf, forced)
-        }
-        strict.update(leaf.name for groups in shards.values() for group in groups for leaf in group.leaves)
-
-        def digests() -> dict[int, list[dict[str, str]]]:
-            _check(failed)
-            return self._samples(job, shards)
-
-        verdict = compare_replicas(
-            job.peers,
-            "save: replicas",
-            digests,
-            strict,
-            lone={
-                rank: [
-                    Lone(tuple(leaf.name for leaf in group.leaves), partial(digests_of, group.leaves))
-                    for group in groups
-                    if group.lone
-                ]
-                for rank, groups in shards.items()
-            },
-            due=mode is Mode.WHOLE,
-        )
-        verdict = self._broadcast.agree(job, verdict)
-        self._owed = verdict.due
-        if verdict.failures:
-            names = {place.rank: str(place) for place in job.places}
-            raise SaveFailedError(_told(job.position, names, verdict.failures))
-        return verdict.demote, self._whole_bytes(job, shards) if verdict.due else None
-
-    def _samples(
-        self, job: SaveJob, shards: Mapping[int, Sequence[Parts]]
-    ) -> dict[int, list[dict[str, str]]]:
-        return {
-            state.rank: [
-                digests_of(leaves, Mode.SAMPLES)
-                for leaves in (
-                    self._compared(state),
-                    *(group.leaves for group in shards[state.rank] if not group.lone),
-                )
-            ]
-            for state in job.states
-        }
-
-    def _whole_bytes(self, job: SaveJob, shards: Mapping[int, Sequence[Parts]]) -> WholeBytes:
-        groups = {
-            state.rank: [
-                [leaf for leaf in self._compared(state) if fails_when_different(leaf)],
-                *(group.leaves for group in shards[state.rank] if not group.lone),
-            ]
-            for state in job.states
-        }
-        return WholeBytes(job, groups, self._compared_whole)
-
-    def _compared_whole(self, alike: bool) -> None:
-        self._owed = False
-        self._first = self._first and not alike
-
-    def _compared(self, state: NodeState) -> list[Leaf]:
-        broadcast = self._broadcast.among(state)
-        return [
-            leaf for leaf in state.leaves.values() if is_compared(leaf, state.scopes[leaf.name], broadcast)
-        ]
-
-
-class BroadcastBuffers:
-    """Which leaves are buffers that DDP sends around, found by their memory, whatever they are registered in.
-
-    To look for living DDP objects walks the heap. That is done when other objects are saved than before,
-    and when replicas differ: a module may be wrapped later.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, frozenset[str]] = {}
-        self._modules: dict[int, list[weakref.ref[nn.Module]]] = {}
-
-    def among(self, state: NodeState) -> frozenset[str]:
-        """The names of these leaves, of a node that is about to be compared."""
-        modules = [one for one in state.objects.values() if isinstance(one, nn.Module)]
-        before = [ref() for ref in self._modules.get(state.rank, ())]
-        if len(before) != len(modules) or any(a is not b for a, b in zip(before, modules, strict=True)):
-            self._modules[state.rank] = [weakref.ref(one) for one in modules]
-            self._known[state.rank] = self.found([state])
-        return self._known.get(state.rank, frozenset())
-
-    def found(self, states: Iterable[NodeState]) -> frozenset[str]:
-        """The names of all such leaves now."""
-        buffers = [leaf for state in states for leaf in state.leaves.values() if leaf.role is Role.BUFFER]
-        sent = {_memory(buffer) for buffer in broadcast_buffers()} if buffers else set()
-        return frozenset(leaf.name for leaf in buffers if _memory(leaf.content) in sent)
-
-    def agree(self, job: SaveJob, verdict: Verdict) -> Verdict:
-        """The verdict without what DDP sends around on any process, which differs by design."""
-        different = verdict.demote.union(verdict.failures)
-        if not different:
-            return verdict
-        here = sorted(different & self.found(job.states))
-        answers = job.peers.exchange("save: buffers of DDP", here)
-        sent = frozenset(name for answer in answers for name in answer)
-        self._known = {node: names | sent for node, names in self._known.items()}
-        return replace(
-            verdict,
-            demote=verdict.demote - sent,
-            failures={name: nodes for name, nodes in verdict.failures.items() if name not in sent},
-        )
-
-
-def _memory(content: Any) -> tuple[int, torch.Size] | None:
-    """Where a tensor lies, and as what."""
-    return (content.data_ptr(), content.shape) if isinstance(content, torch.Tensor) else None
 
 
 @dataclass(frozen=True)
@@ -220,7 +306,9 @@ class WholeBytes:
     def __init__(
         self, job: SaveJob, groups: Mapping[int, Sequence[Sequence[Leaf]]], compared: Callable[[bool], None]
     ) -> None:
-        self._told = partial(_told, job.position, {place.rank: str(place) for place in job.places})
+        self._told = partial(
+            told_of_differences, job.position, {place.rank: str(place) for place in job.places}
+        )
         self._left = {
             node: [{leaf.name: leaf for leaf in group} for group in some] for node, some in groups.items()
         }
@@ -277,7 +365,7 @@ def _address(leaf: Leaf) -> int:
     return 0 if isinstance(leaf.content, Value) else leaf.content.data_ptr()
 
 
-def _parts(state: NodeState) -> list[Parts]:
+def parts_of_node(state: NodeState) -> list[Parts]:
     """A node's parts of leaves on meshes: first those that others hold too."""
     shared = shared_parts(state.leaves, state.specs, state.rank)
     return [*shared, *lone_parts(state.leaves, state.specs, state.rank)]
@@ -320,7 +408,10 @@ def _part(leaf: Leaf, name: str) -> Leaf:
     return replace(leaf, name=name, content=local_of(leaf.content))
 
 
-def _told(position: Position, names: Mapping[int, str], failures: Mapping[str, tuple[int, ...]]) -> str:
+def told_of_differences(
+    position: Position, names: Mapping[int, str], failures: Mapping[str, tuple[int, ...]]
+) -> str:
+    """The message of a failed save."""
     parts = [
         f"{leaf} differs on {', '.join(names[node] for node in nodes)}" for leaf, nodes in failures.items()
     ]

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from torchrelay.checkpoint.format.dtypes import stored_bytes
 from torchrelay.checkpoint.format.names import format_key
+from torchrelay.checkpoint.save.assignments import Assignment
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.change_detection import SAMPLE_BYTES, Verify, digest
-from torchrelay.checkpoint.save.planning.assignments import Assignment
 from torchrelay.checkpoint.save.staging_memory import Block, Piece, Pieces, Room
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.leaf import is_sharded, memory_of_shard

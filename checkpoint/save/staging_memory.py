@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.names import format_key
-from torchrelay.checkpoint.save.planning.assignments import Assignment, Plan
+from torchrelay.checkpoint.save.assignments import Assignment, Plan
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Role, spec_of
 from torchrelay.checkpoint.state.names import local_part

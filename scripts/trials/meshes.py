@@ -24,10 +24,10 @@ from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.save import pipeline
+from torchrelay.checkpoint.save.assignments import NodeClass
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
-from torchrelay.checkpoint.save.planning.assignments import NodeClass
-from torchrelay.checkpoint.save.planning.plan import plan_classes
+from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, spec_of
 from torchrelay.jobs.cluster import NodePlace
 

@@ -359,7 +359,7 @@ def _together() -> Iterator[Bug]:
     )
     yield Bug(
         "leaves of another rank are believed to be as they were told",
-        "checkpoint/save/spec_exchange.py",
+        "checkpoint/save/agreement.py",
         "    return NodeClass.known(ranks, described.specs, described.leaves_digest)\n",
         "    return NodeClass.known(ranks, described.specs, 'told')\n",
         ["tests/checkpoint/test_structure.py"],
@@ -373,14 +373,14 @@ def _together() -> Iterator[Bug]:
     )
     yield Bug(
         "equal meshes of several objects are told apart",
-        "checkpoint/save/planning/assignments.py",
+        "checkpoint/save/assignments.py",
         "            meshes[id(leaf.sharding)],\n",
         "            meshes[id(leaf.sharding)] + str(id(leaf.sharding)),\n",
         ["tests/checkpoint/test_writers.py"],
     )
     yield Bug(
         "sizes of leaves decide no plan",
-        "checkpoint/save/planning/assignments.py",
+        "checkpoint/save/assignments.py",
         '            leaf.nbytes if leaf.kind == "tensor" else leaf.nbytes > VALUE_LIMIT_BYTES,\n',
         '            leaf.kind != "tensor" and leaf.nbytes > VALUE_LIMIT_BYTES,\n',
         ["tests/checkpoint/test_writers.py"],
@@ -408,7 +408,7 @@ def _together() -> Iterator[Bug]:
     )
     yield Bug(
         "a comparison of all bytes that a failed save left out is forgotten",
-        "checkpoint/save/replicas.py",
+        "checkpoint/save/agreement.py",
         "first=self._first or self._owed,",
         "first=self._first,",
         ["tests/checkpoint/test_replicas_beside.py"],

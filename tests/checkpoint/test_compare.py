@@ -10,8 +10,8 @@ import torch
 from epochs import buffer, moment, parameter, tensor, value
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.save.planning import replica_check
-from torchrelay.checkpoint.save.planning.replica_check import (
+from torchrelay.checkpoint.save import replicas
+from torchrelay.checkpoint.save.replicas import (
     Lone,
     Mode,
     Verdict,
@@ -124,7 +124,7 @@ class Recorded:
 
 
 def groups_of(digests):
-    return [replica_check._combined(digests)]
+    return [replicas._combined(digests)]
 
 
 class Meeting:

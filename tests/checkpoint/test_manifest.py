@@ -18,7 +18,7 @@ from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.manifest.validation import check
 from torchrelay.checkpoint.format.names import pack_names, pack_numbers, unpack_names, unpack_numbers
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
-from torchrelay.checkpoint.save.planning.plan import plan_replicas
+from torchrelay.checkpoint.save.plan import plan_replicas
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, FormatError
 from torchrelay.jobs.cluster import NodePlace

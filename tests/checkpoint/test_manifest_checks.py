@@ -10,9 +10,9 @@ from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Cut, Manifest, ShardRow, Split
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
+from torchrelay.checkpoint.save.assignments import NodeClass, leaves_digest
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
-from torchrelay.checkpoint.save.planning.assignments import NodeClass, leaves_digest
-from torchrelay.checkpoint.save.planning.plan import plan_classes, plan_replicas
+from torchrelay.checkpoint.save.plan import plan_classes, plan_replicas
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, SaveFailedError
 from torchrelay.jobs.cluster import NodePlace

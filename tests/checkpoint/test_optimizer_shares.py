@@ -16,8 +16,8 @@ from torch import nn
 
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
 from torchrelay.checkpoint.format.manifest.schema import Manifest
-from torchrelay.checkpoint.save.planning.assignments import NodeClass
-from torchrelay.checkpoint.save.planning.plan import plan_classes, shared_unlike
+from torchrelay.checkpoint.save.assignments import NodeClass
+from torchrelay.checkpoint.save.plan import plan_classes, shared_unlike
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Leaf, Role, spec_of
 from torchrelay.checkpoint.state.restore.plan import shared_across_files

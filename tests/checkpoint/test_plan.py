@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from torchrelay.checkpoint.format.manifest import validation
 from torchrelay.checkpoint.format.manifest.schema import Split
-from torchrelay.checkpoint.save.planning.assignments import NodeClass, cuts_between
-from torchrelay.checkpoint.save.planning.plan import plan_classes, plan_replicas
+from torchrelay.checkpoint.save.assignments import NodeClass, cuts_between
+from torchrelay.checkpoint.save.plan import plan_classes, plan_replicas
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 
 CUT = 64  # bytes, in place of 1 MiB

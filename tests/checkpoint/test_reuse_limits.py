@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay.checkpoint.format.manifest.schema import Manifest
-from torchrelay.checkpoint.save.planning.assignments import NodeClass
-from torchrelay.checkpoint.save.planning.dedup import (
+from torchrelay.checkpoint.save.assignments import NodeClass
+from torchrelay.checkpoint.save.dedup import (
     EarlierTry,
     comparable,
     in_bits,
@@ -22,7 +22,7 @@ from torchrelay.checkpoint.save.planning.dedup import (
     same_leaves,
     within_limits,
 )
-from torchrelay.checkpoint.save.planning.plan import plan_classes, plan_replicas
+from torchrelay.checkpoint.save.plan import plan_classes, plan_replicas
 from torchrelay.checkpoint.state.leaf import spec_of
 
 COUNT = 11

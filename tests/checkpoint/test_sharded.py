@@ -20,8 +20,8 @@ from torchrelay.checkpoint.format.manifest.position import Selection
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded, volume
-from torchrelay.checkpoint.save.planning.assignments import NodeClass
-from torchrelay.checkpoint.save.planning.plan import plan_classes
+from torchrelay.checkpoint.save.assignments import NodeClass
+from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.save.replicas import lone_parts, shared_parts
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.errors import DamagedError, FormatError, SaveFailedError

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torchrelay import Job, JobRunner, max_epochs, open_checkpoint
 from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.format.names import Recent
+from torchrelay.checkpoint.save.agreement import Described, SpecExchange, class_json
+from torchrelay.checkpoint.save.assignments import NodeClass, PlannedLeaf
 from torchrelay.checkpoint.save.capture import NodeState, Structures
-from torchrelay.checkpoint.save.planning.assignments import NodeClass, PlannedLeaf
-from torchrelay.checkpoint.save.planning.plan import plan_classes
-from torchrelay.checkpoint.save.spec_exchange import Described, SpecExchange, class_json
+from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, spec_of
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.cluster import NodePlace

@@ -15,9 +15,9 @@ from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES, Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
-from torchrelay.checkpoint.save.planning.assignments import NodeClass, leaves_digest
-from torchrelay.checkpoint.save.planning.plan import PLAN_VERSION, Question, plan_classes, plan_hash
-from torchrelay.checkpoint.save.spec_exchange import Described, class_json, class_of
+from torchrelay.checkpoint.save.agreement import Described, class_json, class_of
+from torchrelay.checkpoint.save.assignments import NodeClass, leaves_digest
+from torchrelay.checkpoint.save.plan import PLAN_VERSION, Question, plan_classes, plan_hash
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, UsageError
 

@@ -15,10 +15,9 @@ from dataclasses import replace
 
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import BlobRow, Manifest, ShardRow
+from torchrelay.checkpoint.save.assignments import NodeClass
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
-from torchrelay.checkpoint.save.planning.assignments import NodeClass
-from torchrelay.checkpoint.save.planning.dedup import with_references
-from torchrelay.checkpoint.save.planning.plan import plan_classes
+from torchrelay.checkpoint.save.plan import plan_classes, with_references
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.jobs.cluster import NodePlace
 

@@ -16,9 +16,9 @@ from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh, placements_json
 from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded
+from torchrelay.checkpoint.save.assignments import NodeClass
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
-from torchrelay.checkpoint.save.planning.assignments import NodeClass
-from torchrelay.checkpoint.save.planning.plan import plan_classes
+from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.jobs.cluster import NodePlace
 

@@ -13,10 +13,9 @@ from torchrelay.checkpoint.format.manifest.position import Facts, Position, Sele
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
+from torchrelay.checkpoint.save.assignments import NodeClass
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
-from torchrelay.checkpoint.save.planning.assignments import NodeClass
-from torchrelay.checkpoint.save.planning.dedup import with_references
-from torchrelay.checkpoint.save.planning.plan import plan_classes
+from torchrelay.checkpoint.save.plan import plan_classes, with_references
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, Value
 from torchrelay.jobs.cluster import NodePlace
 

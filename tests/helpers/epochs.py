@@ -24,10 +24,9 @@ from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.names import Flat, Whole, manifest_path, try_directory
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.log.writer import LogWriter
+from torchrelay.checkpoint.save.assignments import NodeClass, Plan
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
-from torchrelay.checkpoint.save.planning.assignments import NodeClass, Plan
-from torchrelay.checkpoint.save.planning.dedup import with_references
-from torchrelay.checkpoint.save.planning.plan import plan_classes
+from torchrelay.checkpoint.save.plan import plan_classes, with_references
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, spec_of
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage

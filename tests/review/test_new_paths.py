@@ -26,10 +26,9 @@ from torchrelay import DcpReader, load_into, open_checkpoint, save_blobs
 from torchrelay.checkpoint.files.blob_reader import open_blob_file
 from torchrelay.checkpoint.files.load_into import FileSource
 from torchrelay.checkpoint.format.shard.reads import EACH, each
+from torchrelay.checkpoint.save.agreement import BroadcastBuffers, SpecExchange
 from torchrelay.checkpoint.save.background import Background
 from torchrelay.checkpoint.save.capture import NodeState
-from torchrelay.checkpoint.save.replicas import BroadcastBuffers
-from torchrelay.checkpoint.save.spec_exchange import SpecExchange
 from torchrelay.checkpoint.save.staging import Copier, Stage
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role

@@ -24,7 +24,7 @@ from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.manager import engine as engine_module
 from torchrelay.checkpoint.save import pipeline as save_module
 from torchrelay.checkpoint.save import replicas
-from torchrelay.checkpoint.save.planning.plan import RepeatedPlans
+from torchrelay.checkpoint.save.agreement import RepeatedPlans
 from torchrelay.errors import BlobError, FencedError, RelayError, SaveFailedError, UsageError
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import warn

@@ -1,4 +1,4 @@
-"""How every process learns what leaves all nodes have, at the price of a digest per node.
+"""What all processes agree on before an epoch is written: which leaves nodes have, which differ.
 
 Nodes with the same leaves form a class. Processes exchange digests of their nodes' leaves; only a
 digest that was never seen before (at the first save, or when a class changes) is explained, by the
@@ -10,21 +10,87 @@ digests of all nodes is the same, and is given back as the same objects.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.mesh import Mesh, placements_json, placements_of
+from torchrelay.checkpoint.format.names import Recent
+from torchrelay.checkpoint.save.assignments import NodeClass, Plan, leaves_digest, same
 from torchrelay.checkpoint.save.capture import NodeState
-from torchrelay.checkpoint.save.planning.assignments import NodeClass, Plan, leaves_digest, same
-from torchrelay.checkpoint.save.planning.plan import RepeatedPlans, shared_unlike, unusual
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role
+from torchrelay.checkpoint.save.plan import plan_classes, shared_unlike, unusual
+from torchrelay.checkpoint.save.replicas import (
+    WHOLE_EVERY,
+    Lone,
+    Mode,
+    Parts,
+    Verdict,
+    WholeBytes,
+    compare_replicas,
+    digests_of,
+    fails_when_different,
+    is_compared,
+    mode_at,
+    parts_of_node,
+    told_of_differences,
+)
+from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs.blobs import Scope
-from torchrelay.jobs.session import Peers, warn
+from torchrelay.jobs.data.data_parallel import broadcast_buffers
+from torchrelay.jobs.session import Peers, together, warn
 from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.save.pipeline import SaveJob
+
+
+_REMEMBERED = 4
+"""Plans: a save that refers to older bytes asks twice."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Answered:
+    """A plan and what was asked. Classes and scopes are compared by identity: they never change."""
+
+    classes: tuple[NodeClass, ...]
+    scopes: Mapping[str, str]
+    hosts: tuple[int, ...]
+    referenced: frozenset[str]
+    plan: Plan
+
+    def to(self, classes: object, scopes: object, hosts: tuple[int, ...], referenced: frozenset[str]) -> bool:
+        """Whether this was asked."""
+        same = self.classes is classes and self.scopes is scopes
+        return same and self.hosts == hosts and self.referenced == referenced
+
+
+class RepeatedPlans:
+    """Remembers the last few plans; anything that is not the same object is asked anew."""
+
+    def __init__(self) -> None:
+        self._answered: Recent[_Answered] = Recent(_REMEMBERED)
+
+    def plan(
+        self,
+        classes: tuple[NodeClass, ...],
+        scopes: Mapping[str, str],
+        hosts: tuple[int, ...],
+        referenced: frozenset[str] = frozenset(),
+    ) -> Plan:
+        """The plan of `plan_classes` for the same arguments."""
+
+        def make() -> _Answered:
+            plan = plan_classes(classes, scopes=scopes, hosts=hosts, referenced=referenced)
+            return _Answered(classes, scopes, hosts, referenced, plan)
+
+        return self._answered.get(lambda one: one.to(classes, scopes, hosts, referenced), make).plan
 
 
 @dataclass(frozen=True)
@@ -228,3 +294,161 @@ def _told(leaf: LeafSpec, other: LeafSpec) -> str:
     if leaf.sharding != other.sharding:
         parts.append("whole" if leaf.sharding is None else "in shards")
     return ", ".join(parts)
+
+
+def all_listed(peers: Peers, topic: str, failed: Exception | None) -> None:
+    """Raise on all processes what kept one from listing its leaves."""
+    together(peers, topic, lambda: _check(failed))
+
+
+def _check(failed: Exception | None) -> None:
+    if failed is not None:
+        raise failed
+
+
+class ReplicaCheck:
+    """Compares replicas save after save, whole every `every` epochs; knows which modules DDP keeps alike."""
+
+    def __init__(self, every: int = WHOLE_EVERY) -> None:
+        self._every = every
+        self._first = True
+        """Nothing was found alike yet."""
+        self._owed = False
+        """A comparison of all bytes was due and not made, because the save had failed before."""
+        self._broadcast = BroadcastBuffers()
+
+    def run(
+        self,
+        job: SaveJob,
+        forced: frozenset[str],
+        *,
+        failed: Exception | None = None,
+    ) -> tuple[frozenset[str], WholeBytes | None]:
+        """Return the leaves that are `rank` from now on, because they differ, and what is left to compare.
+
+        `forced` are blobs whose scope `replicated` the user fixed. Of parameters and optimizer state samples
+        are compared now; where all their bytes are due on any process, these are left for before the commit,
+        but for parts that two meshes of the same form hold alone. Raises SaveFailedError, naming leaves and
+        nodes, where a difference must not be; on all processes what `failed` on one, which has no leaves to
+        tell of.
+        """
+        if len(job.places) == 1:
+            all_listed(job.peers, "save: boundary", failed)
+            return frozenset(), None
+        mode = mode_at(job.position.epoch, first=self._first or self._owed, every=self._every)
+        self._owed = mode is Mode.WHOLE
+        shards = {state.rank: parts_of_node(state) for state in job.states}
+        strict = {
+            leaf.name
+            for state in job.states
+            for leaf in state.leaves.values()
+            if fails_when_different(leaf, forced)
+        }
+        strict.update(leaf.name for groups in shards.values() for group in groups for leaf in group.leaves)
+
+        def digests() -> dict[int, list[dict[str, str]]]:
+            _check(failed)
+            return self._samples(job, shards)
+
+        verdict = compare_replicas(
+            job.peers,
+            "save: replicas",
+            digests,
+            strict,
+            lone={
+                rank: [
+                    Lone(tuple(leaf.name for leaf in group.leaves), partial(digests_of, group.leaves))
+                    for group in groups
+                    if group.lone
+                ]
+                for rank, groups in shards.items()
+            },
+            due=mode is Mode.WHOLE,
+        )
+        verdict = self._broadcast.agree(job, verdict)
+        self._owed = verdict.due
+        if verdict.failures:
+            names = {place.rank: str(place) for place in job.places}
+            raise SaveFailedError(told_of_differences(job.position, names, verdict.failures))
+        return verdict.demote, self._whole_bytes(job, shards) if verdict.due else None
+
+    def _samples(
+        self, job: SaveJob, shards: Mapping[int, Sequence[Parts]]
+    ) -> dict[int, list[dict[str, str]]]:
+        return {
+            state.rank: [
+                digests_of(leaves, Mode.SAMPLES)
+                for leaves in (
+                    self._compared(state),
+                    *(group.leaves for group in shards[state.rank] if not group.lone),
+                )
+            ]
+            for state in job.states
+        }
+
+    def _whole_bytes(self, job: SaveJob, shards: Mapping[int, Sequence[Parts]]) -> WholeBytes:
+        groups = {
+            state.rank: [
+                [leaf for leaf in self._compared(state) if fails_when_different(leaf)],
+                *(group.leaves for group in shards[state.rank] if not group.lone),
+            ]
+            for state in job.states
+        }
+        return WholeBytes(job, groups, self._compared_whole)
+
+    def _compared_whole(self, alike: bool) -> None:
+        self._owed = False
+        self._first = self._first and not alike
+
+    def _compared(self, state: NodeState) -> list[Leaf]:
+        broadcast = self._broadcast.among(state)
+        return [
+            leaf for leaf in state.leaves.values() if is_compared(leaf, state.scopes[leaf.name], broadcast)
+        ]
+
+
+class BroadcastBuffers:
+    """Which leaves are buffers that DDP sends around, found by their memory, whatever they are registered in.
+
+    To look for living DDP objects walks the heap. That is done when other objects are saved than before,
+    and when replicas differ: a module may be wrapped later.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, frozenset[str]] = {}
+        self._modules: dict[int, list[weakref.ref[nn.Module]]] = {}
+
+    def among(self, state: NodeState) -> frozenset[str]:
+        """The names of these leaves, of a node that is about to be compared."""
+        modules = [one for one in state.objects.values() if isinstance(one, nn.Module)]
+        before = [ref() for ref in self._modules.get(state.rank, ())]
+        if len(before) != len(modules) or any(a is not b for a, b in zip(before, modules, strict=True)):
+            self._modules[state.rank] = [weakref.ref(one) for one in modules]
+            self._known[state.rank] = self.found([state])
+        return self._known.get(state.rank, frozenset())
+
+    def found(self, states: Iterable[NodeState]) -> frozenset[str]:
+        """The names of all such leaves now."""
+        buffers = [leaf for state in states for leaf in state.leaves.values() if leaf.role is Role.BUFFER]
+        sent = {_memory(buffer) for buffer in broadcast_buffers()} if buffers else set()
+        return frozenset(leaf.name for leaf in buffers if _memory(leaf.content) in sent)
+
+    def agree(self, job: SaveJob, verdict: Verdict) -> Verdict:
+        """The verdict without what DDP sends around on any process, which differs by design."""
+        different = verdict.demote.union(verdict.failures)
+        if not different:
+            return verdict
+        here = sorted(different & self.found(job.states))
+        answers = job.peers.exchange("save: buffers of DDP", here)
+        sent = frozenset(name for answer in answers for name in answer)
+        self._known = {node: names | sent for node, names in self._known.items()}
+        return replace(
+            verdict,
+            demote=verdict.demote - sent,
+            failures={name: nodes for name, nodes in verdict.failures.items() if name not in sent},
+        )
+
+
+def _memory(content: Any) -> tuple[int, torch.Size] | None:
+    """Where a tensor lies, and as what."""
+    return (content.data_ptr(), content.shape) if isinstance(content, torch.Tensor) else None

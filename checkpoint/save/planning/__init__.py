@@ -1,1 +1,0 @@
-"""Who writes which bytes of an epoch: pure, from plan to references."""
