@@ -36,6 +36,8 @@ from torchrelay.models.archive.manifest import (
     STATES,
     ArchiveFile,
     Contents,
+    Entry,
+    Outgoing,
     open_archive_file,
     write_contents,
 )
@@ -48,7 +50,6 @@ from torchrelay.models.archive.states import (
     states_of,
     tie_again,
 )
-from torchrelay.models.archive.tensors import Entry, Outgoing
 from torchrelay.models.archive.zip_writer import Where
 from torchrelay.records import dataclass
 

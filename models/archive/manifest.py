@@ -1,4 +1,4 @@
-"""One archive as a whole: its manifest, and the members that the manifest tells of.
+"""One archive as a whole: its manifest, and its members, whose tensors are verified as they are read.
 
     manifest.json            format, kind ("states" or "package"), tensors by member, ties, plain values
     model.safetensors        states of the model, tied ones once
@@ -11,22 +11,274 @@ every member of a zip has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import base64
+import binascii
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import field
-from typing import TYPE_CHECKING
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.format import canonical_json
+from torchrelay.checkpoint.format import canonical_json, dtypes
 from torchrelay.checkpoint.format.canonical_json import Fields, Json, check_stamp, stamp
+from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, ElementType, block_count, block_digests
+from torchrelay.checkpoint.format.shard.reads import PLAIN, each
 from torchrelay.checkpoint.format.value_decoding import decode, references
+from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.errors import BlobError, DamagedError, FormatError
 from torchrelay.metadata.zip_reader import ZipMembers, open_zip
-from torchrelay.models.archive.tensors import Outgoing, StoredTensors, write_tensors
-from torchrelay.models.archive.zip_writer import Chunk, Where, ZipWriter, fetched, write_archive
+from torchrelay.models.archive.zip_writer import ALIGNMENT, Chunk, Where, ZipWriter, fetched, write_archive
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
     import torch
+
+
+HEADER_LIMIT = 100_000_000
+PARAMETER, BUFFER, OTHER = "parameter", "buffer", "other"
+_DIMENSIONS, _ELEMENTS = 64, 2**58
+ROLES = (PARAMETER, BUFFER, OTHER)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stored tensor: `element` and `shape` are the logical ones, `digests` xxh3-128 per MiB.
+
+    `role` says what it is in a model; of parameters `trainable` says whether they had gradients.
+    """
+
+    element: ElementType
+    shape: tuple[int, ...]
+    role: str = OTHER
+    trainable: bool = False
+    digests: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.element.nbytes(self.shape)
+
+    def to_json(self) -> Json:
+        """As the manifest has it."""
+        return {
+            "dtype": self.element.name,
+            "shape": list(self.shape),
+            "role": self.role,
+            "trainable": self.trainable,
+            "digests": base64.b64encode(self.digests).decode("ascii"),
+        }
+
+
+def entry_from_json(fields: Fields) -> Entry:
+    """Back; raises DamagedError."""
+    shape = fields.items("shape")
+    if not _possible(shape) or fields.text("role") not in ROLES:
+        raise fields.wrong("shape")
+    element = dtypes.by_name(fields.text("dtype"))
+    try:
+        digests = base64.b64decode(fields.text("digests"), validate=True)
+    except (binascii.Error, ValueError):
+        raise fields.wrong("digests") from None
+    entry = Entry(element, tuple(shape), fields.text("role"), fields.flag("trainable"), digests)
+    if len(digests) != block_count(entry.nbytes) * SIZE:
+        raise fields.wrong("digests")
+    return entry
+
+
+def _possible(shape: list[Json]) -> bool:
+    """Whether torch can have it: also of an empty tensor it multiplies the other sizes."""
+    if len(shape) > _DIMENSIONS or not all(type(size) is int and size >= 0 for size in shape):
+        return False
+    return bool(math.prod(size for size in shape if size) < _ELEMENTS)
+
+
+def ordered(entries: Mapping[str, Entry]) -> list[str]:
+    """The names in the order in which their bytes lie: larger items first, so that all are aligned."""
+    return sorted(entries, key=lambda name: (-entries[name].element.itemsize, name))
+
+
+def header_bytes(entries: Mapping[str, Entry], alignment: int) -> bytes:
+    """The length and header of a safetensors member of these tensors, padded to `alignment`.
+
+    Raises BlobError for a name that safetensors cannot have.
+    """
+    found: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in ordered(entries):
+        entry = entries[name]
+        if name == "__metadata__":
+            raise BlobError("a tensor cannot be called '__metadata__' in a safetensors file: rename it")
+        found[name] = {
+            "dtype": entry.element.code,
+            "shape": list(entry.element.stored_shape(entry.shape)),
+            "data_offsets": [at, at + entry.nbytes],
+        }
+        at += entry.nbytes
+    text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    if len(text) > HEADER_LIMIT:
+        raise BlobError(f"{len(entries)} tensors are too many for one file")
+    return len(text).to_bytes(8, "little") + text
+
+
+def places(header: bytes, data: int, nbytes: int, entries: Mapping[str, Entry], what: str) -> dict[str, int]:
+    """Where each tensor begins within the member, by its header, which must fit the manifest.
+
+    `data` is where the bytes begin, `nbytes` the size of the member. Raises DamagedError.
+    """
+    found = canonical_json.loads(header, what=what, limit_bytes=HEADER_LIMIT)
+    if not isinstance(found, dict):
+        raise DamagedError(f"{what}: its header is no object")
+    found.pop("__metadata__", None)
+    if set(found) != set(entries):
+        odd = sorted(set(found) ^ set(entries))[0]
+        raise DamagedError(f"{what}: manifest and header do not have the same tensors ({odd[:100]!r})")
+    placed = {
+        name: _place(found[name], entry, data, nbytes, f"{what} ({name})") for name, entry in entries.items()
+    }
+    _check_apart(placed, entries, what)
+    return placed
+
+
+def _check_apart(placed: Mapping[str, int], entries: Mapping[str, Entry], what: str) -> None:
+    """No byte is read twice, so an archive gives no more memory than it has."""
+    end = 0
+    for name in sorted((one for one in placed if entries[one].nbytes), key=lambda one: placed[one]):
+        if placed[name] < end:
+            raise DamagedError(f"{what} ({name}): its bytes are those of another tensor, too")
+        end = placed[name] + entries[name].nbytes
+
+
+def _place(said: Json, entry: Entry, data: int, nbytes: int, what: str) -> int:
+    shape = list(entry.element.stored_shape(entry.shape))
+    match said:
+        case {"dtype": code, "shape": stored, "data_offsets": [int(start), int(stop)]}:
+            fits = code == entry.element.code and stored == shape and stop - start == entry.nbytes
+            if fits and start >= 0 and data + stop <= nbytes:
+                return data + start
+    raise DamagedError(f"{what}: the header does not say what the manifest says")
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A tensor to be stored; nothing is copied before it is written."""
+
+    tensor: torch.Tensor
+    role: str = OTHER
+    trainable: bool = False
+
+
+def write_tensors(writer: ZipWriter, member: str, tensors: Mapping[str, Outgoing]) -> Json:
+    """Write a member; what the manifest says of its tensors. Raises BlobError for what cannot be stored."""
+    entries = {name: _entry(name, one) for name, one in tensors.items()}
+    header = Chunk(memoryview(header_bytes(entries, ALIGNMENT)))
+    order = ordered(entries)
+    chunks = [Chunk(dtypes.stored_bytes(tensors[name].tensor, name), True) for name in order]
+    writer.add(member, [header, *chunks])
+    digests = {name: chunk.digests for name, chunk in zip(order, chunks, strict=True)}
+    return {name: replace(entry, digests=digests[name]).to_json() for name, entry in entries.items()}
+
+
+def _entry(name: str, one: Outgoing) -> Entry:
+    element = dtypes.logical_dtype(one.tensor.dtype, name)
+    dtypes.check_dense(one.tensor, name)
+    return Entry(element, tuple(one.tensor.shape), one.role, one.trainable)
+
+
+class StoredTensors:
+    """The tensors of one member, known by the manifest and read when they are asked for."""
+
+    def __init__(self, archive: ZipMembers, member: str, said: Fields) -> None:
+        self._archive, self._member = archive, member
+        what = f"{said.what}"
+        self.entries: dict[str, Entry] = {
+            name: entry_from_json(Fields(one, f"{what} ({name})")) if isinstance(one, dict) else _odd(what)
+            for name, one in said.values.items()
+        }
+        self._places = self._find_places()
+
+    def _find_places(self) -> dict[str, int]:
+        what = f"{self._archive.what}: {self._member}"
+        found = self._archive.members.get(self._member)
+        if found is None:
+            raise DamagedError(f"{self._archive.what}: has no member {self._member!r}")
+        length = bytearray(8)
+        self._archive.read_into(self._member, 0, memoryview(length))
+        nbytes = int.from_bytes(length, "little")
+        if nbytes > min(HEADER_LIMIT, found.nbytes - 8):
+            raise DamagedError(f"{what}: its header does not fit the member")
+        header = bytearray(nbytes)
+        self._archive.read_into(self._member, 8, memoryview(header))
+        return places(bytes(header), 8 + nbytes, found.nbytes, self.entries, what)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A new tensor on the CPU, every byte verified. Raises DamagedError naming member and tensor."""
+        import torch
+
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=dtypes.torch_dtype(entry.element))
+        self.read_all([name], [dtypes.memory_of(tensor)])
+        return tensor
+
+    def read_all(self, names: Sequence[str], memories: Sequence[Memory]) -> None:
+        """Fill memory of exactly the tensors' sizes, every byte verified once it is there; see `read`."""
+        self._verify(names, lambda number, at, nbytes: memoryview(memories[number])[at : at + nbytes])
+
+    def check(self, names: Sequence[str]) -> None:
+        """Read tensors and keep nothing of them: whether every byte is what was saved; see `read`."""
+        mine = threading.local()
+
+        def scratch(number: int, at: int, nbytes: int) -> memoryview:
+            if not hasattr(mine, "memory"):
+                mine.memory = memoryview(bytearray(BLOCK))
+            memory: memoryview = mine.memory
+            return memory[:nbytes]
+
+        self._verify(names, scratch)
+
+    def read_range(self, name: str, start: int, memory: memoryview) -> None:
+        """Fill memory with a tensor's bytes from `start` on; every block is verified, see `read`."""
+        nbytes, stop = self.entries[name].nbytes, start + len(memory)
+        block = memoryview(bytearray(BLOCK))
+        for at in range(start // BLOCK * BLOCK, stop, BLOCK):
+            end = min(at + BLOCK, nbytes)
+            if start <= at and end <= stop:
+                self._verified(name, at, memory[at - start : end - start])
+                continue
+            self._verified(name, at, block[: end - at])
+            first, last = max(start, at), min(stop, end)
+            memory[first - start : last - start] = block[first - at : last - at]
+
+    def _verify(self, names: Sequence[str], place: Callable[[int, int, int], memoryview]) -> None:
+        """Read block by block, so that each is hashed while it lies in the processor's cache.
+
+        The digests prove the bytes, so the zip's CRC of the member is left alone.
+        """
+        blocks = [
+            (number, at, min(BLOCK, nbytes - at))
+            for number, name in enumerate(names)
+            for nbytes in [self.entries[name].nbytes]
+            for at in range(0, nbytes, BLOCK)
+        ]
+        each(
+            lambda block: self._verified(names[block[0]], block[1], place(*block)), blocks,
+            sum(nbytes for _, _, nbytes in blocks), PLAIN.threads,
+        )  # fmt: skip
+
+    def _verified(self, name: str, at: int, memory: memoryview) -> None:
+        self._archive.read_into(self._member, self._places[name] + at, memory)
+        index = at // BLOCK * SIZE
+        if block_digests(memory) != self.entries[name].digests[index : index + SIZE]:
+            raise DamagedError(
+                f"{self._archive.what}: {name!r} in {self._member} is damaged: its bytes are not those saved"
+            )
+
+
+def _odd(what: str) -> Entry:
+    raise DamagedError(f"{what} is damaged: a tensor is not described")
+
 
 MANIFEST = "manifest.json"
 MODEL, AUX, CONSTANTS = "model", "aux", "constants"

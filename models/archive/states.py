@@ -22,7 +22,7 @@ from torchrelay.checkpoint.state.names import TensorNames
 from torchrelay.checkpoint.state.tensor_checks import admitted_in_place
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.runtime import Signature
-from torchrelay.models.archive.tensors import BUFFER, OTHER, PARAMETER, Outgoing
+from torchrelay.models.archive.manifest import BUFFER, OTHER, PARAMETER, Outgoing
 from torchrelay.records import dataclass
 
 

@@ -17,10 +17,11 @@ from torchrelay.models.archive.manifest import (
     MEMBER_LIMIT,
     MODEL,
     PACKAGE,
+    PARAMETER,
     ArchiveFile,
+    Entry,
     open_archive_file,
 )
-from torchrelay.models.archive.tensors import PARAMETER, Entry
 from torchrelay.models.archive.zip_writer import Where
 from torchrelay.records import dataclass
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.models.onnx.exporter.target import target_of
-from torchrelay.models.onnx.exporter.to_onnx import OnnxFile, check_packages, to_onnx
+from torchrelay.models.onnx.exporter.to_onnx import OnnxFile, check_packages, target_of, to_onnx
 from torchrelay.runners.artifacts.loaded_model import loaded_model
 from torchrelay.runners.training.extras.onnx_export import run_facts
 

@@ -31,8 +31,8 @@ from torchrelay.errors import (
     StorageError,
     UsageError,
 )
+from torchrelay.models.archive.manifest import StoredTensors
 from torchrelay.models.archive.singa import read_singa_states
-from torchrelay.models.archive.tensors import StoredTensors
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),

@@ -16,7 +16,7 @@ import torch
 import torchrelay
 from torchrelay import load_states, save_states
 from torchrelay.errors import DamagedError, FormatError, UsageError
-from torchrelay.models.onnx.exporter.target import target_of
+from torchrelay.models.onnx.exporter.to_onnx import target_of
 from torchrelay.models.onnx.importer import limits
 from torchrelay.models.package.program import operator_of
 

@@ -13,9 +13,8 @@ import torch
 
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.models.onnx.importer.graph import Graph, Node
-from torchrelay.models.onnx.importer.host_ints import Ints, as_ints, as_numbers, on_ints
 from torchrelay.models.onnx.importer.limits import check_entered
-from torchrelay.models.onnx.importer.operator import Call, Operator
+from torchrelay.models.onnx.importer.operator import Call, Ints, Operator, as_ints, as_numbers, on_ints
 from torchrelay.records import dataclass
 
 
@@ -147,18 +146,18 @@ def _families() -> dict[str, tuple[Mapping[str, Operator | Callable[..., Any]], 
         elementwise,
         indexing,
         norm,
-        pooling,
         recurrent,
         reduce,
         resize,
         shape,
     )
+    from torchrelay.models.onnx.importer.ops import conv as pooling
 
     main = (
         attention.OPERATORS, attention.RECURRENT_OPERATORS, attention.MATRIX_OPERATORS, cast.OPERATORS,
         cast.QUANTIZED_OPERATORS, control_flow.OPERATORS, control_flow.SEQUENCE_OPERATORS, conv.OPERATORS,
         elementwise.OPERATORS, elementwise.BIT_OPERATORS, indexing.OPERATORS, indexing.SELECT_OPERATORS,
-        norm.OPERATORS, norm.LOSS_OPERATORS, pooling.OPERATORS, recurrent.OPERATORS, reduce.OPERATORS,
+        norm.OPERATORS, norm.LOSS_OPERATORS, pooling.POOL_OPERATORS, recurrent.OPERATORS, reduce.OPERATORS,
         reduce.SIGNAL_OPERATORS, resize.OPERATORS, resize.SAMPLE_OPERATORS, shape.OPERATORS,
         shape.MAKE_OPERATORS,
     )  # fmt: skip

@@ -19,8 +19,8 @@ from torchrelay.jobs.session import warn
 from torchrelay.models.onnx.importer import state
 from torchrelay.models.onnx.importer.executor import Plan, Surroundings, plan_of, run_plan, supported
 from torchrelay.models.onnx.importer.graph import Graph, content_of
-from torchrelay.models.onnx.importer.host_ints import Ints, known_ints
 from torchrelay.models.onnx.importer.model_file import known_model, read_model
+from torchrelay.models.onnx.importer.operator import Ints, known_ints
 
 _Ends = tuple[tuple[str, ...] | None, tuple[str, ...], int]
 

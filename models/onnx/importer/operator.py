@@ -1,16 +1,163 @@
-"""An operator as the tables of `ops` have it, and what its function is given besides its inputs."""
+"""An operator as the tables of `ops` have it, and what it is given: inputs, integers that are known.
+
+Shape gives such integers, and arithmetic on them stays here, so that neither running nor exporting again has
+to read shapes out of tensors: under torch.export they are symbols, and a batch that may vary stays one that
+may.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torchrelay.errors import UsageError
 from torchrelay.models.onnx.importer.graph import Graph, Node
-from torchrelay.models.onnx.importer.host_ints import Ints
 from torchrelay.records import dataclass
+
+MAX_KNOWN = 4096
+"""Elements up to which an integer constant is also kept outside of its tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ints:
+    """A vector of 64-bit integers, or one number where `scalar`."""
+
+    values: tuple[Any, ...]
+    scalar: bool = False
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """The same as a tensor; symbols stay symbols."""
+        if all(type(one) is int for one in self.values):
+            found = torch.tensor(self.values, dtype=torch.int64, device=device)
+        else:
+            one_by_one = [torch.full((), one, dtype=torch.int64, device=device) for one in self.values]
+            found = torch.stack(one_by_one)
+        return found.reshape(()) if self.scalar else found
+
+
+def known_ints(tensor: torch.Tensor) -> Ints | None:
+    """The content of a small tensor of at most one dimension, read from the device; else None."""
+    if (
+        tensor.dim() > 1
+        or tensor.numel() > MAX_KNOWN
+        or tensor.dtype in (torch.int8, torch.uint8, torch.bool)
+    ):
+        return None
+    return Ints(tuple(tensor.reshape(-1).tolist()), tensor.dim() == 0)
+
+
+def as_numbers(value: Any) -> list[Any] | None:
+    """What an input that means factors or shares says, as a flat list."""
+    if value is None or isinstance(value, Ints):
+        return None if value is None else list(value.values)
+    return list(value.reshape(-1).tolist())
+
+
+def as_ints(value: Any) -> list[Any] | None:
+    """What an input that means sizes, axes or places says, as a flat list."""
+    if value is None:
+        return None
+    if isinstance(value, Ints):
+        return list(value.values)
+    return [int(one) for one in value.reshape(-1).tolist()]
+
+
+def _pairwise(compute: Callable[[Any, Any], Any]) -> Callable[..., Ints | None]:
+    def run(attributes: dict[str, Any], one: Ints, other: Ints) -> Ints | None:
+        size = max(len(one.values), len(other.values))
+        if not {len(one.values), len(other.values)} <= {1, size}:
+            return None
+        ones, others = (side.values * (size if len(side.values) == 1 else 1) for side in (one, other))
+        return Ints(tuple(map(compute, ones, others)), one.scalar and other.scalar)
+
+    return run
+
+
+def _divided(one: Any, other: Any) -> Any:
+    if type(one) is int and type(other) is int:
+        return abs(one) // abs(other) * (1 if (one < 0) == (other < 0) else -1)
+    return one // other
+
+
+def _gather(attributes: dict[str, Any], data: Ints, places: Ints) -> Ints | None:
+    inside = all(
+        type(place) is int and -len(data.values) <= place < len(data.values) for place in places.values
+    )
+    return Ints(tuple(data.values[place] for place in places.values), places.scalar) if inside else None
+
+
+def _concat(attributes: dict[str, Any], *parts: Ints) -> Ints:
+    return Ints(tuple(one for part in parts for one in part.values))
+
+
+def _slice(attributes: dict[str, Any], data: Ints, *where: Ints) -> Ints | None:
+    if "starts" in attributes or any(type(one) is not int for part in where for one in part.values):
+        return None
+    if any(len(part.values) != 1 for part in where) or (
+        len(where) > 2 and where[2].values not in ((0,), (-1,))
+    ):
+        return None
+    step = where[3].values[0] if len(where) > 3 else 1
+    begin, end = where[0].values[0], where[1].values[0]
+    if step < 0 and end < -len(data.values):
+        end = None
+    return Ints(data.values[begin:end:step])
+
+
+def _same(attributes: dict[str, Any], data: Ints, *_: Ints) -> Ints:
+    return data
+
+
+def _cast(attributes: dict[str, Any], data: Ints) -> Ints | None:
+    return data if attributes.get("to") == 7 else None
+
+
+def _unsqueezed(attributes: dict[str, Any], data: Ints, *_: Ints) -> Ints | None:
+    return Ints(data.values) if data.scalar else None
+
+
+def _squeezed(attributes: dict[str, Any], data: Ints, *_: Ints) -> Ints | None:
+    return Ints(data.values, scalar=True) if len(data.values) == 1 else None
+
+
+def _product(attributes: dict[str, Any], data: Ints, *_: Ints) -> Ints:
+    product: Any = 1
+    for one in data.values:
+        product = product * one
+    return Ints((product,), scalar=not attributes.get("keepdims", 1))
+
+
+def _reshape(attributes: dict[str, Any], data: Ints, shape: Ints) -> Ints | None:
+    if len(shape.values) == 1 and shape.values[0] in (-1, len(data.values)):
+        return Ints(data.values)
+    return Ints(data.values, scalar=True) if not shape.values and len(data.values) == 1 else None
+
+
+_ON_INTS: dict[str, Callable[..., Ints | None]] = {
+    "Add": _pairwise(lambda one, other: one + other),
+    "Sub": _pairwise(lambda one, other: one - other),
+    "Mul": _pairwise(lambda one, other: one * other),
+    "Div": _pairwise(_divided),
+    "Gather": _gather,
+    "Concat": _concat,
+    "Slice": _slice,
+    "Identity": _same,
+    "Cast": _cast,
+    "Unsqueeze": _unsqueezed,
+    "Squeeze": _squeezed,
+    "ReduceProd": _product,
+    "Reshape": _reshape,
+}
+
+
+def on_ints(operator: str, attributes: dict[str, Any], inputs: Sequence[Any]) -> Ints | None:
+    """The result of an operator whose inputs are known; None where it has to be computed on tensors."""
+    compute = _ON_INTS.get(operator)
+    if compute is None or not all(isinstance(one, Ints) for one in inputs):
+        return None
+    return compute(attributes, *inputs)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrelay.models.onnx.importer.host_ints import as_ints
 from torchrelay.models.onnx.importer.limits import check_turns
-from torchrelay.models.onnx.importer.operator import Call, Operator
+from torchrelay.models.onnx.importer.operator import Call, Operator, as_ints
 
 
 def _if(call: Call, condition: Tensor) -> Any:
