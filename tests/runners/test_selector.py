@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -168,8 +170,11 @@ def test_a_store_is_selected_from_by_its_url() -> None:
 
 
 def test_the_former_name_of_the_module_still_imports() -> None:
-    """Programs that a page once told `runners.commands.selector` go on."""
-    from torchrelay.runners.commands import selector
-
+    """Programs that a page once told `runners.commands.selector` go on, and are told the new name."""
+    for name in ("torchrelay.runners.commands", "torchrelay.runners.commands.selector"):
+        sys.modules.pop(name, None)
+    with pytest.warns(DeprecationWarning, match=r"is torchrelay\.runners\.remote_runs\.resolve now"):
+        selector = importlib.import_module("torchrelay.runners.commands.selector")
+    assert importlib.import_module("torchrelay.runners.commands").selector is selector
     assert selector.select is select
     assert selector.parse_selector is parse_selector

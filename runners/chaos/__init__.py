@@ -1,1 +1,0 @@
-"""Where the pytest plug-in was; the harness is `torchrelay.chaos`."""

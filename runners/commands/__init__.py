@@ -1,1 +1,0 @@
-"""What `torchrelay VERB` does, without torch."""
