@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from stored_jobs import Hosts, in_memory
 
-from torchrelay.runners.remote_runs import download, upload, workspace
+from torchrelay.runners.remote_runs import download, local_copies, upload
 from torchrelay.runners.training.extras import remote_run
 from torchrelay.tools.cli.main import main
 
@@ -43,4 +43,4 @@ def test_the_figures_are_those_of_the_code() -> None:
     assert (upload.EVERY_SECS, upload._LONGEST_SECS) == (5.0, 60.0)
     assert (remote_run.END_SECS, remote_run.FAILED_SECS) == (60.0, 8.0)
     assert (download.MOST_BYTES, upload.BYTES_PER_SEC) == (256 << 20, 256 << 10)
-    assert workspace.VARIABLE in PAGE
+    assert local_copies.VARIABLE in PAGE

@@ -16,7 +16,7 @@ from served import wait_until
 from torchrun import clean_environment
 
 from torchrelay.jobs.runtime import Signature
-from torchrelay.runners.programs.serve_options import Limits
+from torchrelay.runners.programs.request import Limits
 from torchrelay.tools.cli.main import whole_parser
 from torchrelay.tools.serving.app import description
 from torchrelay.tools.serving.handlers import Served

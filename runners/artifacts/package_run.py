@@ -63,7 +63,7 @@ def _package_here(selector: Selector, epoch: str, request: Request, typed: Typed
     from torchrelay.models.package.api import save
     from torchrelay.runners.artifacts.loaded_model import loaded_model, named, typed_inputs
     from torchrelay.runners.programs.command_context import say
-    from torchrelay.runners.programs.verbs.package import lacking
+    from torchrelay.runners.programs.eval import lacking
 
     if request.config is not None:
         raise UsageError("-m is for programs: a run has its configuration")

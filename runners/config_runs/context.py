@@ -15,7 +15,7 @@ from torchrelay.jobs.workspace import Workspace
 from torchrelay.records import dataclass
 from torchrelay.runners.config_runs.selection import LOADER, MODEL, OPTIMIZER, SCHEDULER, run_of
 from torchrelay.runners.distributed.environment import read_launch_env
-from torchrelay.runners.training.extras.load_upstream import LoadedUpstream, load_upstream
+from torchrelay.runners.training.extras.warm_start import LoadedUpstream, load_upstream
 
 if TYPE_CHECKING:
     from pathlib import Path

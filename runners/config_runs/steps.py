@@ -31,9 +31,8 @@ from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.random import seed
 from torchrelay.jobs.session import Peers, decide
 from torchrelay.runners.config_runs.context import PhaseScope, PhaseState, StepContext
-from torchrelay.runners.config_runs.exports import inference_export, with_export, with_onnx
+from torchrelay.runners.config_runs.evaluation import agreed_epochs, infer_epochs, load_weights
 from torchrelay.runners.config_runs.growing_data import growing_loader, grows
-from torchrelay.runners.config_runs.inference import agreed_epochs, infer_epochs, load_weights
 from torchrelay.runners.config_runs.processes import session_on
 from torchrelay.runners.config_runs.selection import (
     device_of,
@@ -43,7 +42,7 @@ from torchrelay.runners.config_runs.selection import (
     validation_dataset,
     weights_place,
 )
-from torchrelay.runners.config_runs.training import train_job
+from torchrelay.runners.config_runs.training import inference_export, train_job, with_export, with_onnx
 from torchrelay.runners.config_runs.user_objects import (
     SlotReader,
     made,

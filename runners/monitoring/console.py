@@ -134,7 +134,7 @@ def _picked(
 
 def by_url(text: str) -> str:
     """A message as it was meant: where a run at a URL was looked at, its directory here has another name."""
-    mirrors = sys.modules.get("torchrelay.runners.remote_runs.mirror")
+    mirrors = sys.modules.get("torchrelay.runners.remote_runs.local_copies")
     return text if mirrors is None else str(mirrors.with_urls(text))
 
 

@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 from torchrelay.runners.monitoring.progress_bar import ProgressBar, working
-from torchrelay.runners.monitoring.rank_log import RankLog
 from torchrelay.runners.monitoring.text import (
     LEVELS,
     Moment,
+    RankLog,
     Sight,
     draws,
     eta_secs,

@@ -1,16 +1,26 @@
-"""Lines for people and programs: their form, how quickly a run goes, and what can be seen of it now."""
+"""Lines for people and programs: their form, how quickly a run goes, what a rank says.
+
+While a run is on, Python's warnings have that form, too: one line, with rank and host on all ranks but 0.
+What a program prints itself stays where it goes; whoever wants that in files has `torchrun --redirects`.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import sys
 import time
+import warnings
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from torchrelay.errors import UsageError
+from torchrelay.metadata.fs import append_bytes
 from torchrelay.records import dataclass
 
 LEVELS = {"info": 0, "warning": 1}
@@ -214,3 +224,113 @@ class Sight:
         """As `live.json` has it; what JSON has no number for is text."""
         metrics = {n: v if math.isfinite(v) else str(v) for n, v in self.metrics.items()}
         return {**vars(self), "metrics": metrics, "unit": self.unit}
+
+
+MAX_BYTES = 8 << 20
+"""Of a file; one older file is kept beside it, so a rank takes at most 16 MiB in an attempt."""
+_KEPT = 1000
+"""So many lines wait for the file to be known."""
+_OURS = Path(__file__).parents[1]
+_LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "E"}
+
+
+class RankLog(logging.Handler):
+    """`logs/attempt_N/rank_R.log` of this process, from `begin` to `end`; nothing here raises or syncs.
+
+    The file is opened for each line, so that a directory can be unmounted or replaced beneath a run.
+    """
+
+    def __init__(self, rank: int, size: int, host: str) -> None:
+        super().__init__(logging.INFO)
+        self.who = f"r{rank}/{size}" if rank == 0 else f"r{rank}@{host}"
+        self._rank = rank
+        self._path: Path | None = None
+        self._waiting: list[str] = []
+        self._hooks: list[Callable[[], None]] = []
+
+    # The file
+
+    def open(self, logs: Path, attempt: int) -> None:
+        """Write there from now on, also what was said before."""
+        folder = logs / f"attempt_{attempt}"
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"rank_{self._rank}.log"
+        waiting, self._waiting = self._waiting, []
+        self._append(waiting)
+
+    def line(self, text: str, level: str = "I") -> None:
+        """Note a line."""
+        line = stamped(text, level=level, who=self.who)
+        if self._path is not None:
+            self._append([line])
+        elif len(self._waiting) < _KEPT:
+            self._waiting.append(line)
+
+    def _append(self, lines: list[str]) -> None:
+        if self._path is None or not lines:
+            return
+        data = "".join(f"{line}\n" for line in lines).encode(errors="replace")
+        try:
+            if append_bytes(self._path, data) > MAX_BYTES:
+                self._path.replace(self._path.with_suffix(".log.1"))
+        except OSError:  # a full disk must not end a run for the sake of its log
+            return
+
+    # What is listened to
+
+    def begin(self) -> None:
+        """Listen to the `torchrelay` logger and to warnings."""
+        logger = logging.getLogger("torchrelay")
+        logger.addHandler(self)
+        self._hooks = [lambda: logger.removeHandler(self), self._listen(), self._give_form()]
+
+    def end(self) -> None:
+        """Let go; what somebody else has put in the place of ours stays. A second call does nothing."""
+        hooks, self._hooks = self._hooks, []
+        for undo in reversed(hooks):
+            undo()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take what our logger says; on stderr too, unless the program has set up logging by itself."""
+        letter = _LETTERS.get(record.levelno, "I")
+        self.line(record.getMessage(), letter)
+        if letter != "I" and not logging.getLogger().handlers:
+            with suppress(Exception):
+                sys.stderr.write(stamped(record.getMessage(), level=letter, who=self.who) + "\n")
+
+    def _listen(self) -> Callable[[], None]:
+        """Note each warning that is shown, then show it as before."""
+        before = warnings.showwarning
+
+        def show(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
+            if self._hooks:  # else somebody put this back after the end
+                self.line(_warning(message, category, filename, lineno), "W")
+            before(message, category, filename, lineno, *rest, **more)
+
+        def undo() -> None:
+            if warnings.showwarning is show:
+                warnings.showwarning = before
+
+        warnings.showwarning = show
+        return undo
+
+    def _give_form(self) -> Callable[[], None]:
+        before = warnings.formatwarning
+
+        def form(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
+            text = _warning(message, category, filename, lineno)
+            return stamped(text, level="W", who=self.who) + "\n"
+
+        def undo() -> None:
+            if warnings.formatwarning is form:
+                warnings.formatwarning = before
+
+        warnings.formatwarning = form
+        return undo
+
+
+def _warning(message: Any, category: Any, filename: str, lineno: int) -> str:
+    if Path(filename).is_relative_to(_OURS):  # where in our source says nothing to people
+        return str(message)
+    return f"{category.__name__}: {message} ({Path(filename).name}:{lineno})"

@@ -19,14 +19,12 @@ from pathlib import Path
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.programs.archived_code import MARK, run_archived
+from torchrelay.runners.programs.command_context import status
+from torchrelay.runners.programs.eval import evaluate, package
 from torchrelay.runners.programs.program import Program, Scene
 from torchrelay.runners.programs.request import Request, read_request
-from torchrelay.runners.programs.verbs.amend import amend
-from torchrelay.runners.programs.verbs.eval import evaluate
-from torchrelay.runners.programs.verbs.package import package
-from torchrelay.runners.programs.verbs.status import status
-from torchrelay.runners.programs.verbs.test import test
-from torchrelay.runners.programs.verbs.train import train
+from torchrelay.runners.programs.test import test
+from torchrelay.runners.programs.train import amend, train
 from torchrelay.runners.training.exit import hand_over, run_and_leave, taken
 
 

@@ -1,4 +1,4 @@
-"""What every verb begins with: what was asked, its runs, and whether anything changed. Without torch.
+"""What every verb begins with: what was asked, its runs, what changed (`status`). Without torch.
 
 Runs lie where that profile keeps its run with `torchrelay run`, a directory each, `runs/<name>/<runner>/<id>`
 or below `save_checkpoint_path`. What a run is *of* is the source in the workspace and the part of the
@@ -8,6 +8,7 @@ counts; nor are data, nor what is written beside it.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,16 +17,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
+from torchrelay.checkpoint.log.chain import open_log
+from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.urls import is_url
-from torchrelay.errors import DamagedError, StorageError, UsageError
+from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.interpolation import RunPlace
 from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
 from torchrelay.jobs.session import Peers, Solo
-from torchrelay.metadata.code.archive import NO_CHANGES, Changes, changes, open_archive
+from torchrelay.metadata.code.archive import NO_CHANGES, SHORT, Changes, changes, open_archive
 from torchrelay.metadata.code.selection import LARGEST_UNKNOWN_BYTES, Root
 from torchrelay.metadata.code.snapshot import GONE, Snapshot, digest_in, of_manifest, place_of
-from torchrelay.metadata.experiments import Evaluated, Identity, ProgramRun, RunStore, evaluated
+from torchrelay.metadata.experiments import (
+    Evaluated,
+    Identity,
+    ProgramRun,
+    RunStore,
+    evaluated,
+    newest_result,
+)
 from torchrelay.records import dataclass
 from torchrelay.runners.config_runs.selection import (
     config_file,
@@ -38,7 +48,7 @@ from torchrelay.runners.distributed.environment import read_launch_env
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.programs.archived_code import captured_code
 from torchrelay.runners.programs.request import Request
-from torchrelay.runners.programs.run_selection import RUNS, Known, Origin
+from torchrelay.runners.programs.run_selection import RUNS, Known, Origin, Start, choose_to_train, newest_of
 from torchrelay.runners.remote_runs.names import refuse_remote
 
 
@@ -364,3 +374,106 @@ def _the_one(file: str, config: Config) -> RunnerKeys:
         f"{file}: the verbs are for one runner that trains, here there is {names}: {remedy}"
         f"torchrelay run -m {file} runs all of its mode"
     )
+
+
+def status(scene: BaseScene) -> int:
+    """Print it; with `--check` the exit code is 1 where `train` would train, else 0."""
+    runs = scene.runs()
+    run = scene.store.find(scene.request.run_id) if scene.request.run_id else runs[-1] if runs else None
+    found: dict[str, Any] = {
+        "experiment": scene.origin.name,
+        "runs": len(runs),
+        "run": None if run is None else _run(run),
+    }
+    found |= {"changed": _changed(scene, run), "train": _would(scene)}
+    if scene.request.json:
+        say(json.dumps(found, indent=1))
+    else:
+        for line in _lines(scene, found):
+            say(line)
+    return 1 if scene.request.check and found["train"]["trains"] else 0
+
+
+def _run(run: ProgramRun) -> dict[str, Any]:
+    stands, result = standing(run.path), newest_result(run.path)
+    epoch = None
+    with suppress(RelayError):
+        newest = open_log(LocalStorage(run.path / "checkpoints")).newest()
+        epoch = None if newest is None else newest.position.epoch
+    return {
+        "id": run.id,
+        "path": str(run.path),
+        "state": stands.word,
+        "why": stands.why,
+        "epoch": epoch,
+        "message": run.note.message,
+        "code_id": run.note.code_id,
+        "amended": [one.get("code_id") for one in run.note.amended],
+        "test": None if result is None else {"epoch": result.get("epoch"), **(result.get("metrics") or {})},
+    }
+
+
+def _changed(scene: BaseScene, run: ProgramRun | None) -> dict[str, Any] | None:
+    """None without a run; `files` is None where the archived source cannot be looked at."""
+    if run is None:
+        return None
+    files, code = scene.changed(run), scene.identity_of(run).code_id
+    told = None
+    if files is not None:
+        told = {"added": files.added, "changed": files.changed, "removed": files.removed}
+    return {
+        "code": code is None or code != scene.identity.code_id,
+        "config": scene.identity.config_id != run.note.config_id,
+        "files": told,
+    }
+
+
+def _would(scene: BaseScene) -> dict[str, Any]:
+    """What `train` would do now."""
+    known = scene.known()
+    same = [one for one in known if one.identity.same(scene.identity)]
+    limits = scene.limits()
+    with suppress(RelayError):
+        chosen = choose_to_train(Start(scene.identity, limits), known)
+        return {"trains": True, "what": chosen.action, "run": chosen.run, "why": chosen.reason}
+    return {"trains": False, "what": "refused", "run": newest_of(same).id, "why": "trained already"}
+
+
+def _lines(scene: BaseScene, found: dict[str, Any]) -> list[str]:
+    run, changed, would = found["run"], found["changed"], found["train"]
+    runs = f"{found['runs']} run{'' if found['runs'] == 1 else 's'}"
+    lines = [f"experiment {found['experiment']}: {runs} in {scene.store.directory}"]
+    if run is not None:
+        why = f" ({run['why']})" if run["why"] else ""
+        message = f", {run['message']!r}" if run["message"] else ""
+        epoch = "no epoch saved" if run["epoch"] is None else f"newest epoch {run['epoch']}"
+        lines.append(f"run {run['id']}: {run['state']}{why}, {epoch}{message}")
+        amended = "".join(f", amended from {(one or '?')[:SHORT]}" for one in run["amended"])
+        lines.append(f"its code: {(run['code_id'] or 'not archived')[:SHORT]}{amended}")
+        if run["test"] is not None:
+            told = ", ".join(f"{name} {value}" for name, value in run["test"].items() if name != "epoch")
+            lines.append(f"tested at epoch {run['test']['epoch']}: {told}")
+        lines += _changes(changed)
+    goes_on = f"goes on with {would['run']}: {would['why']}"
+    lines.append(
+        "train: "
+        + {
+            "new": f"makes a new run: {would['why']}",
+            "continue": goes_on,
+            "refused": f"refused, {would['run']} has trained this code already",
+        }[would["what"]]
+    )
+    return lines
+
+
+def _changes(changed: dict[str, Any]) -> list[str]:
+    lines = []
+    files = changed["files"]
+    if files is None:
+        lines.append("code: what changed cannot be told, its source was not archived")
+    elif changed["code"]:
+        for word in ("changed", "added", "removed"):
+            lines += [f"{word}: {name}" for name in files[word]]
+    else:
+        lines.append("code: unchanged")
+    return [*lines, *(["configuration: changed"] if changed["config"] else [])]

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 from torchrelay.runners.programs.archived_code import MARK, run_archived_configuration, source_told
-from torchrelay.runners.programs.command_context import ConfiguredScene
+from torchrelay.runners.programs.command_context import ConfiguredScene, status
 from torchrelay.runners.programs.request import Request
-from torchrelay.runners.programs.verbs.status import status
 
 Verb = Callable[[ConfiguredScene], int]
 _ON_ONE_RANK = ("status", "amend")
@@ -32,15 +31,15 @@ def perform_configuration(request: Request) -> int:
 def _verb(name: str) -> Verb:
     """The function of a verb; those that load tensors are of modules that import torch."""
     if name == "train":
-        from torchrelay.runners.programs.verbs.train import train_configuration
+        from torchrelay.runners.programs.train import train_configuration
 
         return train_configuration
     if name == "test":
-        from torchrelay.runners.programs.verbs.test import test_configuration
+        from torchrelay.runners.programs.test import test_configuration
 
         return test_configuration
     if name == "eval":
-        from torchrelay.runners.programs.verbs.eval import evaluate_configuration
+        from torchrelay.runners.programs.eval import evaluate_configuration
 
         return evaluate_configuration
     if name == "server":
@@ -48,8 +47,8 @@ def _verb(name: str) -> Verb:
 
         return serve_config
     if name == "amend":
-        from torchrelay.runners.programs.verbs.amend import amend
-        from torchrelay.runners.programs.verbs.eval import fit_configuration
+        from torchrelay.runners.programs.eval import fit_configuration
+        from torchrelay.runners.programs.train import amend
 
         return lambda scene: amend(scene, partial(fit_configuration, scene))
     return status

@@ -73,7 +73,7 @@ def _locate_here(text: str) -> Place:
 
 
 def _locate_at(url: str, *, whole: bool) -> Place:
-    from torchrelay.runners.remote_runs.mirror import mirror_of  # imported late: paths need no store
+    from torchrelay.runners.remote_runs.local_copies import mirror_of  # imported late: paths need no store
 
     mirror = mirror_of(url)
     if not mirror.is_run():
@@ -124,7 +124,7 @@ def runs_below(text: str) -> list[Path]:
 
 def stored_runs_below(url: str, depth: int = 1) -> list[RunDirectory]:
     """The runs below a URL, each with the notes that lists show; none for a run itself."""
-    from torchrelay.runners.remote_runs.mirror import mirror_of
+    from torchrelay.runners.remote_runs.local_copies import mirror_of
 
     mirror = mirror_of(url)
     names = [] if mirror.is_run() else mirror.names(depth)

@@ -13,8 +13,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.distributed.loops import ALL
-from torchrelay.runners.session.metric_points import check_interval
-from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.session.run_state import RunState, check_interval
 from torchrelay.runners.session.steps import Siblings, Steps, TaskRanks
 
 if TYPE_CHECKING:

@@ -383,7 +383,7 @@ def _run_directory(where: Any) -> RunDirectory | None:
     if not isinstance(where, (str, Path)):
         return None
     if isinstance(where, str) and is_remote(where):
-        from torchrelay.runners.remote_runs.workspace import workspace_of
+        from torchrelay.runners.remote_runs.local_copies import workspace_of
 
         url = canonical(where, "the run directory")
         return RunDirectory(workspace_of(url), url)

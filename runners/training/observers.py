@@ -1,4 +1,4 @@
-"""Everybody who looks on: the person at the terminal, the ranks' own logs, `torchrelay top`, the trackers.
+"""Everybody who looks on: the terminal, ranks' own logs, `torchrelay top`, trackers in own threads.
 
 They are told what happens and have no say: nothing of theirs changes what a run does.
 """
@@ -6,26 +6,178 @@ They are told what happens and have no say: nothing of theirs changes what a run
 from __future__ import annotations
 
 import os
+import random
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import StorageError
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers
-from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.metadata.run_directory import RunDirectory, without_password
 from torchrelay.metadata.sinks.base import MetricSink, TrackedRun
 from torchrelay.runners.monitoring.progress import Progress
-from torchrelay.runners.monitoring.rank_log import RankLog
-from torchrelay.runners.monitoring.text import EVERY_SECS, level_wanted
-from torchrelay.runners.monitoring.trackers import Trackers
-from torchrelay.runners.session.metric_points import Row
-from torchrelay.runners.session.run_state import RunState
+from torchrelay.runners.monitoring.text import EVERY_SECS, RankLog, level_wanted
+from torchrelay.runners.session.run_state import Row, RunState
 from torchrelay.runners.session.stop import last_epoch_of
 
 if TYPE_CHECKING:
     from torchrelay.runners.training.journal import Journal
+
+
+class LateError(Exception):
+    """A call was not over in time; it goes on."""
+
+
+class OneThread:
+    """Makes calls one after the other, always in the same thread, which no exit of the process waits for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._late: _Call | None = None
+
+    def failure(self, call: Callable[[], object], wait_secs: float) -> BaseException | None:
+        """What a call raised, None if it was well; LateError if it, or one before, is not over in time."""
+        if self._late is not None and not self._late.over.is_set():
+            return LateError("an earlier call is not over")
+        if self._thread is None:
+            self._calls = SimpleQueue()
+            self._thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
+            self._thread.start()
+        mine = _Call(call)
+        self._calls.put(mine)
+        if mine.over.wait(wait_secs):
+            return mine.error
+        self._late = mine
+        return LateError(f"it was not over after {wait_secs:g} s")
+
+    def end(self) -> None:
+        """End the thread when the last call is over; a later one has another thread."""
+        self._calls.put(None)
+        self._thread = None
+
+
+def _work(calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        call.make()
+
+
+class _Call:
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.over = threading.Event()
+        self.error: BaseException | None = None
+        self._call = call
+
+    def make(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self.error = error
+        self.over.set()
+
+
+FAILURES = 3
+"""So many in a row, and a sink is left alone for the rest of the attempt."""
+PATIENCE_SECS = 120.0
+"""How long a sink may take: the other ranks wait for this one, and give it up after ten minutes."""
+
+
+class Trackers:
+    """Rank 0's sinks in one attempt; nothing here raises. `warn` says what went wrong.
+
+    Each sink has a thread of its own: one that is late is left alone, and nobody waits for it again.
+    """
+
+    def __init__(self, sinks: Sequence[MetricSink], warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._sinks = list(sinks)
+        self._failures: dict[int, int] = {}
+        self._threads = {id(sink): OneThread(f"tracker {type(sink).__name__}") for sink in self._sinks}
+
+    def open(self, run: TrackedRun, attempt: int) -> None:
+        """A sink that cannot be opened gets nothing in this attempt."""
+        for sink in list(self._sinks):
+            if not self._tell(sink, "open", run, attempt):
+                self._sinks.remove(sink)
+                self._threads[id(sink)].end()
+
+    def rewind(self, epoch: int, step: int) -> None:
+        """The run goes on from here; a sink that cannot go back would show two curves and is left alone."""
+        for sink in list(self._sinks):
+            if not self._tell(sink, "rewind", epoch, step):
+                self._leave(sink)
+
+    def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
+        """An epoch is over."""
+        for sink in list(self._sinks):
+            if self._tell(sink, "log", epoch, step, dict(metrics)):
+                self._failures.pop(id(sink), None)
+            elif self._failures[id(sink)] >= FAILURES:
+                self._leave(sink)
+
+    def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
+        """Points within an epoch, for the sinks that take such."""
+        for sink in [one for one in self._sinks if callable(getattr(one, "log_steps", None))]:
+            if self._tell(sink, "log_steps", [(epoch, step, dict(values)) for epoch, step, values in rows]):
+                self._failures.pop(id(sink), None)
+            elif self._failures[id(sink)] >= FAILURES:
+                self._leave(sink)
+
+    def close(self) -> None:
+        """The attempt is over; a second call does nothing."""
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            self._tell(sink, "close")
+            self._threads[id(sink)].end()
+
+    def _tell(self, sink: MetricSink, verb: str, *given: Any) -> bool:
+        error = self._failure(sink, verb, *given)
+        if error is None:
+            return True
+        count = FAILURES if isinstance(error, LateError) else self._failures.get(id(sink), 0) + 1
+        self._failures[id(sink)] = count
+        off = verb in ("open", "rewind") or (verb in ("log", "log_steps") and count >= FAILURES)
+        then = "; it gets nothing more in this attempt" if off else ""
+        self._warn(f"the tracker {type(sink).__name__} failed at {verb}: {_reason(error)}{then}")
+        return False
+
+    def _leave(self, sink: MetricSink) -> None:
+        """Close it, unless it is late; it was said that it fails, so nothing is said of that."""
+        self._sinks.remove(sink)
+        self._failure(sink, "close")
+        self._threads[id(sink)].end()
+
+    def _failure(self, sink: MetricSink, verb: str, *given: Any) -> BaseException | None:
+        with _streams_kept():
+            return self._threads[id(sink)].failure(lambda: getattr(sink, verb)(*given), PATIENCE_SECS)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what a sink raised: some libraries write pages."""
+    text = without_password(str(error)).strip().splitlines()
+    if isinstance(error, LateError):
+        return text[0]
+    return f"{type(error).__name__}: {text[0]:.300}" if text else type(error).__name__
+
+
+@contextmanager
+def _streams_kept() -> Iterator[None]:
+    """What a sink draws at random must not move the streams of the training: a resumed run would differ."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    before = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None and before is not None:
+            numpy.random.set_state(before)
+
 
 OTHERS_SECS = 60.0
 """The interval of the other ranks' lines, in their own files: thousands of ranks may share a file system."""

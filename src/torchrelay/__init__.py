@@ -79,7 +79,7 @@ _HOMES = {
     "load_code": "metadata.code.imports",
     "load_into": "checkpoint.files.load_into",
     "load_states": "models.archive.api",
-    "load_upstream": "runners.training.extras.load_upstream",
+    "load_upstream": "runners.training.extras.warm_start",
     "main": "runners.programs.cli",
     "max_epochs": "jobs.stop",
     "max_steps": "jobs.stop",
@@ -87,7 +87,7 @@ _HOMES = {
     "metric_rows": "metadata.experiments",
     "open_checkpoint": "checkpoint.load.checkpoint",
     "open_package": "models.package.reader",
-    "run_to_onnx": "runners.artifacts.run_to_onnx",
+    "run_to_onnx": "runners.artifacts.loaded_model",
     "save": "models.package.api",
     "save_blobs": "checkpoint.files.blob_files",
     "save_states": "models.archive.api",
@@ -167,12 +167,12 @@ if TYPE_CHECKING:
     from torchrelay.runners.training.job_runner import JobRunner as JobRunner
     from torchrelay.runners.session.local import LocalSession as LocalSession
     from torchrelay.runners.training.extras.onnx_export import OnnxExport as OnnxExport
-    from torchrelay.runners.artifacts.run_to_onnx import run_to_onnx as run_to_onnx
+    from torchrelay.runners.artifacts.loaded_model import run_to_onnx as run_to_onnx
     from torchrelay.runners.training.plan import RunResult as RunResult
     from torchrelay.tools.serving.handlers import ServingHandler as ServingHandler
     from torchrelay.tools.serving.handlers import TensorHandler as TensorHandler
     from torchrelay.runners.training.extras.upstream import InitFrom as InitFrom, Upstream as Upstream
-    from torchrelay.runners.training.extras.load_upstream import load_upstream as load_upstream
+    from torchrelay.runners.training.extras.warm_start import load_upstream as load_upstream
     from torchrelay.runners.session.local import init as init
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings

@@ -22,7 +22,7 @@ import torchrelay
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiments import Identity
 from torchrelay.runners.monitoring.status import standing
-from torchrelay.runners.programs.verbs.train import check_alike
+from torchrelay.runners.programs.train import check_alike
 from torchrelay.tools.cli.main import main
 
 GATED = """def after_epoch(self, ctx):

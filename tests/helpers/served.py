@@ -17,7 +17,7 @@ import httpx
 import torch
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
-from torchrelay.runners.programs.serve_options import Limits
+from torchrelay.runners.programs.request import Limits
 from torchrelay.tools.serving.app import doorkeeper
 from torchrelay.tools.serving.handlers import Holder, Served, TensorHandler
 from torchrelay.tools.serving.monitoring import Watching

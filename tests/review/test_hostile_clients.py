@@ -17,7 +17,7 @@ pytest.importorskip("uvicorn", reason="pip install 'torchrelay[serve]'")
 import torch
 from served import linear, served, serving
 
-from torchrelay.runners.programs.serve_options import Limits, ServeOptions
+from torchrelay.runners.programs.request import Limits, ServeOptions
 from torchrelay.tools.serving import serve as serving_module
 from torchrelay.tools.serving.batching import Asked, Queue
 from torchrelay.tools.serving.errors import tell

@@ -19,7 +19,7 @@ from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.metadata.sinks.base import TrackedRun
 from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
-from torchrelay.runners.monitoring import trackers
+from torchrelay.runners.training import observers
 from torchrelay.runners.training.journal import SaveWarning
 from torchrelay.tools.cli.main import main
 from torchrelay.tools.cli.runs import index
@@ -169,14 +169,14 @@ def test_a_tracker_that_never_returns_is_given_up(
 ) -> None:
     """The training waits for it once, says so, and ends well; the other trackers have every epoch."""
     sink = Stuck(verb)
-    tell = trackers.Trackers._tell
+    tell = observers.Trackers._tell
 
-    def told(self: trackers.Trackers, to: Any, what: str, *given: Any) -> bool:
+    def told(self: observers.Trackers, to: Any, what: str, *given: Any) -> bool:
         late = to is sink and what == verb  # all others may take their time
-        monkeypatch.setattr(trackers, "PATIENCE_SECS", 0.2 if late else 60.0)
+        monkeypatch.setattr(observers, "PATIENCE_SECS", 0.2 if late else 60.0)
         return tell(self, to, what, *given)
 
-    monkeypatch.setattr(trackers.Trackers, "_tell", told)
+    monkeypatch.setattr(observers.Trackers, "_tell", told)
     job = Job("stuck", blobs={"state": [0]})
     job.epoch(lambda ctx: ctx.log("loss", 1.0))
     job.stop_when(max_epochs(3))

@@ -13,7 +13,7 @@ import pytest
 
 from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.monitoring.rank_log import RankLog
+from torchrelay.runners.monitoring.text import RankLog
 from torchrelay.tools.cli.main import main
 
 HUGE = "1" + "0" * 400

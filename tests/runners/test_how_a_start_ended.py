@@ -23,7 +23,7 @@ from torchrelay.runners.distributed.launcher_status import (
     say_last_words,
 )
 from torchrelay.runners.monitoring.progress import Progress
-from torchrelay.runners.monitoring.rank_log import RankLog
+from torchrelay.runners.monitoring.text import RankLog
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import Verdict
 from torchrelay.runners.training.exit import run_and_leave

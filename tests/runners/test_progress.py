@@ -14,13 +14,12 @@ import pytest
 from terminals import Terminal, controls
 from torchrun import clean_environment, torchrun
 
-import torchrelay.runners.monitoring.rank_log as rank_log
+import torchrelay.runners.monitoring.text as rank_log
 from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.errors import UsageError
 from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.monitoring.progress_bar import bar_tail
-from torchrelay.runners.monitoring.rank_log import RankLog
-from torchrelay.runners.monitoring.text import Sight
+from torchrelay.runners.monitoring.text import RankLog, Sight
 from torchrelay.runners.session.metrics import MetricLog
 from torchrelay.runners.session.run_state import RunState
 

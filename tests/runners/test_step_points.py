@@ -18,14 +18,14 @@ import torchrelay
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.session.metric_points import Row, StepPoints
+from torchrelay.runners.session.run_state import Row, StepPoints
 from torchrelay.tools.cli.main import main
 
 SRC = Path(__file__).resolve().parent.parent.parent / "src"
 PROGRAM = """
 import os, signal, sys, torch, torchrelay
 from torchrelay import Job, JobRunner, max_epochs
-from torchrelay.runners.session import metric_points as step_points
+from torchrelay.runners.session import run_state as step_points
 
 step_points.EVERY_SECS = 0.0  # so that all that has come lies in the files when the process is killed
 die, save, rewind = map(int, sys.argv[1:4])
@@ -210,8 +210,8 @@ def test_nobody_waits_for_a_device_while_the_epoch_runs(monkeypatch: pytest.Monk
         late.append(_Late())
         return (2.5, 1.0), late[-1]
 
-    monkeypatch.setattr("torchrelay.runners.session.metric_points._to_host", to_host)
-    monkeypatch.setattr("torchrelay.runners.session.metric_points.EVERY_SECS", 0.0)
+    monkeypatch.setattr("torchrelay.runners.session.run_state._to_host", to_host)
+    monkeypatch.setattr("torchrelay.runners.session.run_state.EVERY_SECS", 0.0)
     points, told = StepPoints(), list[Row]()
     points.deliver = told.extend
 
@@ -224,7 +224,7 @@ def test_nobody_waits_for_a_device_while_the_epoch_runs(monkeypatch: pytest.Monk
         def add(self, value: object, weight: object) -> None:
             pass
 
-    monkeypatch.setattr("torchrelay.runners.session.metric_points.Accumulator", Running)
+    monkeypatch.setattr("torchrelay.runners.session.run_state.Accumulator", Running)
     for step in range(1, 7):
         points.add(1, step, "loss", "last", 2, 1.0, 1.0)
     assert told == []

@@ -16,7 +16,7 @@ from torchrun import clean_environment, interruptible
 
 from torchrelay.__main__ import main
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.run_status import look_at
+from torchrelay.runners.monitoring.status import look_at
 
 SEEN = {
     "attempt": 1, "epoch": 3, "last_epoch": 9, "step": 1200, "steps": 3900, "total_steps": 9000,

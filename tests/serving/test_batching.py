@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.programs.serve_options import Budget, Limits
+from torchrelay.runners.programs.request import Budget, Limits
 from torchrelay.tools.serving.batching import Asked, Queue
 from torchrelay.tools.serving.handlers import Served
 

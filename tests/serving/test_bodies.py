@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from torchrelay.jobs.runtime import Signature, TensorSpec
-from torchrelay.runners.programs.serve_options import Limits
+from torchrelay.runners.programs.request import Limits
 from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError
 from torchrelay.tools.serving.handlers import TensorHandler
 from torchrelay.tools.serving.requests import Form, form_of, read_question, write_answer

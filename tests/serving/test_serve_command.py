@@ -13,7 +13,7 @@ from served import Held, train
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.artifacts.loaded_model import named
-from torchrelay.runners.programs.serve_options import ServeOptions
+from torchrelay.runners.programs.request import ServeOptions
 from torchrelay.tools.cli.main import main
 from torchrelay.tools.serving.handlers import TensorHandler
 from torchrelay.tools.serving.model_sources import handler_of, read_signature

@@ -22,9 +22,9 @@ import torchrelay
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.urls import open_file_system
 from torchrelay.errors import UsageError
-from torchrelay.runners.remote_runs import mirror as mirrors
+from torchrelay.runners.remote_runs import local_copies as mirrors
 from torchrelay.runners.remote_runs.download import RunFiles, bring, found_in
-from torchrelay.runners.remote_runs.mirror import Mirror
+from torchrelay.runners.remote_runs.local_copies import Mirror
 from torchrelay.runners.remote_runs.names import for_a_look, travels
 
 

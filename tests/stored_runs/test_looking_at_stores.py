@@ -13,9 +13,9 @@ import fsspec
 import pytest
 from stored_jobs import Hosts, in_memory, put, train
 
-from torchrelay.runners.remote_runs import mirror as mirrors
+from torchrelay.runners.remote_runs import local_copies as mirrors
 from torchrelay.runners.remote_runs.download import RunFiles
-from torchrelay.runners.remote_runs.mirror import Mirror, mirror_of
+from torchrelay.runners.remote_runs.local_copies import Mirror, mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
 from torchrelay.tools.cli.main import main
 from torchrelay.tools.report.dashboard.index import FarRuns

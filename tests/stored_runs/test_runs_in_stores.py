@@ -30,8 +30,8 @@ from torchrelay.runners.distributed.launcher_status import (
 )
 from torchrelay.runners.remote_runs import upload
 from torchrelay.runners.remote_runs.download import RunFiles
+from torchrelay.runners.remote_runs.local_copies import WorkspaceLock, make_workspace, workspace_of
 from torchrelay.runners.remote_runs.upload import BYTES_PER_SEC, Putter
-from torchrelay.runners.remote_runs.workspace import WorkspaceLock, make_workspace, workspace_of
 from torchrelay.runners.session import stop_requests
 from torchrelay.runners.training.extras import remote_run
 
@@ -364,12 +364,12 @@ def test_a_second_process_of_the_host_is_refused(
     url: str, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The workspace is one process's; the other one is told where, with the code for a run in use."""
-    from torchrelay.runners.remote_runs import workspace
+    from torchrelay.runners.remote_runs import local_copies
 
     make_workspace(workspace_of(url))
     lock = WorkspaceLock(workspace_of(url))
     lock.take()
-    monkeypatch.setattr(workspace, "LEAVING_SECS", 0.0)
+    monkeypatch.setattr(local_copies, "LEAVING_SECS", 0.0)
     monkeypatch.setattr(WorkspaceLock.__init__, "__defaults__", (0.0,))
     with pytest.raises(DirectoryInUseError, match="another process of this host"):
         train(url, 1)

@@ -19,7 +19,7 @@ import torchrelay
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.records import dataclass
-from torchrelay.runners.programs.serve_options import Limits
+from torchrelay.runners.programs.request import Limits
 from torchrelay.tools.report.dashboard.access import SHORTEST_TOKEN, Access, is_loopback
 from torchrelay.tools.report.html import Markup, el
 from torchrelay.tools.serving.batching import Computing

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchrelay.records import dataclass
-from torchrelay.runners.programs.serve_options import Limits
+from torchrelay.runners.programs.request import Limits
 from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError, unavailable
 from torchrelay.tools.serving.handlers import Served, ServingHandler
 from torchrelay.tools.serving.monitoring import Meters

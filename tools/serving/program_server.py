@@ -26,8 +26,7 @@ from torchrelay.runners.artifacts.rebuild import rebuilt
 from torchrelay.runners.programs.command_context import say
 from torchrelay.runners.programs.epoch_selection import Used, use
 from torchrelay.runners.programs.program import Samples, Scene
-from torchrelay.runners.programs.request import Request
-from torchrelay.runners.programs.serve_options import ServeOptions
+from torchrelay.runners.programs.request import Request, ServeOptions
 from torchrelay.tools.serving.errors import FaultyAnswerError
 from torchrelay.tools.serving.model_sources import EpochSource, PackageHandler, PlainModel, code_id_of_run
 from torchrelay.tools.serving.serve import check_installed, serve

@@ -23,7 +23,7 @@ import torch
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
-from torchrelay.runners.programs.serve_options import Budget, Limits
+from torchrelay.runners.programs.request import Budget, Limits
 from torchrelay.tools.serving.batching import Asked, Queue, refusal_of
 from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError, busy, unavailable, wrong
 from torchrelay.tools.serving.handlers import Holder, Served

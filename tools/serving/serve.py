@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from torchrelay.errors import UsageError
 
 if TYPE_CHECKING:
-    from torchrelay.runners.programs.serve_options import ServeOptions
+    from torchrelay.runners.programs.request import ServeOptions
     from torchrelay.tools.serving.handlers import Source
     from torchrelay.tools.serving.server import Running
 

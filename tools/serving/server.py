@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.programs.serve_options import Limits
+from torchrelay.runners.programs.request import Limits
 from torchrelay.tools.serving.app import Application, Doorkeeper
 from torchrelay.tools.serving.batching import Computing, Queue
 from torchrelay.tools.serving.errors import BUSY_SECS

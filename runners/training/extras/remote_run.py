@@ -32,9 +32,9 @@ from torchrelay.metadata.fs import MAX_JSON_BYTES, read_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.distributed.launcher_status import forget_last_words, remember_last_words
 from torchrelay.runners.remote_runs.download import Brought, RunFiles, bring, found_in, unlisted
+from torchrelay.runners.remote_runs.local_copies import WorkspaceLock, check_store, make_workspace, set_aside
 from torchrelay.runners.remote_runs.names import CHECKPOINTS, NEEDED, STOP, for_a_start, travels
 from torchrelay.runners.remote_runs.upload import EVERY_SECS, Behind, Putter, local_goes_on
-from torchrelay.runners.remote_runs.workspace import WorkspaceLock, check_store, make_workspace, set_aside
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.training.journal import Journal, finite

@@ -15,7 +15,7 @@ from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.metadata.experiments import ProgramRun, read_note
 from torchrelay.runners.monitoring.console import Output
-from torchrelay.runners.programs.serve_options import ServeOptions, add_serve_options
+from torchrelay.runners.programs.request import ServeOptions, add_serve_options
 from torchrelay.runners.remote_runs.resolve import Selector, parse_selector
 from torchrelay.tools.cli.arguments import Add
 from torchrelay.tools.serving.serve import check_installed, say, serve

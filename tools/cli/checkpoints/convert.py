@@ -25,8 +25,7 @@ def add_onnx_options(parser: argparse.ArgumentParser) -> None:
 
 def export_onnx(chosen: argparse.Namespace, output: Output) -> int:
     """Write the file and say how far onnxruntime and torch are apart."""
-    from torchrelay.runners.artifacts.loaded_model import named, typed_inputs
-    from torchrelay.runners.artifacts.run_to_onnx import run_to_onnx
+    from torchrelay.runners.artifacts.loaded_model import named, run_to_onnx, typed_inputs
     from torchrelay.runners.remote_runs.resolve import parse_selector
 
     for name, default in _OTHERS.items():

@@ -68,7 +68,7 @@ def add_verify(add: Add) -> None:
 
 def _replay(path: str, output: Output) -> int:
     """Play the recorded calls again; 0 where all gave the same bits."""
-    from torchrelay.runners.artifacts.verify_replay import NOT_SAME, replay
+    from torchrelay.runners.artifacts.rebuild import NOT_SAME, replay
 
     selector = parse_selector(path)
     run, wish = locate_run(selector.path).path, None

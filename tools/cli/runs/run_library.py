@@ -41,7 +41,7 @@ def library(asked: str | None) -> Path:
 
 
 def _stored_library(url: str) -> Path:
-    from torchrelay.runners.remote_runs.mirror import mirror_of
+    from torchrelay.runners.remote_runs.local_copies import mirror_of
 
     mirror = mirror_of(url)
     names = [""] if mirror.is_run() else mirror.names(_DEPTH)
@@ -81,7 +81,7 @@ def find_run(text: str, asked: str | None = None) -> RunDirectory:
 
 def _stored_run(url: str) -> RunDirectory:
     """Beside the others of its directory, so that it can be compared with them."""
-    from torchrelay.runners.remote_runs.mirror import mirror_of
+    from torchrelay.runners.remote_runs.local_copies import mirror_of
 
     locate_run(url, whole=False)  # which says what is wrong with it
     name, above = last_name(url.rstrip("/")), parent(url.rstrip("/"))
@@ -90,14 +90,14 @@ def _stored_run(url: str) -> RunDirectory:
 
 def _whole(path: Path) -> RunDirectory:
     """A run of a library; of one in a store all that it keeps."""
-    from torchrelay.runners.remote_runs.mirror import mirrored_run
+    from torchrelay.runners.remote_runs.local_copies import mirrored_run
 
     return mirrored_run(path, travels)
 
 
 def shown(path: Path) -> str:
     """How people call what lies at a path of a library: a URL, where the directory stands for one."""
-    from torchrelay.runners.remote_runs.mirror import shown_place
+    from torchrelay.runners.remote_runs.local_copies import shown_place
 
     return shown_place(path)
 

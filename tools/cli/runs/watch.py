@@ -20,9 +20,8 @@ from torchrelay.checkpoint.storage.open import object_at
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.fs import write_new
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.run_status import RunLook, look_at, runs_at
 from torchrelay.runners.monitoring.console import Output, human_number
-from torchrelay.runners.monitoring.status import standing
+from torchrelay.runners.monitoring.status import RunLook, look_at, runs_at, standing
 from torchrelay.runners.monitoring.text import duration, human_bytes, per_second
 from torchrelay.runners.remote_runs.names import for_a_glance, is_remote
 from torchrelay.runners.remote_runs.resolve import existing_directory, locate_run
@@ -69,7 +68,7 @@ def _place(text: str) -> Callable[[], list[Path]]:
     if not is_remote(text):
         return partial(runs_at, existing_directory(text))
 
-    from torchrelay.runners.remote_runs.mirror import mirror_of
+    from torchrelay.runners.remote_runs.local_copies import mirror_of
 
     mirror = mirror_of(text)
 

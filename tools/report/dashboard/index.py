@@ -15,7 +15,7 @@ from torchrelay.checkpoint.log.tiered_storage import has_job
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.monitoring.status import standing
-from torchrelay.runners.remote_runs.mirror import Wanted, mirror_of
+from torchrelay.runners.remote_runs.local_copies import Wanted, mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
 from torchrelay.tools.report.charts import Scale, scale_of, thinned
 from torchrelay.tools.report.gather import best_of, points_of

@@ -1,4 +1,4 @@
-"""`eval IN... OUT`: results for files, each in its place when it is whole."""
+"""The model of a run, used: `eval IN... OUT`, results for files; `package`, one file without its code."""
 
 from __future__ import annotations
 
@@ -22,10 +22,17 @@ from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.metadata.code.snapshot import place_of
 from torchrelay.metadata.experiments import Evaluated, note_evaluated
 from torchrelay.metadata.fs import sync_directory
+from torchrelay.models.package.reader import Package
 from torchrelay.runners.config_runs.class_loading import Loader, load_classes
 from torchrelay.runners.config_runs.context import PhaseState, StepContext, place_of_process, step_named
-from torchrelay.runners.config_runs.evaluation import PredictionFile, format_of, moved_batch, put, rows_of
-from torchrelay.runners.config_runs.inference import load_weights
+from torchrelay.runners.config_runs.evaluation import (
+    PredictionFile,
+    format_of,
+    load_weights,
+    moved_batch,
+    put,
+    rows_of,
+)
 from torchrelay.runners.config_runs.processes import apart, let_go
 from torchrelay.runners.config_runs.profiles import call_step
 from torchrelay.runners.config_runs.selection import phases_of
@@ -34,7 +41,7 @@ from torchrelay.runners.distributed.environment import PLACE
 from torchrelay.runners.programs.command_context import BaseScene, ConfiguredScene, processes, say
 from torchrelay.runners.programs.epoch_selection import Used, load_what_is_there, use
 from torchrelay.runners.programs.program import Program, Scene
-from torchrelay.runners.programs.verbs.amend import CannotBuildError
+from torchrelay.runners.programs.train import CannotBuildError
 from torchrelay.runners.session.local import current_or_new_session
 
 Work = Sequence[tuple[Path, Path]]
@@ -290,3 +297,30 @@ def _rows_of_one(context: StepContext, phase: PhaseState, dataset: Dataset, out:
                 put(part, index, row)
     result.merge({})
     result.close()
+
+
+def package(scene: Scene) -> int:
+    """Load the weights of the epoch that is meant, and write the package; what it lacks is said."""
+    request = scene.request
+    if request.out is None:
+        raise UsageError("package writes a file: name it with --out FILE")
+    with current_or_new_session():
+        used = Used(**use(scene))
+        if used.said:
+            say(used.said)
+        program = scene.made()
+        set_seed(program.seed)
+        program.load_weights(used.path, used.name)
+        made = program.package(request.out, metadata=_metadata(scene, used), overwrite=request.overwrite)
+        say(f"epoch {used.epoch} of {used.run}: {made.where}{lacking(made)}")
+    return 0
+
+
+def _metadata(scene: Scene, used: Used) -> dict[str, Any]:
+    found = {"run": used.run, "epoch": used.epoch, "code_id": used.code_id, "program": scene.origin.name}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def lacking(made: Package) -> str:
+    """What a package could not have, a line each."""
+    return "".join(f"\n  {reason}" for reason in made.without)

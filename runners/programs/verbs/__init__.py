@@ -1,1 +1,0 @@
-"""The verbs of programs and configurations, a file each."""
