@@ -108,7 +108,7 @@ ORDERS = {
         "artifacts",
     ),
     "tools": ("launch", "report", "serving", "cli"),
-    "tools/cli": ("arguments", "epochs", "runs", "checkpoints", "actions", "main", "completion"),
+    "tools/cli": ("arguments", "runs", "checkpoints", "config", "launch", "programs", "main", "completion"),
 }
 """Folders and modules of a room, from left to right; what is not named here may import all that is."""
 

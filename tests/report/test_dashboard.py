@@ -22,10 +22,10 @@ from torchrun import interruptible
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.tools.cli.main import main
-from torchrelay.tools.report.dashboard.access import checked
-from torchrelay.tools.report.dashboard.index import RunStore, signature
-from torchrelay.tools.report.dashboard.server import DashboardServer, Rendered
+from torchrelay.tools.report.html import checked
 from torchrelay.tools.report.run_data import Limits
+from torchrelay.tools.report.run_list import RunStore, signature
+from torchrelay.tools.report.server import DashboardServer, Rendered
 
 TOKEN = "0123456789abcdef"
 QUICK = Limits(norm_bytes=0)

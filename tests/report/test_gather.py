@@ -20,7 +20,7 @@ from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.tools.report.gather import gather
 from torchrelay.tools.report.run_data import Limits, Point, course_of, spread
-from torchrelay.tools.report.sections.timeline import bars_of, finding_of, saving_secs, summed_up, wall_secs
+from torchrelay.tools.report.timeline import bars_of, finding_of, saving_secs, summed_up, wall_secs
 
 SPANS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=6)
 

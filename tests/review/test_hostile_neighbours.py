@@ -22,7 +22,7 @@ from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
 from torchrelay.runners.training import observers
 from torchrelay.runners.training.journal import SaveWarning
 from torchrelay.tools.cli.main import main
-from torchrelay.tools.cli.runs import index
+from torchrelay.tools.cli.runs import library
 
 SINKS: dict[str, Callable[[Path], CsvSink | JsonlSink]] = {"csv": CsvSink, "jsonl": JsonlSink}
 
@@ -128,7 +128,7 @@ def test_index_gives_a_server_up_that_never_answers(
     job.epoch(lambda ctx: None)
     job.stop_when(max_epochs(1))
     JobRunner(job, tmp_path / "run").train()
-    monkeypatch.setattr(index, "_DEADLINE_SECS", 0.1)
+    monkeypatch.setattr(library, "_DEADLINE_SECS", 0.1)
     capsys.readouterr()
     with mute_server() as port:
         began = time.monotonic()

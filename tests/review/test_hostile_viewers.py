@@ -14,12 +14,12 @@ import pytest
 
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.tools.report import run_data
-from torchrelay.tools.report.dashboard import server as serving
-from torchrelay.tools.report.dashboard.index import RunStore
-from torchrelay.tools.report.dashboard.server import DashboardServer
+from torchrelay.tools.report import server as serving
 from torchrelay.tools.report.gather import gather
 from torchrelay.tools.report.page import report_page
 from torchrelay.tools.report.run_data import Limits
+from torchrelay.tools.report.run_list import RunStore
+from torchrelay.tools.report.server import DashboardServer
 
 EVIL = "</script><img src=x onerror=alert(1)>\" ' \u202e\x1b[31m"
 

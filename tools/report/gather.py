@@ -19,13 +19,13 @@ from torchrelay.tools.report.checkpoints import (
     committed_of,
     happened,
     manifests_of,
+    norms_of,
     rewinds_of,
     rows_of,
     saves_of_tries,
     saves_told,
     sizes_of,
 )
-from torchrelay.tools.report.norms import norms_of
 from torchrelay.tools.report.run_data import (
     Attempt,
     Event,

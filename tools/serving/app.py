@@ -20,8 +20,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.records import dataclass
 from torchrelay.runners.programs.request import Limits
-from torchrelay.tools.report.dashboard.access import SHORTEST_TOKEN, Access, is_loopback
-from torchrelay.tools.report.html import Markup, el
+from torchrelay.tools.report.html import SHORTEST_TOKEN, Access, Markup, el, is_loopback
 from torchrelay.tools.serving.batching import Computing
 from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError, tell, unavailable
 from torchrelay.tools.serving.handlers import Holder, Served

@@ -21,7 +21,7 @@ from torchrelay.runners.monitoring.console import Output, human_number
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.resolve import Selected, parse_selector, select
 from torchrelay.tools.cli.arguments import Add, add_blobs, whole_number
-from torchrelay.tools.cli.epochs import entry_json
+from torchrelay.tools.cli.runs.ls import entry_json
 
 _ENTRIES, _SHOWN, _DIGITS = 3, 40, 8
 _LIBRARIES = ("numpy", "ndarray")  # and those with a dot, torch.dtype

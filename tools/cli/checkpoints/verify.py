@@ -32,7 +32,7 @@ from torchrelay.runners.remote_runs.resolve import (
     parse_selector,
 )
 from torchrelay.tools.cli.arguments import Add, add_epoch, add_single_writer
-from torchrelay.tools.cli.epochs import current_keys, entry_json, states_of
+from torchrelay.tools.cli.runs.ls import current_keys, entry_json, states_of
 
 NOT_PROVED = StorageError.exit_code
 NONE_LEFT = NoProvableEpochError.exit_code

@@ -28,7 +28,7 @@ from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, finite, human_number, time_text
 from torchrelay.runners.remote_runs.resolve import Place, each_run, locate
 from torchrelay.tools.cli.arguments import Add, add_run
-from torchrelay.tools.cli.epochs import best_of, metrics_of
+from torchrelay.tools.cli.runs.ls import best_of, metrics_of
 from torchrelay.tools.cli.runs.run_library import add_library, find_run
 
 _COMPARED = ("argv", "python", "torch", "world", "packages", "config_id", "overrides", "platform")

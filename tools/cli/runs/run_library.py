@@ -18,7 +18,7 @@ from torchrelay.runners.monitoring.console import finite, human_number
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.remote_runs.names import for_a_look, is_remote, last_name, parent, travels
 from torchrelay.runners.remote_runs.resolve import existing_directory, locate_run
-from torchrelay.tools.cli.epochs import best_of
+from torchrelay.tools.cli.runs.ls import best_of
 
 _DEPTH = 4
 """`runs/<name>/<runner>/<id>` is the deepest that torchrelay makes."""

@@ -29,8 +29,8 @@ from torchrelay.tools.cli.arguments import Add, add_run
 from torchrelay.tools.report.run_data import Limits
 
 if TYPE_CHECKING:
-    from torchrelay.tools.report.dashboard.index import RunStore
-    from torchrelay.tools.report.dashboard.server import DashboardServer
+    from torchrelay.tools.report.run_list import RunStore
+    from torchrelay.tools.report.server import DashboardServer
 
 
 _COLUMNS = ("run", "state", "epoch", "step", "rate", "eta", "last save")
@@ -311,7 +311,7 @@ def add_dashboard(verb: Callable[..., argparse.ArgumentParser]) -> None:
 
 def dashboard(chosen: argparse.Namespace, output: Output) -> int:
     """Serve until SIGINT or SIGTERM, which end it at once, with 0."""
-    from torchrelay.tools.report.dashboard.server import DashboardServer
+    from torchrelay.tools.report.server import DashboardServer
 
     store = _store(chosen.runs)
     limits = limits_of(chosen)
@@ -327,10 +327,10 @@ def dashboard(chosen: argparse.Namespace, output: Output) -> int:
 
 def _store(text: str) -> RunStore:
     if is_remote(text):
-        from torchrelay.tools.report.dashboard.index import FarRuns
+        from torchrelay.tools.report.run_list import FarRuns
 
         return FarRuns(text)
-    from torchrelay.tools.report.dashboard.index import RunStore
+    from torchrelay.tools.report.run_list import RunStore
 
     return RunStore(Path(text))
 

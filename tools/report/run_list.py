@@ -20,9 +20,8 @@ from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
 from torchrelay.tools.report.charts import Scale, scale_of, thinned
 from torchrelay.tools.report.gather import best_of, points_of
 from torchrelay.tools.report.html import Child, Markup, count, el, moment, scrolling, section, table
-from torchrelay.tools.report.page import whole_page
+from torchrelay.tools.report.page import best_text, state_of, whole_page
 from torchrelay.tools.report.run_data import RunFacts, Troubles, course_of, moment_of
-from torchrelay.tools.report.sections.overview import best_text, state_of
 
 MOST_RUNS = 1000
 _LOOK_SECS = 10

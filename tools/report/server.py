@@ -19,11 +19,11 @@ from urllib.parse import unquote, urlsplit
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.tools.report.dashboard.access import COOKIE, checked, token_in
-from torchrelay.tools.report.dashboard.index import RunStore, glance, index_page, signature
 from torchrelay.tools.report.gather import gather
+from torchrelay.tools.report.html import COOKIE, checked, token_in
 from torchrelay.tools.report.page import policy, report_page
 from torchrelay.tools.report.run_data import Limits, RunFacts
+from torchrelay.tools.report.run_list import RunStore, glance, index_page, signature
 
 
 class Lines:

@@ -1,1 +1,0 @@
-"""Verbs that run something: programs, configurations, launches, a server."""

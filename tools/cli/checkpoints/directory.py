@@ -1,0 +1,355 @@
+"""`torchrelay ckpt show|du|repair`: what an epoch holds, where bytes lie, a directory put in order."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.position import Position, matches, matches_any
+from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.format.names import nearest, position_of
+from torchrelay.checkpoint.inspect.repair import Finding, Inventory, TryUse, Usage, take_inventory, usage_of
+from torchrelay.checkpoint.load.info import BlobLine, EpochTable, largest, read_table
+from torchrelay.checkpoint.log.record import slot_path
+from torchrelay.checkpoint.log.view import LogView
+from torchrelay.errors import DamagedError, StorageError, UsageError
+from torchrelay.jobs.runtime import undisturbed
+from torchrelay.metadata.run_directory import FORMAT, RunDirectory
+from torchrelay.runners.monitoring.console import Output, finite, human_number
+from torchrelay.runners.monitoring.text import human_bytes
+from torchrelay.runners.remote_runs.resolve import Place, Selected, locate, select
+from torchrelay.tools.cli.arguments import Add, add_blobs, add_epoch, add_place, add_single_writer
+from torchrelay.tools.cli.runs.ls import current_keys, entry_json, marks_of, metrics_text, states_of
+
+_COLUMNS = ("name", "kind", "scope", "dtype", "shape", "leaves", "bytes", "written in")
+_SHOWN = 1000
+
+
+def add_epoch_show(add: Add) -> None:
+    """Define `ckpt show`."""
+    parser = add("show", "say what an epoch holds: its blobs with kind, type, shape, scope and bytes", show)
+    add_epoch(parser)
+    add_blobs(parser)
+    parser.add_argument("--leaves", action="store_true", help="every tensor and value by itself")
+    parser.add_argument(
+        "--all", action="store_true", help=f"all of them, also where there are more than {_SHOWN:,}"
+    )
+
+
+def show(chosen: argparse.Namespace, output: Output) -> int:
+    """Print what the epoch is, then its blobs: of very many the largest."""
+    selected = select(chosen.path)
+    with undisturbed():
+        table = read_table(selected.place.storage, selected.entry)
+        sizes = table.leaf_sizes if chosen.leaves else table.sizes
+        names = _asked(table.leaves if chosen.leaves else list(table.blobs), chosen.blobs)
+        shown = set(names) if chosen.all else largest(sizes, names, _SHOWN)
+        lines = list(table.leaf_lines(shown) if chosen.leaves else table.blob_lines(shown))
+    for notice in selected.view.notices:
+        output.notice(notice)
+    if output.json:
+        output.value(_epoch_json(selected, table, lines, len(names)))
+        return 0
+    for line in _head(selected, table):
+        output.line(line)
+    output.table(_COLUMNS, [_blob_cells(selected, line) for line in lines])
+    if len(names) > len(lines):
+        left = sum(sizes.get(name, 0) for name in names if name not in shown)
+        more = f"{len(names) - len(lines):,} smaller ones ({human_bytes(left)})"
+        output.line(f"... and {more}: --all shows them, --blobs PATTERN some")
+    return 0
+
+
+def _asked(names: Sequence[str], patterns: Collection[str] | None) -> Sequence[str]:
+    if patterns is None:
+        return names
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            raise UsageError(f"--blobs {pattern!r} means nothing here{nearest(pattern, names)}")
+    return [name for name in names if matches_any(name, patterns)]
+
+
+def _head(selected: Selected, table: EpochTable) -> list[str]:
+    entry, facts = selected.entry, table.facts
+    states = _states(selected)
+    after = f"after {human_number(facts.elapsed_secs)} s  {metrics_text(facts.metrics)}"
+    where = f"{len(table.nodes)} node{'s' * (len(table.nodes) > 1)} on {', '.join(table.hosts)}"
+    return [
+        f"epoch {entry.position}  branch {entry.branch}  {entry.try_name}  {', '.join(states) or 'ok'}",
+        f"{where}  step {facts.total_steps}  {after}".rstrip(),
+        f"{len(table.blobs)} blobs, {human_bytes(sum(table.sizes.values()))} on one node",
+    ]
+
+
+def _states(selected: Selected) -> list[str]:
+    entry, view = selected.entry, selected.view
+    return [*states_of(entry, current_keys(view)), *marks_of(view, entry)]
+
+
+def _blob_cells(selected: Selected, line: BlobLine) -> tuple[str, ...]:
+    return (
+        line.name,
+        line.kind,
+        line.scope,
+        ", ".join(line.dtypes) or "-",
+        "-" if line.shape is None else "x".join(map(str, line.shape)) or "scalar",
+        str(line.leaves),
+        human_bytes(line.bytes),
+        " ".join(f"e{one}" for one in _written(selected, line)),
+    )
+
+
+def _written(selected: Selected, line: BlobLine) -> list[str]:
+    """The positions whose tries hold the bytes: others than the epoch's own where they are referenced."""
+    return [str(position_of(selected.entry.tries[source])) for source in line.sources]
+
+
+def _epoch_json(
+    selected: Selected, table: EpochTable, lines: Sequence[BlobLine], count: int
+) -> dict[str, Any]:
+    entry, facts = selected.entry, table.facts
+    return {
+        **entry_json(entry),
+        "needs": list(entry.needs),
+        "states": _states(selected),
+        "nodes": list(table.nodes),
+        "hosts": list(table.hosts),
+        "metrics": {name: finite(value) for name, value in facts.metrics.items()},
+        "total_steps": facts.total_steps,
+        "elapsed_secs": facts.elapsed_secs,
+        "seed": facts.seed,
+        "bytes": sum(table.sizes.values()),
+        "blobs": [
+            {
+                "name": line.name,
+                "kind": line.kind,
+                "scope": line.scope,
+                "dtypes": list(line.dtypes),
+                "shape": None if line.shape is None else list(line.shape),
+                "leaves": line.leaves,
+                "bytes": line.bytes,
+                "written_in": _written(selected, line),
+            }
+            for line in lines
+        ],
+        "left_out": count - len(lines),
+        "notices": list(selected.view.notices),
+    }
+
+
+_BLOBS = 10
+
+
+def add_du(add: Add) -> None:
+    """Define `ckpt du`."""
+    add_place(add("du", "say where the bytes lie: by epoch, by group, by blob, shared, orphaned", du))
+
+
+def du(chosen: argparse.Namespace, output: Output) -> int:
+    """List all files and say whose they are; reads the log and one manifest."""
+    place = locate(chosen.path)
+    view = place.log()
+    usage = usage_of(place.storage, view)
+    blobs = _largest_blobs(place, view)
+    for notice in view.notices:
+        output.notice(notice)
+    if output.json:
+        output.value(_json(view, usage, blobs))
+        return 0
+    if usage.tries:
+        groups = sorted(usage.by_group)
+        columns = ("epoch", "branch", "bytes", *groups, "referred to by", "frees", "try")
+        tries = sorted(usage.tries, key=_place_in_line)
+        output.table(columns, [_cells(one, groups) for one in tries], spare=("try",))
+    for name, nbytes in blobs.items():
+        output.line(f"newest epoch, blob {name}: {human_bytes(nbytes)}")
+    for line in _sums(view, usage):
+        output.line(line)
+    return 0
+
+
+def _largest_blobs(place: Place, view: LogView) -> Mapping[str, int]:
+    """Of the newest epoch, on one node; empty where its manifest cannot be read, which `verify` tells."""
+    newest = view.newest(boundary=True)
+    try:
+        sizes = {} if newest is None else dict(read_table(place.storage, newest).sizes)
+    except StorageError:
+        return {}
+    chosen = largest(sizes, list(sizes), _BLOBS)
+    return dict(sorted(((name, sizes[name]) for name in chosen), key=lambda one: (-one[1], one[0])))
+
+
+def _place_in_line(one: TryUse) -> tuple[bool, Position, int, str]:
+    """Epochs by number, then by branch; behind them what is none."""
+    entry = one.entry
+    if entry is None:
+        return (True, Position(0), 0, one.name)
+    return (False, entry.position, entry.branch, one.name)
+
+
+def _cells(one: TryUse, groups: list[str]) -> tuple[str, ...]:
+    entry = one.entry
+    return (
+        one.standing if entry is None else str(entry.position),
+        "-" if entry is None else str(entry.branch),
+        human_bytes(one.bytes),
+        *(human_bytes(one.groups.get(group, 0)) for group in groups),
+        str(one.needed_by) if one.needed_by else "-",
+        human_bytes(one.frees),
+        one.name,
+    )
+
+
+def _sums(view: LogView, usage: Usage) -> list[str]:
+    groups = ", ".join(f"{group} {human_bytes(size)}" for group, size in sorted(usage.by_group.items()))
+    live, shared, free = (human_bytes(n) for n in (usage.total("live"), usage.shared, usage.freed_by_last))
+    lines = [
+        f"live: {live} in {len(view.entries)} epochs{f' ({groups})' if groups else ''}",
+        f"shared: {shared} in epochs that newer ones refer to",
+        f"retention: keeping the newest epoch alone (keep_last=1) would free {free}",
+    ]
+    if retired := usage.total("retired"):
+        lines.append(
+            f"retired, not deleted yet: {human_bytes(retired)}; torchrelay ckpt repair finishes that"
+        )
+    if orphans := usage.total("orphan"):
+        busy = "" if view.released else ", unless the job that writes there is saving"
+        lines.append(
+            f"orphans: {human_bytes(orphans)}{busy}; torchrelay ckpt repair --delete-orphans deletes them"
+        )
+    return lines
+
+
+def _json(view: LogView, usage: Usage, blobs: Mapping[str, int]) -> dict[str, object]:
+    return {
+        "live_bytes": usage.total("live"),
+        "retired_bytes": usage.total("retired"),
+        "orphan_bytes": usage.total("orphan"),
+        "shared_bytes": usage.shared,
+        "keep_last_1_frees_bytes": usage.freed_by_last,
+        "groups": dict(sorted(usage.by_group.items())),
+        "largest_blobs": dict(blobs),
+        "tries": [_try_json(one) for one in usage.tries],
+        "notices": list(view.notices),
+    }
+
+
+def _try_json(one: TryUse) -> dict[str, object]:
+    entry = one.entry
+    return {
+        "try": one.name,
+        "standing": one.standing,
+        "epoch": None if entry is None else entry.position.epoch,
+        "step": None if entry is None else entry.position.step,
+        "branch": None if entry is None else entry.branch,
+        "bytes": one.bytes,
+        "groups": dict(one.groups),
+        "needed_by": one.needed_by,
+        "frees_bytes": one.frees,
+    }
+
+
+REASON = "made again by repair: how the run ended is not known"
+
+
+def lost_notes(place: Place, view: LogView | None) -> tuple[Finding, ...]:
+    """`run.json` and `status.json`, where they are missing or damaged and the log is there."""
+    if place.run is None or place.run.url is not None or view is None or view.slot < 0:
+        return ()
+    found: list[Finding] = []
+    for name, read in (("run.json", place.run.identity), ("status.json", place.run.status)):
+        try:
+            reason = "" if read() else "is missing"
+        except DamagedError as error:
+            reason = str(error)
+        if reason:
+            found.append(Finding("mend", "note", f"../{name}", f"{reason}; the log tells what it needs"))
+    return tuple(found)
+
+
+def write_notes(place: Place, view: LogView | None, notes: tuple[Finding, ...]) -> None:
+    """Write these anew. The times, the command and which parts of the end were done are lost."""
+    if place.run is None or view is None:
+        return
+    newest = view.newest(boundary=True)
+    manifest: Manifest | None = None
+    if newest is not None:
+        with suppress(OSError):
+            manifest = codec.read(place.storage, newest)
+    paths = {one.path for one in notes}
+    if "../run.json" in paths:
+        place.run.write_identity(_identity(place.run, view, manifest))
+    if "../status.json" in paths:
+        epoch = None if newest is None else newest.position.epoch
+        place.run.write_status("STOPPED", epoch=epoch, generation=view.generation, reason=REASON)
+
+
+def _identity(run: RunDirectory, view: LogView, manifest: Manifest | None) -> dict[str, Any]:
+    """The run's id is in its epochs; today's program says again what "best" means."""
+    known = manifest.facts.run_id if manifest is not None else None
+    return {
+        "format": FORMAT,
+        "uuid": known or view.job_uuid,
+        "job": view.job_name or run.name,
+        "created": round((run.path / "checkpoints" / slot_path(0)).stat().st_mtime, 3),
+        "best": None,
+        "world_size": None if manifest is None else len(manifest.world.nodes),
+        "command": [],
+        "python": "",
+    }
+
+
+_WORDS = {"mend": "to mend", "delete": "orphan", "keep": "left alone"}
+
+
+def add_repair(add: Add) -> None:
+    """Define `repair`."""
+    parser = add(
+        "repair",
+        "make again what follows from the log, finish deletions, list what no record refers to",
+        repair,
+    )
+    add_place(parser)
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    parser.add_argument(
+        "--delete-orphans", action="store_true", help="delete what no record refers to; foreign files stay"
+    )
+    add_single_writer(parser)
+
+
+def repair(chosen: argparse.Namespace, output: Output) -> int:
+    """Mend and tell; returns 0, 4 where a job writes there, 5 while something that epochs need is lost."""
+    place = locate(chosen.path, single_writer=chosen.single_writer)
+    if chosen.dry_run:
+        found = take_inventory(place.storage)
+        notes = lost_notes(place, found.view)
+        return _tell(output, found, notes, (), delete=chosen.delete_orphans)
+    from torchrelay.checkpoint.inspect.repair import repair as mend
+
+    repaired = mend(place.storage, delete=chosen.delete_orphans)
+    notes = lost_notes(place, repaired.after.view)
+    write_notes(place, repaired.after.view, notes)
+    return _tell(output, repaired.after, (), (*repaired.done, *notes), delete=False)
+
+
+def _tell(
+    output: Output, left: Inventory, notes: Sequence[Finding], done: Sequence[Finding], *, delete: bool
+) -> int:
+    findings = (*left.findings, *notes)
+    bad = [one for one in findings if one.kind in ("lost base", "lost epoch")]
+    if output.json:
+        output.value({"done": [one.json() for one in done], "left": [one.json() for one in findings]})
+        return StorageError.exit_code if bad else 0
+    for one in done:
+        output.line(f"{'deleted' if one.does == 'delete' else 'mended'}  {one.kind}  {one.path}: {one.text}")
+    for one in findings:
+        word = "would be deleted" if delete and one.does == "delete" else _WORDS[one.does]
+        output.line(f"{word}  {one.kind}  {one.path}: {one.text}")
+    if not done and not findings:
+        output.line("all is in order; whether the epochs are whole, `torchrelay ckpt verify` tells")
+    elif any(one.does == "delete" for one in findings) and not delete:
+        output.line("--delete-orphans deletes the orphans")
+    return StorageError.exit_code if bad else 0

@@ -1,0 +1,384 @@
+"""The verbs of programs and configurations, `train|test|eval|server|status|package|amend`, and `serve`.
+
+Without a program they are those of a configuration alone.
+
+torch is imported when it runs; for the run of a program not even then, because its archived code runs in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torchrelay.checkpoint.storage.urls import is_url
+from torchrelay.errors import RelayError, UsageError
+from torchrelay.metadata.experiments import ProgramRun, newest_result, read_note
+from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import dataclass
+from torchrelay.runners.monitoring.console import Output
+from torchrelay.runners.monitoring.status import standing
+from torchrelay.runners.programs.archived_code import perform_archived
+from torchrelay.runners.programs.request import VERBS, Request, ServeOptions, add_options, add_serve_options
+from torchrelay.runners.remote_runs.names import is_remote
+from torchrelay.runners.remote_runs.resolve import Place, Selector, existing_directory, locate, parse_selector
+from torchrelay.tools.cli.arguments import Add, add_model_options
+from torchrelay.tools.serving.serve import check_installed, say, serve
+
+if TYPE_CHECKING:
+    from torchrelay.runners.artifacts.loaded_model import LoadedModel
+    from torchrelay.tools.serving.handlers import Source
+
+
+def is_run(text: str) -> bool:
+    """Whether what stands for the program is a run: a URL, or a directory with the notes of one."""
+    return is_remote(text) or (Path(text) / "run.json").is_file()
+
+
+def run_status(text: str, chosen: argparse.Namespace, output: Output) -> int:
+    """Print it; with `--check` the exit code is 1 where the same command would go on with it, else 0."""
+    place = locate(text)
+    if place.run is None:
+        raise UsageError(f"{text} holds checkpoints but no run: torchrelay ls lists its epochs")
+    stands, told = standing(place.run.path), _told(place, place.run)
+    if output.json:
+        output.value(told)
+    else:
+        why = f" ({told['why']})" if told["why"] else ""
+        epoch = "no epoch saved" if told["epoch"] is None else f"newest epoch {told['epoch']}"
+        message = f", {told['message']!r}" if told["message"] else ""
+        output.line(f"run {told['id']}: {told['state']}{why}, {epoch}{message}")
+        if told["test"] is not None:
+            output.line(f"tested at epoch {told['test']['epoch']}")
+    return 1 if chosen.check and not stands.over else 0
+
+
+def _told(place: Place, run: RunDirectory) -> dict[str, Any]:
+    stands, result, note = standing(run.path), newest_result(run.path), read_note(run.path)
+    epoch = None
+    with suppress(RelayError):
+        newest = place.log().newest(boundary=True)
+        epoch = None if newest is None else newest.position.epoch
+    return {
+        "id": run.name,
+        "path": str(run.where),
+        "state": stands.word,
+        "why": stands.why,
+        "epoch": epoch,
+        "message": "" if note is None else note.message,
+        "test": None if result is None else {"epoch": result.get("epoch"), **(result.get("metrics") or {})},
+    }
+
+
+_PROGRAM = re.compile(r".*\.py|[^\W\d][\w.]*:[^\W\d]\w*")
+
+
+def add_train(add: Add) -> None:
+    """Define `train`."""
+    _add(add, "train")
+
+
+def add_test(add: Add) -> None:
+    """Define `test`."""
+    _add(add, "test")
+
+
+def add_eval(add: Add) -> None:
+    """Define `eval`."""
+    _add(add, "eval")
+
+
+def add_server(add: Add) -> None:
+    """Define `server`."""
+    _add(add, "server")
+
+
+def add_status(add: Add) -> None:
+    """Define `status`."""
+    _add(add, "status")
+
+
+def add_amend(add: Add) -> None:
+    """Define `amend`."""
+    _add(add, "amend")
+
+
+def add_package(add: Add) -> None:
+    """Define `package`."""
+    add_model_options(_add(add, "package"))
+
+
+def _add(add: Add, verb: str) -> argparse.ArgumentParser:
+    parser = add(verb, VERBS[verb], partial(_perform, verb))
+    text = "script.py, or package.module:Class"
+    text += {"package": ", or a run, RUN@best", "status": ", or a run or its URL"}.get(
+        verb, "; without one -m says all"
+    )
+    alone = verb != "package"  # what a configuration alone can do
+    nargs = "?" if alone else None
+    parser.add_argument("program", metavar="PROGRAM", nargs=nargs, help=text)
+    add_options(parser, verb)
+    return parser
+
+
+def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
+    """Hand over to the program, or to the steps of the configuration, which end the process."""
+    if verb == "eval" and chosen.program is not None and chosen.config is not None:
+        _without_program(chosen)
+    if verb == "status" and chosen.program is not None and is_run(chosen.program):
+        return run_status(chosen.program, chosen, output)
+    _refuse_configuration(verb, chosen.program)
+    request = Request.of(chosen, verb)
+    if chosen.program is None and request.config is None:
+        raise UsageError(f"{verb} what? Give a PROGRAM, or a configuration with -m")
+    output.close()
+    if chosen.program is None:
+        from torchrelay.runners.programs.config_cli import perform_configuration
+        from torchrelay.runners.training.exit import run_and_leave
+
+        run_and_leave(lambda: perform_configuration(request))
+    if verb == "package":
+        typed = Typed(chosen.model, chosen.blob, tuple(chosen.input or ()))
+        if (code := package_run(chosen.program, request, typed)) is not None:
+            return code
+    from torchrelay.runners.programs.cli import load_and_perform
+
+    load_and_perform(chosen.program, request)
+    raise UsageError(f"{chosen.program} left without an exit code")
+
+
+def _refuse_configuration(verb: str, program: str | None) -> None:
+    """A configuration where the program is to stand; raises UsageError with how it is given."""
+    if program is not None and program.endswith((".yaml", ".yml")):
+        raise UsageError(f"{program} is a configuration and no program: torchrelay {verb} -m {program}")
+
+
+def _without_program(chosen: argparse.Namespace) -> None:
+    """`eval -m config.yaml IN OUT`: what is not written like a program is the first file."""
+    if not _PROGRAM.fullmatch(chosen.program):
+        chosen.paths = [chosen.program, *chosen.paths]
+        chosen.program = None
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What was typed of the model: `--model module:function`, `--blob`, `--input` as often as wanted."""
+
+    model: str | None = None
+    blob: str | None = None
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were."""
+        known = {"--model": self.model, "--blob": self.blob, "--input": self.inputs}
+        return [name for name, value in known.items() if value]
+
+
+def package_run(target: str, request: Request, typed: Typed) -> int | None:
+    """Package the run that a text means; None where it means no run, and no checkpoints of a `--model`.
+
+    The program of a run does it by its archived script, in a process of its own. Any other model is made
+    here, by the archived configuration or by `--model`. Raises UsageError for options that are for others.
+    """
+    selector = parse_selector(target)
+    path = Path(selector.path).absolute()
+    if not path.is_dir() and not (is_url(selector.path) and typed.model is not None):
+        if typed.given:
+            raise UsageError(f"{', '.join(typed.given)}: for a run by its directory, which {target} is not")
+        if selector.wish is not None and not is_url(selector.path):
+            existing_directory(selector.path)
+        return None
+    if request.run_id is not None or request.ignore or (selector.wish and request.epoch is not None):
+        raise UsageError(f"{target} says which run and epoch: leave --run, --ignore and --epoch out")
+    epoch = request.epoch if selector.wish is None else selector.epoch
+    note = read_note(path) if path.is_dir() else None
+    if note is None:
+        locate(selector.path)
+    if note is None or not note.is_of_program or typed.model is not None:
+        return _package_here(selector, epoch or "last", request, typed)
+    if typed.given:
+        raise UsageError(f"{', '.join(typed.given)}: the program of the run says it; or give --model, too")
+    return perform_archived(ProgramRun(path, note), request, epoch)
+
+
+def _package_here(selector: Selector, epoch: str, request: Request, typed: Typed) -> int:
+    from torchrelay.models.package.api import save
+    from torchrelay.runners.artifacts.loaded_model import loaded_model, named, typed_inputs
+    from torchrelay.runners.programs.command_context import say
+    from torchrelay.runners.programs.eval import lacking
+
+    if request.config is not None:
+        raise UsageError("-m is for programs: a run has its configuration")
+    model = None if typed.model is None else named(typed.model, "--model")
+    given = typed_inputs(typed.inputs)
+    inputs: Any = given.tensors or None
+    with loaded_model(selector.path, epoch, model=model, blob=typed.blob, inputs=inputs) as found:
+        made = save(
+            request.out or "", found.module, found.inputs, dynamic=given.dynamic or None,
+            metadata=_metadata(selector.path, found), drop_unused=found.of_batches,
+            overwrite=request.overwrite,
+        )  # fmt: skip
+    say(f"epoch {found.opened.epoch} of {Path(selector.path).name}: {made.where}{lacking(made)}")
+    return 0
+
+
+def _metadata(where: str, found: LoadedModel) -> dict[str, Any]:
+    from torchrelay.models.package.api import code_id_of_run
+
+    known = {"run": Path(where).name, "epoch": found.opened.epoch, "code_id": code_id_of_run(where)}
+    return {key: value for key, value in known.items() if value is not None}
+
+
+_BLOB = "model"
+
+
+def add_serve(add: Add) -> None:
+    """Define `serve`."""
+    parser = add("serve", "answer over HTTP with the model of an epoch, or of a package", serve_model)
+    where = "a run, a directory of checkpoints or its URL, with @7, @last, @best as ever; or a package"
+    parser.add_argument("path", metavar="RUN[@EPOCH]|PACKAGE", help=where)
+    parser.add_argument(
+        "--epoch", dest="at_epoch", metavar="N", help="the same as behind @: 7, last, best, or 7,branch=0"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="makes the module; of the run of a program or configuration its archived code does",
+    )
+    parser.add_argument("--blob", metavar="NAME", help=f"what of the epoch goes into it (default: {_BLOB})")
+    parser.add_argument("--handler", metavar="MODULE:CLASS", help="what stands around the module")
+    parser.add_argument("--signature", metavar="FILE", help="JSON: what it takes and gives, to be held to")
+    parser.add_argument("--device", metavar="D", help="where to compute (default: cpu)")
+    add_serve_options(parser)
+
+
+def serve_model(chosen: argparse.Namespace, output: Output) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    options = ServeOptions.of(chosen)
+    check_installed()
+    if Path(chosen.path).is_file():
+        _check_kind(Path(chosen.path))
+        _refuse_given(chosen, ("model", "blob", "signature"), "a package has its own")
+        return _served(options, lambda: _package(chosen))
+    selector = parse_selector(chosen.path)
+    if chosen.model is not None:
+        return _served(options, lambda: _named_model(chosen, selector))
+    note = read_note(Path(selector.path)) if Path(selector.path).is_dir() else None
+    if note is None or not note.is_of_program:
+        _serve_configured(chosen, selector, options)
+    from torchrelay.runners.programs.archived_code import run_process
+
+    _refuse_given(chosen, ("blob", "handler", "signature", "device"), "the program says it; or give --model")
+    run = ProgramRun(Path(selector.path).absolute(), note)
+    words = [*options.words(), *(["--epoch", selector.epoch] if selector.wish is not None else [])]
+    output.close()
+    return run_process(run, "server", words)
+
+
+def _serve_configured(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> NoReturn:
+    from torchrelay.runners.remote_runs.resolve import locate
+
+    _check_there(selector)
+    locate(selector.path)
+    if is_url(selector.path) or not (Path(selector.path) / "run.json").is_file():
+        raise UsageError(
+            f"{selector.path} has checkpoints alone, so nothing tells their model: give --model "
+            "module:function"
+        )
+    from torchrelay.runners.training.exit import run_and_leave
+
+    work = _by_program if chosen.handler is None else _by_handler
+    run_and_leave(lambda: work(chosen, selector, options))
+
+
+def _by_program(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> int:
+    """Serve a program of the model that the run's archived source and configuration make."""
+    from torchrelay.tools.serving.program_server import serve_run
+
+    _refuse_given(chosen, ("signature",), "the program of the run's model has its own")
+    return serve_run(selector.path, selector.epoch, options, chosen.blob, chosen.device)
+
+
+def _by_handler(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> int:
+    """Serve that model itself, its code and all, by a handler of the user's."""
+    from torchrelay.runners.artifacts.rebuild import rebuilt
+
+    with rebuilt(Path(selector.path).resolve(), None, chosen.blob) as found:
+        return serve(options, lambda: _plain(chosen, selector, lambda: found.make().module, found.blob))
+
+
+def _check_kind(path: Path) -> None:
+    """Raise UsageError for a file that was never a package; a damaged one is told when it is read."""
+    try:
+        with path.open("rb") as file:
+            begins = file.read(2)
+    except OSError:
+        return
+    if begins != b"PK":
+        remedy = (
+            f"python {path} server serves a program" if path.suffix == ".py" else "torchrelay.save makes one"
+        )
+        raise UsageError(f"{path} is no model package; {remedy}, or give a run")
+
+
+def _check_there(selector: Selector) -> None:
+    path = Path(selector.path)
+    if path.is_file():
+        raise UsageError(f"{path} is a file, which has one epoch at most: leave what is behind @ out")
+    if not is_url(selector.path) and not path.exists() and selector.wish is None:
+        raise UsageError(f"there is no {path}: give a run, a directory of checkpoints, or a model package")
+
+
+def _served(options: ServeOptions, source: Any) -> NoReturn:
+    """Leave with its code, and with the traceback of what a function of the user raised."""
+    from torchrelay.runners.training.exit import run_and_leave
+
+    run_and_leave(lambda: serve(options, source))
+
+
+def _named_model(chosen: argparse.Namespace, selector: Selector) -> Source:
+    from torchrelay.runners.artifacts.loaded_model import named
+
+    return _plain(chosen, selector, named(chosen.model, "--model"), chosen.blob or _BLOB)
+
+
+def _plain(chosen: argparse.Namespace, selector: Selector, make: Callable[[], Any], blob: str) -> Source:
+    from torchrelay.tools.serving.model_sources import (
+        EpochSource,
+        PlainModel,
+        code_id_of_run,
+        handler_of,
+        name_of,
+        read_signature,
+    )
+
+    where = selector.path
+    model = PlainModel(
+        name_of(where),
+        make,
+        blob,
+        handler_of(chosen.handler),
+        read_signature(chosen.signature),
+        chosen.device,
+        code_id_of_run(Path(where)),
+    )
+    return EpochSource(where, selector.epoch, model, say)
+
+
+def _package(chosen: argparse.Namespace) -> Source:
+    from torchrelay.tools.serving.model_sources import PackageSource, handler_of
+
+    handler = None if chosen.handler is None else handler_of(chosen.handler)
+    return PackageSource(chosen.path, handler, chosen.device)
+
+
+def _refuse_given(chosen: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if getattr(chosen, name) is not None:
+            raise UsageError(f"--{name}: {why}; leave it out")

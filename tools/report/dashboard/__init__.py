@@ -1,1 +1,0 @@
-"""Pages about runs served over HTTP, rendered anew when files change. Reads only, without torch."""

@@ -1,1 +1,0 @@
-"""The sections of a page, each drawn from what was gathered."""
