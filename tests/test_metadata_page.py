@@ -15,7 +15,7 @@ from torchrun import clean_environment
 from warm import PLACE, server, warmed
 
 from torchrelay.metadata.handlers import MetadataHandler
-from torchrelay.metadata.sql.tables import VERSION, metadata
+from torchrelay.metadata.sql.database import VERSION, metadata
 from torchrelay.tools.cli.main import main
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/metadata.md").read_text()

@@ -12,7 +12,7 @@ import pytest
 from torchrun import clean_environment
 from warm import PLACE, server, warmed
 
-from torchrelay.metadata.sinks.registry import _BUILT_IN, GROUP
+from torchrelay.metadata.sinks.trackers import _BUILT_IN, GROUP
 from torchrelay.runners.monitoring.text import Sight, stamped
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/tracking.md").read_text()

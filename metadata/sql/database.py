@@ -1,4 +1,9 @@
-"""One database: every call is a connection and a transaction of its own, so that none can be stale.
+"""One database: its tables, described in docs/metadata.md, and a connection for every call.
+
+So it is by how two rows of one key become one: `MERGES` says for each column which of two values stays. All
+of them are the least or the greatest, the columns of a job alone go together with its newest generation.
+
+A change that older versions cannot live with raises VERSION.
 
 What a driver raises becomes a StorageError with the URL, without its password, and the reason.
 """
@@ -7,20 +12,244 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Select, create_engine, event, func, select, text
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    DateTime,
+    Double,
+    Engine,
+    MetaData,
+    PrimaryKeyConstraint,
+    Select,
+    String,
+    Table,
+    and_,
+    case,
+    create_engine,
+    event,
+    func,
+    insert,
+    inspect,
+    or_,
+    select,
+    text,
+)
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from torchrelay.errors import StorageError
+from torchrelay.errors import FormatError, StorageError
 from torchrelay.metadata.handlers import EPOCH, Note
-from torchrelay.metadata.sql import tables
-from torchrelay.metadata.sql.tables import has_tables, make_tables, put, rows_of
-from torchrelay.metadata.sql.url import masked, secrets_of, without
+from torchrelay.metadata.sql.handler import masked, secrets_of, without
+
+Row = dict[str, Any]
+Rows = dict[str, list[Row]]
+MERGES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "relay_jobs": {"name": max, "prefix": max, "generation": max},
+    "relay_branches": {"base": max},
+    "relay_epochs": {"branch": max, "nodes": max, "saved_at": min},
+    "relay_moved": {"bytes": max},
+    "relay_durations": {"secs": max},
+}
+"""The columns that are no part of a key, and how two values become one."""
+
+
+def rows_of(notes: Iterable[Note]) -> Rows:
+    """The rows that notes make, by table; one per key."""
+    found: dict[str, dict[tuple[Any, ...], Row]] = {table: {} for table in MERGES}
+    for note in notes:
+        for table, row in _rows_of(note):
+            merges = MERGES[table]
+            key = tuple(value for name, value in row.items() if name not in merges)
+            known = found[table].setdefault(key, row)
+            if known is not row:
+                found[table][key] = merged(table, known, row)
+    return {table: list(rows.values()) for table, rows in found.items()}
+
+
+def merged(table: str, one: Row, other: Row) -> Row:
+    """One row of two with the same key."""
+    if table == "relay_jobs" and one["generation"] != other["generation"]:
+        return max(one, other, key=lambda row: row["generation"])
+    result = dict(one)
+    for name, choose in MERGES[table].items():
+        known = [row[name] for row in (one, other) if row[name] is not None]
+        result[name] = choose(known) if known else None
+    return result
+
+
+def _rows_of(note: Note) -> Iterable[tuple[str, Row]]:
+    holder = note.holder
+    job, generation, epoch = holder.uuid, holder.generation, note.epoch
+    yield "relay_jobs", {"job": job, "name": holder.name, "prefix": note.prefix, "generation": generation}
+    yield "relay_branches", {"job": job, "branch": holder.branch, "base": holder.base}
+    if note.kind == EPOCH:
+        at = datetime.fromtimestamp(note.time, timezone.utc)
+        row = {"job": job, "epoch": epoch, "generation": generation}
+        yield "relay_epochs", {**row, "branch": holder.branch, "nodes": note.nodes, "saved_at": at}
+        return
+    for times in note.times:
+        row = {"job": job, "epoch": epoch, "generation": generation, "action": note.kind, "node": times.node}
+        yield "relay_moved", {**row, "bytes": times.bytes}
+        for phase, secs in times.secs.items():
+            yield "relay_durations", {**row, "phase": phase, "secs": secs}
+
+
+VERSION = 1
+metadata = MetaData()
+
+SCHEMA = Table("relay_schema", metadata, Column("version", BigInteger, primary_key=True, autoincrement=False))
+
+JOBS = Table(
+    "relay_jobs",
+    metadata,
+    Column("job", String, primary_key=True),
+    Column("name", String, nullable=False),
+    Column("prefix", String, nullable=False),
+    Column("generation", BigInteger, nullable=False),
+)
+
+BRANCHES = Table(
+    "relay_branches",
+    metadata,
+    Column("job", String),
+    Column("branch", BigInteger, autoincrement=False),
+    Column("base", BigInteger),
+    PrimaryKeyConstraint("job", "branch"),
+)
+
+
+def _of_an_epoch() -> tuple[Column[str], Column[int], Column[int]]:
+    return (
+        Column("job", String),
+        Column("epoch", BigInteger, autoincrement=False),
+        Column("generation", BigInteger, autoincrement=False),
+    )
+
+
+EPOCHS = Table(
+    "relay_epochs",
+    metadata,
+    *_of_an_epoch(),
+    Column("branch", BigInteger, nullable=False),
+    Column("nodes", BigInteger, nullable=False),
+    Column("saved_at", DateTime(timezone=True), nullable=False),
+    PrimaryKeyConstraint("job", "epoch", "generation"),
+)
+
+_OF_A_NODE = ("job", "epoch", "generation", "action", "node")
+
+MOVED = Table(
+    "relay_moved",
+    metadata,
+    *_of_an_epoch(),
+    Column("action", String),
+    Column("node", String),
+    Column("bytes", BigInteger, nullable=False),
+    PrimaryKeyConstraint(*_OF_A_NODE),
+)
+
+DURATIONS = Table(
+    "relay_durations",
+    metadata,
+    *_of_an_epoch(),
+    Column("action", String),
+    Column("node", String),
+    Column("phase", String),
+    Column("secs", Double, nullable=False),
+    PrimaryKeyConstraint(*_OF_A_NODE, "phase"),
+)
+
+CURRENT_EPOCHS = """
+CREATE VIEW relay_current_epochs AS
+SELECT e.job, e.epoch, MAX(e.generation) AS generation, MAX(e.branch) AS branch, MAX(e.nodes) AS nodes,
+       MIN(e.saved_at) AS saved_at
+FROM relay_epochs e
+WHERE NOT EXISTS (
+  SELECT 1 FROM relay_branches b
+  WHERE b.job = e.job AND b.branch > e.branch AND (b.base IS NULL OR b.base < e.epoch)
+)
+GROUP BY e.job, e.epoch
+"""
+"""A later branch replaced what came after its base: those epochs are abandoned, the others current."""
+
+
+_LOCK = 0x746F7263_68726C79
+"""Ours alone among the advisory locks of a PostgreSQL database, we hope: the letters of our name."""
+
+
+def has_tables(connection: Connection, where: str) -> bool:
+    """Whether our tables are there; FormatError, naming the place and both versions, for others' version."""
+    if not inspect(connection).has_table(SCHEMA.name):
+        return False
+    versions = sorted(connection.execute(select(SCHEMA.c.version)).scalars())
+    if versions == [VERSION]:
+        return True
+    found = ", ".join(map(str, versions)) or "none"
+    raise FormatError(
+        f"the database {where} has tables of schema version {found} in {SCHEMA.name}, this torchrelay writes "
+        f"version {VERSION}: use the torchrelay that made them, or give another database and fill it with "
+        "torchrelay index"
+    )
+
+
+def make_tables(connection: Connection, where: str) -> None:
+    """Make what is missing, in the transaction that is open; two who come at once wait for each other."""
+    if has_tables(connection, where):
+        return
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+        if has_tables(connection, where):
+            return
+    metadata.create_all(connection)
+    connection.execute(text(CURRENT_EPOCHS))
+    connection.execute(insert(SCHEMA).values(version=VERSION))
+
+
+def put(connection: Connection, rows: Rows) -> None:
+    """Insert rows, or merge them with those of the same keys.
+
+    Sorted, so that two jobs that write the same rows wait for each other in one order and never in a circle.
+    """
+    for name, content in rows.items():
+        if content:
+            table = metadata.tables[name]
+            keys = [column.name for column in table.primary_key]
+            in_order = sorted(content, key=lambda row: [row[key] for key in keys])
+            connection.execute(_statement(connection.dialect.name, table), in_order)
+
+
+def _statement(dialect: str, table: Table) -> Any:
+    insert: Any = postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
+    new = insert.excluded
+    together = table.name == "relay_jobs"
+    changes = {
+        name: _of_newest(table, new, name, choose) if together else _merged(table.c[name], new[name], choose)
+        for name, choose in MERGES[table.name].items()
+    }
+    keys = [column.name for column in table.primary_key]
+    return insert.on_conflict_do_update(index_elements=keys, set_=changes)
+
+
+def _merged(old: Any, new: Any, choose: Any) -> Any:
+    """The least or the greatest of two values that may be missing."""
+    wins = new < old if choose is min else new > old
+    return case((or_(old.is_(None), wins), new), else_=old)
+
+
+def _of_newest(table: Table, new: Any, name: str, choose: Any) -> Any:
+    """The value of the row with the newer generation; of equal ones as for all other columns."""
+    same = new.generation == table.c.generation
+    wins = or_(new.generation > table.c.generation, and_(same, new[name] > table.c[name]))
+    return case((wins, new[name]), else_=table.c[name])
+
 
 Result = TypeVar("Result")
 _FIRST_PAUSE_SECS = 0.05
@@ -57,7 +286,7 @@ class Database:
 
     def known(self, uuid: str) -> set[tuple[int, int, str]]:
         """The keys of the notes of a job that are there; see `Note.key`."""
-        epochs, moved = tables.EPOCHS.c, tables.MOVED.c
+        epochs, moved = EPOCHS.c, MOVED.c
         saved = select(epochs.generation, epochs.epoch).where(epochs.job == uuid)
         told = select(moved.generation, moved.epoch, moved.action).where(moved.job == uuid).distinct()
         found = {(generation, epoch, EPOCH) for generation, epoch in self._read(saved)}
@@ -66,9 +295,9 @@ class Database:
     def newest_epoch(self, *, uuid: str | None, prefix: str) -> int | None:
         """The newest epoch that no rewind has abandoned, of a job, or of the last one seen at a prefix."""
         if uuid is None:
-            jobs, epochs = tables.JOBS.c, tables.EPOCHS.c
+            jobs, epochs = JOBS.c, EPOCHS.c
             seen = func.max(epochs.saved_at).desc()
-            of_prefix = select(jobs.job).join(tables.EPOCHS, epochs.job == jobs.job)
+            of_prefix = select(jobs.job).join(EPOCHS, epochs.job == jobs.job)
             of_prefix = of_prefix.where(jobs.prefix == prefix).group_by(jobs.job).order_by(seen)
             found = self._read(of_prefix.limit(1))
             if not found:

@@ -192,7 +192,7 @@ class JobRunner:
     def _sinks(self, trackers: Sequence[str | MetricSink]) -> tuple[MetricSink, ...]:
         if isinstance(trackers, (list, tuple)) and not trackers:
             return ()
-        from torchrelay.metadata.sinks.registry import sinks_of
+        from torchrelay.metadata.sinks.trackers import sinks_of
 
         sinks = sinks_of(trackers)
         if sinks and self.run_directory is None:

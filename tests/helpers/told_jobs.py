@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay import Job, JobRunner, SqlHandler, max_epochs
-from torchrelay.metadata.sql.database import Database
-from torchrelay.metadata.sql.tables import MERGES, Row, metadata
-from torchrelay.metadata.sql.url import parse_url
+from torchrelay.metadata.sql.database import MERGES, Database, Row, metadata
+from torchrelay.metadata.sql.handler import parse_url
 
 
 def train(

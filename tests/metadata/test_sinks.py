@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.sinks.base import MetricSink, TrackedRun
-from torchrelay.metadata.sinks.registry import sinks_of
 from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
+from torchrelay.metadata.sinks.trackers import sinks_of
 
 NAMES = st.sampled_from(["train/loss", "val/acc", 'odd, "name"', "epoch", "Ünï"])
 VALUES = st.floats() | st.integers(-5, 5).map(float)
@@ -129,7 +129,7 @@ def test_a_wrong_tracker_is_one_line(trackers: Any, words: str) -> None:
 
 def test_a_missing_extra_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the package of a tracker is not there the words have the command that mends it."""
-    monkeypatch.setattr("torchrelay.metadata.sinks.registry.find_spec", lambda name: None)
+    monkeypatch.setattr("torchrelay.metadata.sinks.trackers.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'torchrelay\[trackers\]'"):
         sinks_of(["mlflow:sqlite:///x.db"])
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from torchrelay.metadata.sinks.base import TrackedRun
-from torchrelay.metadata.sinks.registry import sinks_of
+from torchrelay.metadata.sinks.trackers import sinks_of
 
 STORY = {1: 1.0, 2: 0.5, 3: 3.0, 4: 4.0}
 """Epochs 1 to 5 give 1/epoch; the run goes back to 2, and epochs 3 and 4 give these."""

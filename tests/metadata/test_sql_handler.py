@@ -24,10 +24,8 @@ from told_jobs import contents, query, saved, train
 from torchrelay import Job, JobRunner, LocalSession, MultiNodeCheckpointManager, SqlHandler, max_epochs
 from torchrelay.errors import FormatError, NotAllowedNowError, StorageError, UnknownEpochError, UsageError
 from torchrelay.metadata.handlers import EPOCH, FILE_NAME, Holder, MetadataHandler, Note, notes_of_file
-from torchrelay.metadata.sql.database import Database
-from torchrelay.metadata.sql.handler import BoundedCalls, Pending
-from torchrelay.metadata.sql.tables import merged, rows_of
-from torchrelay.metadata.sql.url import parse_url
+from torchrelay.metadata.sql.database import Database, merged, rows_of
+from torchrelay.metadata.sql.handler import BoundedCalls, Pending, parse_url
 from torchrelay.metadata.statistics import NodeStats, NodeTimes
 from torchrelay.tools.cli.main import main
 

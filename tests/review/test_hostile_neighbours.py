@@ -93,7 +93,7 @@ def test_a_pipe_where_a_tracker_writes_is_refused(kind: str, tmp_path: Path, tra
 )
 def test_a_password_that_nobody_can_tell_from_the_rest_is_not_shown(url: str) -> None:
     """URLs whose password has characters that end it are refused, and no part of it is printed."""
-    parse_url = pytest.importorskip("torchrelay.metadata.sql.url").parse_url
+    parse_url = pytest.importorskip("torchrelay.metadata.sql.handler").parse_url
     pytest.importorskip("sqlalchemy")
     with pytest.raises(UsageError) as refused:
         parse_url(url)

@@ -26,7 +26,7 @@ NOT_FOR_A_LOCAL_RUN = (
         "models.onnx.exporter",
         "checkpoint.storage.object_store",
     ),
-    *("checkpoint.log.tiered_storage", "jobs.config.", "jobs.data.loader", "metadata.sinks.registry"),
+    *("checkpoint.log.tiered_storage", "jobs.config.", "jobs.data.loader", "metadata.sinks.trackers"),
     *(
         "metadata.sql",
         "runners.distributed.world",

@@ -15,8 +15,8 @@ from warm import PLACE, server, warmed
 
 from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, TrackedRun, max_epochs
 from torchrelay.errors import UsageError
-from torchrelay.metadata.sinks.registry import sinks_of
 from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
+from torchrelay.metadata.sinks.trackers import sinks_of
 from torchrelay.runners.training.journal import SaveWarning
 
 PROGRAM = Path(__file__).resolve().parent.parent / "programs/watched.py"

@@ -25,8 +25,7 @@ from torchrelay.metadata.code.archive import SHORT, Manifest, open_archive, unpa
 from torchrelay.metadata.code.capture import capture_with_code
 from torchrelay.metadata.fs import read_json
 from torchrelay.metadata.handlers import EPOCH, FILE_NAME, Holder, Note, notes_of_file, report_notes, times_of
-from torchrelay.metadata.sql.handler import BoundedCalls, rows_in
-from torchrelay.metadata.sql.url import parse_url
+from torchrelay.metadata.sql.handler import BoundedCalls, parse_url, rows_in
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, time_text
 from torchrelay.runners.monitoring.status import STATES
