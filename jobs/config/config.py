@@ -19,6 +19,7 @@ from torchrelay.jobs.config.interpolation import Expanded, RunPlace, expanded
 from torchrelay.jobs.config.overrides import Overrides, check_references, overridden
 from torchrelay.jobs.config.runner_schema import is_infer
 from torchrelay.jobs.config.schema import TOP, Settings, completed, form_at, key_at, user_sections
+from torchrelay.jobs.config.section_types import bound
 from torchrelay.jobs.config.tree import (
     ConfigError,
     ConfigKeyError,
@@ -33,7 +34,6 @@ from torchrelay.jobs.config.tree import (
     value_at,
 )
 from torchrelay.jobs.config.types import At, Form, KeySpec, Reading, Section
-from torchrelay.jobs.config.user_sections import bound
 from torchrelay.jobs.config.yaml_reader import Where, yaml_content, yaml_lines
 from torchrelay.records import dataclass
 

@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-from torchrelay.jobs.config.section_types import (
-    EPOCHS,
-    GPUS,
-    PATH,
-    WEIGHTS,
-    ClassPath,
-    EpochChoice,
-    class_at,
-)
+from torchrelay.jobs.config.section_types import EPOCHS, GPUS, PATH, WEIGHTS, ClassPath, EpochChoice, class_at
 from torchrelay.jobs.config.types import (
     RUN_NAME,
     SECONDS,
