@@ -65,7 +65,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Note:
+class ProgramRecord:
     """The content of the file."""
 
     program: str
@@ -89,20 +89,20 @@ class Note:
         return self.origin.endswith(".py")
 
 
-def read_note(run: Path) -> Note | None:
+def read_note(run: Path) -> ProgramRecord | None:
     """None where the directory is no run of a program; raises DamagedError."""
     found = read_json(run / FILE)
     if found is None:
         return None
-    known = {one.name for one in fields(Note)}
+    known = {one.name for one in fields(ProgramRecord)}
     values = {name: value for name, value in found.items() if name in known}
     amended = values.pop("amended", [])
     if not _is_right(values) or not isinstance(amended, list):
         raise DamagedError(f"{run / FILE} is not what was written: restore it from a copy")
-    return Note(**values, amended=tuple(one for one in amended if _is_amendment(one)))
+    return ProgramRecord(**values, amended=tuple(one for one in amended if _is_amendment(one)))
 
 
-def write_note(run: Path, note: Note) -> None:
+def write_note(run: Path, note: ProgramRecord) -> None:
     """Replace the file; raises StorageError."""
     write_json(run / FILE, {"format": FORMAT, **asdict(note), "amended": list(note.amended)})
 
@@ -232,7 +232,7 @@ class ProgramRun:
     """A run and its note."""
 
     path: Path
-    note: Note
+    note: ProgramRecord
 
     @property
     def id(self) -> str:
@@ -299,7 +299,7 @@ class RunStore:
         known = ", ".join(run.id for run in (found or runs)[-5:]) or "none"
         raise UsageError(f"{what} in {self.directory}; there is {known}")
 
-    def create(self, note: Note, best: tuple[str, str] | None, world_size: int) -> ProgramRun:
+    def create(self, note: ProgramRecord, best: tuple[str, str] | None, world_size: int) -> ProgramRun:
         """Make a run of a new id, with its identity; raises StorageError."""
         for _ in range(_TRIES):
             path = self.directory / _new_id(note.created)
@@ -313,7 +313,7 @@ class RunStore:
         raise StorageError(f"cannot make a run in {self.directory}: every id is taken")
 
     def begin_again(
-        self, run: ProgramRun, note: Note, best: tuple[str, str] | None, world_size: int
+        self, run: ProgramRun, note: ProgramRecord, best: tuple[str, str] | None, world_size: int
     ) -> tuple[ProgramRun, Path]:
         """Move all that a run has aside and begin it anew under its id; returns where the old one lies now.
 
@@ -347,7 +347,7 @@ def listed(limits: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in limits.items() if value is not None)
 
 
-def _begin(path: Path, note: Note, best: tuple[str, str] | None, world_size: int) -> ProgramRun:
+def _begin(path: Path, note: ProgramRecord, best: tuple[str, str] | None, world_size: int) -> ProgramRun:
     RunDirectory(path).create(note.program, best, world_size)
     write_note(path, note)
     return ProgramRun(path, note)

@@ -79,7 +79,7 @@ _MOST_CHARACTERS = 4096
 
 
 @dataclass(frozen=True)
-class Note:
+class HandlerEvent:
     """One call of a handler: `kind` is `epoch` or the action of a report; `time` is in Unix seconds.
 
     `prefix` is where the checkpoints of the job are; `nodes` is the number of nodes of a saved epoch; `times`
@@ -102,12 +102,12 @@ class Note:
 
 def report_notes(
     holder: Holder, prefix: str, action: str, nodes: Sequence[NodeTimes], time: float
-) -> list[Note]:
+) -> list[HandlerEvent]:
     """The notes of a report: one, or none where the paths name no epoch."""
     epochs = {one.epoch for one in nodes}
     if len(epochs) != 1 or (epoch := epochs.pop()) is None:
         return []
-    return [Note(holder, prefix, action, epoch, time, len(nodes), tuple(nodes))]
+    return [HandlerEvent(holder, prefix, action, epoch, time, len(nodes), tuple(nodes))]
 
 
 def holder_json(holder: Holder) -> dict[str, Any]:
@@ -120,12 +120,12 @@ def holder_json(holder: Holder) -> dict[str, Any]:
     }
 
 
-def notes_of_file(path: Path, job: Holder, prefix: str, limit: int | None = None) -> list[Note]:
+def notes_of_file(path: Path, job: Holder, prefix: str, limit: int | None = None) -> list[HandlerEvent]:
     """The notes of a `metadata.jsonl` on one job, by its id; what is no note is left out.
 
     Of more than `limit` notes those that were written last. StorageError where it cannot be read.
     """
-    found: list[Note] = []
+    found: list[HandlerEvent] = []
     for line in read_lines(path):
         found += _notes_of(line, job, prefix)
         if limit is not None and len(found) > 2 * limit:
@@ -133,7 +133,7 @@ def notes_of_file(path: Path, job: Holder, prefix: str, limit: int | None = None
     return found if limit is None else found[-limit:]
 
 
-def _notes_of(line: Mapping[str, Any], job: Holder, prefix: str) -> Iterator[Note]:
+def _notes_of(line: Mapping[str, Any], job: Holder, prefix: str) -> Iterator[HandlerEvent]:
     holder, time = _holder_of(line, job), _seconds(line.get("time"))
     kind, nodes = line.get("kind"), line.get("nodes")
     if holder is None or time is None or not (_text(kind) and isinstance(nodes, list)):
@@ -141,7 +141,7 @@ def _notes_of(line: Mapping[str, Any], job: Holder, prefix: str) -> Iterator[Not
     if kind != EPOCH:
         yield from report_notes(holder, prefix, str(kind), times_of(nodes), time)
     elif _count(epoch := line.get("epoch")):
-        yield Note(holder, prefix, EPOCH, int(epoch or 0), time, len(nodes))
+        yield HandlerEvent(holder, prefix, EPOCH, int(epoch or 0), time, len(nodes))
 
 
 def _holder_of(line: Mapping[str, Any], job: Holder) -> Holder | None:

@@ -85,7 +85,7 @@ _NO_FILE = (errno.EINVAL, errno.ENXIO, errno.ENODEV, errno.ELOOP)
 
 
 @dataclass(frozen=True)
-class Stage:
+class LineageStage:
     """What is to be kept of one stage: its record, what its epoch held, where its run lies, if one does."""
 
     alias: str
@@ -94,7 +94,7 @@ class Stage:
     run: Path | None
 
 
-def capture(run: Path, stages: Sequence[Stage]) -> None:
+def capture(run: Path, stages: Sequence[LineageStage]) -> None:
     """Make `lineage/` of a run; raises StorageError. Only for who holds the run's log."""
     if not stages:
         return
@@ -121,7 +121,7 @@ def capture(run: Path, stages: Sequence[Stage]) -> None:
         ) from error
 
 
-def _write_stage(folder: Path, stage: Stage) -> None:
+def _write_stage(folder: Path, stage: LineageStage) -> None:
     folder.mkdir()
     digests: dict[str, str] = {}
     left_out: list[str] = []

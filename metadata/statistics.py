@@ -105,7 +105,7 @@ class NodeRow:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StragglerVerdict:
     """The slowest node beside the median of the others; `dominates`: much slower, by seconds that count.
 
     `secs` and `median_secs` are medians of own work; `slowest_in` of `actions` saves or loads it was slowest.
@@ -126,17 +126,17 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Summary:
+class StragglerSummary:
     """Nodes, the slowest first; `shares` are parts of the seconds of all nodes; None for a single node."""
 
     actions: int
     phases: tuple[str, ...]
     nodes: tuple[NodeRow, ...]
     shares: Mapping[str, float]
-    verdict: Verdict | None
+    verdict: StragglerVerdict | None
 
 
-def summary(actions: Sequence[Sequence[NodeTimes]]) -> Summary:
+def summary(actions: Sequence[Sequence[NodeTimes]]) -> StragglerSummary:
     """Sum up some saves, or some loads, each told by all its nodes."""
     by_node: dict[str, list[NodeTimes]] = {}
     for times in actions:
@@ -144,7 +144,9 @@ def summary(actions: Sequence[Sequence[NodeTimes]]) -> Summary:
             by_node.setdefault(one.node, []).append(one)
     phases = tuple(dict.fromkeys(phase for times in actions for one in times for phase in one.secs))
     rows = sorted((_row(node, found) for node, found in by_node.items()), key=lambda row: -row.own_secs)
-    return Summary(len(actions), phases, tuple(rows), _shares(actions, phases), _verdict(actions, rows))
+    return StragglerSummary(
+        len(actions), phases, tuple(rows), _shares(actions, phases), _verdict(actions, rows)
+    )
 
 
 def _row(node: str, found: Sequence[NodeTimes]) -> NodeRow:
@@ -173,7 +175,7 @@ def _shares(actions: Iterable[Sequence[NodeTimes]], phases: Iterable[str]) -> Ma
     return {phase: secs / whole if whole > 0 else 0.0 for phase, secs in spent.items()}
 
 
-def _verdict(actions: Sequence[Sequence[NodeTimes]], rows: Sequence[NodeRow]) -> Verdict | None:
+def _verdict(actions: Sequence[Sequence[NodeTimes]], rows: Sequence[NodeRow]) -> StragglerVerdict | None:
     if len(rows) < 2:
         return None
     slowest = rows[0]
@@ -185,7 +187,7 @@ def _verdict(actions: Sequence[Sequence[NodeTimes]], rows: Sequence[NodeRow]) ->
     }
     last = Counter(max(times, key=own_secs).node for times in actions if times)
     much = slowest.own_secs >= _RATIO * typical and slowest.own_secs - typical >= _EXCESS_SECS
-    return Verdict(
+    return StragglerVerdict(
         slowest.node,
         much,
         slowest.own_secs,

@@ -30,7 +30,7 @@ _ENCRYPTED = 0x1
 
 
 @dataclass(frozen=True)
-class Member:
+class ZipEntry:
     """Where the bytes of a member lie in the archive."""
 
     name: str
@@ -44,7 +44,7 @@ class ZipMembers:
     """The checked members of an open archive, by name in the order of the file."""
 
     what: str
-    members: Mapping[str, Member]
+    members: Mapping[str, ZipEntry]
     _file: BinaryIO
     _zip: zipfile.ZipFile
 
@@ -119,11 +119,11 @@ def _regular(path: str | os.PathLike[str]) -> BinaryIO:
     raise ValueError("no regular file")
 
 
-def _checked(archive: zipfile.ZipFile, file: BinaryIO, size: int, what: str) -> dict[str, Member]:
+def _checked(archive: zipfile.ZipFile, file: BinaryIO, size: int, what: str) -> dict[str, ZipEntry]:
     infos = archive.infolist()
     if len(infos) > LIMIT_MEMBERS:
         raise DamagedError(f"{what}: {len(infos)} members, more than {LIMIT_MEMBERS}")
-    members: dict[str, Member] = {}
+    members: dict[str, ZipEntry] = {}
     end = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         if wrong := _wrong(info) or ("stands twice" if info.filename in members else ""):
@@ -138,7 +138,7 @@ def _checked(archive: zipfile.ZipFile, file: BinaryIO, size: int, what: str) -> 
             raise DamagedError(
                 f"{what}: member {info.filename!r} reaches beyond the members' part of the file"
             )
-        members[info.filename] = Member(info.filename, start, info.file_size, info.CRC)
+        members[info.filename] = ZipEntry(info.filename, start, info.file_size, info.CRC)
     if end != archive.start_dir:
         raise DamagedError(f"{what}: there is something between the members and their directory")
     return members

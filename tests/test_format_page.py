@@ -26,7 +26,7 @@ from torchrelay.checkpoint.format.manifest import codec, schema, validation
 from torchrelay.checkpoint.format.manifest.position import (
     DAMAGED,
     HEALTHY,
-    Entry,
+    CommittedPosition,
     Facts,
     Position,
     State,
@@ -40,12 +40,12 @@ from torchrelay.checkpoint.format.shard import header
 from torchrelay.checkpoint.format.shard import header as shard
 from torchrelay.checkpoint.format.shard import header as shard_parts
 from torchrelay.checkpoint.format.value_decoding import CONTAINER_KINDS
-from torchrelay.checkpoint.load.verify import Outcome
+from torchrelay.checkpoint.load.verify import VerificationStatus
 from torchrelay.checkpoint.log import chain, lease, record, view
 from torchrelay.checkpoint.log import record as job_file
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.jobs.blobs import Scope
-from torchrelay.runners.session.mid_epoch import Place
+from torchrelay.runners.session.mid_epoch import MidEpochPosition
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/format.md").read_text()
@@ -87,7 +87,7 @@ def test_record_fields() -> None:
     empty = record.Record(0, 0, "takeover", "", "", None, "", {}, State())
     assert first_cells("Log") == set(record.record_json(empty))
     said = section("Log").split("An **entry** is", 1)[1].split("The newest valid record", 1)[0]
-    written = set(record.entry_json(Entry(0, Position(0), "", 0, "")))
+    written = set(record.entry_json(CommittedPosition(0, Position(0), "", 0, "")))
     assert set(code(said)) == written | {HEALTHY, DAMAGED}
 
 
@@ -164,7 +164,7 @@ def test_manifest_tables() -> None:
     known = {one.name for one in fields(Facts)}
     assert known - {"run_id"} - optional - {"places"} | {"run"} == set(frozen["facts"])
     said = section("Manifest").split("`places` says", 1)[1].split("`header_bytes`", 1)[0]
-    assert set(Place().json()) - {"metrics"} == set(re.findall(r'"(\w+)"', said))
+    assert set(MidEpochPosition().json()) - {"metrics"} == set(re.findall(r'"(\w+)"', said))
     kinds = {code(row[0])[0]: code(row[1]) for row in rows("Manifest", 1)}
     meshes = json.loads((GOLDEN / "manifest_mesh_v1.json").read_bytes())["layouts"]
     assert set(kinds) == {layout["kind"] for layout in [*frozen["layouts"], *meshes]}
@@ -205,7 +205,7 @@ def test_shard_metadata() -> None:
 
 def test_outcomes() -> None:
     """The outcomes of a proof on the page are those of the code."""
-    assert first_cells("Reading and proof") == {outcome.value for outcome in Outcome}
+    assert first_cells("Reading and proof") == {outcome.value for outcome in VerificationStatus}
 
 
 def test_names_of_files() -> None:

@@ -15,7 +15,7 @@ from samples import WHOLE
 
 from torchrelay.checkpoint.save import staging
 from torchrelay.checkpoint.save import staging as copying
-from torchrelay.checkpoint.save.staging_memory import Block, Room
+from torchrelay.checkpoint.save.staging_memory import Block, StagingSlot
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
@@ -174,7 +174,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 def late(source: Any, at: int, block: Block) -> staging.LatePiece:
     """A piece that is copied behind the training and has not moved."""
     owner = torch.zeros(64, dtype=torch.uint8)
-    room, address = Room(block, at, 64), owner.data_ptr()
+    room, address = StagingSlot(block, at, 64), owner.data_ptr()
     return staging.LatePiece(
         "w", "m", source, source, room, address, 64, lambda: owner, digest=0, versions=(0, 0), begin=0
     )
@@ -182,7 +182,7 @@ def late(source: Any, at: int, block: Block) -> staging.LatePiece:
 
 def test_late_copies_wait_for_compute_and_everybody_for_them(told: Told):
     """The side stream waits for the boundary's mark, copies, and reads the sources again before the gate."""
-    block, copies = Block(128), staging.Stage("samples")
+    block, copies = Block(128), staging.StagedCopies("samples")
     copies.late = [late(OnDevice(told), 0, block), late(OnDevice(told), 64, block)]
     copies.copier.begin({"cuda:3"})
     copies.copy(lambda: told.order.append("written"))
@@ -197,7 +197,7 @@ def test_late_copies_wait_for_compute_and_everybody_for_them(told: Told):
 
 def test_a_failed_copy_waits_for_those_that_are_on_their_way(told: Told):
     """Before the gate opens and the block is used again, the device has sent all that it was told to send."""
-    block, copies = Block(128), staging.Stage("samples")
+    block, copies = Block(128), staging.StagedCopies("samples")
     copies.late = [late(OnDevice(told), 0, block), late(OnDevice(told, broken=True), 64, block)]
     copies.copier.begin({"cuda:3"})
     with pytest.raises(RuntimeError, match="no such copy"):

@@ -16,7 +16,7 @@ from served import wait_until
 from torchrun import clean_environment
 
 from torchrelay.jobs.runtime import Signature
-from torchrelay.runners.programs.request import Limits
+from torchrelay.runners.programs.request import RequestLimits
 from torchrelay.tools.cli.main import whole_parser
 from torchrelay.tools.serving.app import description
 from torchrelay.tools.serving.handlers import Served
@@ -78,7 +78,7 @@ def test_what_the_page_says_of_options_and_paths() -> None:
         key = name.removeprefix("--").replace("-", "_")
         assert key in chosen, name
         assert chosen[key] == defaults.get(name, chosen[key])
-    limits = Limits()
+    limits = RequestLimits()
     assert (limits.body_bytes, limits.json_bytes, limits.held_bytes) == (16 << 20, 2 << 20, 64 << 20)
     assert (limits.depth, limits.samples, limits.queue, limits.secs) == (16, 256, 2048, 30.0)
     assert (limits.elements, limits.head_secs) == (4 << 20, 10.0)

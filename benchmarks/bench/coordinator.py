@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
-from torchrelay.checkpoint.log.view import Holding
+from torchrelay.checkpoint.log.view import LeaseInfo
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save.agreement import SpecExchange
-from torchrelay.checkpoint.save.assignments import Plan
+from torchrelay.checkpoint.save.assignments import SavePlan
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.commit import NodeReport
 from torchrelay.checkpoint.save.pipeline import SaveJob, carry_out, make_plan
@@ -212,7 +212,7 @@ class Coordinator:
         self._storage = Unsynced(self.root)
         self._writer = LogWriter.take(self._storage, "growth")
         job = self._writer.view
-        self._holding = Holding("growth", "0" * 32, job.current.id, self._writer.generation)
+        self._holding = LeaseInfo("growth", "0" * 32, job.current.id, self._writer.generation)
         self._places = places_of(self.nodes)
         self._specs = specs_of(self.kind, self.blobs, self.nodes)
         self._exchange = SpecExchange()
@@ -221,7 +221,7 @@ class Coordinator:
         )
         grouped = not self.flat and self.nodes > StorePeers.most_posts
         self._crowd = Crowd(self.nodes, self.aside, hosts if grouped else None)
-        self._planned: Plan | None = None
+        self._planned: SavePlan | None = None
         self._posts: list[Json] = []
         self._peers = StorePeers(self._crowd, 0, self.nodes)  # type: ignore[arg-type]
         self._peers.hosts = hosts if grouped else None
@@ -278,10 +278,10 @@ class Coordinator:
             commit=self._commit,
         )
 
-    def _commit(self, entry: Entry) -> None:
+    def _commit(self, entry: CommittedPosition) -> None:
         self._writer.commit(entry)
 
-    def _reports(self, plan: Plan) -> list[Json]:
+    def _reports(self, plan: SavePlan) -> list[Json]:
         """What every rank reports of its shards; rank 0 has none here, so rank 1 tells of its node, too.
 
         Sizes differ from node to node without any order, so that no column of the manifest packs well.

@@ -22,7 +22,7 @@ import torch
 from bench.coordinator import Aside, Coordinator, Crowd, Unsynced
 from bench.everybody import Everybody, RankPeers, content_of
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint.coordinator.session_log import Holding
+from torchrelay.checkpoint.coordinator.session_log import LeaseInfo
 from torchrelay.checkpoint.format.layouts import local_target
 from torchrelay.checkpoint.format.manifest.codec import encode
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
@@ -34,7 +34,7 @@ from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save import pipeline as saving
 from torchrelay.checkpoint.save.agreement import SpecExchange
-from torchrelay.checkpoint.save.assignments import Plan, elements, item_bytes
+from torchrelay.checkpoint.save.assignments import SavePlan, elements, item_bytes
 from torchrelay.checkpoint.save.pipeline import SaveJob, carry_out, make_plan
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.work import Clock
@@ -60,7 +60,7 @@ class Save:
         self.storage = Unsynced(root)
         self._writer = LogWriter.take(self.storage, "growth")
         view = self._writer.view
-        self._holding = Holding("growth", "0" * 32, view.current.id, self._writer.generation)
+        self._holding = LeaseInfo("growth", "0" * 32, view.current.id, self._writer.generation)
         size = everybody.nodes
         hosts = Hosts.of(range(size)[first : first + PER_HOST] for first in range(0, size, PER_HOST))
         grouped = size > StorePeers.most_posts
@@ -77,7 +77,7 @@ class Save:
         self._writer.close()
 
     @undisturbed()
-    def save(self, epoch: int) -> tuple[Plan, Line]:
+    def save(self, epoch: int) -> tuple[SavePlan, Line]:
         """One save of all ranks: the plan, and what rank 0 computes for it."""
         job = self._job(0, self._peers, epoch)
         self._posts, self._crowd.said = [], self._told
@@ -90,7 +90,7 @@ class Save:
         commit, stats = acknowledged - self._begun, self.aside.now() - acknowledged
         return plan, {"plan_secs": planned - begin, "commit_secs": commit, "stats_secs": stats}
 
-    def plan_of(self, rank: int, epoch: int) -> Plan:
+    def plan_of(self, rank: int, epoch: int) -> SavePlan:
         """The plan that another rank makes by itself."""
         peers = RankPeers(rank, self.everybody.nodes, self.everybody)
         return make_plan(self._job(rank, peers, epoch), SpecExchange())
@@ -98,7 +98,7 @@ class Save:
     def _told(self, rank: int, topic: str, value: Json) -> Json:
         return self.everybody.told(topic, rank, value)
 
-    def _reported(self, rank: int, topic: str, value: Json, plan: Plan, epoch: int) -> Json:
+    def _reported(self, rank: int, topic: str, value: Json, plan: SavePlan, epoch: int) -> Json:
         """What the others say once the plan is made; their files are there when they report them."""
         if topic != "save: write":
             return value
@@ -108,7 +108,7 @@ class Save:
             self._posts = [{"value": [row]} for row in self._rows(plan, made.name, epoch)]
         return self._posts[rank]
 
-    def _rows(self, plan: Plan, try_name: str, epoch: int) -> Iterator[Json]:
+    def _rows(self, plan: SavePlan, try_name: str, epoch: int) -> Iterator[Json]:
         groups: dict[int, list[str]] = {}
         for node, group in sorted(plan.writers):
             groups.setdefault(node, []).append(group)
@@ -173,7 +173,7 @@ def measured(root: Path, kind: str, blobs: int, nodes: int, *, every: bool = Fal
     return line
 
 
-def shares_of_all(plan: Plan, nodes: int, *, every: bool) -> Line:
+def shares_of_all(plan: SavePlan, nodes: int, *, every: bool) -> Line:
     """What all ranks write, or some where leaves lie on meshes of all: every element once, by one rank."""
     sharded = any(isinstance(layout, Mesh) for layout in plan.layouts)
     ranks = range(nodes) if every or not sharded else range(0, nodes, max(1, nodes // SOME))
@@ -196,7 +196,7 @@ def shares_of_all(plan: Plan, nodes: int, *, every: bool) -> Line:
     return {"shares_ranks": len(ranks), "shares_parts": parts, "share_secs": spent / len(ranks)}
 
 
-def read_back(root: Path, everybody: Everybody, plan: Plan, rank: int, written: frozenset[int]) -> Line:
+def read_back(root: Path, everybody: Everybody, plan: SavePlan, rank: int, written: frozenset[int]) -> Line:
     """Open the newest epoch as anybody would, plan the load of one rank's part, and read what is there."""
     line: Line = {}
     fill(root)

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from torchrelay.checkpoint.coordinator.retention import KnownMetrics, Lasting
-from torchrelay.checkpoint.format.manifest.position import Entry, Key, Retirement, State
-from torchrelay.checkpoint.load.verify import Outcome
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key, Retirement, State
+from torchrelay.checkpoint.load.verify import VerificationStatus
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import PATIENCE_SECS
 from torchrelay.checkpoint.log.retention import Keeping, delete_retired, files_of, whole_epochs
@@ -33,7 +33,7 @@ class Loss:
     """
 
     retirement: Retirement
-    entry: Entry | None
+    entry: CommittedPosition | None
     nbytes: int
 
     @property
@@ -140,7 +140,7 @@ def _unproved(storage: Storage, view: LogView) -> tuple[frozenset[Key], list[str
     """Newest epochs that are no reason to let older ones go, and why."""
     proofs = Lasting().unproved(storage, view)
     for proof in proofs:
-        if proof.outcome is Outcome.UNKNOWN:
+        if proof.outcome is VerificationStatus.UNKNOWN:
             raise StorageError(
                 f"{proof.told}: older epochs go only for one that is proved, so nothing is deleted; try "
                 "again when the storage answers"

@@ -8,8 +8,8 @@ from dataclasses import field, replace
 
 from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Entry, Key
-from torchrelay.checkpoint.load.verify import Outcome, Proof, Share, prove
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key
+from torchrelay.checkpoint.load.verify import Proof, Share, VerificationStatus, prove
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Best, Keeping, Scores, delete_left
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter, is_left
@@ -51,11 +51,11 @@ class Lasting:
             if proof.proved:
                 break
             found.append(proof)
-            if proof.outcome is Outcome.UNKNOWN:
+            if proof.outcome is VerificationStatus.UNKNOWN:
                 break
         return tuple(found)
 
-    def _look(self, storage: Storage, entry: Entry) -> Proof:
+    def _look(self, storage: Storage, entry: CommittedPosition) -> Proof:
         if self._nodes is None:
             self._remember(prove(storage, entry, want=()))
         shares = max(1, -(-(self._nodes or 1) // LOOKED_AT))
@@ -78,7 +78,7 @@ class KnownMetrics:
 
     def __init__(self) -> None:
         self._known: dict[str, Mapping[str, float]] = {}
-        self._unread: dict[Entry, OSError] = {}
+        self._unread: dict[CommittedPosition, OSError] = {}
 
     def look(self, storage: Storage, view: LogView) -> None:
         """Read what is not known yet; what cannot be read is asked for again the next time."""
@@ -187,7 +187,7 @@ class Retaining:
         if not (keeping.chosen(view) or keeping.chosen_optimizers(view)):
             return "; ".join(doubts)  # nothing goes, so nothing need be proved
         unproved = self.lasting.unproved(self.ledger.storage, view, self.ledger.unseen())
-        if not any(proof.outcome is Outcome.UNKNOWN for proof in unproved):
+        if not any(proof.outcome is VerificationStatus.UNKNOWN for proof in unproved):
             suspects: frozenset[Key] = frozenset(proof.entry.key for proof in unproved)
             keeping.retire(writer, suspects, self.ledger.needed())
         if unproved:

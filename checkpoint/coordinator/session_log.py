@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest import codec, position
-from torchrelay.checkpoint.format.manifest.position import Entry, Position
-from torchrelay.checkpoint.load.verify import JointProof, Outcome, Target, prove_together
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
+from torchrelay.checkpoint.load.verify import JointProof, Target, VerificationStatus, prove_together
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
-from torchrelay.checkpoint.log.view import Holding, LogView, Look
+from torchrelay.checkpoint.log.view import LeaseInfo, LogView, Look
 from torchrelay.checkpoint.log.writer import LogWriter, WhenFenced, not_told
 from torchrelay.checkpoint.save.commit import Apart
 from torchrelay.checkpoint.storage.base import Storage, check_exclusion
@@ -124,7 +124,7 @@ class Ledger:
         """A run keeps the log until it ends; a save by hand has it only while it lasts."""
         self.when_fenced: WhenFenced = not_told
         """Called on rank 0, from a thread, when another job has taken the log that a run holds."""
-        self.holding: Holding | None = None
+        self.holding: LeaseInfo | None = None
         self.writer: LogWriter | None = None
         """On rank 0, while the log is ours."""
         self.deletions = Deletions()
@@ -175,19 +175,19 @@ class Ledger:
         """The rank that sees the log."""
         return 0
 
-    def may_name(self, entry: Entry) -> bool:
+    def may_name(self, entry: CommittedPosition) -> bool:
         """Whether the log on the disk names an entry's try; True where it cannot be read. Rank 0 only."""
         try:
             return entry.try_name in open_log(self.storage, self.job_name).state.tries
         except OSError:
             return True
 
-    def find(self, peers: Peers, epoch: int) -> Entry:
+    def find(self, peers: Peers, epoch: int) -> CommittedPosition:
         """The entry of an epoch as seen from the current branch; UnknownEpochError lists what there is."""
         found = decide(peers, "find the epoch", lambda: entry_json(self._known(epoch)), by=self.reader)
         return entry_of(found, "the log")
 
-    def find_or_none(self, peers: Peers, epoch: int) -> Entry | None:
+    def find_or_none(self, peers: Peers, epoch: int) -> CommittedPosition | None:
         """The same, None when the epoch is not committed."""
 
         def find() -> list[Any]:
@@ -196,7 +196,7 @@ class Ledger:
         told = decide(peers, "find the epoch", find, by=self.reader)
         return entry_of(told[0], "the log") if told else None
 
-    def _known(self, epoch: int) -> Entry:
+    def _known(self, epoch: int) -> CommittedPosition:
         view = self.view()
         entry = view.find(epoch)
         if entry is None:
@@ -225,7 +225,7 @@ class Ledger:
                 return None
 
         told = decide(peers, "take the log over", take, deadline_secs=self.takes_secs + TAKEOVER_MARGIN_SECS)
-        self.holding = None if told is None else Holding(*told)
+        self.holding = None if told is None else LeaseInfo(*told)
         return True
 
     @property
@@ -284,7 +284,7 @@ class Ledger:
             self.required().rewind(base, request)
             return self._told()
 
-        self.holding = Holding(*decide(peers, "rewind", append))
+        self.holding = LeaseInfo(*decide(peers, "rewind", append))
 
     def required(self) -> LogWriter:
         """The writer; NotAllowedNowError where the log is not ours."""
@@ -292,13 +292,13 @@ class Ledger:
             raise NotAllowedNowError("the checkpoint log is not open: save within a train call")
         return self.writer
 
-    def required_holding(self) -> Holding:
+    def required_holding(self) -> LeaseInfo:
         """What all processes know of the log; NotAllowedNowError where it is not ours."""
         if self.holding is None:
             raise NotAllowedNowError("the checkpoint log is not open: save within a train call")
         return self.holding
 
-    def commit(self, entry: Entry) -> None:
+    def commit(self, entry: CommittedPosition) -> None:
         """Append the commit record of a position. Rank 0 only."""
         self.required().commit(entry)
 
@@ -376,14 +376,14 @@ class Ledger:
         if self._proved is not None and self._proved.entry == entry:
             return self._proved
         proof = self._joint_proof(peers, entry)
-        if proof.outcome is Outcome.DAMAGED:
+        if proof.outcome is VerificationStatus.DAMAGED:
             raise DamagedError(
                 f"epoch {epoch} in {self.storage.url} is damaged: {proof.reason}; an epoch that was "
                 "asked for is never replaced by another: choose another one, or restore the files from a copy"
             )
         return self._target(entry, proof)
 
-    def _asked_for(self, peers: Peers, epoch: int) -> Entry:
+    def _asked_for(self, peers: Peers, epoch: int) -> CommittedPosition:
         entry = self.find(peers, epoch)
         if not entry.resumable:
             raise UsageError(
@@ -414,7 +414,7 @@ class Ledger:
         Every byte of it is read again first: raises `error` where none is damaged.
         """
         proof = prove_together(peers, self.storage, failed.entry, level="full")
-        if proof.outcome is not Outcome.DAMAGED:
+        if proof.outcome is not VerificationStatus.DAMAGED:
             raise error
         return self._newest_after(peers, say, [self._give_up(peers, failed.entry, proof.reason, say)])
 
@@ -428,17 +428,19 @@ class Ledger:
                 )
             entry = entry_of(told["entry"], "the log")
             proof = self._joint_proof(peers, entry)
-            if proof.outcome is not Outcome.DAMAGED:
+            if proof.outcome is not VerificationStatus.DAMAGED:
                 target = self._target(entry, proof)
                 if told["passed"]:
                     self._fall_back(peers, entry.position)
                 return target
             tried.append(self._give_up(peers, entry, proof.reason, say))
 
-    def _joint_proof(self, peers: Peers, entry: Entry) -> JointProof:
+    def _joint_proof(self, peers: Peers, entry: CommittedPosition) -> JointProof:
         return prove_together(peers, self.storage, entry)
 
-    def _give_up(self, peers: Peers, entry: Entry, reason: str, say: Callable[[str], None]) -> str:
+    def _give_up(
+        self, peers: Peers, entry: CommittedPosition, reason: str, say: Callable[[str], None]
+    ) -> str:
         """Quarantine a damaged entry and say so."""
         say(f"epoch {entry.position} is damaged ({reason}); an older one is used instead")
         decide(peers, "quarantine", partial(self._quarantine, entry, reason))
@@ -455,7 +457,7 @@ class Ledger:
             return None
         return {"entry": entry_json(newest), "passed": view.line()[-1].key != newest.key}
 
-    def _quarantine(self, entry: Entry, reason: str) -> None:
+    def _quarantine(self, entry: CommittedPosition, reason: str) -> None:
         self.required().quarantine(entry.key, reason)
 
     def _fall_back(self, peers: Peers, base: Position) -> None:
@@ -463,7 +465,7 @@ class Ledger:
         request = decide(peers, "fallback", lambda: dict(self.required().view.begun_by or {}))
         self.rewind(peers, base, {**request, "fallback": True})
 
-    def _target(self, entry: Entry, proof: JointProof) -> Target:
+    def _target(self, entry: CommittedPosition, proof: JointProof) -> Target:
         """What was proved, with the manifest that was: reading it anew could fail on one rank alone."""
         if proof.manifest is None:
             raise StorageError(

@@ -39,7 +39,7 @@ from torchrelay.checkpoint.format.manifest.position import (
 )
 from torchrelay.checkpoint.format.names import Key, Whole, nearest
 from torchrelay.checkpoint.format.shard.entries import Entries, form_of, whole_entries
-from torchrelay.checkpoint.format.shard.header import HeaderFrame, Part, ShardIdentity, ShardLimits, cut
+from torchrelay.checkpoint.format.shard.header import HeaderFrame, ShardIdentity, ShardLimits, ShardPart, cut
 from torchrelay.checkpoint.format.shard.writer import write_part
 from torchrelay.checkpoint.load.lookup import Rename, check_prefix_used, pattern_list, renamed_all
 from torchrelay.checkpoint.load.tensors import Cast, cast, check_types_used, checked_cast, checked_device
@@ -74,7 +74,7 @@ class FileContent:
     aliases: Mapping[str, Key]
     kept: PlainTensors | None = None
 
-    def part(self) -> Part:
+    def part(self) -> ShardPart:
         """The one file, as long as this object is kept; raises BlobError for more than one can hold."""
         parts = cut(_IDENTITY, self.entries, self.values, self.aliases, _ONE_FILE, self.values_text)
         if len(parts) > 1:
@@ -157,7 +157,7 @@ def write_blob_file(where: str | os.PathLike[str], content: FileContent, *, over
     storage.sync_dir("")
 
 
-def _write_at(url: str, part: Part, *, overwrite: bool) -> None:
+def _write_at(url: str, part: ShardPart, *, overwrite: bool) -> None:
     storage, name = object_at(url, "the blob file")
     if not overwrite and storage.stat(name) is not None:
         raise UsageError(f"{storage.url}/{name} exists already: choose another name, or overwrite=True")

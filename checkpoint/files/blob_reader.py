@@ -24,7 +24,7 @@ from torchrelay.checkpoint.format.layouts import Near
 from torchrelay.checkpoint.format.manifest.schema import LeafRow
 from torchrelay.checkpoint.format.mesh_geometry import whole
 from torchrelay.checkpoint.format.names import all_plain, encode_name
-from torchrelay.checkpoint.format.shard.entries import Form
+from torchrelay.checkpoint.format.shard.entries import EntryForm
 from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT, METADATA_KEY
 from torchrelay.checkpoint.format.shard.reader import ShardHeader, read_header
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest, ThreadMemory, verifies
@@ -219,7 +219,7 @@ def openings(names: Sequence[str], blobs: Sequence[str], roles: Iterable[str]) -
     return [f'[{name},{blob},"{role}"' for name, blob, role in zip(words, others, roles, strict=True)]
 
 
-def tensor_rows(opened: Iterable[str], forms: Sequence[Form]) -> list[str]:
+def tensor_rows(opened: Iterable[str], forms: Sequence[EntryForm]) -> list[str]:
     """The rows of very many tensors that are no aliases: few have a form of their own."""
     known = {id(form): form for form in forms}
     ends = {

@@ -19,9 +19,9 @@ import torch
 
 from torchrelay.checkpoint.files.publish import check_free, check_free_at, fetched_anywhere, publish_anywhere
 from torchrelay.checkpoint.files.tensor_files import (
-    Content,
+    ExportContent,
+    ExportedTensor,
     Incoming,
-    Outgoing,
     check_savable,
     mapped_tensors,
     read_huggingface,
@@ -34,7 +34,7 @@ from torchrelay.checkpoint.files.tensor_files import (
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.dtypes import by_name, memory_of
-from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest, ShardRow
 from torchrelay.checkpoint.format.names import manifest_path, try_directory
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
@@ -53,7 +53,7 @@ from torchrelay.checkpoint.load.lookup import (
 )
 from torchrelay.checkpoint.load.tensors import Cast, cast_of, check_types_used, checked_cast
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.save.assignments import NodeClass, Plan
+from torchrelay.checkpoint.save.assignments import NodeClass, SavePlan
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.flatten import leaves_of
@@ -73,7 +73,7 @@ def content_of(
     prefix: str,
     dtype: Cast,
     nodes: Nodes = None,
-) -> Content:
+) -> ExportContent:
     """Tensors and values by pattern; without one all but random states, and values that differ by node.
 
     `prefix` is taken off the names that begin with it. `nodes` says whose value is meant of what differs
@@ -82,7 +82,7 @@ def content_of(
     """
     checked_cast(dtype)
     manifest = checkpoint.manifest
-    tensors: dict[str, Outgoing] = {}
+    tensors: dict[str, ExportedTensor] = {}
     ties: dict[str, str] = {}
     chosen = _chosen(checkpoint, blobs, nodes)
     new_names = _new_names([name for name, _, _ in chosen], prefix)
@@ -105,7 +105,7 @@ def content_of(
     taken = {name for name, _, _ in chosen}
     left = [leaf.name for leaf in manifest.leaves if leaf.name not in taken] if blobs is None else []
     own = {new_names[name]: node for name, node, _ in chosen if node and several_owners(manifest, name)}
-    return Content(tensors, values, ties, tuple(dict.fromkeys(left)), own)
+    return ExportContent(tensors, values, ties, tuple(dict.fromkeys(left)), own)
 
 
 def _chosen(
@@ -159,18 +159,18 @@ def _new_names(names: Sequence[str], prefix: str) -> dict[str, str]:
     return found
 
 
-def _outgoing(checkpoint: Checkpoint, name: str, node: str | None, cast: Any) -> Outgoing:
+def _outgoing(checkpoint: Checkpoint, name: str, node: str | None, cast: Any) -> ExportedTensor:
     handle = checkpoint[_address(name, node)]
     floating = handle.dtype.is_floating_point
     element = by_name(str(handle.dtype).removeprefix("torch."))
-    return Outgoing(element, tuple(handle.shape), handle.fill, cast if floating else None)
+    return ExportedTensor(element, tuple(handle.shape), handle.fill, cast if floating else None)
 
 
 def _address(name: str, node: str | None) -> str:
     return name if node is None else f"{node}:{name}"
 
 
-def mapping_of(content: Content, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def mapping_of(content: ExportContent, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """One flat mapping of tensors, the same objects for ties, and values."""
     return {
         **tensors,
@@ -249,7 +249,7 @@ def export_checkpoint(
     return Exported(target, count, len(kept), nbytes, (*content.left_out, *lost), content.nodes)
 
 
-def _mapped(content: Content, at: Path) -> dict[str, Any]:
+def _mapped(content: ExportContent, at: Path) -> dict[str, Any]:
     """Everything as a mapping, tensors in a nameless file beside the target."""
     shapes = {name: (tensor.element, tensor.shape) for name, tensor in content.tensors.items()}
     tensors = mapped_tensors(at.parent, shapes)
@@ -262,7 +262,7 @@ def _mapped(content: Content, at: Path) -> dict[str, Any]:
     return mapping_of(content, tensors)
 
 
-def _write_dcp(content: Content, at: Path) -> None:
+def _write_dcp(content: ExportContent, at: Path) -> None:
     from torchrelay.checkpoint.files.dcp import write_dcp
 
     write_dcp(at, _mapped(content, at))
@@ -449,7 +449,7 @@ def _write_epoch(root: Path, leaves: Sequence[Leaf]) -> None:
 
 
 def _shards(
-    storage: LocalStorage, plan: Plan, identity: TryIdentity, place: NodePlace, leaves: Mapping[str, Leaf]
+    storage: LocalStorage, plan: SavePlan, identity: TryIdentity, place: NodePlace, leaves: Mapping[str, Leaf]
 ) -> list[ShardRow]:
     rows = []
     for group, assignments in plan.files(place.rank).items():
@@ -477,7 +477,7 @@ def _commit(storage: LocalStorage, log: LogWriter, manifest: Manifest) -> None:
     storage.link_exclusive(manifest_path(manifest.tries[0]), data)
     storage.sync_dir(try_directory(manifest.tries[0]))
     log.commit(
-        Entry(
+        CommittedPosition(
             manifest.branch,
             manifest.position,
             manifest.tries[0],

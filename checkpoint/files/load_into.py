@@ -15,7 +15,7 @@ from torchrelay.checkpoint.format.manifest.position import is_pattern, matches, 
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.load.lookup import Rename, check_exclude_used, pattern_list, renamed, renamed_all
 from torchrelay.checkpoint.load.renaming import LoadResult, blob_of, checked_objects, of_objects, owner_of
-from torchrelay.checkpoint.load.tensors import Cast, Columns, Loading, Wanted, cast_of, checked_cast
+from torchrelay.checkpoint.load.tensors import Cast, Loading, TensorColumns, TensorRead, cast_of, checked_cast
 from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role
 from torchrelay.checkpoint.state.restore.container import check_changed
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.load.lookup import Nodes
 
 
-class Source(Protocol):
+class BlobSource(Protocol):
     """Where blobs come from."""
 
     def kinds(self) -> Mapping[str, str]:
@@ -75,7 +75,7 @@ def load_blobs_into(
     """
     from torchrelay.checkpoint.load.checkpoint import open_checkpoint  # files of blobs need none of it
 
-    source: Source = (
+    source: BlobSource = (
         FileSource(open_blob_file(where))
         if Path(where).is_file()
         else EpochSource(open_checkpoint(where, epoch=epoch), nodes)
@@ -227,10 +227,10 @@ class FileSource:
     def _load(self, plan_with: Callable[[InPlace], Any], in_place: InPlace, *, atomic: bool) -> LoadResult:
         (stored, specs, plan), in_place = planned(plan_with, in_place)
         keys = list(in_place.tensors)
-        columns = Columns(
+        columns = TensorColumns(
             in_place, partial(self.file.check_keys, keys), partial(self.file.fill_memories, keys)
         )
-        wanted = [Wanted(read, stored[read.leaf]) for read in plan.reads]
+        wanted = [TensorRead(read, stored[read.leaf]) for read in plan.reads]
         loading = Loading(self.file, wanted, columns, atomic=atomic)
         loading.first()
         gate()

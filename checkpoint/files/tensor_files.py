@@ -162,7 +162,7 @@ PIECE = 8 * BLOCK
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class ExportedTensor:
     """A stored tensor on its way out. `fill` reads bytes [start, stop) of it as it is stored."""
 
     stored: ElementType
@@ -194,13 +194,13 @@ class Outgoing:
 
 
 @dataclass(frozen=True)
-class Content:
+class ExportContent:
     """What is exported, by the names outside. `ties` are further names of tensors; `left_out` stays.
 
     `nodes` has, of what differs between nodes, whose value it is.
     """
 
-    tensors: Mapping[str, Outgoing]
+    tensors: Mapping[str, ExportedTensor]
     values: Mapping[str, Any]
     ties: Mapping[str, str]
     left_out: tuple[str, ...] = ()
@@ -222,7 +222,7 @@ HEADER_LIMIT = 100_000_000
 _FORMAT = {"format": "pt"}
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Outgoing], ties: Mapping[str, str]) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, ExportedTensor], ties: Mapping[str, str]) -> None:
     """Write a new file; raises BlobError for element types that safetensors cannot express."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {**_FORMAT, **ties}}
@@ -300,7 +300,7 @@ ONE = "model.safetensors"
 _INDEX_LIMIT = 256 << 20
 
 
-def write_huggingface(directory: Path, content: Content, shard_bytes: int) -> None:
+def write_huggingface(directory: Path, content: ExportContent, shard_bytes: int) -> None:
     """Write files of at most `shard_bytes` of data (or one tensor), and the index if there are several."""
     shards = _shards(content, shard_bytes)
     if len(shards) == 1:
@@ -317,7 +317,7 @@ def write_huggingface(directory: Path, content: Content, shard_bytes: int) -> No
     (directory / INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _shards(content: Content, shard_bytes: int) -> list[list[str]]:
+def _shards(content: ExportContent, shard_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     used = 0
     for name, tensor in content.tensors.items():

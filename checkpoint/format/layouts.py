@@ -5,7 +5,7 @@
     PerNode    a value of its own on every node
     Mesh       sharded over a grid of nodes (`mesh`)
 
-On disk `Split` and `Replicated` have kind `replicated` (with and without cut points), `PerNode` has
+On disk `Split` and `ReplicatedLayout` have kind `replicated` (with and without cut points), `PerNode` has
 kind `node`, `Mesh` kind `mesh`. The kind `boxes` is reserved. Cut points are stored, so reading needs
 no planning code. Nodes are indexes into the manifest's node table, leaves are row numbers.
 """
@@ -22,7 +22,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
     Cut,
     Layout,
     PerNode,
-    Replicated,
+    ReplicatedLayout,
     Split,
     box_key,
     piece_key,
@@ -52,7 +52,7 @@ def layout_json(layout: Layout, number: int) -> Json:
     """A layout as it lies in a manifest; `number` is that of its node set."""
     if isinstance(layout, PerNode):
         return {"kind": "node", "class": number}
-    if isinstance(layout, Replicated):
+    if isinstance(layout, ReplicatedLayout):
         return {"kind": "replicated", "class": number}
     if isinstance(layout, Mesh):
         placements = placements_json(layout.placements)
@@ -86,7 +86,7 @@ def layout_of(fields: Fields, classes: Sequence[tuple[int, ...]]) -> Layout:
         return PerNode(nodes)
     if kind == "mesh":
         return _mesh(fields, nodes)
-    return _split(fields, nodes) if "items" in fields.values else Replicated(nodes)
+    return _split(fields, nodes) if "items" in fields.values else ReplicatedLayout(nodes)
 
 
 def _split(fields: Fields, nodes: tuple[int, ...]) -> Split:
@@ -122,27 +122,27 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Target:
+class LocalTarget:
     """A destination of `shape` and what of a leaf belongs into it; the windows' places cover it exactly."""
 
     shape: tuple[int, ...]
     windows: tuple[Window, ...]
 
 
-def whole_target(shape: Sequence[int]) -> Target:
+def whole_target(shape: Sequence[int]) -> LocalTarget:
     """A destination for all of a leaf."""
     everything = whole(shape)
-    return Target(tuple(shape), (Window(everything, everything),))
+    return LocalTarget(tuple(shape), (Window(everything, everything),))
 
 
-def local_target(intervals: Sequence[Sequence[Interval]]) -> Target:
+def local_target(intervals: Sequence[Sequence[Interval]]) -> LocalTarget:
     """A local tensor that has these indices of each dimension, in this order."""
     placed = [_placed(one) for one in intervals]
     windows = tuple(
         Window(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
         for pairs in itertools.product(*placed)
     )
-    return Target(tuple(sum(b - a for a, b in one) for one in intervals), windows)
+    return LocalTarget(tuple(sum(b - a for a, b in one) for one in intervals), windows)
 
 
 def place_of(intervals: Sequence[Sequence[Interval]], box: Bounds) -> Bounds:

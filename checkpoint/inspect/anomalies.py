@@ -17,10 +17,18 @@ from statistics import median
 from typing import Any
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_count
-from torchrelay.checkpoint.format.manifest.position import Entry, Position
-from torchrelay.checkpoint.inspect.contents import CAN_BE_BAD, CHUNK_BYTES, Buffer, Epoch, Item, Part, parts
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
+from torchrelay.checkpoint.inspect.contents import (
+    CAN_BE_BAD,
+    CHUNK_BYTES,
+    Buffer,
+    Epoch,
+    LeafPart,
+    NodeLeaf,
+    parts,
+)
 from torchrelay.checkpoint.inspect.statistics import Array, np, steps
-from torchrelay.checkpoint.load.verify import Outcome, Proof, prove
+from torchrelay.checkpoint.load.verify import Proof, VerificationStatus, prove
 from torchrelay.checkpoint.log.state import Happening, History, happened_to
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
@@ -138,7 +146,7 @@ class Looker:
                 found += [one for one in [self._look(epoch, item)] if one is not None]
         return found
 
-    def _look(self, epoch: Epoch, item: Item) -> BadLeaf | None:
+    def _look(self, epoch: Epoch, item: NodeLeaf) -> BadLeaf | None:
         leaf, found = item.leaf, None
         for part in parts(epoch, item):
             for start, stop in self._unknown(part, str(leaf.dtype)):
@@ -152,7 +160,7 @@ class Looker:
                 found = bad if found is None else _together(found, bad)
         return found
 
-    def _unknown(self, part: Part, dtype: str) -> Iterator[tuple[int, int]]:
+    def _unknown(self, part: LeafPart, dtype: str) -> Iterator[tuple[int, int]]:
         """Bytes of blocks that were not seen to be good, at most a chunk at a time."""
         start = stop = 0
         for block in range(block_count(part.nbytes)):
@@ -166,7 +174,7 @@ class Looker:
             yield start, stop
 
     def _count(
-        self, epoch: Epoch, part: Part, start: int, stop: int, dtype: str
+        self, epoch: Epoch, part: LeafPart, start: int, stop: int, dtype: str
     ) -> tuple[int, int, int | None]:
         """NaN, Inf, and the first bad element of a part within bytes [start, stop)."""
         nan = inf = 0
@@ -191,7 +199,7 @@ def bad_in(values: Array, *, nan_only: bool) -> tuple[int, int, int | None]:
     return nan, count - nan, int(bad.argmax()) if count else None
 
 
-def _blocks(part: Part, start: int, stop: int, dtype: str) -> Iterator[tuple[str, bytes]]:
+def _blocks(part: LeafPart, start: int, stop: int, dtype: str) -> Iterator[tuple[str, bytes]]:
     for block in range(start // BLOCK, block_count(stop)):
         yield dtype, part.digests[block * SIZE : (block + 1) * SIZE]
 
@@ -227,27 +235,27 @@ class Account:
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePreview:
     """What automatic resume would do now: `chosen` is None where it would not train from an epoch.
 
     `passed` are the newer positions that it would try first, each with what is wrong with it. `over`: the
     epochs were over at the chosen one, so that the same program would train no further.
     """
 
-    chosen: Entry | None
+    chosen: CommittedPosition | None
     sentence: str
     exit_code: int
     passed: tuple[Proof, ...] = ()
     over: bool = False
 
 
-def start_now(storage: Storage, view: LogView) -> Start:
+def start_now(storage: Storage, view: LogView) -> ResumePreview:
     """What a start of the job would choose: the newest position of the current branch that is proved.
 
     Proves as a start does, up to the headers: a damaged block would show while it is loaded.
     """
     if view.empty:
-        return Start(None, "a start now would begin anew: nothing is committed", 0)
+        return ResumePreview(None, "a start now would begin anew: nothing is committed", 0)
     passed: list[Proof] = []
     for entry in view.candidates():
         proof = prove(storage, entry)
@@ -258,25 +266,25 @@ def start_now(storage: Storage, view: LogView) -> Start:
                     f"the run was over at epoch {entry.position} of branch {entry.branch}{after}: a start "
                     "now would resume nowhere; with more epochs or patience it would resume there"
                 )
-                return Start(entry, text, 0, tuple(passed), over=True)
+                return ResumePreview(entry, text, 0, tuple(passed), over=True)
             text = f"a start now would resume from epoch {entry.position} of branch {entry.branch}{after}"
-            return Start(entry, text, 0, tuple(passed))
+            return ResumePreview(entry, text, 0, tuple(passed))
         passed.append(proof)
-        if proof.outcome is Outcome.UNKNOWN:
+        if proof.outcome is VerificationStatus.UNKNOWN:
             text = (
                 f"a start now would end with an error: epoch {entry.position} cannot be read "
                 f"({proof.reason}); it is not passed over, because it may be whole"
             )
-            return Start(None, text, StorageError.exit_code, tuple(passed))
+            return ResumePreview(None, text, StorageError.exit_code, tuple(passed))
     text = (
         "a start now would end with an error: no epoch of the current branch can be proved; restore files "
         "from a copy, or begin anew with resume='never'"
     )
-    return Start(None, text, NoProvableEpochError.exit_code, tuple(passed))
+    return ResumePreview(None, text, NoProvableEpochError.exit_code, tuple(passed))
 
 
 def explain(
-    view: LogView, history: History, start: Start, wanted: Position, branch: int | None = None
+    view: LogView, history: History, start: ResumePreview, wanted: Position, branch: int | None = None
 ) -> Account:
     """Why a position is used or not, as the log stands and as `start_now` found it."""
     happened = tuple(happened_to(history, wanted, branch))
@@ -288,7 +296,7 @@ def explain(
     return Account(wanted, entry.branch, *_standing(view, start, entry, happened), happened)
 
 
-def newest_and_chosen(view: LogView, start: Start) -> Iterator[Entry]:
+def newest_and_chosen(view: LogView, start: ResumePreview) -> Iterator[CommittedPosition]:
     """The positions to explain where none was named: the newest one and all down to the chosen one."""
     for entry in reversed(view.line()):
         yield entry
@@ -310,7 +318,9 @@ def _absent(history: History, happened: tuple[Happening, ...]) -> tuple[str, str
     )
 
 
-def _standing(view: LogView, start: Start, entry: Entry, happened: tuple[Happening, ...]) -> tuple[str, str]:
+def _standing(
+    view: LogView, start: ResumePreview, entry: CommittedPosition, happened: tuple[Happening, ...]
+) -> tuple[str, str]:
     if not entry.healthy:
         return "quarantined", _last(happened, "quarantine", "the record that said why was thinned away")
     if entry.key not in {one.key for one in view.line()}:
@@ -326,7 +336,7 @@ def _standing(view: LogView, start: Start, entry: Entry, happened: tuple[Happeni
     return _usable(start, entry)
 
 
-def _usable(start: Start, entry: Entry) -> tuple[str, str]:
+def _usable(start: ResumePreview, entry: CommittedPosition) -> tuple[str, str]:
     kind = "" if entry.position.boundary else "mid-epoch, for automatic resume only; "
     if start.chosen is None:
         return "not reached", f"{kind}a newer one stands before it"

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from torchrelay.checkpoint.format.layouts import parts_of
-from torchrelay.checkpoint.format.manifest.position import Entry, matches
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, matches
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, PerNode
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, Interval, range_boxes, runs, volume, whole
 from torchrelay.checkpoint.format.names import Box, Flat, Key, format_key, nearest
@@ -27,7 +27,7 @@ Json = Any
 
 
 @dataclass(frozen=True)
-class Item:
+class NodeLeaf:
     """A leaf as `owner`, the number of a node, has it; None where all nodes share it.
 
     `name` is the leaf's, or `trainer_1:total` for what differs between nodes.
@@ -64,11 +64,11 @@ class Epoch:
         return self.reader.manifest
 
     @cached_property
-    def items(self) -> dict[str, Item]:
+    def items(self) -> dict[str, NodeLeaf]:
         """All items by name, in the order of the manifest."""
         return {item.name: item for item in _items(self.manifest)}
 
-    def gone(self, item: Item) -> bool:
+    def gone(self, item: NodeLeaf) -> bool:
         """Whether retention has removed the files of its group."""
         return item.leaf.group in self._removed
 
@@ -76,13 +76,13 @@ class Epoch:
     def _removed(self) -> frozenset[str]:
         return self.manifest.removed(self.groups)
 
-    def chosen(self, patterns: Sequence[str]) -> dict[str, Item]:
+    def chosen(self, patterns: Sequence[str]) -> dict[str, NodeLeaf]:
         """The items that match any pattern, or all without patterns; perhaps none."""
         if not patterns:
             return self.items
         return {name: item for name, item in self.items.items() if chosen_by(item, patterns)}
 
-    def value(self, item: Item) -> Json:
+    def value(self, item: NodeLeaf) -> Json:
         """A value in its typed form; raises DamagedError or StorageError for what the storage has."""
         if item.row in self.manifest.values:
             return self.manifest.values[item.row]
@@ -93,7 +93,7 @@ class Epoch:
         return seen_twice(lambda: self.reader.shards.open(holder)).values[item.leaf.name]
 
 
-def open_epoch(storage: Storage, entry: Entry) -> Epoch:
+def open_epoch(storage: Storage, entry: CommittedPosition) -> Epoch:
     """Prove record and manifest; files are proved when they are needed.
 
     Raises DamagedError or StorageError.
@@ -102,7 +102,7 @@ def open_epoch(storage: Storage, entry: Entry) -> Epoch:
     return Epoch(LeafReader(storage, manifest, shards), tuple(entry.groups))
 
 
-def chosen_by(item: Item, patterns: Sequence[str]) -> bool:
+def chosen_by(item: NodeLeaf, patterns: Sequence[str]) -> bool:
     """Whether any pattern means the item, by its leaf's name or with the node in front."""
     return any(matches(item.leaf.name, one) or matches(item.name, one) for one in patterns)
 
@@ -116,17 +116,17 @@ def check_chosen(epochs: Sequence[Epoch], patterns: Sequence[str]) -> None:
             raise UsageError(f"no blob or leaf matches {pattern!r}{nearest(pattern, known)}")
 
 
-def _items(manifest: Manifest) -> Iterator[Item]:
+def _items(manifest: Manifest) -> Iterator[NodeLeaf]:
     names = manifest.world.names
     for row, leaf in enumerate(manifest.leaves):
         layout = manifest.layouts[leaf.layout]
         if isinstance(layout, PerNode):
             for node in layout.nodes:
-                yield Item(f"{names[node]}:{leaf.name}", row, leaf, node)
+                yield NodeLeaf(f"{names[node]}:{leaf.name}", row, leaf, node)
         elif len(manifest.rows[leaf.name]) > 1:
-            yield Item(f"{names[layout.nodes[0]]}:{leaf.name}", row, leaf)
+            yield NodeLeaf(f"{names[layout.nodes[0]]}:{leaf.name}", row, leaf)
         else:
-            yield Item(leaf.name, row, leaf)
+            yield NodeLeaf(leaf.name, row, leaf)
 
 
 CHUNK_BYTES = 8 << 20
@@ -136,7 +136,7 @@ SMALL_BYTES = 32 << 10
 
 
 @dataclass(frozen=True)
-class Part:
+class LeafPart:
     """A stored part of a leaf of `shape`: one entry of one file.
 
     `run` are the elements of the leaf that it holds, where these are one run in row-major order; `box`
@@ -188,7 +188,7 @@ class Part:
         return place
 
 
-def parts(epoch: Epoch, item: Item) -> list[Part]:
+def parts(epoch: Epoch, item: NodeLeaf) -> list[LeafPart]:
     """The stored parts of a tensor; opens and proves the headers of their files.
 
     Raises DamagedError or StorageError for what the storage has.
@@ -201,7 +201,7 @@ def parts(epoch: Epoch, item: Item) -> list[Part]:
             text = format_key(key)
             run, box = _extent(key, leaf.shape)
             header = epoch.reader.header(leaf, node, text)
-            found.append(Part(header, text, leaf.shape, leaf.item_bytes, run, box))
+            found.append(LeafPart(header, text, leaf.shape, leaf.item_bytes, run, box))
     return found
 
 
@@ -221,7 +221,7 @@ class Buffer:
     def __init__(self) -> None:
         self._memory = bytearray()
 
-    def filled(self, epoch: Epoch, part: Part, start: int, stop: int) -> memoryview:
+    def filled(self, epoch: Epoch, part: LeafPart, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) of a part, verified; good until the next call.
 
         Raises DamagedError naming file, key and block, or StorageError.
@@ -234,7 +234,7 @@ class Buffer:
         return view
 
 
-class Source:
+class PartReader:
     """Bytes of an epoch: small parts that were read together beforehand, others as they are asked for."""
 
     def __init__(self, epoch: Epoch) -> None:
@@ -242,7 +242,7 @@ class Source:
         self.buffer = Buffer()
         self._held: dict[tuple[str, str], memoryview] = {}
 
-    def fetch(self, wanted: Iterable[Part]) -> None:
+    def fetch(self, wanted: Iterable[LeafPart]) -> None:
         """Read small parts, all of each, neighbours with one read; those of before are let go.
 
         Raises as `Buffer.filled` does.
@@ -257,7 +257,7 @@ class Source:
         for header, requests in files.values():
             self.epoch.reader.read_stored(header, requests)
 
-    def filled(self, part: Part, start: int, stop: int) -> memoryview:
+    def filled(self, part: LeafPart, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) of a part, verified; good until the next call. Raises as `fetch` does."""
         held = self._held.get((part.header.path, part.key))
         return self.buffer.filled(self.epoch, part, start, stop) if held is None else held[start:stop]

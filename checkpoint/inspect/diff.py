@@ -19,9 +19,9 @@ from torchrelay.checkpoint.inspect.contents import (
     HAVE_NUMBERS,
     SMALL_BYTES,
     Epoch,
-    Item,
-    Part,
-    Source,
+    LeafPart,
+    NodeLeaf,
+    PartReader,
     check_chosen,
     parts,
 )
@@ -44,8 +44,8 @@ class Suspect:
 class Strip:
     """Elements from `a_at` on of part `a` are those from `b_at` on of part `b`; `count` of them."""
 
-    a: Part
-    b: Part
+    a: LeafPart
+    b: LeafPart
     a_at: int
     b_at: int
     count: int
@@ -91,8 +91,8 @@ class Region:
     `a_source` and `b_source` are the boxes that hold it, which begin at these elements of their parts.
     """
 
-    a: Part
-    b: Part
+    a: LeafPart
+    b: LeafPart
     a_source: Bounds
     b_source: Bounds
     a_first: int
@@ -108,7 +108,7 @@ def _append(found: list[Suspect], one: Suspect) -> None:
         found.append(one)
 
 
-def matched(a: Sequence[Part], b: Sequence[Part]) -> Iterator[Strip | Region]:
+def matched(a: Sequence[LeafPart], b: Sequence[LeafPart]) -> Iterator[Strip | Region]:
     """All elements of a leaf, each once, as they lie in the parts of one epoch and of the other."""
     boxes = {part.box: part for part in b if part.box is not None}
     same = [(part, boxes[part.box]) for part in a if part.box is not None and part.box in boxes]
@@ -123,7 +123,7 @@ def matched(a: Sequence[Part], b: Sequence[Part]) -> Iterator[Strip | Region]:
         yield from _across(a, b)
 
 
-def _along(a: Sequence[Part], b: Sequence[Part]) -> Iterator[Strip]:
+def _along(a: Sequence[LeafPart], b: Sequence[LeafPart]) -> Iterator[Strip]:
     """Runs of elements on both sides: from one cut to the next."""
     left = sorted(((part.run, part) for part in a if part.run), key=lambda pair: pair[0])
     right = sorted(((part.run, part) for part in b if part.run), key=lambda pair: pair[0])
@@ -137,7 +137,7 @@ def _along(a: Sequence[Part], b: Sequence[Part]) -> Iterator[Strip]:
         i, j = i + (last <= end), j + (end <= last)
 
 
-def _across(a: Sequence[Part], b: Sequence[Part]) -> Iterator[Region]:
+def _across(a: Sequence[LeafPart], b: Sequence[LeafPart]) -> Iterator[Region]:
     """Boxes of the one cut with boxes of the other."""
     for one in a:
         for a_source, a_first in one.boxes:
@@ -155,7 +155,7 @@ Kind = Literal["same", "added", "removed", "form", "value", "content", "gone"]
 
 
 @dataclass(frozen=True)
-class Wish:
+class DiffOptions:
     """How closely to look.
 
     Without `figures` nothing is read where digests tell. With `whole` all blocks of a changed leaf are
@@ -167,7 +167,7 @@ class Wish:
     whole: bool = False
 
 
-WITH_FIGURES = Wish()
+WITH_FIGURES = DiffOptions()
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class LeafChange:
     change: Change | None = None
 
 
-def leaf_changes(a: Epoch, b: Epoch, wish: Wish = WITH_FIGURES) -> Iterator[LeafChange]:
+def leaf_changes(a: Epoch, b: Epoch, wish: DiffOptions = WITH_FIGURES) -> Iterator[LeafChange]:
     """One after another in the order of the second epoch, those that only the first has at the end.
 
     Raises UsageError for a pattern that means nothing in either, or where numpy is needed and missing;
@@ -195,7 +195,7 @@ def leaf_changes(a: Epoch, b: Epoch, wish: Wish = WITH_FIGURES) -> Iterator[Leaf
     """
     check_chosen([a, b], wish.patterns)
     before, after = a.chosen(wish.patterns), b.chosen(wish.patterns)
-    sources = Source(a), Source(b)
+    sources = PartReader(a), PartReader(b)
     items = iter(after.items())
     while group := list(islice(items, _TOGETHER)):
         yield from _compared_together(sources, before, group, wish)
@@ -205,10 +205,10 @@ def leaf_changes(a: Epoch, b: Epoch, wish: Wish = WITH_FIGURES) -> Iterator[Leaf
 
 
 def _compared_together(
-    sources: tuple[Source, Source],
-    before: Mapping[str, Item],
-    group: Sequence[tuple[str, Item]],
-    wish: Wish,
+    sources: tuple[PartReader, PartReader],
+    before: Mapping[str, NodeLeaf],
+    group: Sequence[tuple[str, NodeLeaf]],
+    wish: DiffOptions,
 ) -> Iterator[LeafChange]:
     """Some leaves, of which the small ones that differ are read with few reads."""
     known = [
@@ -223,7 +223,7 @@ def _compared_together(
     yield from (_looked_into(one, wish) if isinstance(one, Comparison) else one for one in known)
 
 
-def _known(left: Source, right: Source, one: Item, other: Item) -> LeafChange | Comparison:
+def _known(left: PartReader, right: PartReader, one: NodeLeaf, other: NodeLeaf) -> LeafChange | Comparison:
     """What can be told without reading a tensor, else what is to be compared."""
     a, b = left.epoch, right.epoch
     name, blob, size = other.name, other.leaf.blob, other.leaf.elements
@@ -241,7 +241,7 @@ def _known(left: Source, right: Source, one: Item, other: Item) -> LeafChange | 
     return LeafChange(name, blob, "same", *forms, size) if comparison.alike else comparison
 
 
-def _looked_into(comparison: Comparison, wish: Wish) -> LeafChange:
+def _looked_into(comparison: Comparison, wish: DiffOptions) -> LeafChange:
     item = comparison.item
     told = (item.form, item.form, item.leaf.elements)
     if wish.figures and item.leaf.dtype in HAVE_NUMBERS:
@@ -256,7 +256,7 @@ def _looked_into(comparison: Comparison, wish: Wish) -> LeafChange:
 class Comparison:
     """A tensor in two epochs, of the same type and shape."""
 
-    def __init__(self, a: Source, b: Source, one: Item, other: Item) -> None:
+    def __init__(self, a: PartReader, b: PartReader, one: NodeLeaf, other: NodeLeaf) -> None:
         self._a, self._b = a, b
         self.item = other
         left, right = parts(a.epoch, one), parts(b.epoch, other)

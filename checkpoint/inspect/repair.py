@@ -14,7 +14,7 @@ from dataclasses import field
 from typing import Any, Literal
 
 from torchrelay.checkpoint.format.canonical_json import sealed_bytes
-from torchrelay.checkpoint.format.manifest.position import Entry, Retirement
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Retirement
 from torchrelay.checkpoint.format.names import (
     DATA,
     MANIFEST,
@@ -315,7 +315,7 @@ class TryUse:
 
     name: str
     standing: Standing
-    entry: Entry | None
+    entry: CommittedPosition | None
     groups: Mapping[str, int]
     needed_by: int = 0
 
@@ -377,7 +377,7 @@ def usage_of(storage: Storage, view: LogView) -> Usage:
 
 
 def _standing(
-    name: str, entries: Mapping[str, Entry], needs: Mapping[str, int], retired: set[str]
+    name: str, entries: Mapping[str, CommittedPosition], needs: Mapping[str, int], retired: set[str]
 ) -> Standing:
     if name in entries or needs[name]:
         return "live"

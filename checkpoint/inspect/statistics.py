@@ -25,8 +25,8 @@ from torchrelay.checkpoint.inspect.contents import (
     HAVE_NUMBERS,
     Buffer,
     Epoch,
-    Item,
-    Part,
+    LeafPart,
+    NodeLeaf,
     check_chosen,
     parts,
 )
@@ -184,11 +184,11 @@ def leaf_moments(epoch: Epoch, patterns: str | Sequence[str] = ()) -> dict[str, 
     }
 
 
-def _of_item(epoch: Epoch, item: Item) -> Moments:
+def _of_item(epoch: Epoch, item: NodeLeaf) -> Moments:
     return joined(moments_of(chunk) for chunk in _chunks(epoch, item))
 
 
-def _chunks(epoch: Epoch, item: Item) -> Iterator[Array]:
+def _chunks(epoch: Epoch, item: NodeLeaf) -> Iterator[Array]:
     buffer = Buffer()
     for part in parts(epoch, item):
         for start in range(0, part.nbytes, CHUNK_BYTES):
@@ -313,12 +313,14 @@ def _of(number: float | None) -> float:
     return 0.0 if number is None else number
 
 
-def small_boxes(part: Part, source: Bounds, first: int, box: Bounds) -> list[Bounds]:
+def small_boxes(part: LeafPart, source: Bounds, first: int, box: Bounds) -> list[Bounds]:
     """The box cut so that each can be read from the part with one range of a few MiB."""
     return [slab.box for slab in _copy(source, first, box).slabs(part.item_bytes)]
 
 
-def gathered(epoch: Epoch, part: Part, source: Bounds, first: int, box: Bounds, buffer: Buffer) -> memoryview:
+def gathered(
+    epoch: Epoch, part: LeafPart, source: Bounds, first: int, box: Bounds, buffer: Buffer
+) -> memoryview:
     """The bytes of a box of which `source`, from element `first` of the part on, holds all elements.
 
     Raises DamagedError or StorageError for what the storage has.

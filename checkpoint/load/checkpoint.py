@@ -30,7 +30,7 @@ from torchrelay.checkpoint.load.lookup import (
     split_name,
 )
 from torchrelay.checkpoint.load.objects import check_kept, load_objects, load_tensors, load_value
-from torchrelay.checkpoint.load.open import Best, Place, place_of, proved_entry, read_log
+from torchrelay.checkpoint.load.open import Best, CheckpointLocation, place_of, proved_entry, read_log
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.renaming import LoadResult
 from torchrelay.checkpoint.load.tensors import (
@@ -89,7 +89,7 @@ class Checkpoint:
 
     def __init__(
         self,
-        place: Place,
+        place: CheckpointLocation,
         proof: Proof,
         view: LogView,
         notices: tuple[str, ...] = (),

@@ -27,8 +27,8 @@ import xxhash
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields, dumps
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.codec import Columns
-from torchrelay.checkpoint.format.manifest.position import Entry, Facts, facts_in
+from torchrelay.checkpoint.format.manifest.codec import TableColumns
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Facts, facts_in
 from torchrelay.checkpoint.format.manifest.schema import BlobRow, LeafRow, Manifest
 from torchrelay.checkpoint.format.names import (
     manifest_path,
@@ -69,13 +69,13 @@ class Glance:
         return self.facts.metrics
 
 
-def glance(storage: Storage, entry: Entry) -> Glance:
+def glance(storage: Storage, entry: CommittedPosition) -> Glance:
     """Look at the manifest that a log entry names; raises DamagedError unless it is that very file."""
     data = codec.read_bytes(storage, entry)
     return _seen_in(data.decode("utf-8", "replace"), f"manifest of {entry.try_name}")
 
 
-def glance_or_notes(storage: Storage, entry: Entry) -> Glance:
+def glance_or_notes(storage: Storage, entry: CommittedPosition) -> Glance:
     """The same, for lists alone: of a large manifest only the size is compared, if its save left notes.
 
     What `stats.json` notes, metrics of all facts alone, is proved by nothing. Raises as `glance` does.
@@ -86,7 +86,7 @@ def glance_or_notes(storage: Storage, entry: Entry) -> Glance:
     return glance(storage, entry)
 
 
-def _noted(storage: Storage, entry: Entry) -> Glance | None:
+def _noted(storage: Storage, entry: CommittedPosition) -> Glance | None:
     try:
         data = storage.read_range(stats_path(entry.try_name), 0, LARGE_BYTES + 1)
         said: Any = json.loads(data) if len(data) <= LARGE_BYTES else None
@@ -149,7 +149,7 @@ class EpochTable:
     hosts: tuple[str, ...]
     blobs: Mapping[str, tuple[str, str]]
     """Name to kind and scope."""
-    _leaves: Columns = field(repr=False)
+    _leaves: TableColumns = field(repr=False)
 
     @cached_property
     def leaves(self) -> Sequence[str]:
@@ -233,7 +233,7 @@ def largest(sizes: Mapping[str, int], names: Sequence[str], count: int) -> set[s
     return set(names if len(names) <= count else nlargest(count, names, key=lambda one: sizes.get(one, 0)))
 
 
-def read_table(storage: Storage, entry: Entry) -> EpochTable:
+def read_table(storage: Storage, entry: CommittedPosition) -> EpochTable:
     """Read what a log entry names; raises DamagedError unless the manifest is that very file."""
     data, what = codec.read_bytes(storage, entry), manifest_path(entry.try_name)
     try:
@@ -246,14 +246,14 @@ def read_table(storage: Storage, entry: Entry) -> EpochTable:
 def _table(fields: Fields, what: str) -> EpochTable:
     canonical_json.check_stamp(fields.values.get("format"), what=what)
     words = fields.texts("words")
-    blobs, world = Columns(fields.fields("blobs"), words), fields.fields("world")
+    blobs, world = TableColumns(fields.fields("blobs"), words), fields.fields("world")
     rows = zip(blobs.names("name"), blobs.words("kind"), blobs.words("scope"), strict=True)
     return EpochTable(
         facts_in(fields.fields("facts")),
         unpack_names(world.items("nodes"), what),
         unpack_names(world.items("hosts"), what),
         {name: (kind, scope) for name, kind, scope in rows},
-        Columns(fields.fields("leaves"), words),
+        TableColumns(fields.fields("leaves"), words),
     )
 
 

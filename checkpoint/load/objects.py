@@ -14,7 +14,7 @@ import torch
 
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.dtypes import by_name, memory_of, torch_dtype
-from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Entry, matches_any
+from torchrelay.checkpoint.format.manifest.position import EVERYTHING, CommittedPosition, matches_any
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.names import nearest
@@ -38,7 +38,15 @@ from torchrelay.checkpoint.load.lookup import (
 )
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.load.renaming import LoadResult, Renaming, blob_of, checked_objects, of_objects
-from torchrelay.checkpoint.load.tensors import Cast, Columns, Loading, Wanted, cast, cast_of, checked_cast
+from torchrelay.checkpoint.load.tensors import (
+    Cast,
+    Loading,
+    TensorColumns,
+    TensorRead,
+    cast,
+    cast_of,
+    checked_cast,
+)
 from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore.container import check_changed
@@ -52,7 +60,7 @@ from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
-class _Found:
+class _NamedLeaf:
     """A stored leaf under the name that the objects know it by."""
 
     spec: LeafSpec
@@ -73,7 +81,7 @@ class _Wish:
 
 def load_objects(
     reader: LeafReader,
-    entry: Entry,
+    entry: CommittedPosition,
     objects: Mapping[str, Any],
     *,
     strict: bool,
@@ -100,7 +108,7 @@ def load_objects(
     return LoadResult(loaded, plan.missing, plan.unexpected, nodes=of_nodes), loading.checked
 
 
-def _in_place(reader: LeafReader, entry: Entry, objects: Mapping[str, Any]) -> InPlace:
+def _in_place(reader: LeafReader, entry: CommittedPosition, objects: Mapping[str, Any]) -> InPlace:
     """The tensors that are blobs by themselves and that nothing need be asked about."""
     manifest = reader.manifest
     times = Counter(map(attrgetter("blob"), manifest.leaves))
@@ -121,11 +129,11 @@ _BLOBS = ("tensor", "parameter")
 
 def _plan(
     reader: LeafReader,
-    entry: Entry,
+    entry: CommittedPosition,
     objects: Mapping[str, Any],
     in_place: InPlace,
     wish: _Wish,
-) -> tuple[dict[str, _Found], Restoration]:
+) -> tuple[dict[str, _NamedLeaf], Restoration]:
     """The stored leaves of all objects that are not in place, and what to do."""
     settled, rename = in_place.tensors, wish.rename
     rest = in_place.rest(objects)
@@ -188,7 +196,7 @@ def _excluded(manifest: Manifest, objects: Mapping[str, Any], wish: _Wish) -> li
 
 def load_tensors(
     reader: LeafReader,
-    entry: Entry,
+    entry: CommittedPosition,
     wanted: Mapping[str, Chosen],
     device: str | torch.device | None,
     dtype: Cast,
@@ -211,7 +219,7 @@ def load_tensors(
     return {new: placed[place] for new, place in places.items()}
 
 
-def load_value(reader: LeafReader, entry: Entry, name: str, node: str | None) -> Any:
+def load_value(reader: LeafReader, entry: CommittedPosition, name: str, node: str | None) -> Any:
     """Read one value, with the tensors inside it; a dotted name may lead into a container (`ema.step`)."""
     rows, leaves = reader.manifest.rows, reader.manifest.leaves
     for outer in reversed(dotted_prefixes(name)) if name not in rows else ():
@@ -228,7 +236,7 @@ def load_value(reader: LeafReader, entry: Entry, name: str, node: str | None) ->
     return values.decode(reader.value_json(name, node), tensor=refer)
 
 
-def check_kept(reader: LeafReader, entry: Entry, names: Iterable[str]) -> None:
+def check_kept(reader: LeafReader, entry: CommittedPosition, names: Iterable[str]) -> None:
     """Refuse leaves whose files retention has removed; raises UsageError."""
     for name in names:
         for row in reader.manifest.rows.get(name, ()):
@@ -242,7 +250,7 @@ def check_kept(reader: LeafReader, entry: Entry, names: Iterable[str]) -> None:
 
 def _find(
     reader: LeafReader, objects: Mapping[str, Any], wish: _Wish, settled: Collection[str]
-) -> dict[str, _Found]:
+) -> dict[str, _NamedLeaf]:
     """The stored leaves that are of the objects' blobs once they are renamed; others are `settled`."""
     manifest, nodes = reader.manifest, wish.nodes
     names = _names(Renaming(manifest, wish.rename), objects, wish)
@@ -250,7 +258,7 @@ def _find(
     if nodes is not None:
         names = {new: stored for new, stored in names.items() if _is_meant(manifest, stored, nodes)}
     first = {name: name for name in settled}
-    found: dict[str, _Found] = {}
+    found: dict[str, _NamedLeaf] = {}
     for new, stored in names.items():
         declared = manifest.leaves[manifest.rows[stored][0]]
         node = node_for(manifest, stored, nodes)
@@ -258,7 +266,7 @@ def _find(
         holder_of(manifest, row, node)  # says which nodes have it
         source = first.setdefault(manifest.leaves[row].name, new)
         blob = blob_of(new, objects) or declared.blob
-        found[new] = _Found(_spec(manifest, row, stored, new, blob, source), stored, node)
+        found[new] = _NamedLeaf(_spec(manifest, row, stored, new, blob, source), stored, node)
     for new, one in found.items():
         if one.spec.same_as is not None:
             found[new] = replace(one, spec=replace(one.spec, same_as=first.get(one.spec.same_as)))
@@ -271,7 +279,7 @@ def _is_meant(manifest: Manifest, name: str, nodes: Nodes) -> bool:
     return node not in manifest.world.number or is_owned(manifest, name, node)
 
 
-def _inner_unrenamed(found: Mapping[str, _Found], json: Mapping[str, Any]) -> dict[str, _Found]:
+def _inner_unrenamed(found: Mapping[str, _NamedLeaf], json: Mapping[str, Any]) -> dict[str, _NamedLeaf]:
     """Tensors inside values back under their stored names, by which the values refer to them."""
     new_names = {one.stored: new for new, one in found.items()}
     back = {
@@ -342,7 +350,7 @@ def _spec(manifest: Manifest, number: int, stored: str, name: str, blob: str, so
 
 
 def _check_blobs(
-    reader: LeafReader, objects: Mapping[str, Any], found: Mapping[str, _Found], rename: Rename | None
+    reader: LeafReader, objects: Mapping[str, Any], found: Mapping[str, _NamedLeaf], rename: Rename | None
 ) -> None:
     """Refuse an object of which nothing at all is stored: most likely a misspelt name."""
     known = {blob.name for blob in reader.manifest.blobs} | {one.spec.blob for one in found.values()}
@@ -353,9 +361,9 @@ def _check_blobs(
 
 
 def _loading(
-    reader: LeafReader, plan: Restoration, found: Mapping[str, _Found], in_place: InPlace, *, atomic: bool
+    reader: LeafReader, plan: Restoration, found: Mapping[str, _NamedLeaf], in_place: InPlace, *, atomic: bool
 ) -> Loading:
     rows = [reader.manifest.rows[name][0] for name in in_place.tensors]
-    columns = Columns(in_place, partial(reader.check_rows, rows), partial(reader.read_rows, rows))
-    wanted = [Wanted(read, found[read.leaf].stored, found[read.leaf].node) for read in plan.reads]
+    columns = TensorColumns(in_place, partial(reader.check_rows, rows), partial(reader.read_rows, rows))
+    wanted = [TensorRead(read, found[read.leaf].stored, found[read.leaf].node) for read in plan.reads]
     return Loading(reader, wanted, columns, atomic=atomic)

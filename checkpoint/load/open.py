@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchrelay.checkpoint.format.manifest.position import Entry
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.load.info import glance
 from torchrelay.checkpoint.load.lookup import nearest_directory
-from torchrelay.checkpoint.load.verify import Outcome, Proof, prove
+from torchrelay.checkpoint.load.verify import Proof, VerificationStatus, prove
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.tiered_storage import has_job, holds_job
-from torchrelay.checkpoint.log.view import LogView, Wanted, best_first, named_entry, whole_epochs
+from torchrelay.checkpoint.log.view import EpochQuery, LogView, best_first, named_entry, whole_epochs
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import FILE, NOTES, CountingStorage, joined, storage_of
@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointLocation:
     """Where checkpoints lie, and the metric that the run there calls best, if it said one."""
 
     storage: CountingStorage
@@ -39,13 +39,13 @@ class Place:
         return self.storage.url
 
 
-def place_of(where: str | os.PathLike[str] | Storage) -> Place:
+def place_of(where: str | os.PathLike[str] | Storage) -> CheckpointLocation:
     """A run directory (it has `checkpoints/`), a `db_prefix`, or a storage.
 
     Raises UsageError for what is none of them.
     """
     if isinstance(where, Storage):
-        return Place(CountingStorage(where))
+        return CheckpointLocation(CountingStorage(where))
     if not isinstance(where, (str, os.PathLike)):
         raise UsageError(f"{where!r} is no path: give a run directory")
     if isinstance(where, str) and is_url(where) and not where.startswith(FILE):
@@ -58,7 +58,7 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
         why = "a file" if there is False else f"not there{_meant(path)}"
         raise UsageError(f"{path} is {why}: give a run directory")
     if is_directory(path / "checkpoints"):
-        return Place(CountingStorage(LocalStorage(path / "checkpoints")), best_of_run(path))
+        return CheckpointLocation(CountingStorage(LocalStorage(path / "checkpoints")), best_of_run(path))
     if not has_job(path):
         raise UsageError(
             f"{path} holds no checkpoints: give a run directory (it has checkpoints/) or the prefix "
@@ -69,7 +69,7 @@ def place_of(where: str | os.PathLike[str] | Storage) -> Place:
         from torchrelay.checkpoint.log.tiered_storage import opened
 
         storage = opened(path)
-    return Place(CountingStorage(storage))
+    return CheckpointLocation(CountingStorage(storage))
 
 
 def _meant(path: Path) -> str:
@@ -79,12 +79,12 @@ def _meant(path: Path) -> str:
     return nearest_directory(path)
 
 
-def _place_at_url(url: str) -> Place:
+def _place_at_url(url: str) -> CheckpointLocation:
     """The checkpoints of a run, or at a prefix, in a store."""
     here = storage_of(url, "the place")
     for one in (here, storage_of(joined(url, "checkpoints"), "the place")):
         if holds_job(one):
-            return Place(CountingStorage(one), None if one is here else _best_at(here))
+            return CheckpointLocation(CountingStorage(one), None if one is here else _best_at(here))
     raise UsageError(f"{url} holds no checkpoints: give the prefix that the manager was given")
 
 
@@ -111,7 +111,9 @@ def _best_in(data: bytes) -> Best | None:
     return (said[0], said[1]) if good else None
 
 
-def proved_entry(place: Place, view: LogView, wish: Wanted, best: Best | None, say: Say) -> Proof:
+def proved_entry(
+    place: CheckpointLocation, view: LogView, wish: EpochQuery, best: Best | None, say: Say
+) -> Proof:
     """The epoch that is meant, its manifest proved.
 
     An explicit epoch is never replaced: DamagedError, StorageError, or UnknownEpochError; whether its
@@ -124,7 +126,7 @@ def proved_entry(place: Place, view: LogView, wish: Wanted, best: Best | None, s
     reasons: list[str] = []
     for entry in candidates(place, view, wish, best, say):
         proof = prove(place.storage, entry, level="sizes")
-        if proof.outcome is Outcome.UNKNOWN:
+        if proof.outcome is VerificationStatus.UNKNOWN:
             raise StorageError(f"epoch {entry.position} in {place.url} cannot be read now: {proof.reason}")
         if proof.proved:
             if reasons:
@@ -139,7 +141,9 @@ def proved_entry(place: Place, view: LogView, wish: Wanted, best: Best | None, s
     raise UnknownEpochError(f"nothing is committed in {place.url} yet")
 
 
-def candidates(place: Place, view: LogView, wish: Wanted, best: Best | None, say: Say) -> Sequence[Entry]:
+def candidates(
+    place: CheckpointLocation, view: LogView, wish: EpochQuery, best: Best | None, say: Say
+) -> Sequence[CommittedPosition]:
     """What `last` or `best` may mean, in that order; nothing is proved. Empty where nothing is committed.
 
     Raises UsageError where no metric says what "best" is, UnknownEpochError where no epoch has a value of it.
@@ -158,7 +162,9 @@ def candidates(place: Place, view: LogView, wish: Wanted, best: Best | None, say
     return _by_metric(place, line, chosen, say)
 
 
-def _by_metric(place: Place, line: Sequence[Entry], best: Best, say: Say) -> Sequence[Entry]:
+def _by_metric(
+    place: CheckpointLocation, line: Sequence[CommittedPosition], best: Best, say: Say
+) -> Sequence[CommittedPosition]:
     name, mode = best
     found: dict[str, float] = {}
     known: set[str] = set()
@@ -182,7 +188,7 @@ def _by_metric(place: Place, line: Sequence[Entry], best: Best, say: Say) -> Seq
     return ordered
 
 
-def read_log(place: Place) -> LogView:
+def read_log(place: CheckpointLocation) -> LogView:
     """The log of a place; raises UnknownEpochError where nothing is committed."""
     view = open_log(place.storage)
     if view.empty:

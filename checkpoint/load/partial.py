@@ -27,7 +27,7 @@ from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.reads.shared_reads import options_of
 from torchrelay.checkpoint.load.reshard import same_nodes
 from torchrelay.checkpoint.load.resume import spec_of_row
-from torchrelay.checkpoint.load.tensors import Loading, Wanted
+from torchrelay.checkpoint.load.tensors import Loading, TensorRead
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.checkpoint.state.restore.gate import gate
 from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
@@ -93,7 +93,7 @@ def load_some(
         found = together(session.peers, "partial load: check", prepare)
         why = next((one for one in found if one is not None), None)
     if why is None:
-        wanted = [Wanted(read, read.leaf, plan.node) for plan in plans for read in plan.restoration.reads]
+        wanted = [TensorRead(read, read.leaf, plan.node) for plan in plans for read in plan.restoration.reads]
         loading = Loading(reader, wanted)
         patience = patience_secs(sum(leaf.nbytes for leaf in manifest.leaves))
         with clock.spent("prove"):

@@ -303,7 +303,7 @@ def _leaves(manifest: Manifest, rows: Iterable[int]) -> list[LeafRow]:
 
 
 @dataclass
-class Changes:
+class LoadChanges:
     """What a load found changed, on one node or on all."""
 
     new: set[str] = field(default_factory=set)
@@ -331,9 +331,9 @@ class Changes:
         ]
 
     @staticmethod
-    def of_all(parts: Iterable[Json]) -> Changes:
+    def of_all(parts: Iterable[Json]) -> LoadChanges:
         """What all nodes found; a blob is gone if no node has it any more."""
-        found, gone = Changes(), list[set[str]]()
+        found, gone = LoadChanges(), list[set[str]]()
         for new, here, excluded, buffers, retyped, others, unsaved in parts:
             found.new.update(new)
             found.excluded.update(excluded)

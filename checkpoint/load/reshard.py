@@ -20,7 +20,7 @@ import torch
 from torchrelay.checkpoint.format.dtypes import by_name, memory_of, torch_dtype
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
-from torchrelay.checkpoint.state.checkpoint_set import Member
+from torchrelay.checkpoint.state.checkpoint_set import SetMember
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
 from torchrelay.errors import FormatError, UsageError
 from torchrelay.jobs.blobs import RESHARD_POLICIES
@@ -88,7 +88,7 @@ def assign(
     manifest: Manifest,
     place: NodePlace,
     nodes: Sequence[str],
-    members: Mapping[str, Member],
+    members: Mapping[str, SetMember],
     reader: LeafReader,
     anywhere: frozenset[str] = frozenset(),
     without: Collection[str] = (),
@@ -131,7 +131,7 @@ def assign(
 def assign_replicated(
     manifest: Manifest,
     place: NodePlace,
-    members: Mapping[str, Member],
+    members: Mapping[str, SetMember],
     reader: LeafReader,
     without: Collection[str] = (),
 ) -> Assigned:
@@ -167,7 +167,7 @@ class _Choice:
     manifest: Manifest
     place: NodePlace
     nodes: tuple[str, ...]
-    members: Mapping[str, Member]
+    members: Mapping[str, SetMember]
     reader: LeafReader
     anywhere: frozenset[str]
     found: Assigned = field(default_factory=Assigned)

@@ -19,7 +19,7 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.load.reads.shared_reads import SharedReads, agreed, offer, options_of, shareable
 from torchrelay.checkpoint.load.renaming import (
-    Changes,
+    LoadChanges,
     RenamedReader,
     Renaming,
     ResumeOptions,
@@ -36,7 +36,7 @@ from torchrelay.checkpoint.load.reshard import (
     same_nodes,
 )
 from torchrelay.checkpoint.load.verify import Target
-from torchrelay.checkpoint.state.checkpoint_set import RNG_BLOB, Member, left_out
+from torchrelay.checkpoint.state.checkpoint_set import RNG_BLOB, SetMember, left_out
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.gradients import REMEDY
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
@@ -70,7 +70,7 @@ class LoadJob:
     session: Session
     target: Target
     stored_name: Callable[[str], str]
-    members: Mapping[str, Mapping[str, Member]]
+    members: Mapping[str, Mapping[str, SetMember]]
     registered: frozenset[str]
     """The blobs that some node of the job has registered."""
     saved: frozenset[str]
@@ -108,7 +108,7 @@ class _NodeLoad:
     restoration: Restoration
     gradients: Gradients
     streams: RandomStreams
-    changes: Changes
+    changes: LoadChanges
     requires_grad: Callable[[], list[str]]
     learning_rates: Callable[[], None]
     new_generators: list[str] = field(default_factory=list)
@@ -124,7 +124,7 @@ class _NodeLoad:
         return self.assigned.nodes.get(leaf) or node_of(job, self.stored)
 
 
-def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradients], NodeStats, Changes]:
+def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradients], NodeStats, LoadChanges]:
     """Load everything; returns random states, gradients and times, by node, and what has changed.
 
     Raises the same error on all processes: before anything changed where names, shapes, dtypes or
@@ -140,7 +140,7 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradient
 
     def check(exclude: tuple[str, ...] = ()) -> list[Any]:
         loads[:] = [_prepare(job, reader, place, exclude) for place in job.session.local_nodes]
-        changes = Changes.of_all(load.changes.to_json() for load in loads)
+        changes = LoadChanges.of_all(load.changes.to_json() for load in loads)
         if not job.share_reads:
             return [None, changes.to_json()]
         own = loads[0].assigned.nodes
@@ -155,7 +155,7 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradient
             raise
         answers = together(job.session.peers, "load: check", lambda: check(job.resume.exclude))
     shared = agreed(job.session, reader, rows, [ranges for ranges, _ in answers])
-    changes = Changes.of_all(one for _, one in answers)
+    changes = LoadChanges.of_all(one for _, one in answers)
     size = sum(leaf.nbytes for leaf in job.manifest.leaves)  # no node reads more than everything
 
     def read() -> dict[str, Any]:
@@ -269,8 +269,8 @@ def _assigned(
     job: LoadJob,
     reader: LeafReader,
     place: NodePlace,
-    members: Mapping[str, Member],
-    changes: Changes,
+    members: Mapping[str, SetMember],
+    changes: LoadChanges,
     excluded: Callable[[str], bool],
 ) -> Assigned:
     without = changes.gone | job.target.lost_blobs
@@ -300,9 +300,9 @@ def _gradients(
     return Gradients(objects, specs, assigned.values, kept)
 
 
-def _changes(job: LoadJob, registered: Mapping[str, Any]) -> Changes:
+def _changes(job: LoadJob, registered: Mapping[str, Any]) -> LoadChanges:
     """The blobs that are new or gone. What a node that is not here owned alone is not gone: see `assign`."""
-    changes = Changes()
+    changes = LoadChanges()
     if not job.resume.strict:
         changes.new.update(new_blobs(job.manifest, registered))
         gone = gone_blobs(job.manifest, {*registered, *job.anywhere})

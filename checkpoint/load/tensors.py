@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, by_name, memory_of, torch_dtype
-from torchrelay.checkpoint.format.layouts import Target, Window, whole_target
+from torchrelay.checkpoint.format.layouts import LocalTarget, Window, whole_target
 from torchrelay.checkpoint.format.manifest.position import matches
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, halves, intersect, whole
 from torchrelay.checkpoint.format.names import nearest
@@ -219,7 +219,7 @@ what the threads need for slabs these are less than 64 MiB."""
 PIECE = AT_ONCE // 2
 
 
-class Source(Protocol):
+class LeafSource(Protocol):
     """Where leaves come from: an epoch, or a file of blobs."""
 
     @property
@@ -235,20 +235,20 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TensorRead:
     """A tensor of a restoration, and the stored leaf that it comes from, as `node` has it."""
 
     read: Read
     stored: str
     node: str | None = None
 
-    def into(self, memory: memoryview, target: Target | None = None) -> LeafRead:
+    def into(self, memory: memoryview, target: LocalTarget | None = None) -> LeafRead:
         """The read of all of it, or of the boxes of `target`, into this memory."""
         return LeafRead(self.stored, memory, self.node, target or self.read.target)
 
 
 @dataclass(frozen=True)
-class Columns:
+class TensorColumns:
     """Very many tensors that are read together: `check` verifies their blocks, `fill` reads into memories."""
 
     in_place: InPlace = NOTHING
@@ -270,10 +270,15 @@ class Loading:
     """
 
     def __init__(
-        self, source: Source, wanted: Sequence[Wanted], columns: Columns | None = None, *, atomic: bool = True
+        self,
+        source: LeafSource,
+        wanted: Sequence[TensorRead],
+        columns: TensorColumns | None = None,
+        *,
+        atomic: bool = True,
     ) -> None:
         self._source, self._wanted, self._atomic = source, wanted, atomic
-        self._columns = columns or Columns()
+        self._columns = columns or TensorColumns()
         self._fresh = [one for one in wanted if one.read.live is None]
         self._direct = [one for one in wanted if one.read.destination is not None]
         others = [one for one in wanted if one.read.destination is None]
@@ -380,20 +385,20 @@ def naming_what_changed(*, live: bool, verified: bool = False) -> Iterator[None]
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _LiveBox:
     """A box of a live tensor, and what of the stored leaf belongs into it."""
 
-    wanted: Wanted
+    wanted: TensorRead
     live: torch.Tensor
-    target: Target
+    target: LocalTarget
 
     @property
     def nbytes(self) -> int:
         return prod(self.target.shape) * self.live.element_size()
 
 
-def _batches(passing: Mapping[Wanted, torch.Tensor]) -> Iterator[list[_Piece]]:
-    batch: list[_Piece] = []
+def _batches(passing: Mapping[TensorRead, torch.Tensor]) -> Iterator[list[_LiveBox]]:
+    batch: list[_LiveBox] = []
     for piece in (piece for one, live in passing.items() for piece in _pieces(one, live)):
         if batch and sum(one.nbytes for one in batch) + piece.nbytes > AT_ONCE:
             yield batch
@@ -403,11 +408,11 @@ def _batches(passing: Mapping[Wanted, torch.Tensor]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _pieces(wanted: Wanted, live: torch.Tensor) -> Iterator[_Piece]:
+def _pieces(wanted: TensorRead, live: torch.Tensor) -> Iterator[_LiveBox]:
     target = wanted.read.target or whole_target(tuple(live.shape))
     for box in _boxes(live):
         shape = tuple(stop - start for start, stop in box)
-        yield _Piece(wanted, live[_slices(box)], Target(shape, tuple(_windows(target, box))))
+        yield _LiveBox(wanted, live[_slices(box)], LocalTarget(shape, tuple(_windows(target, box))))
 
 
 def runs_of(live: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -435,7 +440,7 @@ def _slices(box: Bounds) -> tuple[slice, ...]:
     return tuple(slice(*side) for side in box)
 
 
-def _windows(target: Target, box: Bounds) -> Iterator[Window]:
+def _windows(target: LocalTarget, box: Bounds) -> Iterator[Window]:
     """What of a target lies in a box of it, as windows of a destination that is this box."""
     for window in target.windows:
         if (part := intersect(window.place, box)) is None:

@@ -33,7 +33,7 @@ from typing import Any, Literal, TypeVar
 
 from torchrelay.checkpoint.format.layouts import alike, holding
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, ShardRow
 from torchrelay.checkpoint.format.names import all_plain, position_of, shard_path
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
@@ -220,7 +220,7 @@ def seen_twice(look: Callable[[], T]) -> T:
 Level = Literal["sizes", "headers", "full"]
 
 
-class Outcome(Enum):
+class VerificationStatus(Enum):
     """What a proof came to."""
 
     PROVED = "proved"
@@ -254,8 +254,8 @@ class Proof:
     `holders` are those whose headers are opened by all shares of the proof together.
     """
 
-    entry: Entry
-    outcome: Outcome
+    entry: CommittedPosition
+    outcome: VerificationStatus
     reason: str = ""
     manifest: Manifest | None = None
     shards: ShardSet | None = None
@@ -264,7 +264,7 @@ class Proof:
     @property
     def proved(self) -> bool:
         """Whether the epoch may be loaded."""
-        return self.outcome is Outcome.PROVED
+        return self.outcome is VerificationStatus.PROVED
 
     @property
     def told(self) -> str:
@@ -275,13 +275,13 @@ class Proof:
         """The manifest and the opened shards; raises DamagedError or StorageError unless proved."""
         if self.manifest is not None and self.shards is not None and self.proved:
             return self.manifest, self.shards
-        kind = DamagedError if self.outcome is Outcome.DAMAGED else StorageError
+        kind = DamagedError if self.outcome is VerificationStatus.DAMAGED else StorageError
         raise kind(f"epoch {self.entry.position} cannot be loaded: {self.reason}")
 
 
 def prove(
     storage: Storage,
-    entry: Entry,
+    entry: CommittedPosition,
     *,
     want: Collection[str] | None = None,
     level: Level = "headers",
@@ -303,12 +303,14 @@ def prove(
             for holder in share.taken(holders):
                 _look_at(shards, holder, level)
     except FormatError as error:
-        return Proof(entry, Outcome.UNKNOWN, str(error))
+        return Proof(entry, VerificationStatus.UNKNOWN, str(error))
     except DamagedError as error:
-        return Proof(entry, Outcome.DAMAGED, str(error))
+        return Proof(entry, VerificationStatus.DAMAGED, str(error))
     except OSError as error:
-        return Proof(entry, Outcome.UNKNOWN, str(error))
-    return Proof(entry, Outcome.PROVED, "", manifest, shards, frozenset() if level == "sizes" else holders)
+        return Proof(entry, VerificationStatus.UNKNOWN, str(error))
+    return Proof(
+        entry, VerificationStatus.PROVED, "", manifest, shards, frozenset() if level == "sizes" else holders
+    )
 
 
 def _look_at(shards: ShardSet, holder: Holder, level: Level) -> None:
@@ -320,7 +322,7 @@ def _look_at(shards: ShardSet, holder: Holder, level: Level) -> None:
         seen_twice(header.verify)
 
 
-def _is_kept(leaf: LeafRow, entry: Entry) -> bool:
+def _is_kept(leaf: LeafRow, entry: CommittedPosition) -> bool:
     return not entry.groups or leaf.group in entry.groups
 
 
@@ -343,7 +345,7 @@ class JointProof:
     `shards` are the files that this process has opened for its share: a load need not open them again.
     """
 
-    outcome: Outcome
+    outcome: VerificationStatus
     reason: str = ""
     manifest: Manifest | None = None
     shards: ShardSet | None = field(default=None, compare=False, repr=False)
@@ -354,7 +356,7 @@ class _Seen:
     """What one rank saw of a share."""
 
     rank: int
-    outcome: Outcome
+    outcome: VerificationStatus
     reason: str
     host: str
 
@@ -363,7 +365,12 @@ class _Seen:
 
 
 def prove_together(
-    peers: Peers, storage: Storage, entry: Entry, *, level: Level = "headers", host: str | None = None
+    peers: Peers,
+    storage: Storage,
+    entry: CommittedPosition,
+    *,
+    level: Level = "headers",
+    host: str | None = None,
 ) -> JointProof:
     """Prove an entry's manifest and shards to a level; all processes get the worst outcome and its reason.
 
@@ -377,8 +384,8 @@ def prove_together(
         [proof.outcome.value, proof.reason, host or socket.gethostname()],
         deadline_secs=deadline_secs,
     )
-    seen = [_Seen(rank, Outcome(one[0]), one[1], one[2]) for rank, one in enumerate(told)]
-    damaged = [one for one in seen if one.outcome is Outcome.DAMAGED]
+    seen = [_Seen(rank, VerificationStatus(one[0]), one[1], one[2]) for rank, one in enumerate(told)]
+    damaged = [one for one in seen if one.outcome is VerificationStatus.DAMAGED]
     if damaged and len({one.host for one in seen}) > 1:
         mine = [one.rank for one in damaged if _witness(seen, one) == peers.rank]
         answers = peers.exchange(
@@ -391,13 +398,13 @@ def prove_together(
 
 
 def _worst(peers: Peers, seen: Sequence[_Seen], proof: Proof) -> JointProof:
-    for outcome in (Outcome.DAMAGED, Outcome.UNKNOWN):
+    for outcome in (VerificationStatus.DAMAGED, VerificationStatus.UNKNOWN):
         for one in seen:
             if one.outcome is outcome:
                 return JointProof(outcome, one.reason if peers.size == 1 else str(one))
     if proof.shards is not None:
         proof.shards.vouch(proof.holders)  # each was opened by one of us
-    return JointProof(Outcome.PROVED, "", proof.manifest, proof.shards)
+    return JointProof(VerificationStatus.PROVED, "", proof.manifest, proof.shards)
 
 
 def _witness(seen: Sequence[_Seen], damaged: _Seen) -> int:
@@ -406,7 +413,7 @@ def _witness(seen: Sequence[_Seen], damaged: _Seen) -> int:
 
 
 def _look_again(
-    storage: Storage, entry: Entry, level: Level, shares: Sequence[int], size: int
+    storage: Storage, entry: CommittedPosition, level: Level, shares: Sequence[int], size: int
 ) -> list[list[Any]]:
     """Prove the shares of others, until one proves damaged: more would change nothing."""
 
@@ -414,7 +421,7 @@ def _look_again(
         for rank in shares:
             proof = prove(storage, entry, level=level, share=Share(rank, size))
             yield [rank, proof.outcome.value, proof.reason]
-            if proof.outcome is Outcome.DAMAGED:
+            if proof.outcome is VerificationStatus.DAMAGED:
                 return
 
     return list(looks())
@@ -423,21 +430,25 @@ def _look_again(
 def _judged(seen: Sequence[_Seen], damaged: Sequence[_Seen], again: dict[int, Any]) -> JointProof:
     for one in damaged:
         outcome, _ = again.get(one.rank, (None, ""))
-        if outcome == Outcome.DAMAGED.value:
+        if outcome == VerificationStatus.DAMAGED.value:
             witness = seen[_witness(seen, one)]
-            return JointProof(Outcome.DAMAGED, f"{one}, and by rank {witness.rank} on {witness.host} too")
+            return JointProof(
+                VerificationStatus.DAMAGED, f"{one}, and by rank {witness.rank} on {witness.host} too"
+            )
     first = damaged[0]
     witness = seen[_witness(seen, first)]
     outcome, reason = again[first.rank]
-    what = "sees no damage" if outcome == Outcome.PROVED.value else f"could not tell: {reason}"
-    return JointProof(Outcome.UNKNOWN, f"{first}, but rank {witness.rank} on {witness.host} {what}")
+    what = "sees no damage" if outcome == VerificationStatus.PROVED.value else f"could not tell: {reason}"
+    return JointProof(
+        VerificationStatus.UNKNOWN, f"{first}, but rank {witness.rank} on {witness.host} {what}"
+    )
 
 
 @dataclass(frozen=True)
 class Target:
     """A proved position, ready to be loaded; until then `shards` has the files open that were proved here."""
 
-    entry: Entry
+    entry: CommittedPosition
     manifest: Manifest
     shards: ShardSet | None = field(default=None, compare=False, repr=False)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import read_sealed, sealed_bytes
-from torchrelay.checkpoint.format.manifest.position import Entry, Key, State
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key, State
 from torchrelay.checkpoint.log.record import (
     LOG,
     BaseRef,
@@ -58,7 +58,7 @@ class Base:
     """A base file that was read and proved; `lost` where it was made again instead, in memory."""
 
     ref: BaseRef
-    entries: dict[Key, Entry] = field(repr=False)
+    entries: dict[Key, CommittedPosition] = field(repr=False)
     lost: LostBase | None = None
 
 
@@ -286,7 +286,7 @@ _REBASED_INLINE = INLINE // 2
 
 
 @dataclass(frozen=True)
-class Draft:
+class RecordDraft:
     """A record to be: its kind, and what it changes, computed from the state in whatever slot it gets.
 
     `generation` None means: that of the slot before (guests), or the slot itself for a takeover.
@@ -314,7 +314,7 @@ class OvertakenError(Exception):
         self.tail = tail
 
 
-def append(storage: Storage, tail: Tail, draft: Draft) -> Appended:
+def append(storage: Storage, tail: Tail, draft: RecordDraft) -> Appended:
     """Write a record behind `tail`, or behind whatever came first, and make it durable.
 
     Raises OvertakenError, without having changed anything, when a writer of a higher generation than
@@ -348,7 +348,7 @@ def append(storage: Storage, tail: Tail, draft: Draft) -> Appended:
             raise OvertakenError(tail)
 
 
-def _read_anew(storage: Storage, tail: Tail, draft: Draft) -> Tail:
+def _read_anew(storage: Storage, tail: Tail, draft: RecordDraft) -> Tail:
     """The end of a log that went on by very many records: perhaps only guests have marked epochs."""
     tail = read_tail(storage, tail.job)
     storage.sync_dir(LOG)
@@ -356,7 +356,7 @@ def _read_anew(storage: Storage, tail: Tail, draft: Draft) -> Tail:
     return tail
 
 
-def _give_way(tail: Tail, draft: Draft) -> None:
+def _give_way(tail: Tail, draft: RecordDraft) -> None:
     if draft.kind == "takeover" or (draft.generation is not None and tail.view.generation > draft.generation):
         raise OvertakenError(tail)
 
@@ -400,7 +400,7 @@ def _create(storage: Storage, slot: int, data: bytes) -> bool:
 
 
 def _compose(
-    storage: Storage, tail: Tail, draft: Draft, state: State, payload: Mapping[str, Json]
+    storage: Storage, tail: Tail, draft: RecordDraft, state: State, payload: Mapping[str, Json]
 ) -> tuple[Record, Base | None]:
     inline, base = _split(storage, state.entries, tail.base)
     generation = tail.view.generation if draft.generation is None else draft.generation
@@ -420,8 +420,8 @@ def _compose(
 
 
 def _split(
-    storage: Storage, entries: tuple[Entry, ...], base: Base | None
-) -> tuple[tuple[Entry, ...], Base | None]:
+    storage: Storage, entries: tuple[CommittedPosition, ...], base: Base | None
+) -> tuple[tuple[CommittedPosition, ...], Base | None]:
     """Divide live entries between the record and a base file: the known one while it fits, else a new one."""
     if base is not None:
         live = {entry.key for entry in entries}
@@ -435,7 +435,7 @@ def _split(
     return entries[-_REBASED_INLINE:], _write_base(storage, entries[:-_REBASED_INLINE])
 
 
-def _write_base(storage: Storage, entries: tuple[Entry, ...]) -> Base:
+def _write_base(storage: Storage, entries: tuple[CommittedPosition, ...]) -> Base:
     data = encode_base(entries)
     ref = BaseRef(f"base-{secrets.token_hex(8)}.json", len(data), canonical_json.sha256(data))
     storage.link_exclusive(ref.path, data)

@@ -27,7 +27,7 @@ from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.manifest.position import State
 from torchrelay.checkpoint.format.names import DATA
 from torchrelay.checkpoint.log import state as changes
-from torchrelay.checkpoint.log.chain import Draft, OvertakenError, Tail, append, mended, read_tail
+from torchrelay.checkpoint.log.chain import OvertakenError, RecordDraft, Tail, append, mended, read_tail
 from torchrelay.checkpoint.log.record import LOG, JobFile, check_job
 from torchrelay.checkpoint.log.state import restore
 from torchrelay.checkpoint.log.tiered_storage import write_again
@@ -93,14 +93,14 @@ class Right(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LeaseVerdict:
     """A right and the reason for it, in words."""
 
     right: Right
     reason: str
 
 
-def judge(view: LogView, me: WriterIdentity, *, certain: bool, live_here: Container[str]) -> Verdict:
+def judge(view: LogView, me: WriterIdentity, *, certain: bool, live_here: Container[str]) -> LeaseVerdict:
     """Whether `me` may take over the log that `view` tells.
 
     `certain` is False when newer records are damaged: one of them may be a takeover that we cannot
@@ -109,17 +109,17 @@ def judge(view: LogView, me: WriterIdentity, *, certain: bool, live_here: Contai
     """
     holder = view.holder
     if holder.get("nonce") in live_here and not view.released:
-        return Verdict(Right.REFUSED, "this very process writes there: close its other manager first")
+        return LeaseVerdict(Right.REFUSED, "this very process writes there: close its other manager first")
     if not certain:
-        return Verdict(Right.WATCH, "the newest record is damaged")
+        return LeaseVerdict(Right.WATCH, "the newest record is damaged")
     if view.released:
-        return Verdict(Right.AT_ONCE, "the log was released" if holder else "the log is new")
+        return LeaseVerdict(Right.AT_ONCE, "the log was released" if holder else "the log is new")
     if _same_system(holder, me):  # then the system knows, whatever launchers count
         if _gone(holder, me):
-            return Verdict(Right.AT_ONCE, "the process that wrote there is gone")
+            return LeaseVerdict(Right.AT_ONCE, "the process that wrote there is gone")
     elif _restarted(holder, me):
-        return Verdict(Right.AT_ONCE, "the launcher started this job again")
-    return Verdict(Right.WATCH, "the process that wrote there may be alive")
+        return LeaseVerdict(Right.AT_ONCE, "the launcher started this job again")
+    return LeaseVerdict(Right.WATCH, "the process that wrote there may be alive")
 
 
 def is_gone(noted: Mapping[str, Json]) -> bool | None:
@@ -289,7 +289,7 @@ _REMEDY = "stop that job, or wait until it has ended, or choose another director
 
 
 @dataclass(frozen=True)
-class Taken:
+class AcquiredLog:
     """A log that is ours.
 
     `older_tries` are the tries that lay there before our record was written: whatever of them the
@@ -309,7 +309,7 @@ def take_over(
     *,
     live_here: Container[str],
     patience_secs: float,
-) -> Taken:
+) -> AcquiredLog:
     """Append our takeover, after watching the holder where the log does not say that he is gone.
 
     Raises UsageError for the log of another job than `job_name`, DirectoryInUseError naming the holder when
@@ -337,7 +337,7 @@ def take_over(
             continue
         _delete(storage, cut_off)
         _give_up(storage, begun)
-        return Taken(_mended(storage, tail, appended.tail), older_tries)
+        return AcquiredLog(_mended(storage, tail, appended.tail), older_tries)
     raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
 
 
@@ -386,11 +386,11 @@ def _give_up(storage: Storage, begun: list[tuple[str, str]]) -> None:
                 storage.give_up(one)
 
 
-def _takeover(job: JobFile, me: WriterIdentity, nonce: str, reason: str) -> Draft:
+def _takeover(job: JobFile, me: WriterIdentity, nonce: str, reason: str) -> RecordDraft:
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
     holder = {**me.json(), **job.repeated(), "nonce": nonce, "since": since}
 
     def change(state: State) -> tuple[State, Mapping[str, Json]]:
         return changes.taken_over(state, holder), {"reason": reason}
 
-    return Draft("takeover", change)
+    return RecordDraft("takeover", change)

@@ -32,12 +32,12 @@ from torchrelay.checkpoint.format.canonical_json import (
 )
 from torchrelay.checkpoint.format.manifest.position import (
     Branch,
-    Entry,
+    CommittedPosition,
     Key,
-    Mark,
     Position,
     Retirement,
     State,
+    TagOrPin,
 )
 from torchrelay.checkpoint.format.names import TRY
 from torchrelay.checkpoint.storage.base import Storage
@@ -171,12 +171,12 @@ def decode_link(data: bytes, *, slot: int, job: str) -> Link:
     return Link(fields.integer("generation"), fields.optional("previous_sha256", fields.text))
 
 
-def encode_base(entries: tuple[Entry, ...]) -> bytes:
+def encode_base(entries: tuple[CommittedPosition, ...]) -> bytes:
     """The bytes of a base file."""
     return canonical_json.dumps({"format": stamp(), "live": [entry_json(entry) for entry in entries]})
 
 
-def decode_base(data: bytes, ref: BaseRef) -> tuple[Entry, ...]:
+def decode_base(data: bytes, ref: BaseRef) -> tuple[CommittedPosition, ...]:
     """Read a base file whose size and SHA-256 must be those that the record states (DamagedError)."""
     if len(data) != ref.nbytes or canonical_json.sha256(data) != ref.sha256:
         raise DamagedError(
@@ -189,7 +189,9 @@ def decode_base(data: bytes, ref: BaseRef) -> tuple[Entry, ...]:
     return fields.each("live", _entry)
 
 
-def whole_entries(record: Record, base_entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+def whole_entries(
+    record: Record, base_entries: tuple[CommittedPosition, ...]
+) -> tuple[CommittedPosition, ...]:
     """All live entries of a record: those of its base that are not gone, and the inline ones over them."""
     gone = frozenset(record.base.gone) if record.base else frozenset()
     merged = {entry.key: entry for entry in base_entries if entry.key not in gone}
@@ -244,7 +246,7 @@ def key_of(fields: Fields) -> Key:
     return Key(fields.integer("branch"), Position(fields.integer("epoch"), fields.integer("step")))
 
 
-def entry_json(entry: Entry) -> dict[str, Json]:
+def entry_json(entry: CommittedPosition) -> dict[str, Json]:
     """An entry as it lies in records and base files."""
     return {
         **entry.extra,
@@ -259,14 +261,14 @@ def entry_json(entry: Entry) -> dict[str, Json]:
     }
 
 
-def entry_of(value: Json, what: str) -> Entry:
+def entry_of(value: Json, what: str) -> CommittedPosition:
     """Read what `entry_json` made; raises DamagedError naming `what`."""
     return _entry(Fields(value if isinstance(value, dict) else {}, what))
 
 
-def _entry(fields: Fields) -> Entry:
+def _entry(fields: Fields) -> CommittedPosition:
     branch, position = key_of(fields)
-    return Entry(
+    return CommittedPosition(
         branch=branch,
         position=position,
         try_name=_try_name(fields),
@@ -317,11 +319,11 @@ def _position(fields: Fields) -> Position:
     return Position(fields.integer("epoch"), fields.integer("step"))
 
 
-def _mark(fields: Fields) -> Mark:
+def _mark(fields: Fields) -> TagOrPin:
     kind = fields.text("kind")
     if kind not in _MARK_KINDS:
         raise fields.wrong("kind")
-    return Mark(kind, fields.text("name"), key_of(fields))
+    return TagOrPin(kind, fields.text("name"), key_of(fields))
 
 
 def retirement_json(one: Retirement) -> dict[str, Json]:
@@ -346,7 +348,7 @@ def _base(fields: Fields) -> BaseRef:
     return BaseRef(name, fields.integer("bytes"), fields.text("sha256"), fields.each("gone", key_of))
 
 
-_ENTRY_KEYS = frozenset(entry_json(Entry(0, Position(0), "", 0, "")))
+_ENTRY_KEYS = frozenset(entry_json(CommittedPosition(0, Position(0), "", 0, "")))
 _RECORD_KEYS = frozenset(record_json(Record(0, 0, "takeover", "", "", None, "", {}, State())))
 
 

@@ -21,7 +21,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import DAMAGED, Entry, Key, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import DAMAGED, CommittedPosition, Key, Retirement, State
 from torchrelay.checkpoint.format.names import DATA, TRY, parse_shard_file_name, try_directory
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.state import protected
@@ -35,7 +35,7 @@ from torchrelay.records import dataclass
 class RetentionPolicy:
     """Chooses entries of the current line to keep."""
 
-    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
         """The keys to keep among whole epochs, oldest first."""
         raise NotImplementedError
 
@@ -48,7 +48,7 @@ class _Either(RetentionPolicy):
     one: RetentionPolicy
     other: RetentionPolicy
 
-    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
         return self.one.keep(line) | self.other.keep(line)
 
 
@@ -56,7 +56,7 @@ class _Either(RetentionPolicy):
 class _KeepLast(RetentionPolicy):
     count: int
 
-    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
         return frozenset(entry.key for entry in _resumable(line)[-self.count :])
 
 
@@ -74,7 +74,7 @@ class _KeepBest(RetentionPolicy):
     mode: str
     count: int
 
-    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
         best = best_first([entry for entry in line if entry.healthy], self.scores.values, self.mode)
         if not best:
             return keep_all().keep(line)
@@ -86,13 +86,13 @@ class _KeepBest(RetentionPolicy):
 class _EveryNEpochs(RetentionPolicy):
     epochs: int
 
-    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
         return frozenset(entry.key for entry in line if entry.position.epoch % self.epochs == 0)
 
 
 @dataclass(frozen=True)
 class _KeepAll(RetentionPolicy):
-    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
         return frozenset(entry.key for entry in line)
 
 
@@ -144,24 +144,24 @@ def to_retire(
     return tuple(Retirement(entry.try_name) for entry in view.entries if entry.try_name not in needed)
 
 
-def whole_epochs(view: LogView) -> tuple[Entry, ...]:
+def whole_epochs(view: LogView) -> tuple[CommittedPosition, ...]:
     """The entries at the ends of epochs that the current branch sees, oldest first."""
     return tuple(entry for entry in view.line() if entry.position.boundary)
 
 
-def _over(entry: Entry, view: LogView) -> bool:
+def _over(entry: CommittedPosition, view: LogView) -> bool:
     """Whether a newer whole epoch of the line can be resumed from."""
     newest = view.newest(boundary=True)
     return newest is not None and newest.position > entry.position
 
 
-def _passed(entry: Entry, view: LogView) -> bool:
+def _passed(entry: CommittedPosition, view: LogView) -> bool:
     """Whether the current branch itself, beyond its base, has gone further than an abandoned entry."""
     own = [one.position for one in view.candidates() if one.branch == view.current.id]
     return bool(own) and own[0] > entry.position
 
 
-def _resumable(line: tuple[Entry, ...]) -> list[Entry]:
+def _resumable(line: tuple[CommittedPosition, ...]) -> list[CommittedPosition]:
     return [entry for entry in line if entry.healthy and entry.resumable]
 
 
@@ -310,7 +310,7 @@ class _NewestHealthy(RetentionPolicy):
 
     count: int
 
-    def keep(self, line: tuple[Entry, ...]) -> frozenset[Key]:
+    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
         return frozenset(entry.key for entry in [one for one in line if one.healthy][-self.count :])
 
 

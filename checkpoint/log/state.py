@@ -22,12 +22,12 @@ from torchrelay.checkpoint.format.manifest.codec import HINT_LIMIT_BYTES, decode
 from torchrelay.checkpoint.format.manifest.position import (
     DAMAGED,
     Branch,
-    Entry,
+    CommittedPosition,
     Key,
-    Mark,
     Position,
     Retirement,
     State,
+    TagOrPin,
 )
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.names import (
@@ -229,7 +229,7 @@ def released(state: State) -> State:
     return replace(state, released=True)
 
 
-def committed(state: State, entry: Entry) -> State:
+def committed(state: State, entry: CommittedPosition) -> State:
     """A position becomes real on the current branch; mid-epoch entries that it completes are retired.
 
     Raises UsageError for a position that is not beyond the newest of the branch, SaveFailedError
@@ -257,7 +257,7 @@ def committed(state: State, entry: Entry) -> State:
     return without(replace(state, entries=_sorted((*state.entries, entry))), over)
 
 
-def _completed_by(one: Entry, entry: Entry) -> bool:
+def _completed_by(one: CommittedPosition, entry: CommittedPosition) -> bool:
     """Whether a position inside an epoch is passed: of the branch, of those below it, of abandoned ones."""
     return entry.position.boundary and not one.position.boundary and one.position < entry.position
 
@@ -276,7 +276,7 @@ def rewound(
     return _pruned(state)
 
 
-def _holder_of(state: State, base: Position, branch: int | None) -> Entry:
+def _holder_of(state: State, base: Position, branch: int | None) -> CommittedPosition:
     seen = line_of(state, state.current if branch is None else branch)
     for entry in seen:
         if entry.position == base:
@@ -321,18 +321,18 @@ def protected(state: State) -> frozenset[Key]:
     return state.marked | ({newest.key} if newest else frozenset())
 
 
-def _needed_by_others(state: State, entry: Entry) -> bool:
+def _needed_by_others(state: State, entry: CommittedPosition) -> bool:
     return any(entry.try_name in other.needs for other in state.entries if other.key != entry.key)
 
 
-def _less_groups(state: State, entry: Entry, groups: tuple[str, ...]) -> State:
+def _less_groups(state: State, entry: CommittedPosition, groups: tuple[str, ...]) -> State:
     left = tuple(group for group in entry.groups if group not in groups)
     thinner = replace(entry, groups=left, resumable=False)
     entries = tuple(thinner if one.key == entry.key else one for one in state.entries)
     return replace(state, entries=entries, retiring=(*state.retiring, Retirement(entry.try_name, groups)))
 
 
-def marked(state: State, mark: Mark) -> State:
+def marked(state: State, mark: TagOrPin) -> State:
     """Add a tag or pin, or move the one of that name."""
     _must_live(state, mark.target)
     return replace(state, marks=(*unmarked(state, mark.kind, mark.name).marks, mark))
@@ -355,7 +355,7 @@ def _must_live(state: State, key: Key) -> None:
         raise UnknownEpochError(f"epoch {key} is not committed: list the epochs and choose one")
 
 
-def without(state: State, gone: Iterable[Entry]) -> State:
+def without(state: State, gone: Iterable[CommittedPosition]) -> State:
     """Drop entries that are not marked; tries that nobody needs any more begin to retire."""
     keys = {entry.key for entry in gone if entry.key not in state.marked}
     before = state.tries
@@ -373,7 +373,7 @@ def _pruned(state: State) -> State:
     return replace(state, branches=tuple(branch for branch in state.branches if branch.id in used))
 
 
-def _sorted(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+def _sorted(entries: Iterable[CommittedPosition]) -> tuple[CommittedPosition, ...]:
     return tuple(sorted(entries, key=lambda entry: entry.key))
 
 
@@ -394,7 +394,7 @@ class LostBase:
 
 def lost_bases(storage: Storage, history: History) -> tuple[LostBase, ...]:
     """Look at every base file that a record refers to; raises StorageError where one cannot be read."""
-    known: dict[str, tuple[Entry, ...]] = {}
+    known: dict[str, tuple[CommittedPosition, ...]] = {}
     lost: list[LostBase] = []
     before: Record | None = None
     for record in history.records:
@@ -424,7 +424,7 @@ def restore(storage: Storage, lost: LostBase) -> None:
     storage.sync_dir(LOG)
 
 
-def _read(storage: Storage, ref: BaseRef) -> tuple[tuple[Entry, ...] | None, str]:
+def _read(storage: Storage, ref: BaseRef) -> tuple[tuple[CommittedPosition, ...] | None, str]:
     try:
         return decode_base(storage.read_range(ref.path, 0, ref.nbytes + 1), ref), ""
     except FileNotFoundError:
@@ -433,7 +433,7 @@ def _read(storage: Storage, ref: BaseRef) -> tuple[tuple[Entry, ...] | None, str
         return None, str(error)
 
 
-def _matching(ref: BaseRef, guesses: Iterable[tuple[Entry, ...]]) -> Iterator[bytes]:
+def _matching(ref: BaseRef, guesses: Iterable[tuple[CommittedPosition, ...]]) -> Iterator[bytes]:
     for entries in guesses:
         data = encode_base(tuple(sorted(entries, key=lambda entry: entry.key)))
         if len(data) == ref.nbytes and canonical_json.sha256(data) == ref.sha256:
@@ -441,8 +441,8 @@ def _matching(ref: BaseRef, guesses: Iterable[tuple[Entry, ...]]) -> Iterator[by
 
 
 def _guesses(
-    storage: Storage, record: Record, before: Record | None, known: dict[str, tuple[Entry, ...]]
-) -> Iterator[tuple[Entry, ...]]:
+    storage: Storage, record: Record, before: Record | None, known: dict[str, tuple[CommittedPosition, ...]]
+) -> Iterator[tuple[CommittedPosition, ...]]:
     """What may have stood in the base that `record` refers to first."""
     inline = {entry.key for entry in record.state.entries}
     if before is not None and (before.base is None or before.base.name in known):
@@ -456,7 +456,7 @@ def _guesses(
         yield _less(found.values(), inline | {key for key in found if key >= min(inline, default=key)})
 
 
-def _less(entries: Iterable[Entry], keys: set[Key]) -> tuple[Entry, ...]:
+def _less(entries: Iterable[CommittedPosition], keys: set[Key]) -> tuple[CommittedPosition, ...]:
     return tuple(entry for entry in entries if entry.key not in keys)
 
 
@@ -472,19 +472,19 @@ def _applied(state: State, record: Record) -> State:
     return state
 
 
-def _from_manifests(storage: Storage, record: Record) -> Iterator[Entry]:
+def _from_manifests(storage: Storage, record: Record) -> Iterator[CommittedPosition]:
     for name in filter(TRY.fullmatch, storage.list(DATA)):
         with suppress(StorageError, FileNotFoundError):
             data = storage.read_range(manifest_path(name), 0, HINT_LIMIT_BYTES)
             manifest: Manifest = decode(data, what=manifest_path(name))
             if manifest.job_uuid == record.job and manifest.tries[0] == name:
-                yield Entry(
+                yield CommittedPosition(
                     manifest.branch, manifest.position, name, len(data), canonical_json.sha256(data),
                     manifest.needs, manifest.groups,
                 )  # fmt: skip
 
 
-def _thinned(storage: Storage, entry: Entry) -> Entry:
+def _thinned(storage: Storage, entry: CommittedPosition) -> CommittedPosition:
     """The entry as it stands after groups of its files were retired, by what files there are."""
     there = set()
     for name in storage.list(try_directory(entry.try_name)):

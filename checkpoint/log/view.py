@@ -20,13 +20,13 @@ from typing import Any
 
 from torchrelay.checkpoint.format.manifest.position import (
     Branch,
-    Entry,
+    CommittedPosition,
     Facts,
     Key,
-    Mark,
     Position,
     Retirement,
     State,
+    TagOrPin,
 )
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.errors import UnknownEpochError, UsageError
@@ -55,9 +55,9 @@ def lineage_of(state: State, branch: int) -> Iterator[tuple[Branch, Position | N
         known = branch_of(state, known.parent)
 
 
-def line_of(state: State, branch: int) -> tuple[Entry, ...]:
+def line_of(state: State, branch: int) -> tuple[CommittedPosition, ...]:
     """The entries that are seen from a branch, oldest position first."""
-    seen: dict[Position, Entry] = {}
+    seen: dict[Position, CommittedPosition] = {}
     for one, limit in lineage_of(state, branch):
         for entry in state.entries:
             if entry.branch == one.id and (limit is None or entry.position <= limit):
@@ -65,7 +65,7 @@ def line_of(state: State, branch: int) -> tuple[Entry, ...]:
     return tuple(seen[position] for position in sorted(seen))
 
 
-def newest_of(state: State) -> Entry | None:
+def newest_of(state: State) -> CommittedPosition | None:
     """The newest entry of the current branch that a job may resume from."""
     usable = [entry for entry in line_of(state, state.current) if entry.healthy and entry.resumable]
     return usable[-1] if usable else None
@@ -99,7 +99,7 @@ class LogView:
         return not self.state.entries
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[CommittedPosition, ...]:
         """All live entries, of all branches, sorted by (branch, position)."""
         return self.state.entries
 
@@ -134,31 +134,31 @@ class LogView:
         """The request that began the current branch; None for the first branch."""
         return self.current.request
 
-    def line(self, branch: int | None = None) -> tuple[Entry, ...]:
+    def line(self, branch: int | None = None) -> tuple[CommittedPosition, ...]:
         """The entries seen from a branch (by default the current one), oldest first, damaged ones too."""
         return self._line if branch is None else line_of(self.state, branch)
 
     @cached_property
-    def _line(self) -> tuple[Entry, ...]:
+    def _line(self) -> tuple[CommittedPosition, ...]:
         """A view never changes, and who decides about each of its entries asks for this again and again."""
         return line_of(self.state, self.state.current)
 
     @cached_property
-    def _usable(self) -> tuple[Entry, ...]:
+    def _usable(self) -> tuple[CommittedPosition, ...]:
         return tuple(entry for entry in reversed(self._line) if entry.healthy and entry.resumable)
 
-    def newest(self, *, boundary: bool = False) -> Entry | None:
+    def newest(self, *, boundary: bool = False) -> CommittedPosition | None:
         """The newest healthy, resumable entry of the current branch; `boundary`: whole epochs only.
 
         This is the entry that automatic resume tries to prove first; `candidates` are the next ones.
         """
         return next((entry for entry in self._usable if entry.position.boundary or not boundary), None)
 
-    def candidates(self, *, boundary: bool = False) -> tuple[Entry, ...]:
+    def candidates(self, *, boundary: bool = False) -> tuple[CommittedPosition, ...]:
         """Healthy, resumable entries of the current branch, newest first."""
         return tuple(entry for entry in self._usable if entry.position.boundary or not boundary)
 
-    def find(self, epoch: int, branch: int | None = None, *, step: int = 0) -> Entry | None:
+    def find(self, epoch: int, branch: int | None = None, *, step: int = 0) -> CommittedPosition | None:
         """The entry of a position as seen from a branch, resolved through its parents up to their bases.
 
         By default the current branch. The entry may be damaged or not resumable: that is for the
@@ -167,7 +167,7 @@ class LogView:
         wanted = Position(epoch, step)
         return next((entry for entry in self.line(branch) if entry.position == wanted), None)
 
-    def entry(self, key: Key) -> Entry | None:
+    def entry(self, key: Key) -> CommittedPosition | None:
         """The live entry of exactly this branch and position."""
         return next((entry for entry in self.entries if entry.key == key), None)
 
@@ -175,7 +175,7 @@ class LogView:
         """The current branch, its parent, and so on to the first."""
         return tuple(branch for branch, _ in lineage_of(self.state, self.state.current))
 
-    def abandoned(self) -> tuple[Entry, ...]:
+    def abandoned(self) -> tuple[CommittedPosition, ...]:
         """Live entries that the current branch does not see."""
         seen = {entry.key for entry in self.line()}
         return tuple(entry for entry in self.entries if entry.key not in seen)
@@ -184,13 +184,13 @@ class LogView:
         """Whole epochs seen from a branch (by default the current one), ascending, damaged ones too."""
         return tuple(entry.position.epoch for entry in self.line(branch) if entry.position.boundary)
 
-    def tagged(self, name: str) -> Entry | None:
+    def tagged(self, name: str) -> CommittedPosition | None:
         """The entry that carries a tag."""
         mark = next((one for one in self.marks if one.kind == "tag" and one.name == name), None)
         return None if mark is None else self.entry(mark.target)
 
     @property
-    def marks(self) -> tuple[Mark, ...]:
+    def marks(self) -> tuple[TagOrPin, ...]:
         """All tags and pins."""
         return self.state.marks
 
@@ -266,7 +266,7 @@ _RANGES = 6  # so many stretches of numbers are told, of more only what is near
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EpochQuery:
     """An epoch by number or by its tag, or `last`, or `best`; on a branch, or on the current one."""
 
     epoch: int | None
@@ -280,7 +280,7 @@ class Wanted:
         return self.epoch is not None or self.tag is not None
 
 
-def wanted(epoch: Any, branch: int | None = None) -> Wanted:
+def wanted(epoch: Any, branch: int | None = None) -> EpochQuery:
     """Understand what a user wrote; raises UsageError for anything that names no whole epoch."""
     if branch is not None and (isinstance(branch, bool) or not isinstance(branch, int) or branch < 0):
         raise UsageError(f"branch={branch!r} is no branch: branches are numbered from 0")
@@ -292,16 +292,16 @@ def wanted(epoch: Any, branch: int | None = None) -> Wanted:
         raise UsageError(f"epoch={epoch!r} is no epoch: give {_FORMS}") from None
     if isinstance(epoch, bool) or number < 0:
         raise UsageError(f"epoch={epoch!r} is no epoch: give {_FORMS}")
-    return Wanted(number, "", branch)
+    return EpochQuery(number, "", branch)
 
 
-def _from_text(text: str, branch: int | None) -> Wanted:
+def _from_text(text: str, branch: int | None) -> EpochQuery:
     if text in WORDS:
-        return Wanted(None, text, branch)
+        return EpochQuery(None, text, branch)
     if text.startswith(_TAG) and text != _TAG:
         if branch is not None:
             raise UsageError(f"epoch={text!r} and branch={branch}: a tag names one epoch, drop the branch")
-        return Wanted(None, "", None, text.removeprefix(_TAG))
+        return EpochQuery(None, "", None, text.removeprefix(_TAG))
     if _WITH_STEP.fullmatch(text):
         raise UsageError(
             f"{text!r} is a position inside an epoch, which only automatic resume uses: ask for a whole epoch"
@@ -311,10 +311,10 @@ def _from_text(text: str, branch: int | None) -> Wanted:
         raise UsageError(f"epoch={text!r} is no epoch: give {_FORMS}")
     if match[2] is not None and branch not in (None, int(match[2])):
         raise UsageError(f"epoch={text!r} and branch={branch} contradict each other: give one of them")
-    return Wanted(int(match[1]), "", branch if match[2] is None else int(match[2]))
+    return EpochQuery(int(match[1]), "", branch if match[2] is None else int(match[2]))
 
 
-def whole_epochs(view: LogView, branch: int | None) -> list[Entry]:
+def whole_epochs(view: LogView, branch: int | None) -> list[CommittedPosition]:
     """Whole epochs seen from a branch, newest first; raises UsageError for an unknown branch."""
     known = [one.id for one in view.branches]
     if branch is not None and branch not in known:
@@ -322,7 +322,7 @@ def whole_epochs(view: LogView, branch: int | None) -> list[Entry]:
     return [entry for entry in reversed(view.line(branch)) if entry.position.boundary]
 
 
-def named_entry(view: LogView, wish: Wanted, place: str) -> Entry:
+def named_entry(view: LogView, wish: EpochQuery, place: str) -> CommittedPosition:
     """The entry of an explicit epoch or tag; raises UnknownEpochError saying what there is at `place`."""
     if wish.tag is not None:
         return _tagged(view, wish.tag, place)
@@ -335,7 +335,7 @@ def named_entry(view: LogView, wish: Wanted, place: str) -> Entry:
     raise UnknownEpochError(f"there is no epoch {wish.epoch}{of_branch} in {place}: {there_is}")
 
 
-def _tagged(view: LogView, name: str, place: str) -> Entry:
+def _tagged(view: LogView, name: str, place: str) -> CommittedPosition:
     found = view.tagged(name)
     if found is None:
         known = [mark.name for mark in view.marks if mark.kind == "tag"]
@@ -343,17 +343,19 @@ def _tagged(view: LogView, name: str, place: str) -> Entry:
     return found
 
 
-def best_first(line: Sequence[Entry], metrics: Mapping[str, float], mode: str) -> list[Entry]:
+def best_first(
+    line: Sequence[CommittedPosition], metrics: Mapping[str, float], mode: str
+) -> list[CommittedPosition]:
     """Entries whose try has a value, best first; of equal ones the earlier. Only what is finite is one."""
     sign = -1.0 if mode == "max" else 1.0
     scored = [entry for entry in line if math.isfinite(metrics.get(entry.try_name, math.nan))]
     return sorted(scored, key=lambda entry: (sign * metrics[entry.try_name], entry.position))
 
 
-def _there_is(view: LogView, line: Sequence[Entry], wish: int | None) -> str:
+def _there_is(view: LogView, line: Sequence[CommittedPosition], wish: int | None) -> str:
     parts = [f"there are epochs {_near(line, wish)}"] if line else []
     seen = {entry.key for entry in line}
-    others: dict[int, list[Entry]] = {}
+    others: dict[int, list[CommittedPosition]] = {}
     for entry in view.entries:
         if entry.key not in seen and entry.position.boundary:
             others.setdefault(entry.branch, []).append(entry)
@@ -363,7 +365,7 @@ def _there_is(view: LogView, line: Sequence[Entry], wish: int | None) -> str:
     return "; ".join(parts) or "nothing is committed yet"
 
 
-def _near(entries: Sequence[Entry], wish: int | None) -> str:
+def _near(entries: Sequence[CommittedPosition], wish: int | None) -> str:
     """Which epochs there are; of many stretches of them what lies next to the one that was meant."""
     epochs = sorted(entry.position.epoch for entry in entries)
     told = ranges(epochs)
@@ -417,7 +419,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Holding:
+class LeaseInfo:
     """What every process knows of the log that rank 0 holds."""
 
     job: str

@@ -15,15 +15,30 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import Entry, Key, Mark, Position, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import (
+    CommittedPosition,
+    Key,
+    Position,
+    Retirement,
+    State,
+    TagOrPin,
+)
 from torchrelay.checkpoint.format.names import check_mark_name
 from torchrelay.checkpoint.log import state as changes
-from torchrelay.checkpoint.log.chain import HINT, Draft, OvertakenError, advance, append, read_tail, thin
+from torchrelay.checkpoint.log.chain import (
+    HINT,
+    OvertakenError,
+    RecordDraft,
+    advance,
+    append,
+    read_tail,
+    thin,
+)
 from torchrelay.checkpoint.log.lease import (
     PATIENCE_SECS,
     PERIOD_SECS,
+    AcquiredLog,
     Beat,
-    Taken,
     WriterIdentity,
     describe,
     move,
@@ -49,22 +64,22 @@ Json = Any
 _ATTEMPTS = 8
 
 
-def tag_draft(name: str, target: Key | None, generation: int | None = None) -> Draft:
+def tag_draft(name: str, target: Key | None, generation: int | None = None) -> RecordDraft:
     """Give an epoch a name, or move the name to it; None takes the name away. UsageError for a bad name."""
     return _mark_draft("tag", "tag", name, target, generation)
 
 
-def pin_draft(name: str, target: Key, generation: int | None = None) -> Draft:
+def pin_draft(name: str, target: Key, generation: int | None = None) -> RecordDraft:
     """Keep an epoch for the reason `name`, one at a time. UsageError for a bad name."""
     return _mark_draft("pin", "pin", name, target, generation)
 
 
-def unpin_draft(name: str, generation: int | None = None) -> Draft:
+def unpin_draft(name: str, generation: int | None = None) -> RecordDraft:
     """The reason `name` is gone."""
     return _mark_draft("unpin", "pin", name, None, generation)
 
 
-def append_as_guest(storage: Storage, draft: Draft, job_name: str | None = None) -> LogView:
+def append_as_guest(storage: Storage, draft: RecordDraft, job_name: str | None = None) -> LogView:
     """Put a mark into the log of somebody else; returns the log after it.
 
     Raises UnknownEpochError for an epoch that is not live, or a directory without a job.
@@ -88,7 +103,7 @@ def append_as_guest(storage: Storage, draft: Draft, job_name: str | None = None)
     raise StorageError(f"{storage.url}/{LOG} changes faster than it can be read: try again later")
 
 
-def _mark_draft(kind: str, mark: str, name: str, target: Key | None, generation: int | None) -> Draft:
+def _mark_draft(kind: str, mark: str, name: str, target: Key | None, generation: int | None) -> RecordDraft:
     if target is not None:
         check_mark_name(name)
 
@@ -97,10 +112,10 @@ def _mark_draft(kind: str, mark: str, name: str, target: Key | None, generation:
         if target is None:
             after = changes.unmarked(state, mark, name)
         else:
-            after = changes.marked(state, Mark(mark, name, target))
+            after = changes.marked(state, TagOrPin(mark, name, target))
         return None if after == state else (after, {"name": name, "target": place})
 
-    return Draft(kind, change, generation)
+    return RecordDraft(kind, change, generation)
 
 
 Choose = Callable[[LogView], Iterable[Retirement]]
@@ -201,7 +216,7 @@ class LogWriter:
         """What the log lists as retired and `forget` was not told about yet."""
         return tuple(one for one in self.view.retiring if one not in self._deleted)
 
-    def commit(self, entry: Entry) -> LogView:
+    def commit(self, entry: CommittedPosition) -> LogView:
         """Make a position real: its try is complete and durable, now the log says so, durably.
 
         The mid-epoch positions that it completes are retired. Repeating a commit that is in the log
@@ -313,7 +328,7 @@ class LogWriter:
         if self._beat is not None:
             self._beat.stop()
 
-    def _begin(self, taken: Taken, period_secs: float) -> None:
+    def _begin(self, taken: AcquiredLog, period_secs: float) -> None:
         self._tail, self.older_tries = taken.tail, taken.older_tries
         self.generation = taken.tail.view.generation
         move(self.storage, self.generation, self.nonce, 1)
@@ -324,9 +339,9 @@ class LogWriter:
     def _append(
         self, kind: str, change: Callable[[State], tuple[State, Mapping[str, Json]] | None]
     ) -> LogView:
-        return self._append_draft(Draft(kind, change, self.generation))
+        return self._append_draft(RecordDraft(kind, change, self.generation))
 
-    def _append_draft(self, draft: Draft) -> LogView:
+    def _append_draft(self, draft: RecordDraft) -> LogView:
         with self._lock:
             self.check()
             if self._closed:
@@ -341,7 +356,7 @@ class LogWriter:
                 self._tidy()
             return self._tail.view
 
-    def _forgetting(self, draft: Draft) -> Draft:
+    def _forgetting(self, draft: RecordDraft) -> RecordDraft:
         deleted = frozenset(self._deleted)
 
         def change(state: State) -> tuple[State, Mapping[str, Json]] | None:

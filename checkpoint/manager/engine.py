@@ -31,12 +31,12 @@ from torchrelay.checkpoint.save.capture import (
 from torchrelay.checkpoint.save.dedup import Reuse
 from torchrelay.checkpoint.save.pipeline import SaveJob, make_plan, save_epoch, touch_buffers
 from torchrelay.checkpoint.save.replicas import checked_every
-from torchrelay.checkpoint.state.checkpoint_set import Member, check_remade, members_of, stored_blobs
+from torchrelay.checkpoint.state.checkpoint_set import SetMember, check_remade, members_of, stored_blobs
 from torchrelay.checkpoint.state.gradients import watch_steps
 from torchrelay.checkpoint.state.module_leaves import PARAMS
 from torchrelay.checkpoint.state.names import check_recreatable
 from torchrelay.checkpoint.state.restore.gradients import Gradients
-from torchrelay.checkpoint.state.restore.rehearsal import Start, orders_of
+from torchrelay.checkpoint.state.restore.rehearsal import NodeStructure, orders_of
 from torchrelay.checkpoint.storage.base import Placed, SingleWriter, check_single_writer
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.storage.work import Clock
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.save.background import Background, Outcome
 
 States = tuple[NodeState, ...]
-Members = dict[str, dict[str, Member]]
+Members = dict[str, dict[str, SetMember]]
 """By the hosted node what it saves, by name."""
 
 
@@ -194,7 +194,7 @@ class Engine:
 
     def _check_placed(self, place: NodePlace, workspace: Workspace) -> None:
         """Refuse tensors that `init` sharded: a resume skips it, and trains on with whole ones."""
-        placed = self._structures.placed(place.name, Start(built_by_program(workspace)))
+        placed = self._structures.placed(place.name, NodeStructure(built_by_program(workspace)))
         if names := [name for name in placed if self.selection.saves(name)]:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise BlobError(
@@ -228,7 +228,7 @@ class Engine:
                     if name in registered or not (name in gone or workspace.lies_inside(name))
                 ]
                 check_remade(stored, registered, self.selection)
-                found[place.name] = {**{name: Member(name) for name in stored}, **registered}
+                found[place.name] = {**{name: SetMember(name) for name in stored}, **registered}
                 made.update(set(stored).difference(registered))
                 self._demoted |= {
                     leaf.name
@@ -302,7 +302,7 @@ class Engine:
         """Note what the program has built, and get memory for saves, before anything is loaded or trained."""
         for place in session.local_nodes:
             built = built_by_program(session.workspace(place.name))
-            self._structures.began(place.name, Start(built), orders_of(built))
+            self._structures.began(place.name, NodeStructure(built), orders_of(built))
         if self.background is not None:
             self.background.prepare(session)
         else:

@@ -22,15 +22,15 @@ from torch import nn
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.mesh import Mesh, placements_json, placements_of
 from torchrelay.checkpoint.format.names import Recent
-from torchrelay.checkpoint.save.assignments import NodeClass, Plan, leaves_digest, same
+from torchrelay.checkpoint.save.assignments import NodeClass, SavePlan, leaves_digest, same
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.plan import plan_classes, shared_unlike, unusual
 from torchrelay.checkpoint.save.replicas import (
     WHOLE_EVERY,
     Lone,
+    MeshParts,
     Mode,
-    Parts,
-    Verdict,
+    ReplicaVerdict,
     WholeBytes,
     compare_replicas,
     digests_of,
@@ -63,7 +63,7 @@ class _Answered:
     scopes: Mapping[str, str]
     hosts: tuple[int, ...]
     referenced: frozenset[str]
-    plan: Plan
+    plan: SavePlan
 
     def to(self, classes: object, scopes: object, hosts: tuple[int, ...], referenced: frozenset[str]) -> bool:
         """Whether this was asked."""
@@ -83,7 +83,7 @@ class RepeatedPlans:
         scopes: Mapping[str, str],
         hosts: tuple[int, ...],
         referenced: frozenset[str] = frozenset(),
-    ) -> Plan:
+    ) -> SavePlan:
         """The plan of `plan_classes` for the same arguments."""
 
         def make() -> _Answered:
@@ -127,11 +127,11 @@ class SpecExchange:
         self._agreed: str | None = None
         self._confirmed: str | None = None
 
-    def confirmed(self, plan: Plan) -> bool:
+    def confirmed(self, plan: SavePlan) -> bool:
         """Whether all processes, when they last told of their leaves, said to have agreed on this plan."""
         return plan.hash == self._confirmed
 
-    def agree(self, plan: Plan) -> None:
+    def agree(self, plan: SavePlan) -> None:
         """All processes have compared this plan."""
         self._agreed = plan.hash
 
@@ -373,7 +373,7 @@ class ReplicaCheck:
         return verdict.demote, self._whole_bytes(job, shards) if verdict.due else None
 
     def _samples(
-        self, job: SaveJob, shards: Mapping[int, Sequence[Parts]]
+        self, job: SaveJob, shards: Mapping[int, Sequence[MeshParts]]
     ) -> dict[int, list[dict[str, str]]]:
         return {
             state.rank: [
@@ -386,7 +386,7 @@ class ReplicaCheck:
             for state in job.states
         }
 
-    def _whole_bytes(self, job: SaveJob, shards: Mapping[int, Sequence[Parts]]) -> WholeBytes:
+    def _whole_bytes(self, job: SaveJob, shards: Mapping[int, Sequence[MeshParts]]) -> WholeBytes:
         groups = {
             state.rank: [
                 [leaf for leaf in self._compared(state) if fails_when_different(leaf)],
@@ -433,7 +433,7 @@ class BroadcastBuffers:
         sent = {_memory(buffer) for buffer in broadcast_buffers()} if buffers else set()
         return frozenset(leaf.name for leaf in buffers if _memory(leaf.content) in sent)
 
-    def agree(self, job: SaveJob, verdict: Verdict) -> Verdict:
+    def agree(self, job: SaveJob, verdict: ReplicaVerdict) -> ReplicaVerdict:
         """The verdict without what DDP sends around on any process, which differs by design."""
         different = verdict.demote.union(verdict.failures)
         if not different:

@@ -152,7 +152,7 @@ class PlannedLeaf(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """Every leaf of the job with its layout; rows are in the order of the manifest."""
 
     rows: tuple[PlannedLeaf, ...]

@@ -14,12 +14,12 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from torchrelay.checkpoint.format.manifest.position import Position
-from torchrelay.checkpoint.save.assignments import Plan
+from torchrelay.checkpoint.save.assignments import SavePlan
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.change_detection import Verify
 from torchrelay.checkpoint.save.pipeline import SaveJob, carry_out
 from torchrelay.checkpoint.save.replicas import WholeBytes
-from torchrelay.checkpoint.save.staging import Stage, guarded_addresses, stage
+from torchrelay.checkpoint.save.staging import StagedCopies, guarded_addresses, stage
 from torchrelay.checkpoint.save.staging_memory import (
     Arena,
     Block,
@@ -166,7 +166,7 @@ class Background:
         self,
         session: Session,
         job: SaveJob,
-        plan: Plan,
+        plan: SavePlan,
         clock: Clock,
         whole: WholeBytes | None = None,
         before: Callable[[], None] = lambda: None,
@@ -211,7 +211,7 @@ class Background:
         if self._flight is None or not self._flight.takes(work):
             work()
 
-    def _pieces_of(self, plan: Plan, nodes: Sequence[int]) -> Pieces:
+    def _pieces_of(self, plan: SavePlan, nodes: Sequence[int]) -> Pieces:
         """What the hosted nodes stage; laid out once for saves of the same plan."""
         if self._pieces is None or not self._pieces.belong_to(plan, nodes):
             self._pieces = pieces_of(plan, nodes)
@@ -259,14 +259,14 @@ class _Flight:
     def __init__(
         self,
         job: SaveJob,
-        plan: Plan,
+        plan: SavePlan,
         clock: Clock,
         whole: WholeBytes | None,
         standby: Standby,
         before: Callable[[], None],
     ) -> None:
         self.job, self.plan, self.clock, self.whole = job, plan, clock, whole
-        self.stage: Stage | None = None
+        self.stage: StagedCopies | None = None
         self.failed: Exception | None = None
         self.on_disk = threading.Event()
         self._standby = standby
@@ -357,7 +357,7 @@ class _Flight:
         self.on_disk.set()
 
 
-def _owners(states: Sequence[NodeState], copies: Stage) -> list[object]:
+def _owners(states: Sequence[NodeState], copies: StagedCopies) -> list[object]:
     """The registered objects that hold what is copied late."""
     blobs = {piece.blob for piece in copies.late}
     objects: Iterable[tuple[str, object]] = (one for state in states for one in state.objects.items())

@@ -27,7 +27,7 @@ from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.save.assignments import Assignment
 from torchrelay.checkpoint.state.checkpoint_set import (
     RNG_BLOB,
-    Member,
+    SetMember,
     newcomers,
     scopes_of,
     select,
@@ -49,7 +49,7 @@ from torchrelay.checkpoint.state.leaf import (
 )
 from torchrelay.checkpoint.state.module_leaves import PARAMS
 from torchrelay.checkpoint.state.names import kind_of, local_part, memory_place, overlaps_of
-from torchrelay.checkpoint.state.restore.rehearsal import Start, arrays_of, rehearse
+from torchrelay.checkpoint.state.restore.rehearsal import NodeStructure, arrays_of, rehearse
 from torchrelay.errors import BlobError, SaveFailedError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.cluster import NodePlace
@@ -79,7 +79,7 @@ class Structures:
     def __init__(self) -> None:
         self._last: dict[str, Structure] = {}
         self._rehearsed: dict[str, tuple[tuple[LeafSpec, ...], Relations]] = {}
-        self._starts: dict[str, Start] = {}
+        self._starts: dict[str, NodeStructure] = {}
         self._orders: dict[str, Mapping[str, Order]] = {}
         self._shown: dict[str, frozenset[str]] = {}
 
@@ -94,7 +94,7 @@ class Structures:
             last = self._last[node] = Structure(specs, dict(scopes))
         return last
 
-    def began(self, node: str, start: Start, orders: Mapping[str, Order]) -> None:
+    def began(self, node: str, start: NodeStructure, orders: Mapping[str, Order]) -> None:
         """Keep what the program has built, and how it lay, before anything was loaded or trained."""
         self._starts[node], self._orders[node] = start, orders
         self._last.pop(node, None)
@@ -112,13 +112,13 @@ class Structures:
         """Whether the program has built numpy arrays as blobs."""
         return node in self._starts and bool(self._starts[node].arrays)
 
-    def changes(self, node: str, now: Start, wanted: Callable[[str], bool]) -> list[str]:
+    def changes(self, node: str, now: NodeStructure, wanted: Callable[[str], bool]) -> list[str]:
         """How `now` differs from what was built, in `wanted` leaves; nothing where nobody looked then."""
         start = self._starts.get(node)
         found = start.differences(now) if start else ()
         return [f"{name} {text}" for name, text in found if wanted(name)]
 
-    def placed(self, node: str, now: Start) -> list[str]:
+    def placed(self, node: str, now: NodeStructure) -> list[str]:
         """The tensors that were sharded, or gathered, since the program had built them."""
         start = self._starts.get(node)
         return start.placed(now) if start else []
@@ -245,7 +245,7 @@ def capture(
     session: Session,
     place: NodePlace,
     stored_name: str,
-    members: Mapping[str, Member],
+    members: Mapping[str, SetMember],
     demoted: set[str],
     structures: Structures,
     selection: Selection = EVERYTHING,
@@ -284,7 +284,7 @@ def capture(
             shown=structures.shown(place.name),
             changed=structures.changes(
                 place.name,
-                Start(built_by_program(workspace)),
+                NodeStructure(built_by_program(workspace)),
                 lambda name: resumes(name) and selection.saves(name),
             ),
         )
@@ -317,7 +317,7 @@ def check_whole(state: NodeState) -> None:
         )
 
 
-def _objects(workspace: Workspace, place: NodePlace, members: Mapping[str, Member]) -> dict[str, Any]:
+def _objects(workspace: Workspace, place: NodePlace, members: Mapping[str, SetMember]) -> dict[str, Any]:
     """What the set's names hold; raises SaveFailedError for one that is gone."""
     gone = [name for name in members if name not in workspace]
     if gone:
@@ -340,7 +340,7 @@ def built_by_program(workspace: Workspace) -> dict[str, Any]:
     }
 
 
-def _as_started(workspace: Workspace, members: Mapping[str, Member]) -> dict[str, Any]:
+def _as_started(workspace: Workspace, members: Mapping[str, SetMember]) -> dict[str, Any]:
     """The registered objects as a later start makes them: what is of another kind now, as it was given."""
     found: dict[str, Any] = {}
     for name, entry in workspace.entries().items():
@@ -403,7 +403,7 @@ class Unsaved:
             text = f"no leaf matches {', '.join(map(repr, unused))} of include= and exclude={known}"
             warn(text, stacklevel=2)
 
-    def late_names(self, session: Session, place: NodePlace, members: Mapping[str, Member]) -> None:
+    def late_names(self, session: Session, place: NodePlace, members: Mapping[str, SetMember]) -> None:
         """Warn of names that came too late to be saved."""
         late = [
             name for name in newcomers(session.workspace(place.name), members) if name not in self._told_names

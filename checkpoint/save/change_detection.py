@@ -5,7 +5,7 @@ all of it. After a load they are found in the headers of its files.
 
 Nothing is referenced by an epoch whose bytes were not hashed in full: where a save allows it, a long part
 that begins as it did is presumed unchanged, and what is left of it is hashed beside the write, before the
-commit (`Findings.each_left`). What differs costs little: a part ends at
+commit (`ChangeScan.each_left`). What differs costs little: a part ends at
 its first bytes or its first block that differ, and many small parts of which a sample changed to the last
 one are taken to have changed, all of them, without a look. Parts of more than a block are shared between
 a few threads: hashing lets the interpreter go, and one core reads memory slower than several.
@@ -38,7 +38,7 @@ from torchrelay.errors import RelayError
 from torchrelay.records import dataclass
 
 
-class Part(NamedTuple):
+class LeafRange(NamedTuple):
     """Elements `first` up to, not including, `last` of a leaf; of a sharded leaf all of `box`."""
 
     leaf: str
@@ -58,12 +58,12 @@ class KnownFile:
     rank: int
     path: str
     nbytes: int
-    parts: tuple[Part | None, ...]
+    parts: tuple[LeafRange | None, ...]
     digests: tuple[bytes, ...]
-    probes: Mapping[Part, bytes] = field(default_factory=dict)
+    probes: Mapping[LeafRange, bytes] = field(default_factory=dict)
     """The digests of the first `PROBE` bytes of long parts that this process wrote, or has seen unchanged."""
 
-    def of(self, leaves: Collection[str], probes: Mapping[tuple[int, Part], bytes]) -> KnownFile:
+    def of(self, leaves: Collection[str], probes: Mapping[tuple[int, LeafRange], bytes]) -> KnownFile:
         """The same file, for these leaves only; `probes` are found out since, by rank and part."""
         both = zip(self.parts, self.digests, strict=True)
         kept = [(part, digests) for part, digests in both if part is not None and part.leaf in leaves]
@@ -74,14 +74,14 @@ class KnownFile:
 
 
 @dataclass(frozen=True)
-class Known:
+class OwnFiles:
     """The files that this process answers for; `lost` are leaves whose files cannot be read."""
 
     files: tuple[KnownFile, ...] = ()
     lost: frozenset[str] = frozenset()
 
 
-def known_of(storage: Storage, manifest: Manifest, nodes: Sequence[str], hosted: Iterable[int]) -> Known:
+def known_of(storage: Storage, manifest: Manifest, nodes: Sequence[str], hosted: Iterable[int]) -> OwnFiles:
     """What the headers of an epoch's files say of the parts that the hosted nodes answer for.
 
     `nodes` are the names of today's nodes. A node answers for what it wrote; what nodes that are gone
@@ -94,7 +94,7 @@ def known_of(storage: Storage, manifest: Manifest, nodes: Sequence[str], hosted:
         if rank in here:
             mine[number] = rank
     headers = _Headers(storage, manifest)
-    files: dict[tuple[int, str, int], dict[Part, bytes]] = {}
+    files: dict[tuple[int, str, int], dict[LeafRange, bytes]] = {}
     lost = set()
     for number, leaf, part, key in _parts_of(manifest, mine):
         found = headers.find(leaf, number, key)
@@ -104,10 +104,10 @@ def known_of(storage: Storage, manifest: Manifest, nodes: Sequence[str], hosted:
             digests, path, nbytes = found
             files.setdefault((mine[number], path, nbytes), {})[part] = digests
     known = (KnownFile(*file, tuple(parts), tuple(parts.values())) for file, parts in files.items())
-    return Known(tuple(known), frozenset(lost))
+    return OwnFiles(tuple(known), frozenset(lost))
 
 
-def _parts_of(manifest: Manifest, nodes: Iterable[int]) -> Iterator[tuple[int, LeafRow, Part, str]]:
+def _parts_of(manifest: Manifest, nodes: Iterable[int]) -> Iterator[tuple[int, LeafRow, LeafRange, str]]:
     """What these nodes store of tensors: number of the node, leaf, part, and its key."""
     numbers = sorted(nodes)
     for row, leaf in enumerate(manifest.leaves):
@@ -117,17 +117,17 @@ def _parts_of(manifest: Manifest, nodes: Iterable[int]) -> Iterator[tuple[int, L
                     yield number, leaf, part, key
 
 
-def _held(manifest: Manifest, row: int, leaf: LeafRow, number: int) -> Iterator[tuple[Part, str]]:
+def _held(manifest: Manifest, row: int, leaf: LeafRow, number: int) -> Iterator[tuple[LeafRange, str]]:
     layout, width = manifest.layouts[leaf.layout], leaf.item_bytes
     if isinstance(layout, Mesh):
         for box in layout.stored_by(number, leaf.name, leaf.shape, width):
             count = volume(box)
-            part = Part(leaf.name, 0, count, count * width, box)
+            part = LeafRange(leaf.name, 0, count, count * width, box)
             yield part, format_key(box_key(leaf.name, leaf.shape, box))
         return
     piece = layout.held_by(number, row, leaf.elements)
     if piece is not None:
-        part = Part(leaf.name, piece.first, piece.last, (piece.last - piece.first) * width)
+        part = LeafRange(leaf.name, piece.first, piece.last, (piece.last - piece.first) * width)
         yield part, format_key(piece_key(leaf, piece))
 
 
@@ -166,11 +166,11 @@ MANY_SMALL = 512
 """So many small parts are looked at whatever a sample says."""
 SAMPLE = 64
 
-_Short = tuple[int, Part, bytes]
+_Short = tuple[int, LeafRange, bytes]
 """Rank, part of at most a block, and the digests that a file has of it."""
 PartKey = tuple[int, str, int, int, Bounds | None]
 """Rank, leaf, first, last and box of a part."""
-TensorOf = Callable[[int, Part], "torch.Tensor | None"]
+TensorOf = Callable[[int, LeafRange], "torch.Tensor | None"]
 """What a hosted node has of a part's leaf: all of it, or the box; None where it has no such part."""
 
 
@@ -180,7 +180,7 @@ def lookers() -> int:
 
 
 @dataclass
-class Findings:
+class ChangeScan:
     """The leaves of which a part is not as it was, or not where it was.
 
     `digests` are those of what is in memory, of the first blocks of a part or of all.
@@ -188,7 +188,7 @@ class Findings:
 
     changed: set[str] = field(default_factory=set)
     digests: dict[PartKey, bytes] = field(default_factory=dict)
-    probes: dict[tuple[int, Part], bytes] = field(default_factory=dict)
+    probes: dict[tuple[int, LeafRange], bytes] = field(default_factory=dict)
     """The digests of the first bytes of long parts that are as they were, and of which none was known."""
     presumed: list[_Long] = field(default_factory=list)
     """Long parts that begin as they did, of which no more was looked at."""
@@ -204,7 +204,7 @@ class Findings:
         presumed = {one.part.leaf for one in self.presumed if not one.is_as_it_was}
         return presumed.intersection(leaves)
 
-    def add(self, rank: int, part: Part, own: bytes, *, same: bool) -> bool:
+    def add(self, rank: int, part: LeafRange, own: bytes, *, same: bool) -> bool:
         """Note what a look at a part has shown; returns whether it is as it was."""
         if own:
             self.digests[rank, part.leaf, part.first, part.last, part.box] = own
@@ -218,13 +218,13 @@ def look(
     tensor_of: TensorOf,
     turn: int,
     presume: Callable[[str], bool] | None = None,
-) -> Findings:
+) -> ChangeScan:
     """Compare what files hold with memory. Another `turn` takes another sample.
 
     Where `presume` allows it of a leaf, a long part of it counts as unchanged if it begins as it did; what is
     left to hash of it the findings tell.
     """
-    found = Findings()
+    found = ChangeScan()
     small: list[_Short] = []
     long: list[_Long] = []
     for file in files:
@@ -248,18 +248,20 @@ def look(
     return found
 
 
-def _any_unchanged(found: Findings, tensor_of: TensorOf, small: list[_Short], turn: int) -> bool:
+def _any_unchanged(found: ChangeScan, tensor_of: TensorOf, small: list[_Short], turn: int) -> bool:
     step = len(small) // SAMPLE
     return any(_look_at_short(found, tensor_of, *short) for short in small[turn % step :: step])
 
 
-def _look_at_short(found: Findings, tensor_of: TensorOf, rank: int, part: Part, digests: bytes) -> bool:
+def _look_at_short(
+    found: ChangeScan, tensor_of: TensorOf, rank: int, part: LeafRange, digests: bytes
+) -> bool:
     flat = _elements(tensor_of(rank, part), part, digests)
     own = b"" if flat is None else block_digests(dtypes.stored_bytes(flat, part.leaf))
     return found.add(rank, part, own, same=flat is not None and own == digests)
 
 
-def _elements(tensor: torch.Tensor | None, part: Part, digests: bytes) -> torch.Tensor | None:
+def _elements(tensor: torch.Tensor | None, part: LeafRange, digests: bytes) -> torch.Tensor | None:
     """The elements of a part, in a row where they are some of a tensor; None where there are not as many."""
     count = part.last - part.first
     if tensor is None or part.last > tensor.numel():
@@ -274,7 +276,7 @@ class _Long:
     """A part that is hashed in steps, by any thread."""
 
     rank: int
-    part: Part
+    part: LeafRange
     flat: torch.Tensor
     digests: bytes
     begins_alike: bool = False
@@ -322,7 +324,7 @@ class _Long:
 
 
 def _begun(
-    found: Findings, tensor_of: TensorOf, rank: int, part: Part, digests: bytes, probe: bytes | None
+    found: ChangeScan, tensor_of: TensorOf, rank: int, part: LeafRange, digests: bytes, probe: bytes | None
 ) -> _Long | None:
     """A long part that is to be hashed; None where all is said already.
 
@@ -344,7 +346,7 @@ def _begun(
     return None
 
 
-def _look_at_long(found: Findings, long: list[_Long]) -> None:
+def _look_at_long(found: ChangeScan, long: list[_Long]) -> None:
     """Hash all of them, and note what it shows."""
 
     def work(steps: Iterator[tuple[_Long, int, int]]) -> None:
@@ -404,8 +406,8 @@ def _memories(address: int, nbytes: int, verify: Verify) -> tuple[ctypes.Array[c
     )
 
 
-def parts_by_key(assignments: Sequence[Assignment]) -> dict[str, Part]:
+def parts_by_key(assignments: Sequence[Assignment]) -> dict[str, LeafRange]:
     """Random states, gradients and values are left out: nobody refers to them."""
     found = [one for one in assignments if one.leaf.kind == "tensor" and one.leaf.role not in OF_POSITION]
-    parts = [Part(one.leaf.name, one.first, one.last, one.nbytes, one.box) for one in found]
+    parts = [LeafRange(one.leaf.name, one.first, one.last, one.nbytes, one.box) for one in found]
     return dict(zip(format_keys([one.key for one in found]), parts, strict=True))

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import (
     BlobRow,
+    EpochNodes,
     Manifest,
     ShardRow,
-    World,
     columns,
     in_order,
     table,
 )
 from torchrelay.checkpoint.format.names import Recent, manifest_path, try_directory
-from torchrelay.checkpoint.save.assignments import Plan, PlannedLeaf
+from torchrelay.checkpoint.save.assignments import PlannedLeaf, SavePlan
 from torchrelay.checkpoint.state.leaf import Value
-from torchrelay.checkpoint.storage.base import Room, Storage
+from torchrelay.checkpoint.storage.base import Storage, SupportsFreeSpace
 from torchrelay.errors import SaveFailedError, StorageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.runtime import undisturbed
@@ -53,7 +53,7 @@ class TryIdentity:
     try_name: str
 
 
-def world_of(places: Sequence[NodePlace]) -> World:
+def world_of(places: Sequence[NodePlace]) -> EpochNodes:
     """The world as a manifest keeps it, from the places of all nodes in rank order.
 
     The last one is remembered, so that it is the same object while the places are the same.
@@ -62,13 +62,13 @@ def world_of(places: Sequence[NodePlace]) -> World:
     return _worlds.get(lambda one: one[0] == asked, lambda: (asked, _world_of(asked)))[1]
 
 
-_worlds: Recent[tuple[tuple[NodePlace, ...], World]] = Recent(1)
+_worlds: Recent[tuple[tuple[NodePlace, ...], EpochNodes]] = Recent(1)
 
 
-def _world_of(places: Sequence[NodePlace]) -> World:
+def _world_of(places: Sequence[NodePlace]) -> EpochNodes:
     hosts = sorted({(place.host_index, place.host) for place in places})
     number = {host: index for index, host in enumerate(hosts)}
-    return World(
+    return EpochNodes(
         nodes=tuple(place.name for place in places),
         hosts=tuple(host for _, host in hosts),
         host_of=tuple(number[place.host_index, place.host] for place in places),
@@ -76,9 +76,9 @@ def _world_of(places: Sequence[NodePlace]) -> World:
 
 
 def compose(
-    plan: Plan,
+    plan: SavePlan,
     identity: TryIdentity,
-    world: World,
+    world: EpochNodes,
     shards: Sequence[ShardRow],
     values: Mapping[str, Json],
     facts: Facts,
@@ -120,14 +120,14 @@ OWN_FILES = 4
 
 
 def check_room(
-    storage: Storage, plan: Plan, position: Position, nodes: Collection[int] | None = None
+    storage: Storage, plan: SavePlan, position: Position, nodes: Collection[int] | None = None
 ) -> None:
     """Refuse a save that cannot fit: SaveFailedError with the bytes that are needed and those that are free.
 
     `nodes`: those that write to this storage (None: all). Says nothing where the storage does not know, and
     promises nothing: others may write there meanwhile.
     """
-    room = storage.room() if isinstance(storage, Room) else None
+    room = storage.room() if isinstance(storage, SupportsFreeSpace) else None
     if room is None:
         return
     free_bytes, free_files = room
@@ -146,7 +146,7 @@ def check_room(
         )
 
 
-def _bytes_of(plan: Plan, nodes: Collection[int]) -> int:
+def _bytes_of(plan: SavePlan, nodes: Collection[int]) -> int:
     return sum(one.nbytes for node in nodes for one in plan.assignments(node) if not one.inline)
 
 
@@ -213,7 +213,7 @@ _FILE = columns(ShardRow, "node", "group")
 
 
 @undisturbed()
-def prepare(job: SaveJob, plan: Plan) -> None:
+def prepare(job: SaveJob, plan: SavePlan) -> None:
     """Do what `commit` then finds done for this plan; raises DamagedError for what no reader would accept."""
     unknown = dict.fromkeys(plan.inline_rows.values())
     manifest = _manifest(job, plan, job.position.directory("0" * 12), (), unknown)
@@ -221,7 +221,7 @@ def prepare(job: SaveJob, plan: Plan) -> None:
     _ = plan.writers  # remembered there
 
 
-def commit(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:
+def commit(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row]) -> CommittedPosition:
     """Write the manifest, then append the record. Rank 0 only."""
     try:
         with undisturbed():
@@ -247,7 +247,7 @@ def discard(job: SaveJob, try_name: str) -> None:
             job.storage.delete(try_directory(try_name))
 
 
-def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Entry:
+def _write_manifest(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row]) -> CommittedPosition:
     """Check that the set of shards is exact, and say durably what the epoch consists of."""
     shards = shards_in(rows)
     _check_exact(job, plan, len(rows), shards)
@@ -257,7 +257,7 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) ->
     data = codec.encode(manifest)
     _write_file(job.storage, manifest_path(try_name), data)
     job.storage.sync_dir(try_directory(try_name))
-    return Entry(
+    return CommittedPosition(
         branch=manifest.branch,
         position=job.position,
         try_name=try_name,
@@ -269,7 +269,7 @@ def _write_manifest(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) ->
 
 
 def _manifest(
-    job: SaveJob, plan: Plan, try_name: str, shards: Sequence[ShardRow], values: Mapping[str, Any]
+    job: SaveJob, plan: SavePlan, try_name: str, shards: Sequence[ShardRow], values: Mapping[str, Any]
 ) -> Manifest:
     holding = job.holding
     identity = TryIdentity(
@@ -279,7 +279,7 @@ def _manifest(
     return compose(plan, identity, world, shards, values, job.facts, sizes=sizes)
 
 
-def _value_sizes(job: SaveJob, plan: Plan) -> dict[int, int]:
+def _value_sizes(job: SaveJob, plan: SavePlan) -> dict[int, int]:
     """The bytes of the hosted nodes' values as they are now, by row of the plan."""
     sizes = {}
     for row in plan.value_rows:
@@ -291,11 +291,11 @@ def _value_sizes(job: SaveJob, plan: Plan) -> dict[int, int]:
     return sizes
 
 
-def _holds(plan: Plan, planned: PlannedLeaf, node: int) -> bool:
+def _holds(plan: SavePlan, planned: PlannedLeaf, node: int) -> bool:
     return node in plan.layouts[planned.layout].nodes
 
 
-def _check_exact(job: SaveJob, plan: Plan, reports: int, shards: Sequence[ShardRow]) -> None:
+def _check_exact(job: SaveJob, plan: SavePlan, reports: int, shards: Sequence[ShardRow]) -> None:
     wanted = plan.writers
     found = set(map(_FILE, shards))
     if wanted != found or reports != len(job.places):
@@ -321,4 +321,4 @@ class Apart:
     """
 
     ranks: tuple[int, ...]
-    committed: Callable[[Entry], None]
+    committed: Callable[[CommittedPosition], None]

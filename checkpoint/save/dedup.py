@@ -37,12 +37,12 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import volume
 from torchrelay.checkpoint.format.shard.writer import ShardReport
 from torchrelay.checkpoint.log.view import LogView, kept_with
-from torchrelay.checkpoint.save.assignments import Assignment, Plan, PlannedLeaf, elements
+from torchrelay.checkpoint.save.assignments import Assignment, PlannedLeaf, SavePlan, elements
 from torchrelay.checkpoint.save.change_detection import (
-    Findings,
-    Known,
+    ChangeScan,
     KnownFile,
-    Part,
+    LeafRange,
+    OwnFiles,
     TensorOf,
     known_of,
     look,
@@ -67,7 +67,7 @@ _SCOPES = ("replicated", "rank", "sharded")
 _Holder = tuple[int, int, str]
 
 
-def comparable(plan: Plan) -> tuple[str, ...]:
+def comparable(plan: SavePlan) -> tuple[str, ...]:
     """The names of the leaves whose bytes are looked at, in order: tensors that are stored."""
     return tuple(sorted({planned.leaf.name for planned in plan.rows if _is_comparable(planned)}))
 
@@ -80,7 +80,7 @@ def _is_comparable(planned: PlannedLeaf) -> bool:
 
 
 def same_leaves(
-    plan: Plan, nodes: Sequence[str], manifest: Manifest, among: Collection[str]
+    plan: SavePlan, nodes: Sequence[str], manifest: Manifest, among: Collection[str]
 ) -> frozenset[str]:
     """Those of the names `among` whose leaves an epoch has exactly as the plan has them.
 
@@ -99,7 +99,7 @@ def same_leaves(
     )
 
 
-def _alike(plan: Plan, rows: Sequence[PlannedLeaf], nodes: Sequence[str], manifest: Manifest) -> bool:
+def _alike(plan: SavePlan, rows: Sequence[PlannedLeaf], nodes: Sequence[str], manifest: Manifest) -> bool:
     old = [manifest.leaves[row] for row in manifest.rows.get(rows[0].leaf.name, ())]
     if sorted(map(_of_plan, rows)) != sorted(map(_of_manifest, old)):
         return False
@@ -163,7 +163,7 @@ def within_limits(
 
 
 def _worth_it(
-    lying: Mapping[str, Sequence[_Place]],
+    lying: Mapping[str, Sequence[_LeafFiles]],
     names: frozenset[str],
     manifest: Manifest,
     known: Mapping[str, EarlierTry],
@@ -187,22 +187,22 @@ def _worth_it(
     return frozenset(name for name in names if _keeps(lying[name], sources, files))
 
 
-def _keeps(places: Sequence[_Place], sources: Collection[int], files: Collection[_Holder]) -> bool:
+def _keeps(places: Sequence[_LeafFiles], sources: Collection[int], files: Collection[_Holder]) -> bool:
     in_files = (holder for place in places for holder, _ in place.stored)
     return all(place.source in sources for place in places) and any(one in files for one in in_files)
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
+class _LeafFiles:
     """The files in which a leaf lies, and how many bytes of it; leaves that lie alike share it."""
 
     source: int
     stored: tuple[tuple[_Holder, int], ...]
 
 
-def _places_of(manifest: Manifest, names: Collection[str]) -> dict[str, list[_Place]]:
-    alike: dict[tuple[object, ...], _Place] = {}
-    found: dict[str, list[_Place]] = {}
+def _places_of(manifest: Manifest, names: Collection[str]) -> dict[str, list[_LeafFiles]]:
+    alike: dict[tuple[object, ...], _LeafFiles] = {}
+    found: dict[str, list[_LeafFiles]] = {}
     for name in names:
         for row in manifest.rows[name]:
             leaf = manifest.leaves[row]
@@ -210,7 +210,7 @@ def _places_of(manifest: Manifest, names: Collection[str]) -> dict[str, list[_Pl
             form = layout.alike(name, leaf.shape, leaf.item_bytes) if isinstance(layout, Mesh) else row
             key = (leaf.source, leaf.layout, leaf.group, form)
             if key not in alike:
-                alike[key] = _Place(leaf.source, tuple(_stored(layout, row, leaf)))
+                alike[key] = _LeafFiles(leaf.source, tuple(_stored(layout, row, leaf)))
             found.setdefault(name, []).append(alike[key])
     return found
 
@@ -257,7 +257,7 @@ def of_any(several: Iterable[str], order: Sequence[str]) -> frozenset[str]:
 
 _World = tuple[int, tuple[str, ...], tuple[int, ...]]
 """Processes, names of all nodes, ranks of the hosted ones: who answers for which parts."""
-_Table = tuple[Sequence[Assignment], dict[str, Part]]
+_Table = tuple[Sequence[Assignment], dict[str, LeafRange]]
 """What a node writes into its files of one group, and which part each key in them is."""
 
 
@@ -267,7 +267,7 @@ class _Base:
 
     try_name: str
     world: _World
-    known: Known
+    known: OwnFiles
     manifest: Manifest | None
 
 
@@ -280,7 +280,7 @@ class _Current:
     blobs: tuple[BlobRow, ...] = ()
     patience_secs: float = 0.0
     """How long the others wait for who looks at what is left."""
-    found: Findings = field(default_factory=Findings)
+    found: ChangeScan = field(default_factory=ChangeScan)
     written: list[KnownFile] = field(default_factory=list)
     tables: dict[int, _Table] = field(default_factory=dict)
     """By the identity of the assignments."""
@@ -301,7 +301,7 @@ class Reuse:
         self._current = _Current()
         self._written: dict[str, int] = {}
         self._tables: dict[int, _Table] = {}
-        self._order: tuple[Plan, tuple[str, ...]] | None = None
+        self._order: tuple[SavePlan, tuple[str, ...]] | None = None
         self._surprising: set[str] = set()
         """Leaves that were presumed unchanged once and were not: since then they are looked at in time."""
         self._turn = 0
@@ -316,7 +316,7 @@ class Reuse:
 
     # Before the plan
 
-    def choose(self, job: SaveJob, plan: Plan, deadline_secs: float) -> frozenset[str]:
+    def choose(self, job: SaveJob, plan: SavePlan, deadline_secs: float) -> frozenset[str]:
         """The leaves that need not be written; all processes get the same. `plan` writes all leaves."""
         self._current = _Current(world=_world_of(job), patience_secs=deadline_secs if job.presume else 0.0)
         order = self._comparable(plan)
@@ -336,12 +336,12 @@ class Reuse:
         self._current.blobs = plan.blob_rows
         return self._current.referenced
 
-    def _comparable(self, plan: Plan) -> tuple[str, ...]:
+    def _comparable(self, plan: SavePlan) -> tuple[str, ...]:
         if self._order is None or self._order[0] is not plan:
             self._order = plan, comparable(plan)
         return self._order[1]
 
-    def _look(self, job: SaveJob, plan: Plan, order: Sequence[str]) -> list[str] | None:
+    def _look(self, job: SaveJob, plan: SavePlan, order: Sequence[str]) -> list[str] | None:
         """The try that this process compares with, and which leaves differ from it; None without one."""
         base = self._base = self._base_now()
         if base is None:
@@ -361,7 +361,7 @@ class Reuse:
             return _Base(manifest.tries[0], world, known, manifest)
         return self._base if self._base is not None and self._base.world == world else None
 
-    def _chosen(self, plan: Plan, order: Sequence[str], unchanged: Collection[str]) -> str:
+    def _chosen(self, plan: SavePlan, order: Sequence[str], unchanged: Collection[str]) -> str:
         """What of the unchanged leaves to refer to, as bits. Rank 0 only."""
         base, view = self._base, self._view()
         if base is None or base.manifest is None:
@@ -425,7 +425,7 @@ class Reuse:
 
     def let_go(self) -> None:
         """Keep nothing of the user's memory, whatever became of the save."""
-        self._current.found = Findings()
+        self._current.found = ChangeScan()
 
     def digests(self, rank: int, assignment: Assignment) -> bytes | None:
         """The digests of the first blocks of what a node writes, where they are known already."""
@@ -460,7 +460,7 @@ class Reuse:
         current = self._current
         kept = self._base.known.files if self._base is not None and current.referenced else ()
         files = [file for one in kept if (file := one.of(current.referenced, current.found.probes)).parts]
-        known = Known((*files, *current.written))
+        known = OwnFiles((*files, *current.written))
         self._base = _Base(try_name, current.world, known, current.manifest)
         self._tables = current.tables
         self._current = _Current()
@@ -473,12 +473,12 @@ def _by_presence(storage: Storage, files: Sequence[KnownFile]) -> tuple[set[str]
     return {part.leaf for file in gone for part in file.parts if part is not None}, there
 
 
-def _tensors(job: SaveJob, plan: Plan) -> TensorOf:
+def _tensors(job: SaveJob, plan: SavePlan) -> TensorOf:
     """What the hosted nodes have, by rank and part; a box only where the plan has it write that box."""
     states = {state.rank: state for state in job.states}
     boxes: dict[int, dict[tuple[str, object], Assignment]] = {}
 
-    def tensor_of(rank: int, part: Part) -> torch.Tensor | None:
+    def tensor_of(rank: int, part: LeafRange) -> torch.Tensor | None:
         if part.box is None:
             leaf = states[rank].leaves.get(part.leaf)
             if leaf is None or isinstance(leaf.content, Value) or is_sharded(leaf.content):

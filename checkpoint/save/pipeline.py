@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests
-from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import ShardRow
 from torchrelay.checkpoint.format.names import DATA, stats_path, try_directory
 from torchrelay.checkpoint.format.shard import writer
@@ -27,9 +27,9 @@ from torchrelay.checkpoint.format.shard.entries import Entries
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.log.record import entry_json, entry_of
-from torchrelay.checkpoint.log.view import Holding
+from torchrelay.checkpoint.log.view import LeaseInfo
 from torchrelay.checkpoint.save.agreement import SpecExchange
-from torchrelay.checkpoint.save.assignments import Plan
+from torchrelay.checkpoint.save.assignments import SavePlan
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.change_detection import lookers
 from torchrelay.checkpoint.save.commit import (
@@ -72,11 +72,11 @@ class SaveJob:
     """The hosted nodes."""
     position: Position
     facts: Facts
-    holding: Holding
+    holding: LeaseInfo
     """Whose directory this is, and on which branch."""
-    commit: Callable[[Entry], None]
+    commit: Callable[[CommittedPosition], None]
     """Appends the commit record; called on rank 0 only."""
-    known: Callable[[Entry], bool] = lambda entry: True
+    known: Callable[[CommittedPosition], bool] = lambda entry: True
     """Whether the log, read anew, may name an entry; asked on rank 0 when its commit failed."""
     make_room: Callable[[], object] = lambda: None
     """Called on rank 0 before anything is written: returns when what is being deleted is gone."""
@@ -118,7 +118,7 @@ class SaveJob:
         return replace(self, states=states)
 
 
-def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
+def make_plan(job: SaveJob, exchange: SpecExchange) -> SavePlan:
     """Compute all owners alone, from the leaves of all nodes; the processes compare only its hash.
 
     The hash that was compared last travels with the leaves, so the same plan needs no further exchange.
@@ -131,7 +131,7 @@ def make_plan(job: SaveJob, exchange: SpecExchange) -> Plan:
         raise
 
 
-def _planned(job: SaveJob, exchange: SpecExchange) -> Plan:
+def _planned(job: SaveJob, exchange: SpecExchange) -> SavePlan:
     classes, scopes = exchange.classes(job.peers, job.states, job.places)
     hosts = tuple(place.host_index for place in job.places)
     plan = exchange.plans.plan(classes, scopes, hosts)
@@ -152,7 +152,7 @@ def _planned(job: SaveJob, exchange: SpecExchange) -> Plan:
 
 
 def save_epoch(
-    job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None, exchange: SpecExchange
+    job: SaveJob, plan: SavePlan, clock: Clock, whole: WholeBytes | None, exchange: SpecExchange
 ) -> NodeStats:
     """`carry_out`; where leaves that the plan leaves out have changed after all, once more with another."""
     try:
@@ -167,7 +167,7 @@ def save_epoch(
             job.reuse.let_go()
 
 
-def carry_out(job: SaveJob, plan: Plan, clock: Clock, whole: WholeBytes | None = None) -> NodeStats:
+def carry_out(job: SaveJob, plan: SavePlan, clock: Clock, whole: WholeBytes | None = None) -> NodeStats:
     """Write, commit and acknowledge; returns where the time went, by node. Only rank 0 knows it.
 
     `whole` are bytes of replicas that are hashed while the device is busy, and compared before the commit.
@@ -212,7 +212,7 @@ def _write_stats(job: SaveJob, path: str, stats: NodeStats) -> None:
         warn(f"the epoch is saved, its timings are not: {error}", stacklevel=2)
 
 
-def _make_try(job: SaveJob, plan: Plan) -> str:
+def _make_try(job: SaveJob, plan: SavePlan) -> str:
     def make(name: str) -> str:
         job.make_room()
         check_room(job.storage, plan, job.position, None if job.apart is None else job.apart.ranks)
@@ -240,7 +240,7 @@ def _make_others(job: SaveJob, made: str, make: Callable[[str], str]) -> None:
 
 
 def _write_all(
-    job: SaveJob, plan: Plan, try_name: str, clock: Clock, whole: WholeBytes | None
+    job: SaveJob, plan: SavePlan, try_name: str, clock: Clock, whole: WholeBytes | None
 ) -> list[list[Row] | None]:
     """Every process writes its nodes' shards, syncs them and their directory, and reports to rank 0."""
 
@@ -268,13 +268,13 @@ def _write_all(
     return together(job.peers, "save: write", write, deadline_secs=secs, for_first=True, meanwhile=meanwhile)
 
 
-def _patience_secs(plan: Plan) -> float:
+def _patience_secs(plan: SavePlan) -> float:
     """How long the slowest node may take: what a very slow disk needs for the largest share."""
     return patience_secs(plan.largest_share)
 
 
 def _write_node(
-    job: SaveJob, plan: Plan, try_name: str, state: NodeState, before: dict[str, float]
+    job: SaveJob, plan: SavePlan, try_name: str, state: NodeState, before: dict[str, float]
 ) -> NodeReport:
     secs = {**before, "hash": 0.0, "write": 0.0, "fsync": 0.0}
     shards: list[ShardRow] = []
@@ -295,7 +295,7 @@ def _write_node(
     return NodeReport(state.rank, tuple(shards), inline, secs)
 
 
-def _contents(job: SaveJob, plan: Plan, state: NodeState, group: str) -> tuple[Entries, dict[str, Any]]:
+def _contents(job: SaveJob, plan: SavePlan, state: NodeState, group: str) -> tuple[Entries, dict[str, Any]]:
     """What a node writes into its file of a group: tensors, and values."""
     data: list[torch.Tensor | memoryview] = []
     values: dict[str, Any] = {}
@@ -325,7 +325,7 @@ def _json(leaf: Leaf) -> Any:
     return leaf.content.json if isinstance(leaf.content, Value) else None
 
 
-def _commit_and_tell(job: SaveJob, plan: Plan, try_name: str, rows: list[Row]) -> Any:
+def _commit_and_tell(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row]) -> Any:
     """Commit; returns the entry where other hosts have to know it. Rank 0 only."""
     entry = commit(job, plan, try_name, rows)
     return None if job.apart is None else entry_json(entry)

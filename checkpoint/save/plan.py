@@ -25,7 +25,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
     LeafRow,
     Manifest,
     PerNode,
-    Replicated,
+    ReplicatedLayout,
     ShardRow,
     Split,
     in_order,
@@ -37,8 +37,8 @@ from torchrelay.checkpoint.format.names import first_of_each
 from torchrelay.checkpoint.save.assignments import (
     CUT_BYTES,
     NodeClass,
-    Plan,
     PlannedLeaf,
+    SavePlan,
     cuts_between,
     item_bytes,
     same,
@@ -115,7 +115,7 @@ SPLIT_ROLES = ("parameter", "optimizer")
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanInputs:
     """Everything that decides a plan.
 
     `scopes` gives the scope of leaves by name (`replicated` where it says nothing), `hosts` the host
@@ -142,8 +142,8 @@ def plan_replicas(
     scopes: Mapping[str, str] | None = None,
     hosts: Sequence[int] | None = None,
     referenced: Collection[str] = (),
-) -> Plan:
-    """Plan a save of `nodes` nodes that all have the leaves `specs`; see `Question` for the rest."""
+) -> SavePlan:
+    """Plan a save of `nodes` nodes that all have the leaves `specs`; see `PlanInputs` for the rest."""
     everybody = NodeClass(tuple(range(nodes)), tuple(specs))
     return plan_classes([everybody], cut=cut, scopes=scopes, hosts=hosts, referenced=referenced)
 
@@ -155,10 +155,10 @@ def plan_classes(
     scopes: Mapping[str, str] | None = None,
     hosts: Sequence[int] | None = None,
     referenced: Collection[str] = (),
-) -> Plan:
-    """Plan a save of nodes of several classes; see `Question`."""
+) -> SavePlan:
+    """Plan a save of nodes of several classes; see `PlanInputs`."""
     known_hosts = None if hosts is None else tuple(hosts)
-    question = Question(tuple(classes), cut, dict(scopes or {}), known_hosts, frozenset(referenced))
+    question = PlanInputs(tuple(classes), cut, dict(scopes or {}), known_hosts, frozenset(referenced))
     return _make(question, plan_hash(question))
 
 
@@ -167,7 +167,7 @@ def unusual(scopes: Mapping[str, str]) -> dict[str, str]:
     return {name: scope for name, scope in scopes.items() if scope != "replicated"}
 
 
-def plan_hash(question: Question) -> str:
+def plan_hash(question: PlanInputs) -> str:
     """SHA-256 (hex) over all that decides a plan; ranks compare it before they write."""
     classes = [
         b"[%b,%b]" % (canonical_json.dumps_read(one.nodes), canonical_json.dumps(one.digest))
@@ -184,7 +184,7 @@ def plan_hash(question: Question) -> str:
     return canonical_json.sha256(canonical_json.object_of(stated))
 
 
-def _make(question: Question, key: str) -> Plan:
+def _make(question: PlanInputs, key: str) -> SavePlan:
     held = _holders(question.classes, question.referenced)
     rows = tuple(leaf for leaf, _ in held)
     layouts = _Layouts()
@@ -203,7 +203,7 @@ def _make(question: Question, key: str) -> Plan:
         for row in members:
             numbers[row] = number
     planned = table(PlannedLeaf, zip(rows, scopes, numbers, strict=True))
-    return Plan(planned, tuple(layouts.found), key)
+    return SavePlan(planned, tuple(layouts.found), key)
 
 
 def _holders(
@@ -260,7 +260,7 @@ def _unsplit_layout(scope: str, nodes: tuple[int, ...], hosts: Sequence[int] | N
         return PerNode(nodes)
     if scope == "host":
         return PerNode(_lowest_of_hosts(nodes, hosts))
-    return Replicated(nodes)
+    return ReplicatedLayout(nodes)
 
 
 def _lowest_of_hosts(nodes: tuple[int, ...], hosts: Sequence[int] | None) -> tuple[int, ...]:
@@ -371,8 +371,8 @@ class _Merging:
         if isinstance(layout, Mesh):
             return replace(layout, nodes=nodes)
         more = self._newcomers(layout, nodes)
-        if isinstance(layout, Replicated):
-            return Replicated(nodes + more)
+        if isinstance(layout, ReplicatedLayout):
+            return ReplicatedLayout(nodes + more)
         split = restricted(layout, nodes, self.rows)
         return Split(nodes + more, split.items, split.cuts + split.cuts[-1:] * len(more))
 

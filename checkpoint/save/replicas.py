@@ -57,7 +57,7 @@ class Mode(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReplicaVerdict:
     """What a comparison found.
 
     `demote` are leaves that become `rank` for good; `failures` says per leaf which nodes have other
@@ -93,7 +93,7 @@ def digests_of(leaves: Iterable[Leaf], mode: Mode) -> dict[str, str]:
     return {leaf.name: _digest(leaf, mode) for leaf in leaves}
 
 
-def verdict(digests_by_node: Mapping[int, ByLeaf], forced_replicated: Collection[str]) -> Verdict:
+def verdict(digests_by_node: Mapping[int, ByLeaf], forced_replicated: Collection[str]) -> ReplicaVerdict:
     """Judge digests of all nodes. A leaf is compared between the nodes that have it.
 
     `forced_replicated` names the leaves whose difference fails the save.
@@ -103,7 +103,7 @@ def verdict(digests_by_node: Mapping[int, ByLeaf], forced_replicated: Collection
         for name, digest in digests_by_node[node].items():
             found.setdefault(name, {})[node] = digest
     different = {name: nodes for name, nodes in sorted(found.items()) if len(set(nodes.values())) > 1}
-    return Verdict(
+    return ReplicaVerdict(
         demote=frozenset(name for name in different if name not in forced_replicated),
         failures={name: _odd_ones(nodes) for name, nodes in different.items() if name in forced_replicated},
     )
@@ -126,7 +126,7 @@ def compare_replicas(
     lone: Mapping[int, Sequence[Lone]] | None = None,
     due: bool = False,
     deadline_secs: float | None = None,
-) -> Verdict:
+) -> ReplicaVerdict:
     """Compare the nodes of all processes; every process gets the same verdict.
 
     `due`: this process wants all bytes compared, which it tells the others; lone leaves then are.
@@ -162,7 +162,7 @@ def compare_replicas(
         groups += _twins(peers, topic, hosted, alone, twins, mode, deadline_secs)
     asked = _asked(groups)
     if not asked:
-        return Verdict(due=wanted)
+        return ReplicaVerdict(due=wanted)
     details = [
         [node, {name: one for index, group in enumerate(hosted[node]) if (node, index) in asked
                 for name, one in group.items()}]
@@ -288,7 +288,7 @@ def checked_every(epochs: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Parts:
+class MeshParts:
     """A node's parts of leaves on meshes of one sort; `lone` where no other place of its mesh holds them."""
 
     leaves: tuple[Leaf, ...]
@@ -365,13 +365,13 @@ def _address(leaf: Leaf) -> int:
     return 0 if isinstance(leaf.content, Value) else leaf.content.data_ptr()
 
 
-def parts_of_node(state: NodeState) -> list[Parts]:
+def parts_of_node(state: NodeState) -> list[MeshParts]:
     """A node's parts of leaves on meshes: first those that others hold too."""
     shared = shared_parts(state.leaves, state.specs, state.rank)
     return [*shared, *lone_parts(state.leaves, state.specs, state.rank)]
 
 
-def shared_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int) -> list[Parts]:
+def shared_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int) -> list[MeshParts]:
     """A node's parts that other places of the mesh hold too, named by their first box, a group per mesh."""
     found: dict[object, list[Leaf]] = {}
     for spec, mesh in _placed(specs, node):
@@ -379,10 +379,10 @@ def shared_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: in
         if mesh.replicas > 1 and len(first) == len(spec.shape):
             part = _part(leaves[spec.name], f"{spec.name} {describe(first)}")
             found.setdefault((mesh.extents, mesh.placements), []).append(part)
-    return [Parts(tuple(group), lone=False) for group in found.values()]
+    return [MeshParts(tuple(group), lone=False) for group in found.values()]
 
 
-def lone_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int) -> list[Parts]:
+def lone_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int) -> list[MeshParts]:
     """A node's parts that no other place of its mesh holds, named by their place, a group per blob and mesh.
 
     The same leaf may lie on other sub-meshes of the same form: then its parts there have these names.
@@ -393,7 +393,7 @@ def lone_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int)
             place = f"{spec.name} (place {mesh.place[node]} of {list(mesh.extents)})"
             key = (spec.blob, mesh.extents, mesh.placements)
             found.setdefault(key, []).append(_part(leaves[spec.name], place))
-    return [Parts(tuple(group), lone=True) for group in found.values()]
+    return [MeshParts(tuple(group), lone=True) for group in found.values()]
 
 
 def _placed(specs: Sequence[LeafSpec], node: int) -> Iterator[tuple[LeafSpec, Mesh]]:

@@ -27,7 +27,7 @@ from torchrelay.checkpoint.format.names import format_key
 from torchrelay.checkpoint.save.assignments import Assignment
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.change_detection import SAMPLE_BYTES, Verify, digest
-from torchrelay.checkpoint.save.staging_memory import Block, Piece, Pieces, Room
+from torchrelay.checkpoint.save.staging_memory import Block, Pieces, StagedPiece, StagingSlot
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.leaf import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.module_leaves import parameters, parts_of, state_prefix
@@ -49,7 +49,7 @@ class Copier:
         self._done: list[tuple[torch.device, Any]] = []
         self._current: int | None = None
 
-    def copy_now(self, target: Room, source: torch.Tensor, name: str) -> None:
+    def copy_now(self, target: StagingSlot, source: torch.Tensor, name: str) -> None:
         """Copy any tensor that can be stored; raises BlobError for others."""
         if source.is_cpu and source.nbytes == target.nbytes and is_plain(source):
             ctypes.memmove(target.address, source.data_ptr(), target.nbytes)
@@ -77,7 +77,7 @@ class Copier:
         if self._current is not None:
             torch.cuda.set_device(self._current)
 
-    def copy_late(self, target: Room, source: torch.Tensor) -> None:
+    def copy_late(self, target: StagingSlot, source: torch.Tensor) -> None:
         """Copy a contiguous tensor; complete after `end`."""
         if source.is_cpu:
             ctypes.memmove(target.address, source.data_ptr(), target.nbytes)
@@ -223,7 +223,7 @@ class LatePiece:
     blob: str
     leaf: torch.Tensor
     source: torch.Tensor
-    target: Room
+    target: StagingSlot
     address: int
     nbytes: int
     find: Find
@@ -253,7 +253,7 @@ class LatePiece:
         return self.moved or self.counted or digest(self.source, verify) != self.digest
 
 
-class Stage:
+class StagedCopies:
     """The copies of the hosted nodes' pieces. Made by `stage`; `copy` runs in the background."""
 
     def __init__(self, verify: Verify) -> None:
@@ -354,13 +354,13 @@ def stage(
     block: Block,
     verify: Verify,
     blocking: Collection[str],
-) -> tuple[Stage, tuple[StagedState, ...]]:
+) -> tuple[StagedCopies, tuple[StagedState, ...]]:
     """Copy what must be copied now, and prepare the late copies; leaves of `blocking` blobs are early.
 
     `pieces` are those of the states, in their order; the block has room for them. Raises BlobError for
     what cannot be stored.
     """
-    copies = Stage(verify)
+    copies = StagedCopies(verify)
     staged = []
     for state, part, rooms in zip(states, pieces.by_node, pieces.rooms_in(block), strict=True):
         late = late_leaves(state.objects, state.names, above_bytes=SAMPLE_BYTES)
@@ -372,7 +372,9 @@ def stage(
     return copies, tuple(staged)
 
 
-def _stage_one(copies: Stage, state: NodeState, piece: Piece, target: Room, find: Find | None) -> None:
+def _stage_one(
+    copies: StagedCopies, state: NodeState, piece: StagedPiece, target: StagingSlot, find: Find | None
+) -> None:
     one = piece.assignment
     name = one.leaf.name
     leaf = state.leaves[name].content

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.names import format_key
-from torchrelay.checkpoint.save.assignments import Assignment, Plan
+from torchrelay.checkpoint.save.assignments import Assignment, SavePlan
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Role, spec_of
 from torchrelay.checkpoint.state.names import local_part
@@ -42,7 +42,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Room:
+class StagingSlot:
     """A place in a block. It keeps the block alive."""
 
     block: Block
@@ -142,7 +142,7 @@ def _free_bytes() -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class StagedPiece:
     """A piece of a tensor, the key under which a shard holds it, and where it is staged."""
 
     assignment: Assignment
@@ -157,7 +157,7 @@ class Piece:
 class Rooms:
     """Places in staging memory, one per piece, and their bytes by the pieces' keys."""
 
-    rooms: tuple[Room, ...]
+    rooms: tuple[StagingSlot, ...]
     views: Mapping[str, memoryview]
 
 
@@ -165,9 +165,9 @@ class Rooms:
 class Pieces:
     """The pieces of each hosted node of a plan; `nbytes` is what all of them take."""
 
-    plan: Plan
+    plan: SavePlan
     nodes: tuple[int, ...]
-    by_node: tuple[tuple[Piece, ...], ...]
+    by_node: tuple[tuple[StagedPiece, ...], ...]
     nbytes: int
     _rooms: list[Any] = field(default_factory=list)
 
@@ -178,17 +178,17 @@ class Pieces:
         rooms: tuple[Rooms, ...] = self._rooms[1]
         return rooms
 
-    def belong_to(self, plan: Plan, nodes: Sequence[int]) -> bool:
+    def belong_to(self, plan: SavePlan, nodes: Sequence[int]) -> bool:
         """Whether these are the pieces of this very plan and of these nodes."""
         return self.plan is plan and self.nodes == tuple(nodes)
 
 
-def _rooms(pieces: Sequence[Piece], block: Block) -> Rooms:
-    rooms = tuple(Room(block, one.at, one.nbytes) for one in pieces)
+def _rooms(pieces: Sequence[StagedPiece], block: Block) -> Rooms:
+    rooms = tuple(StagingSlot(block, one.at, one.nbytes) for one in pieces)
     return Rooms(rooms, {one.key: room.view for one, room in zip(pieces, rooms, strict=True)})
 
 
-def pieces_of(plan: Plan, nodes: Sequence[int]) -> Pieces:
+def pieces_of(plan: SavePlan, nodes: Sequence[int]) -> Pieces:
     """Lay the tensors that these nodes write out in staging memory, one behind the other."""
     at = 0
     by_node = []
@@ -198,7 +198,7 @@ def pieces_of(plan: Plan, nodes: Sequence[int]) -> Pieces:
             if one.leaf.kind == "tensor":
                 nbytes = one.nbytes
                 entire = one.box is None and one.whole
-                found.append(Piece(one, format_key(one.key), at, nbytes, entire))
+                found.append(StagedPiece(one, format_key(one.key), at, nbytes, entire))
                 at += room(nbytes)
         by_node.append(tuple(found))
     return Pieces(plan, tuple(nodes), tuple(by_node), at)

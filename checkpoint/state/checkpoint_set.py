@@ -37,7 +37,7 @@ _RANK, _REPLICATED = Scope.RANK.value, Scope.REPLICATED.value
 
 
 @dataclass(frozen=True)
-class Member:
+class SetMember:
     """A name of the set. `scope` None means inferred; `placed` that `init` made it on one named node."""
 
     name: str
@@ -52,7 +52,7 @@ class Member:
     """Whether it draws random numbers: nodes may differ, and one that is new keeps its own."""
 
 
-def members_of(workspace: Workspace) -> dict[str, Member]:
+def members_of(workspace: Workspace) -> dict[str, SetMember]:
     """The set of a node as its workspace is now; raises UsageError for names that cannot stand together."""
     members = [_member(name, entry) for name, entry in workspace.entries().items() if ":" not in name]
     found = {member.name: member for member in members if member.scope is not Scope.TRANSIENT}
@@ -60,10 +60,10 @@ def members_of(workspace: Workspace) -> dict[str, Member]:
     return found
 
 
-def _member(name: str, entry: Entry) -> Member:
+def _member(name: str, entry: Entry) -> SetMember:
     blob = entry.blob
     generator = is_generator(entry.value)
-    return Member(
+    return SetMember(
         name,
         blob.scope if blob else None,
         (blob.reshard if blob else None) or ("by_rank" if generator else None),
@@ -74,7 +74,7 @@ def _member(name: str, entry: Entry) -> Member:
     )
 
 
-def newcomers(workspace: Workspace, members: Mapping[str, Member]) -> list[str]:
+def newcomers(workspace: Workspace, members: Mapping[str, SetMember]) -> list[str]:
     """Names that came too late to be saved."""
     return [
         name
@@ -87,7 +87,7 @@ def newcomers(workspace: Workspace, members: Mapping[str, Member]) -> list[str]:
 
 
 def scopes_of(
-    leaves: Sequence[Leaf], members: Mapping[str, Member], objects: Mapping[str, Any], demoted: set[str]
+    leaves: Sequence[Leaf], members: Mapping[str, SetMember], objects: Mapping[str, Any], demoted: set[str]
 ) -> dict[str, str]:
     """The scope of every leaf; `demoted` are leaves that differed once and are `rank` since."""
     of_blobs = {name: _scope_of_blob(member, objects.get(name)) for name, member in members.items()}
@@ -101,13 +101,15 @@ def scopes_of(
     return found
 
 
-def _scope_of_blob(member: Member, value: Any) -> str:
+def _scope_of_blob(member: SetMember, value: Any) -> str:
     if member.scope is not None:
         return member.scope.value
     return _RANK if member.placed or is_foreign_loader(value) else _REPLICATED
 
 
-def _scope(leaf: Leaf, members: Mapping[str, Member], of_blobs: Mapping[str, str], demoted: set[str]) -> str:
+def _scope(
+    leaf: Leaf, members: Mapping[str, SetMember], of_blobs: Mapping[str, str], demoted: set[str]
+) -> str:
     scope = of_blobs.get(leaf.blob)
     if scope is None or leaf.role is Role.RNG:
         return _RANK
@@ -268,7 +270,7 @@ def _told(selection: Selection) -> str:
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorForm:
     """Element type and shape of a tensor; `same_as` names another one of its blob that it is."""
 
     dtype: str
@@ -283,7 +285,7 @@ class Form:
 class FrozenTensors(nn.Module):
     """A tree of frozen parameters with given names, `encoder.0.weight`: their content comes by a load."""
 
-    def __init__(self, forms: Mapping[str, Form]) -> None:
+    def __init__(self, forms: Mapping[str, TensorForm]) -> None:
         super().__init__()
         made: dict[str, nn.Parameter] = {}
         for name, form in forms.items():
@@ -301,9 +303,9 @@ class FrozenTensors(nn.Module):
         return {name: one.detach() for name, one in self.named_parameters(remove_duplicate=False)}
 
 
-def forms_by_blob(manifest: Manifest, names: Iterable[str]) -> dict[str, dict[str, Form]]:
+def forms_by_blob(manifest: Manifest, names: Iterable[str]) -> dict[str, dict[str, TensorForm]]:
     """The forms of stored tensors by blob and by the rest of their names; `""` is a blob that is a tensor."""
-    found: dict[str, dict[str, Form]] = {}
+    found: dict[str, dict[str, TensorForm]] = {}
     first: dict[tuple[str, str], str] = {}
     for name in names:
         leaf = manifest.leaves[manifest.rows[name][0]]
@@ -311,11 +313,11 @@ def forms_by_blob(manifest: Manifest, names: Iterable[str]) -> dict[str, dict[st
             inner = name[len(leaf.blob) :].removeprefix(".")
             source = first.setdefault((leaf.blob, leaf.alias_of or name), inner)
             same_as = None if source == inner else source
-            found.setdefault(leaf.blob, {})[inner] = Form(leaf.dtype or "", leaf.shape, same_as)
+            found.setdefault(leaf.blob, {})[inner] = TensorForm(leaf.dtype or "", leaf.shape, same_as)
     return found
 
 
-def made_of(forms: Mapping[str, Form]) -> torch.Tensor | FrozenTensors:
+def made_of(forms: Mapping[str, TensorForm]) -> torch.Tensor | FrozenTensors:
     """What holds a blob of these forms."""
     if set(forms) == {""}:
         return forms[""].made()

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchrelay.checkpoint.format.dtypes import logical_dtype
-from torchrelay.checkpoint.format.layouts import Target, local_target
+from torchrelay.checkpoint.format.layouts import LocalTarget, local_target
 from torchrelay.checkpoint.format.mesh import MAX_SPLIT_FACTOR, Mesh, intervals_at
 from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded
 from torchrelay.errors import BlobError
@@ -55,7 +55,7 @@ _meshes: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[Placement, ...], Mesh]
 ranks a mesh is long, and its text is made once."""
 
 
-def target_of(tensor: torch.Tensor, name: str) -> Target:
+def target_of(tensor: torch.Tensor, name: str) -> LocalTarget:
     """What of the whole the local tensor of a DTensor holds; nothing on a rank outside of the mesh.
 
     Raises BlobError where the local tensor has another shape than its placements give it.
@@ -64,7 +64,7 @@ def target_of(tensor: torch.Tensor, name: str) -> Target:
     coordinate = mesh.get_coordinate()
     local = tuple(memory_of_shard(tensor).shape)
     if coordinate is None:
-        return Target(local, ())
+        return LocalTarget(local, ())
     placements = _dtensor(tensor).placements
     known = _targets.setdefault(mesh, {})
     # With their types: a placement may equal one of another type that cuts otherwise.
@@ -84,7 +84,7 @@ def target_of(tensor: torch.Tensor, name: str) -> Target:
     return found
 
 
-_targets: weakref.WeakKeyDictionary[DeviceMesh, dict[object, Target]] = weakref.WeakKeyDictionary()
+_targets: weakref.WeakKeyDictionary[DeviceMesh, dict[object, LocalTarget]] = weakref.WeakKeyDictionary()
 """By shape, place and placements: leaves of one form are thousands, and get the same object."""
 _REMEMBERED = 1 << 10
 

@@ -16,14 +16,14 @@ from torch import nn
 
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import as_copied, by_name, torch_dtype
-from torchrelay.checkpoint.format.layouts import Target
+from torchrelay.checkpoint.format.layouts import LocalTarget
 from torchrelay.checkpoint.format.value_decoding import ParameterName, decode
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, is_sharded, learning, order_of, stand_in
 from torchrelay.checkpoint.state.wrappers import is_wrapper
 from torchrelay.errors import DamagedError
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.state.restore.plan import Draft, Maker
+    from torchrelay.checkpoint.state.restore.plan import Maker, RestorePlan
 
 
 class Read:
@@ -40,7 +40,7 @@ class Read:
         leaf: str,
         spec: LeafSpec,
         live: torch.Tensor | None = None,
-        target: Target | None = None,
+        target: LocalTarget | None = None,
         *,
         becomes: torch.dtype | None = None,
     ) -> None:
@@ -179,14 +179,14 @@ def put(live: torch.Tensor, content: torch.Tensor) -> None:
         as_copied(live).copy_(as_copied(content))
 
 
-class Tree:
+class LeafValue:
     """The value that a leaf has; call it once everything is read.
 
     New tensors go to the device that it is called with. Those that `models` has by their names are made like
     these: DTensors placed as they are, subclasses of their class. The form is checked now.
     """
 
-    def __init__(self, draft: Draft, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None) -> None:
+    def __init__(self, draft: RestorePlan, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None) -> None:
         self._draft, self._spec, self._models = draft, spec, models or {}
         self._json: Json = draft.json(spec)
         self._made: dict[str, Maker] = {}

@@ -37,7 +37,7 @@ from torchrelay.checkpoint.format.dtypes import (
     logical_name,
     memories_at,
 )
-from torchrelay.checkpoint.format.shard.entries import Form, form_of
+from torchrelay.checkpoint.format.shard.entries import EntryForm, form_of
 from torchrelay.checkpoint.state.leaf import is_sharded, local_of
 from torchrelay.checkpoint.state.wrappers import is_typed_memory, is_wrapper, plain
 from torchrelay.checkpoint.storage.base import Memory
@@ -222,11 +222,11 @@ class PlainTensors:
     where somebody resizes the storage that it lies in (`resize_`), as with any view of a tensor's memory.
     """
 
-    forms: list[Form] = field(default_factory=list)
+    forms: list[EntryForm] = field(default_factory=list)
     memories: list[Memory] = field(default_factory=list)
     storages: list[torch.UntypedStorage] = field(default_factory=list)
 
-    def take(self, some: Sequence[Any], forms: Sequence[Form] | None = None) -> bool:
+    def take(self, some: Sequence[Any], forms: Sequence[EntryForm] | None = None) -> bool:
         """Add these, `AT_ONCE` at most, if all are such tensors, and of these forms; else add nothing."""
         if not all_strided(some):
             return False
@@ -316,7 +316,7 @@ def planned(plan: Callable[[InPlace], T], in_place: InPlace) -> tuple[T, InPlace
     return plan(NOTHING), NOTHING
 
 
-def fitting(objects: Mapping[str, Any], names: Sequence[str], forms: Sequence[Form]) -> InPlace:
+def fitting(objects: Mapping[str, Any], names: Sequence[str], forms: Sequence[EntryForm]) -> InPlace:
     """Of these stored leaves, each the only one of a blob of its name, those that its object fits.
 
     Left out are tensors that begin at the same place in memory.

@@ -139,7 +139,7 @@ class Unfinished(Protocol):
 
 
 @runtime_checkable
-class Room(Protocol):
+class SupportsFreeSpace(Protocol):
     """A storage that can say how much room is left."""
 
     def room(self) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ from typing import IO, Any, TypeVar
 
 from torchrelay.checkpoint.storage.base import PRIVATE, Memory, ReadHandle, SingleWriter
 from torchrelay.checkpoint.storage.transfers import (
-    Patience,
+    RetryTimeouts,
     StagedFile,
     give_up,
     persistently,
@@ -63,11 +63,11 @@ class ObjectStorage:
         url: str,
         *,
         single_writer: SingleWriter = None,
-        patience: Patience | None = None,
+        patience: RetryTimeouts | None = None,
     ) -> None:
         self.system, self.root, self.url = system, root.rstrip("/"), url.rstrip("/")
         self.single_writer: SingleWriter = single_writer
-        self.patience = patience or Patience()
+        self.patience = patience or RetryTimeouts()
         protocol = system.protocol
         self._protocols = frozenset((protocol,) if isinstance(protocol, str) else protocol)
         self._flat = bool(self._protocols & _FLAT)

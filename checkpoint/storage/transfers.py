@@ -46,7 +46,7 @@ _PASSING_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryTimeouts:
     """How long, in seconds, a call is repeated, and how long the pauses between are at most."""
 
     deadline_secs: float = 120.0
@@ -54,7 +54,7 @@ class Patience:
     longest_pause_secs: float = 5.0
 
 
-def persistently(work: Callable[[], T], patience: Patience) -> T:
+def persistently(work: Callable[[], T], patience: RetryTimeouts) -> T:
     """Do `work`, again and again while what it raises may pass; raises its last error."""
     until = time.monotonic() + patience.deadline_secs
     for attempt, pause in enumerate(_pauses(patience), 1):
@@ -90,7 +90,7 @@ def refusal(place: str, verb: str, error: BaseException) -> StorageError:
     return failure
 
 
-def _pauses(patience: Patience) -> Iterator[float]:
+def _pauses(patience: RetryTimeouts) -> Iterator[float]:
     """Growing pauses with jitter, from the system's randomness: the user's streams must not be touched."""
     pause, random = patience.first_pause_secs, secrets.SystemRandom()
     while True:
@@ -151,7 +151,7 @@ def takes_parts(system: Any) -> bool:
     return hasattr(system, "call_s3")
 
 
-def put_in_parts(system: Any, name: str, file: IO[bytes], nbytes: int, patience: Patience) -> None:
+def put_in_parts(system: Any, name: str, file: IO[bytes], nbytes: int, patience: RetryTimeouts) -> None:
     """Put a local file of so many bytes; every request is repeated by itself. Raises what the client raises.
 
     The name has to be nobody else's: an answer that was lost is looked up by the object's size.

@@ -27,7 +27,7 @@ LEAST_RATE = 16 << 20
 _PATIENT_VERBS = {"delete": 300.0}  # a large file's blocks are freed within the call
 
 
-class Call(NamedTuple):
+class StorageCall(NamedTuple):
     """One call: what it does to which path, how many bytes it moves, and since when (monotonic clock)."""
 
     verb: str
@@ -44,7 +44,7 @@ class Call(NamedTuple):
 _MOVING_VERBS = {"read", "write"}
 
 _calls: dict[int, tuple[str, str, int, float]] = {}
-"""What a `Call` has, by the object that notes it: made quickly, for storages are called very often."""
+"""What a `StorageCall` has, by the object that notes it: made quickly, for storages are called very often."""
 _moved: dict[int, int] = {}
 """By thread, so that no count is lost."""
 
@@ -91,9 +91,9 @@ def moved_bytes() -> int:
     return sum(list(_moved.values()))
 
 
-def calls() -> list[Call]:
+def calls() -> list[StorageCall]:
     """The calls of this process that are going on, the oldest first."""
-    return [Call(*one) for one in list(_calls.values())]
+    return [StorageCall(*one) for one in list(_calls.values())]
 
 
 def hanging() -> str | None:

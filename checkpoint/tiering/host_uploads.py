@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Entry
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.names import shard_path
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
@@ -27,7 +27,7 @@ from torchrelay.checkpoint.tiering.upload import (
     STOP_SECS,
     Awaiting,
     Moved,
-    Part,
+    PlaceReport,
     Sending,
     StoppedError,
     longer,
@@ -54,9 +54,9 @@ class Others:
 
 def send_among(
     sending: Sending,
-    entry: Entry,
+    entry: CommittedPosition,
     kept: frozenset[str],
-    gather: Callable[[], Mapping[int, Part] | None],
+    gather: Callable[[], Mapping[int, PlaceReport] | None],
     ask_again: Callable[[], None],
 ) -> bool:
     """Send this place's files of an epoch, and wait until the others have sent theirs; the whole is proved.
@@ -98,7 +98,7 @@ def present(near: Storage, manifest: Manifest) -> list[ShardRow]:
     return [row for row in manifest.shards if near.stat(shard_path(manifest, row)) is not None]
 
 
-def damage_of(near: Storage, entry: Entry) -> str | None:
+def damage_of(near: Storage, entry: CommittedPosition) -> str | None:
     """What is wrong with the manifest and the files that this near directory has, every byte read twice."""
     try:
         manifest = seen_twice(lambda: codec.read(near, entry))
@@ -143,7 +143,7 @@ class PartSender(Awaiting):
         self._notes = noted if noted is not None and mine else Notes(storage.far.url)
         self.moved = Moved()
         super().__init__()
-        self._wanted: tuple[Entry, ...] = ()
+        self._wanted: tuple[CommittedPosition, ...] = ()
         self._told: set[str] = set()
         """Tries of which the far place was told."""
         self._doubted: set[str] = set()
@@ -158,13 +158,13 @@ class PartSender(Awaiting):
         """Begin; what is to be sent comes by `tell` and `add`."""
         self._thread.start()
 
-    def tell(self, wanted: Sequence[Entry]) -> None:
+    def tell(self, wanted: Sequence[CommittedPosition]) -> None:
         """These epochs are near only, oldest first; others are not to be sent any more."""
         with self._changed:
             self._wanted, self._awake = tuple(wanted), True
             self._changed.notify_all()
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: CommittedPosition) -> None:
         """One more was committed."""
         with self._changed:
             self._wanted, self._awake = (*self._wanted, entry), True
@@ -215,7 +215,7 @@ class PartSender(Awaiting):
             with headway(f"replicating epoch {entry.position}"):
                 self._send(entry)
 
-    def _send(self, entry: Entry) -> None:
+    def _send(self, entry: CommittedPosition) -> None:
         manifest = self._manifest(entry)
         if manifest is None:
             return
@@ -230,7 +230,7 @@ class PartSender(Awaiting):
         self._doubted.discard(name)
         self.moved.settle()
 
-    def _sent(self, manifest: Manifest, needed: frozenset[str], *, anew: bool) -> Part:
+    def _sent(self, manifest: Manifest, needed: frozenset[str], *, anew: bool) -> PlaceReport:
         """Send what lies here, `anew` also what was sent and is damaged there.
 
         Damage here is looked at again before it is believed.
@@ -246,10 +246,10 @@ class PartSender(Awaiting):
             damage = damage_in(self._storage.near, manifest)
             if damage is None:
                 raise
-            return Part(damage=damage)
-        return Part(tuple(shard_path(manifest, row) for row in rows))
+            return PlaceReport(damage=damage)
+        return PlaceReport(tuple(shard_path(manifest, row) for row in rows))
 
-    def _manifest(self, entry: Entry) -> Manifest | None:
+    def _manifest(self, entry: CommittedPosition) -> Manifest | None:
         """That of the far place, where it is sent first; None where the epoch is not wanted any more."""
         pause = 0.05
         while True:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.manifest.position import Branch, Entry, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import Branch, CommittedPosition, Retirement, State
 from torchrelay.checkpoint.format.names import DATA, TRY
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import delete_try
@@ -199,7 +199,7 @@ def _has_all(near: LogView, far: LogView) -> bool:
     return bool(whole) and _knows(near, whole[-1])
 
 
-def _knows(view: LogView, entry: Entry) -> bool:
+def _knows(view: LogView, entry: CommittedPosition) -> bool:
     own = view.entry(entry.key)
     return own is not None and own.try_name == entry.try_name and own.manifest_sha256 == entry.manifest_sha256
 
@@ -232,7 +232,7 @@ def adopted(near: State, far: State) -> State:
     )
 
 
-def to_send(near: LogView, far: LogView) -> tuple[Entry, ...]:
+def to_send(near: LogView, far: LogView) -> tuple[CommittedPosition, ...]:
     """The entries of the near line that the far log is to get, oldest first; none that is damaged.
 
     Older ones than the newest that it has of this line are not missing there: retention let them go.
@@ -268,7 +268,7 @@ def branch_payload(branch: Branch) -> Mapping[str, Json]:
     return {"base": where, "branch": branch.id, "request": dict(branch.request or {})}
 
 
-def mirrored(far: State, entry: Entry) -> State | None:
+def mirrored(far: State, entry: CommittedPosition) -> State | None:
     """The far log gets an entry of the near one; None where it has it.
 
     As a commit does, it retires positions inside of an epoch that this completes. The tries that the entry
@@ -289,14 +289,14 @@ def mirrored(far: State, entry: Entry) -> State | None:
     return without(replace(far, entries=entries, retiring=still), over)
 
 
-def newest_replicated(near: LogView, far: LogView) -> Entry | None:
+def newest_replicated(near: LogView, far: LogView) -> CommittedPosition | None:
     """The newest entry of the near line that the far log has."""
     there = {entry.try_name for entry in far.entries}
     return next((entry for entry in reversed(near.line()) if entry.try_name in there), None)
 
 
 @dataclass(frozen=True)
-class Claim:
+class NearLogStatus:
     """What a leader says. `generation`: that of the far log when this near log was taken with it, or -1.
 
     `ahead`: all that the far log has came from it. `sends`: it has what the far log lacks. `alone` are the
@@ -314,13 +314,13 @@ class Claim:
         return [self.rank, self.generation, self.ahead, self.sends, list(self.alone)]
 
 
-def claim_of(row: list[Json]) -> Claim:
+def claim_of(row: list[Json]) -> NearLogStatus:
     """Read what `row` made."""
     rank, generation, ahead, sends, alone = row
-    return Claim(int(rank), int(generation), bool(ahead), bool(sends), tuple(map(str, alone)))
+    return NearLogStatus(int(rank), int(generation), bool(ahead), bool(sends), tuple(map(str, alone)))
 
 
-def claim(storage: TierStorage, job_name: str | None, rank: int) -> Claim | None:
+def claim(storage: TierStorage, job_name: str | None, rank: int) -> NearLogStatus | None:
     """That of the near log here; None without one, or where another place's log counts since then.
 
     Raises StorageError and DamagedError for logs that cannot be read, UsageError for that of another job.
@@ -335,7 +335,7 @@ def claim(storage: TierStorage, job_name: str | None, rank: int) -> Claim | None
     far = open_log(storage.far, job_name)
     mine = notes if notes.far == storage.far.url else Notes()
     lacks = to_send(near, far)
-    return Claim(
+    return NearLogStatus(
         rank,
         mine.generation,
         is_ahead(near, far, untouched=mine.made(far)),
@@ -344,13 +344,13 @@ def claim(storage: TierStorage, job_name: str | None, rank: int) -> Claim | None
     )
 
 
-def teller(claims: Iterable[Claim | None]) -> Claim | None:
+def teller(claims: Iterable[NearLogStatus | None]) -> NearLogStatus | None:
     """The claim that counts; None where the far log alone tells the run."""
     ahead = [one for one in claims if one is not None and one.ahead]
     return max(ahead, key=lambda one: (one.sends, one.generation, -one.rank), default=None)
 
 
-def given_up(claims: Iterable[Claim | None], counts: Claim | None) -> list[Claim]:
+def given_up(claims: Iterable[NearLogStatus | None], counts: NearLogStatus | None) -> list[NearLogStatus]:
     """Those whose epochs are of another history than the one that counts."""
     return [one for one in claims if one is not None and one != counts and one.alone]
 

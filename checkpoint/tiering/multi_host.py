@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Entry, Position, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position, Retirement, State
 from torchrelay.checkpoint.load.verify import (
     FULL_PROOF_SECS,
     JointProof,
     Level,
-    Outcome,
     Target,
+    VerificationStatus,
     prove_together,
 )
 from torchrelay.checkpoint.log.chain import open_log
@@ -71,12 +71,12 @@ class HostsLedger(TierLedger):
         self._survey(peers)
         return super().look(peers)
 
-    def find(self, peers: Peers, epoch: int) -> Entry:
+    def find(self, peers: Peers, epoch: int) -> CommittedPosition:
         """As `Ledger`."""
         self._know(peers)
         return super().find(peers, epoch)
 
-    def find_or_none(self, peers: Peers, epoch: int) -> Entry | None:
+    def find_or_none(self, peers: Peers, epoch: int) -> CommittedPosition | None:
         """As `Ledger`."""
         self._know(peers)
         return super().find_or_none(peers, epoch)
@@ -93,7 +93,7 @@ class HostsLedger(TierLedger):
         if self._places is None and self._guess is None:
             self._survey(peers)
 
-    def _survey(self, peers: Peers) -> list[hosts.Claim]:
+    def _survey(self, peers: Peers) -> list[hosts.NearLogStatus]:
         """Find out which near log counts; its claim comes first, then others with something of their own."""
         if self._places is None:
             self._guess = guessed(peers, self.storage.root)
@@ -136,7 +136,7 @@ class HostsLedger(TierLedger):
             self._sender.give_way()
         return sent
 
-    def _warn_given_up(self, peers: Peers, other: hosts.Claim) -> None:
+    def _warn_given_up(self, peers: Peers, other: hosts.NearLogStatus) -> None:
         if peers.rank == 0 and other.rank != 0:  # what rank 0's place had is told when it adopts the far log
             warn(
                 f"the near log of rank {other.rank} is of an older history: what it had near only (epoch "
@@ -262,7 +262,7 @@ class HostsLedger(TierLedger):
         """Every place's leader makes directories there, and hears of what is committed."""
         return Apart(self.places.mates, self._committed) if self.places.many else None
 
-    def _committed(self, entry: Entry) -> None:
+    def _committed(self, entry: CommittedPosition) -> None:
         if self._sender is not None:
             self._sender.add(entry)
 
@@ -336,7 +336,7 @@ class HostsLedger(TierLedger):
         entry, far = self.view().find(epoch), open_log(self.storage.far, self.job_name)
         return entry is not None and entry.try_name not in {one.try_name for one in far.entries}
 
-    def _joint_proof(self, peers: Peers, entry: Entry, *, level: Level = "headers") -> JointProof:
+    def _joint_proof(self, peers: Peers, entry: CommittedPosition, *, level: Level = "headers") -> JointProof:
         """Each place proves its near files, then all prove the whole; from far alone where that fails."""
         if not self.places.many or self.storage.prefers_far(entry.try_name):
             return super()._joint_proof(peers, entry, level=level)
@@ -346,18 +346,18 @@ class HostsLedger(TierLedger):
         reason = next((one for one in reasons if one is not None), None)
         if reason is None:
             proof = prove_together(peers, self.storage, entry, level=level)
-            if proof.outcome is Outcome.PROVED:
+            if proof.outcome is VerificationStatus.PROVED:
                 return proof
             reason = proof.reason
         self.storage.prefer_far(entry.tries)
         second = prove_together(peers, self.storage, entry, level=level)
-        if second.outcome is Outcome.PROVED:
+        if second.outcome is VerificationStatus.PROVED:
             self._warn_far(peers, entry, reason)
         else:
             self.storage.prefer_near(entry.tries)
         return second
 
-    def _near_damage(self, entry: Entry, level: Level) -> str | None:
+    def _near_damage(self, entry: CommittedPosition, level: Level) -> str | None:
         """What is wrong with the files here, of which each rank of this place looks at its share."""
         mates = self.places.mates
         share = mates.index(self.places.rank), len(mates)
@@ -369,7 +369,7 @@ class HostsLedger(TierLedger):
         except OSError:  # the proof that follows tells
             return None
 
-    def _warn_far(self, peers: Peers, entry: Entry, reason: str) -> None:
+    def _warn_far(self, peers: Peers, entry: CommittedPosition, reason: str) -> None:
         if peers.rank == 0:
             text = f"epoch {entry.position} is damaged near ({reason}): it is read from"
             warn(f"{text} {self.storage.far.url}", stacklevel=3)

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import Entry, Position, State
-from torchrelay.checkpoint.load.verify import Outcome, prove
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position, State
+from torchrelay.checkpoint.load.verify import VerificationStatus, prove
 from torchrelay.checkpoint.log.record import entry_json
 from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, forgotten, read_notes, write_notes
 from torchrelay.checkpoint.log.view import LogView
@@ -27,7 +27,7 @@ from torchrelay.checkpoint.tiering.upload import (
     STOP_SECS,
     Awaiting,
     Moved,
-    Part,
+    PlaceReport,
     Sending,
     StoppedError,
     delete_parts,
@@ -86,7 +86,7 @@ class Replicator(Awaiting):
             self._changed.notify_all()
 
     @property
-    def pending(self) -> tuple[Entry, ...]:
+    def pending(self) -> tuple[CommittedPosition, ...]:
         """What is `local` only, oldest first. Asks no storage."""
         return hosts.to_send(self._writer.view, self._far.view)
 
@@ -185,7 +185,7 @@ class Replicator(Awaiting):
         near = self._writer.view
         return hosts.branched_like(state, near.state), hosts.branch_payload(near.current)
 
-    def _replicate(self, entry: Entry) -> None:
+    def _replicate(self, entry: CommittedPosition) -> None:
         try:
             with headway(f"replicating epoch {entry.position}"):
                 if not self._send(entry):
@@ -197,7 +197,7 @@ class Replicator(Awaiting):
             return
         self._commit(entry)
 
-    def _send(self, entry: Entry) -> bool:
+    def _send(self, entry: CommittedPosition) -> bool:
         """False where the epoch is not wanted any more."""
         kept = self._far.view.state.tries
         if self._others is not None:
@@ -212,14 +212,14 @@ class Replicator(Awaiting):
         self._sending().send(entry, kept)
         return True
 
-    def _delete_parts(self, entry: Entry) -> None:
+    def _delete_parts(self, entry: CommittedPosition) -> None:
         """The leaders of the other places tell theirs anew, unless the far log names the epoch by now."""
         if self._others is not None:
             delete_parts(self._far.storage, entry.try_name, self._others.run, self._others.leaders)
 
-    def _gathered(self, entry: Entry, sending: Sending) -> Mapping[int, Part] | None:
+    def _gathered(self, entry: CommittedPosition, sending: Sending) -> Mapping[int, PlaceReport] | None:
         """What the leaders of the other places tell of an epoch, waited for as long as it is wanted."""
-        others, found, pause = self._others or Others("", ()), dict[int, Part](), FIRST_LOOK_SECS
+        others, found, pause = self._others or Others("", ()), dict[int, PlaceReport](), FIRST_LOOK_SECS
         while True:
             for leader in others.leaders:
                 if leader not in found:
@@ -237,7 +237,7 @@ class Replicator(Awaiting):
                 sending.check_manifest(entry)  # without it the others wait, too
             pause = min(1.5 * pause, LONGEST_LOOK_SECS)
 
-    def _commit(self, entry: Entry) -> None:
+    def _commit(self, entry: CommittedPosition) -> None:
         def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
             after = hosts.mirrored(state, replace(entry, health="ok"))
             return None if after is None else (after, {"entry": entry_json(entry)})
@@ -258,7 +258,7 @@ class Replicator(Awaiting):
         if doubts:
             self._fail(f"old epochs could not be deleted in {self._far.storage.url}: {doubts}", whole=True)
 
-    def _judge(self, entry: Entry, error: Exception) -> None:
+    def _judge(self, entry: CommittedPosition, error: Exception) -> None:
         """An epoch that is damaged near, or lacks files, is never sent; all else is tried again."""
         if isinstance(error, LostPartError):
             reason: str | None = str(error)
@@ -272,12 +272,12 @@ class Replicator(Awaiting):
         what = "is given up" if isinstance(error, LostPartError) else "is damaged and is not replicated"
         self._fail(f"epoch {entry.position} {what}: {reason}", whole=True)
 
-    def _damage(self, entry: Entry) -> str | None:
+    def _damage(self, entry: CommittedPosition) -> str | None:
         """Of what this place has; what it lacks may lie at the far place, or with another host."""
         if self._others is not None:
             return damage_of(self._near, entry)
         proof = prove(self._storage, entry, level="full")
-        return proof.reason if proof.outcome is Outcome.DAMAGED else None
+        return proof.reason if proof.outcome is VerificationStatus.DAMAGED else None
 
     def _sending(self) -> Sending:
         check, ask = self._check_going_on, self._far.ask

@@ -11,8 +11,8 @@ from typing import Any
 
 from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.coordinator.session_log import Ledger
-from torchrelay.checkpoint.format.manifest.position import Entry, Position, State
-from torchrelay.checkpoint.load.verify import JointProof, Level, Outcome, Target, prove_together
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position, State
+from torchrelay.checkpoint.load.verify import JointProof, Level, Target, VerificationStatus, prove_together
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.tiered_storage import (
@@ -168,7 +168,7 @@ class TierLedger(Ledger):
         """That of the far log, as `generation`."""
         return open_log(self.storage.far, self.job_name).generation
 
-    def commit(self, entry: Entry) -> None:
+    def commit(self, entry: CommittedPosition) -> None:
         """Append the commit record near, and begin to send."""
         super().commit(entry)
         if self.replicator is not None:
@@ -280,24 +280,24 @@ class TierLedger(Ledger):
         """The same position from the far place, where only its near blocks are damaged; else an older one."""
         if not self.storage.prefers_far(failed.entry.try_name):
             proof = self._joint_proof(peers, failed.entry, level="full")
-            if proof.outcome is Outcome.PROVED and self.storage.prefers_far(failed.entry.try_name):
+            if proof.outcome is VerificationStatus.PROVED and self.storage.prefers_far(failed.entry.try_name):
                 return self._target(failed.entry, proof)
         return super().instead_of(peers, failed, error, say)
 
-    def _joint_proof(self, peers: Peers, entry: Entry, *, level: Level = "headers") -> JointProof:
+    def _joint_proof(self, peers: Peers, entry: CommittedPosition, *, level: Level = "headers") -> JointProof:
         """Damage that is near alone costs nothing: the far files are proved, and used, instead."""
         proof = prove_together(peers, self.storage, entry, level=level)
-        if proof.outcome is not Outcome.DAMAGED or self.storage.prefers_far(entry.try_name):
+        if proof.outcome is not VerificationStatus.DAMAGED or self.storage.prefers_far(entry.try_name):
             return proof
         self.storage.prefer_far(entry.tries)
         second = prove_together(peers, self.storage, entry, level=level)
-        if second.outcome is Outcome.PROVED:
+        if second.outcome is VerificationStatus.PROVED:
             if peers.rank == 0:
                 text = f"epoch {entry.position} is damaged near ({proof.reason}): it is read from"
                 warn(f"{text} {self.storage.far.url}", stacklevel=2)
             return second
         self.storage.prefer_near(entry.tries)
-        return second if second.outcome is Outcome.UNKNOWN else proof
+        return second if second.outcome is VerificationStatus.UNKNOWN else proof
 
 
 def let_go(writer: LogWriter) -> None:

@@ -22,12 +22,12 @@ from contextlib import suppress
 
 from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, sha256, unseal
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Entry
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.names import DATA, manifest_path, shard_path, stats_path, try_directory
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest
-from torchrelay.checkpoint.load.verify import Outcome, prove
+from torchrelay.checkpoint.load.verify import VerificationStatus, prove
 from torchrelay.checkpoint.storage.base import Storage, WriteHandle
 from torchrelay.checkpoint.storage.work import share
 from torchrelay.errors import DamagedError, RelayError, StorageError
@@ -90,7 +90,7 @@ class Sending:
     """Asked before a file is deleted: whether the far log needs that try meanwhile."""
     forget: Callable[[str], object] = lambda path: None
 
-    def send(self, entry: Entry, kept: frozenset[str]) -> None:
+    def send(self, entry: CommittedPosition, kept: frozenset[str]) -> None:
         """Send what the far place lacks of an epoch; of `kept` tries, which its log needs, no file goes.
 
         Raises DamagedError where the near files are not what was saved, StorageError where a place fails,
@@ -116,13 +116,13 @@ class Sending:
             self.far.sync_dir(try_directory(name))
         self.far.sync_dir(DATA)
 
-    def prove(self, entry: Entry, manifest: Manifest) -> None:
+    def prove(self, entry: CommittedPosition, manifest: Manifest) -> None:
         """Raise StorageError unless the far place alone proves the epoch; what it damaged is sent again."""
         self.check()
         proof = prove(self.far, entry)
         if proof.proved:
             return
-        if proof.outcome is Outcome.DAMAGED:
+        if proof.outcome is VerificationStatus.DAMAGED:
             self.forget(manifest_path(entry.try_name))
             self.doubt(manifest, manifest.shards)
         raise StorageError(f"{self.far.url} has not got what it was sent: {proof.told}")
@@ -136,7 +136,7 @@ class Sending:
             except DamagedError:
                 self.forget(path)
 
-    def check_manifest(self, entry: Entry) -> None:
+    def check_manifest(self, entry: CommittedPosition) -> None:
         """Raise StorageError where the manifest that was sent is not there; it is sent again then."""
         try:
             codec.read(self.far, entry)
@@ -160,7 +160,7 @@ class Sending:
         needed = manifest.tries[row.source] in kept
         return needed and self.far.stat(shard_path(manifest, row)) is not None
 
-    def send_manifest(self, entry: Entry) -> None:
+    def send_manifest(self, entry: CommittedPosition) -> None:
         """Send the manifest, which nobody trusts before a record names it."""
         path = manifest_path(entry.try_name)
         self._send_small(path, self.near.read_range(path, 0, entry.manifest_bytes))
@@ -255,7 +255,7 @@ def _read(header: ShardHeader, requests: list[ReadRequest], window: memoryview) 
 
 
 @dataclass(frozen=True)
-class Part:
+class PlaceReport:
     """What one place tells of an epoch: the paths that it has sent, or the damage that keeps it from that."""
 
     paths: tuple[str, ...] = ()
@@ -267,12 +267,12 @@ def part_path(try_name: str, run: str, leader: int) -> str:
     return f"{try_directory(try_name)}/sent.{run}-{leader}.json"
 
 
-def write_part(far: Storage, path: str, part: Part) -> None:
+def write_part(far: Storage, path: str, part: PlaceReport) -> None:
     """Tell, when all files are durable there. Raises StorageError."""
     far.replace(path, seal("sent", {"paths": list(part.paths), "damage": part.damage}))
 
 
-def read_part(far: Storage, path: str) -> Part | None:
+def read_part(far: Storage, path: str) -> PlaceReport | None:
     """What was told; None where nothing was yet. Raises StorageError."""
     try:
         data = sealed_bytes(far, path)
@@ -281,7 +281,7 @@ def read_part(far: Storage, path: str) -> Part | None:
         return None
     paths, damage = told.get("paths"), told.get("damage")
     names = tuple(str(one) for one in paths) if isinstance(paths, list) else ()
-    return Part(names, None if damage is None else str(damage))
+    return PlaceReport(names, None if damage is None else str(damage))
 
 
 def delete_parts(far: Storage, try_name: str, run: str, leaders: tuple[int, ...]) -> None:

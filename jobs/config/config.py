@@ -33,7 +33,7 @@ from torchrelay.jobs.config.tree import (
     recovered,
     value_at,
 )
-from torchrelay.jobs.config.types import At, Form, KeySpec, Reading, Section
+from torchrelay.jobs.config.types import At, FieldType, KeySpec, Reading, Section
 from torchrelay.jobs.config.yaml_reader import Where, yaml_content, yaml_lines
 from torchrelay.records import dataclass
 
@@ -69,7 +69,7 @@ def _used(normal: Mapping[str, Any], section: str, wanted: Collection[list[str] 
     return [one for one in items if one["name"] in named]
 
 
-def _picked(form: Form, value: Any) -> Any:
+def _picked(form: FieldType, value: Any) -> Any:
     if not isinstance(form, Section):
         return form.mapped(value, _picked)
     keys = form.keys

@@ -38,7 +38,7 @@ _TOKEN = re.compile(r"\$\$(?=\{)|\$\{(?P<inside>[^{}]*)\}|\$\{|\{\{workspace\}\}
 _ENV = re.compile(r"env:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:,(?P<default>.*))?", re.DOTALL)
 
 
-class Mark(Enum):
+class WorkspaceToken(Enum):
     """The place of the workspace's path in a text."""
 
     WORKSPACE = "{workspace}"
@@ -69,7 +69,7 @@ class Unreadable:
     written: str
 
 
-Part = str | Mark | Reference | Variable | Unreadable
+Part = str | WorkspaceToken | Reference | Variable | Unreadable
 
 
 def parts_of(text: str) -> list[Part]:
@@ -85,10 +85,10 @@ def _parts(text: str) -> Iterator[Part]:
         sign = found[0]
         if sign == "$$":
             yield "$"
-        elif sign == Mark.WORKSPACE.value:
-            yield Mark.WORKSPACE
+        elif sign == WorkspaceToken.WORKSPACE.value:
+            yield WorkspaceToken.WORKSPACE
         elif sign == "{{workspace}}":
-            yield Mark.WORKSPACE.value
+            yield WorkspaceToken.WORKSPACE.value
         elif sign == "${":
             yield Unreadable(
                 "`${` is not closed, or has a brace inside; `$${` stands for the characters", sign
@@ -106,9 +106,9 @@ def _expression(inside: str, token: str) -> Part:
     return Reference(inside.strip(), token)
 
 
-def written(parts: list[str | Mark]) -> str:
+def written(parts: list[str | WorkspaceToken]) -> str:
     """The text from which `parts_of` makes these parts again, neighbouring literals joined."""
-    joined: list[str | Mark] = []
+    joined: list[str | WorkspaceToken] = []
     for part in parts:
         if joined and isinstance(part, str) and isinstance(last := joined[-1], str):
             joined[-1] = last + part
@@ -117,12 +117,15 @@ def written(parts: list[str | Mark]) -> str:
     return "".join(_escaped(joined, at) for at in range(len(joined)))
 
 
-def _escaped(parts: list[str | Mark], at: int) -> str:
+def _escaped(parts: list[str | WorkspaceToken], at: int) -> str:
     before, part, after = ["", *parts, ""][at : at + 3]
-    if isinstance(part, Mark):  # `{{workspace}}` is a literal
+    if isinstance(part, WorkspaceToken):  # `{{workspace}}` is a literal
         is_inside = str(before).endswith("{") and str(after).startswith("}")
-        return "${workspace}" if is_inside else Mark.WORKSPACE.value
-    text, brace = part.replace(Mark.WORKSPACE.value, "{{workspace}}"), "{" if isinstance(after, Mark) else ""
+        return "${workspace}" if is_inside else WorkspaceToken.WORKSPACE.value
+    text, brace = (
+        part.replace(WorkspaceToken.WORKSPACE.value, "{{workspace}}"),
+        "{" if isinstance(after, WorkspaceToken) else "",
+    )
     return re.sub(r"\$(?=\{)", "$$", text + brace).removesuffix(brace)
 
 
@@ -258,7 +261,11 @@ def _literal(text: Any, workspace: str) -> Any:
     if not isinstance(text, str):
         return text
     return "".join(
-        part if isinstance(part, str) else workspace if isinstance(part, (Mark, Reference)) else part.written
+        part
+        if isinstance(part, str)
+        else workspace
+        if isinstance(part, (WorkspaceToken, Reference))
+        else part.written
         for part in parts_of(text)
     )
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from torchrelay.jobs.config.expressions import (
     UPSTREAM,
-    Mark,
     Part,
     Reference,
     Unreadable,
     UpstreamValueError,
     Variable,
+    WorkspaceToken,
     parts_of,
     stage_folder,
     value_of,
@@ -31,9 +31,9 @@ from torchrelay.jobs.config.schema import form_at, key_at
 from torchrelay.jobs.config.section_types import local_path, split_weights
 from torchrelay.jobs.config.tree import (
     ConfigProblem,
+    ConfigTree,
     Missing,
-    Origin,
-    Tree,
+    SourceSpan,
     find,
     hint,
     nearest,
@@ -45,7 +45,7 @@ from torchrelay.jobs.config.yaml_reader import (
     LIMIT_DEPTH,
     LIMIT_VALUES,
     NotOne,
-    Place,
+    TextPosition,
     Where,
     plain,
 )
@@ -63,7 +63,7 @@ class Expanded:
     `referred` are the places that some `${key.path}` names.
     """
 
-    tree: Tree
+    tree: ConfigTree
     portable: dict[str, Any]
     workspace: Path
     referred: frozenset[Where] = frozenset()
@@ -81,18 +81,18 @@ class RunPlace:
 class _Text:
     """A text whose parts are literal, or the workspace."""
 
-    parts: tuple[str | Mark, ...]
+    parts: tuple[str | WorkspaceToken, ...]
 
     def at(self, workspace: str) -> str:
         """As it is read there."""
-        return "".join(workspace if isinstance(one, Mark) else one for one in self.parts)
+        return "".join(workspace if isinstance(one, WorkspaceToken) else one for one in self.parts)
 
 
 def expanded(
-    tree: Tree, folder: Path, environ: Mapping[str, str], place: RunPlace | None = None
+    tree: ConfigTree, folder: Path, environ: Mapping[str, str], place: RunPlace | None = None
 ) -> tuple[Expanded, list[ConfigProblem]]:
     """Expand a tree. `folder` is where a relative workspace begins; complaints are returned."""
-    work = _Work(tree, environ, place or RunPlace())
+    work = _Interpolation(tree, environ, place or RunPlace())
     begins = work.node(_WORKSPACE) if "workspace" in tree.value else None
     text = "".join(str(one) for one in begins.parts) if isinstance(begins, _Text) else "."
     workspace = Path(os.path.normpath(folder / os.path.expanduser(text)))  # noqa: PTH111 - as in local_path
@@ -105,15 +105,15 @@ def expanded(
     if isinstance(begins, _Text) and not os.path.isdir(workspace):  # noqa: PTH112 - False for a name too long
         work.wrong(_WORKSPACE, f"there is no directory {workspace}")
     broken = tree.broken | work.broken
-    done = Tree(value, tree.origins, tree.keys, broken)
+    done = ConfigTree(value, tree.origins, tree.keys, broken)
     return Expanded(done, portable, workspace, frozenset(work.referred)), work.problems
 
 
 @dataclass
-class _Work:
+class _Interpolation:
     """Nodes are values in which every text is a _Text; each place is expanded once."""
 
-    tree: Tree
+    tree: ConfigTree
     environ: Mapping[str, str]
     place: RunPlace
     workspace: Path | None = None
@@ -161,7 +161,7 @@ class _Work:
             return self.wrong(where, f"all texts together are longer than {LIMIT_BYTES >> 20} MiB, the limit")
         return _BROKEN if None in inner else _Text(tuple(found))
 
-    def _inner(self, part: Part, where: Where) -> tuple[str | Mark, ...] | None:
+    def _inner(self, part: Part, where: Where) -> tuple[str | WorkspaceToken, ...] | None:
         """The parts that a part of a longer text becomes; None after a complaint."""
         if isinstance(part, str):
             return (part,)
@@ -173,7 +173,7 @@ class _Work:
             return None
         if node is None or isinstance(node, (dict, list)):
             what = "has no value" if node is None else "is no single value"
-            token = "" if isinstance(part, Mark) else part.written
+            token = "" if isinstance(part, WorkspaceToken) else part.written
             self.wrong(where, f"`{token}` {what}, so it cannot stand within a text", token)
             return None
         return (_shown(node),)
@@ -192,12 +192,16 @@ class _Work:
             node = _Text((_shown(node),))
         return node if self._affordable(node, where) else _BROKEN
 
-    def _node_of(self, part: Mark | Reference | Variable | Unreadable, where: Where) -> Any:
+    def _node_of(self, part: WorkspaceToken | Reference | Variable | Unreadable, where: Where) -> Any:
         if isinstance(part, Unreadable):
             return self.wrong(where, part.message, part.written)
         if isinstance(part, Variable):
             return self._variable(part, where)
-        return self._workspace(where, part.value) if isinstance(part, Mark) else self._referred(part, where)
+        return (
+            self._workspace(where, part.value)
+            if isinstance(part, WorkspaceToken)
+            else self._referred(part, where)
+        )
 
     def _variable(self, part: Variable, where: Where) -> Any:
         text = self.environ.get(part.name, part.default)
@@ -211,7 +215,7 @@ class _Work:
     def _workspace(self, where: Where, token: str) -> Any:
         if _WORKSPACE in self._doing:
             return self._cycle(_WORKSPACE, where, token)
-        return _Text((Mark.WORKSPACE,))
+        return _Text((WorkspaceToken.WORKSPACE,))
 
     def _referred(self, part: Reference, where: Where) -> Any:
         if part.path == "workspace":
@@ -346,7 +350,7 @@ def _rendered(node: Any, workspace: str | None) -> Any:
     return with_leaves(node, of)
 
 
-def _of_token(origin: Origin, token: str) -> Origin:
+def _of_token(origin: SourceSpan, token: str) -> SourceSpan:
     """The place of a token behind `origin` in its line, where it is to be seen there."""
     at = origin.text.find(token, origin.place.column - 1) if token else -1
-    return origin if at < 0 else Origin(origin.source, Place(origin.place.line, at + 1))
+    return origin if at < 0 else SourceSpan(origin.source, TextPosition(origin.place.line, at + 1))

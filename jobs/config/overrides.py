@@ -8,24 +8,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
-from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN, Runner, is_infer
+from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN, RunnerSection, is_infer
 from torchrelay.jobs.config.schema import form_at
 from torchrelay.jobs.config.section_types import local_path, split_epoch
 from torchrelay.jobs.config.tree import (
     COMMAND_LINE,
     ConfigProblem,
+    ConfigTree,
     Missing,
-    Origin,
-    Source,
-    Tree,
+    SourceSpan,
+    SourceText,
     find,
     hint,
     item_name,
     nearest,
     value_at,
 )
-from torchrelay.jobs.config.types import Form, Reading, Section, section
-from torchrelay.jobs.config.yaml_reader import Findings, Place, Where, read_findings
+from torchrelay.jobs.config.types import FieldType, Reading, Section, section
+from torchrelay.jobs.config.yaml_reader import ParseResult, TextPosition, Where, read_findings
 from torchrelay.records import dataclass
 
 _WORKSPACE = "{workspace}"
@@ -38,26 +38,28 @@ class Overrides:
     texts: tuple[str, ...] = ()
 
     @property
-    def source(self) -> Source:
+    def source(self) -> SourceText:
         """The text in which their places are."""
-        return Source(COMMAND_LINE, self.texts)
+        return SourceText(COMMAND_LINE, self.texts)
 
 
-def overridden(tree: Tree, overrides: Overrides) -> tuple[Tree, list[ConfigProblem]]:
+def overridden(tree: ConfigTree, overrides: Overrides) -> tuple[ConfigTree, list[ConfigProblem]]:
     """A tree in which the overrides stand, and what is wrong with those that do not."""
-    work = _Work(copy.deepcopy(tree.value), dict(tree.origins), dict(tree.keys), set(tree.broken), overrides)
+    work = _TreeEditor(
+        copy.deepcopy(tree.value), dict(tree.origins), dict(tree.keys), set(tree.broken), overrides
+    )
     for index, text in enumerate(overrides.texts):
         work.take(index, text)
-    return Tree(work.value, work.origins, work.keys, frozenset(work.broken)), work.problems
+    return ConfigTree(work.value, work.origins, work.keys, frozenset(work.broken)), work.problems
 
 
 @dataclass
-class _Work:
+class _TreeEditor:
     """A tree that is being changed."""
 
     value: dict[str, Any]
-    origins: dict[Where, Origin]
-    keys: dict[Where, Origin]
+    origins: dict[Where, SourceSpan]
+    keys: dict[Where, SourceSpan]
     broken: set[Where]
     overrides: Overrides
     problems: list[ConfigProblem] = field(default_factory=list)
@@ -114,9 +116,9 @@ class _Work:
             return f"unknown name `{word}`; {hint(word, known) or 'nothing lies below'}", nearest(word, known)
         return None, None
 
-    def _put(self, where: Where, found: Findings, index: int, begins: int) -> None:
+    def _put(self, where: Where, found: ParseResult, index: int, begins: int) -> None:
         here: Any = self.value
-        origin = Origin(self.overrides.source, Place(index + 1, 1))
+        origin = SourceSpan(self.overrides.source, TextPosition(index + 1, 1))
         for at, one in enumerate(where[:-1]):
             if isinstance(here, dict) and here.get(one) is None:
                 here[one] = {}
@@ -138,14 +140,14 @@ class _Work:
                 del places[one]
         self.broken = {one for one in self.broken if one[: len(where)] != where}
 
-    def _at(self, index: int, column: int) -> Origin:
-        return Origin(self.overrides.source, Place(index + 1, column))
+    def _at(self, index: int, column: int) -> SourceSpan:
+        return SourceSpan(self.overrides.source, TextPosition(index + 1, column))
 
     def _wrong(self, index: int, column: int, key: str, message: str, near: str | None = None) -> None:
         self.problems.append(ConfigProblem(self._at(index, column), key, message, near))
 
 
-def _is_open(form: Form | None, value: Any) -> bool:
+def _is_open(form: FieldType | None, value: Any) -> bool:
     """Whether the user chooses the keys here."""
     if isinstance(form, Section):
         return form.free is not None
@@ -157,12 +159,16 @@ def _not_there(word: str, known: set[str], key: str) -> str:
     return f"`{word}` is not in the configuration; {near}{' ' if near else ''}(+{key}=... adds it)"
 
 
-def _read(written: str) -> Findings:
+def _read(written: str) -> ParseResult:
     """The value; what begins with `{workspace}` is a text, as nobody means that mapping."""
     if written.startswith(_WORKSPACE):
-        return Findings(written, {(): Place(1, 1)}, {}, (), frozenset())
+        return ParseResult(written, {(): TextPosition(1, 1)}, {}, (), frozenset())
     found = read_findings(written.encode("utf-8", "surrogatepass"))
-    return found if found.values else Findings(None, {(): Place(1, 1)}, {}, found.problems, found.broken)
+    return (
+        found
+        if found.values
+        else ParseResult(None, {(): TextPosition(1, 1)}, {}, found.problems, found.broken)
+    )
 
 
 _LISTS = ("runner", "phase", "dataset")
@@ -268,7 +274,7 @@ class _References:
 
     def _trains(self, where: Where, runner: _Keys) -> None:
         """What the keys of one runner that trains say together."""
-        for name, spec in section(Runner).keys.items():
+        for name, spec in section(RunnerSection).keys.items():
             if spec.infer_only and runner.get(name) is not None:
                 near, remedy = ("epochs", "; did you mean `epochs`?") if name == "epoch" else (None, "")
                 self._wrong((*where, name), f"only a runner of class `infer` has it{remedy}", near, key=True)

@@ -49,7 +49,7 @@ class KeepBest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EarlyStopping:
+class EarlyStoppingSection:
     """Stop when a metric has not become better for some measurements."""
 
     metric: str = side_key(text("the name of a metric"), "the metric, such as `val/auc`", required=True)
@@ -69,7 +69,9 @@ class Stop:
     max_epochs: int | None = side_key(whole(1), "so many epochs, as `epochs` of the runner")
     max_steps: int | None = side_key(whole(1), "so many steps")
     max_time: float | None = side_key(SECONDS, "so much time of running")
-    early_stopping: EarlyStopping | None = side_key(section(EarlyStopping), "a metric got no better")
+    early_stopping: EarlyStoppingSection | None = side_key(
+        section(EarlyStoppingSection), "a metric got no better"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ class OnnxKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runner:
+class RunnerSection:
     """A profile of what is run. Keys that make no sense for `infer` are left unread there."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {

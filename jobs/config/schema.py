@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from torchrelay.jobs.config.runner_schema import Runner
+from torchrelay.jobs.config.runner_schema import RunnerSection
 from torchrelay.jobs.config.section_types import PATH, ClassPath, class_at
 from torchrelay.jobs.config.tree import Tracked
 from torchrelay.jobs.config.types import (
     RUN_NAME,
     TEXTS,
     TRUTH,
-    Form,
+    FieldType,
     Json,
     KeySpec,
     Many,
@@ -154,7 +154,7 @@ def user_sections(settings: Any) -> tuple[Tracked, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Upstream:
+class UpstreamSection:
     """An earlier run whose weights, config and sources this one is built on."""
 
     run: str = key(
@@ -196,25 +196,29 @@ class Settings:
     )
     debug: bool = side_key(TRUTH, "print what operators and data cost in the first steps", False)
     seed: int = key(whole(0, most=2**64 - 1), "seed of all random streams", 0)
-    upstream: Mapping[str, Upstream] = key(
-        named(section(Upstream, short="run")), "earlier runs by the alias under which they are kept", {}
+    upstream: Mapping[str, UpstreamSection] = key(
+        named(section(UpstreamSection, short="run")),
+        "earlier runs by the alias under which they are kept",
+        {},
     )
-    runner: tuple[Runner, ...] = key(list_of(section(Runner)), "profiles: what is run, and how", [])
+    runner: tuple[RunnerSection, ...] = key(
+        list_of(section(RunnerSection)), "profiles: what is run, and how", []
+    )
     phase: tuple[Phase, ...] = key(list_of(section(Phase)), "pairs of a model and a dataset", [])
     dataset: tuple[Dataset, ...] = key(list_of(section(Dataset)), "where samples come from", [])
     hyper_parameters: HyperParameters = key(
         section(HyperParameters), "what belongs to the model: the optimizer, and any keys of yours", {}
     )
 
-    def runner_named(self, name: str) -> Runner:
+    def runner_named(self, name: str) -> RunnerSection:
         """The runner of this name; KeyError without one."""
         return {one.name: one for one in self.runner}[name]
 
-    def runners_of_mode(self) -> tuple[Runner, ...]:
+    def runners_of_mode(self) -> tuple[RunnerSection, ...]:
         """The runners that run, in order."""
         return self.runner if self.mode is None else tuple(self.runner_named(name) for name in self.mode)
 
-    def training(self) -> tuple[Runner, ...]:
+    def training(self) -> tuple[RunnerSection, ...]:
         """The runners of the mode that train; of the whole file where none of the mode does."""
         named = tuple(one for one in self.runners_of_mode() if not one.infers)
         return named or tuple(one for one in self.runner if not one.infers)
@@ -225,9 +229,9 @@ TOP = section(Settings)
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-def form_at(where: Where) -> Form | None:
+def form_at(where: Where) -> FieldType | None:
     """The form of the value at a place; None where the schema knows nothing, as among the user's own keys."""
-    form: Form | None = TOP
+    form: FieldType | None = TOP
     for one in where:
         form = None if form is None else form.below(one)
     return form
@@ -247,7 +251,7 @@ def json_schema() -> Json:
         "pattern": r"\$\{[^{}]+\}",
         "description": "`${key.path}`, `${upstream.low.key.path}` or `${env:NAME}`",
     }
-    names = [one.of.__name__ for one, _ in sections(TOP)][1:]
+    names = [one.of.__name__.removesuffix("Section") for one, _ in sections(TOP)][1:]
     return {
         "$schema": _DIALECT,
         "title": "Configuration of torchrelay",
@@ -256,7 +260,7 @@ def json_schema() -> Json:
     }
 
 
-def sections(form: Form) -> Iterator[tuple[Section, str]]:
+def sections(form: FieldType) -> Iterator[tuple[Section, str]]:
     """A form's section and all below it, from the top, each once, with how people write its place."""
     seen: dict[type, None] = {}
     pending = [(form, "")]
@@ -314,7 +318,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def completed(form: Form, value: Any) -> Any:
+def completed(form: FieldType, value: Any) -> Any:
     """A normal value with the defaults of the schema where nothing stands."""
     if not isinstance(form, Section):
         return form.mapped(value, completed)

@@ -14,9 +14,9 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.config.yaml_reader import (
     NO_MAPPING,
     TOLD_WITH_REMEDY,
-    Findings,
-    Place,
+    ParseResult,
     Problem,
+    TextPosition,
     Where,
     read_findings,
 )
@@ -31,7 +31,7 @@ _WIDTH = 100
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceText:
     """A text that was read: a file by its name, or `command line`, whose lines are the overrides."""
 
     name: str
@@ -39,11 +39,11 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Origin:
+class SourceSpan:
     """Where a value or a key stands."""
 
-    source: Source
-    place: Place
+    source: SourceText
+    place: TextPosition
 
     def __str__(self) -> str:
         return f"{self.source.name}:{self.place.line}:{self.place.column}"
@@ -59,7 +59,7 @@ class Origin:
 class ConfigProblem:
     """One thing that is wrong. `path` is the dotted path of the key; `nearest` what was probably meant."""
 
-    origin: Origin
+    origin: SourceSpan
     path: str
     message: str
     nearest: str | None = None
@@ -114,7 +114,7 @@ class ConfigKeyError(UsageError, KeyError):
         return str(self.args[0])
 
 
-def _order(problem: ConfigProblem) -> tuple[bool, Place, str]:
+def _order(problem: ConfigProblem) -> tuple[bool, TextPosition, str]:
     return problem.origin.source.name == COMMAND_LINE, problem.origin.place, problem.message
 
 
@@ -139,24 +139,24 @@ _DIGITS = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True)
-class Tree:
+class ConfigTree:
     """`value` is nested mappings and lists; `origins` of values, `keys` of keys; nobody changes any of them.
 
     What lies at a `broken` place was complained of and means nothing.
     """
 
     value: dict[str, Any]
-    origins: Mapping[Where, Origin]
-    keys: Mapping[Where, Origin]
+    origins: Mapping[Where, SourceSpan]
+    keys: Mapping[Where, SourceSpan]
     broken: frozenset[Where] = frozenset()
 
-    def origin(self, where: Where) -> Origin:
+    def origin(self, where: Where) -> SourceSpan:
         """Where a value stands; of one that stands nowhere, where the nearest thing around it does."""
         while where not in self.origins:
             where = where[:-1]
         return self.origins[where]
 
-    def key_origin(self, where: Where) -> Origin:
+    def key_origin(self, where: Where) -> SourceSpan:
         """Where the key of a value stands, else the value."""
         return self.keys.get(where) or self.origin(where)
 
@@ -257,28 +257,28 @@ class Recovered:
     `whole`: nothing was left out, so what is missing in the tree is missing in the file.
     """
 
-    tree: Tree | None
+    tree: ConfigTree | None
     problems: list[ConfigProblem]
     whole: bool
 
 
 def recovered(data: bytes, name: str) -> Recovered:
     """Read a file. Where the syntax breaks, its line is left out and the rest is read, if that mends it."""
-    source = Source(name, tuple(data.decode("utf-8", "replace").split("\n")))
+    source = SourceText(name, tuple(data.decode("utf-8", "replace").split("\n")))
     found, left_out = _mended(data)
     readable = isinstance(found.value, dict) and found.ended is None
     problems = [*found.problems, *left_out]
     if not readable and not problems:
-        problems = [Problem(Place(1, 1), NO_MAPPING)]
-    told = [ConfigProblem(Origin(source, one.place), "", one.message) for one in problems]
+        problems = [Problem(TextPosition(1, 1), NO_MAPPING)]
+    told = [ConfigProblem(SourceSpan(source, one.place), "", one.message) for one in problems]
     if not readable:
         return Recovered(None, told, False)
-    origins = {where: Origin(source, place) for where, place in found.values.items()}
-    keys = {where: Origin(source, place) for where, place in found.keys.items()}
-    return Recovered(Tree(found.value, origins, keys, found.broken), told, not left_out)
+    origins = {where: SourceSpan(source, place) for where, place in found.values.items()}
+    keys = {where: SourceSpan(source, place) for where, place in found.keys.items()}
+    return Recovered(ConfigTree(found.value, origins, keys, found.broken), told, not left_out)
 
 
-def _mended(data: bytes) -> tuple[Findings, list[Problem]]:
+def _mended(data: bytes) -> tuple[ParseResult, list[Problem]]:
     """What was read once the lines that break the syntax were left out, and these; else the first attempt."""
     lines = data.split(b"\n")
     first = found = _with_remedy(read_findings(data), lines)
@@ -295,7 +295,7 @@ def _mended(data: bytes) -> tuple[Findings, list[Problem]]:
     return (found, left_out) if found.ended is None else (first, [])
 
 
-def _with_remedy(found: Findings, lines: Sequence[bytes]) -> Findings:
+def _with_remedy(found: ParseResult, lines: Sequence[bytes]) -> ParseResult:
     """The problem that ended the reading says what to do, too, where a line can be blamed."""
     at = len(lines) if found.ended is None else found.ended.line - 1
     if at >= len(lines) or not lines[at].strip():

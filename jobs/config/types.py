@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from torchrelay.jobs.config.tree import ConfigProblem, Tracked, Tree, hint, nearest
+from torchrelay.jobs.config.tree import ConfigProblem, ConfigTree, Tracked, hint, nearest
 from torchrelay.jobs.config.yaml_reader import Where, short
 from torchrelay.jobs.runtime import seconds_in
 from torchrelay.records import dataclass
@@ -37,7 +37,7 @@ class Reading:
     `source` is where classes lie that the workspace has, if not there: an archive that was unpacked.
     """
 
-    tree: Tree
+    tree: ConfigTree
     workspace: Path
     problems: list[ConfigProblem] = field(default_factory=list)
     reads: set[Where] = field(default_factory=set)
@@ -66,17 +66,17 @@ class At:
         """Complain of the value here; returns WRONG."""
         return self.reading.wrong(self.where, message, near)
 
-    def expected(self, form: Form, value: Any) -> Any:
+    def expected(self, form: FieldType, value: Any) -> Any:
         """Complain that the value here is not of a form; returns WRONG."""
         return self.wrong(f"expected {form.word}, not {described(value)}")
 
-    def taken(self, form: Form, value: Any) -> Any:
+    def taken(self, form: FieldType, value: Any) -> Any:
         """What a form makes of the value here; WRONG where there is none after a complaint."""
         return WRONG if self.where in self.reading.tree.broken else form.take(value, self)
 
 
 @dataclass(frozen=True)
-class Form:
+class FieldType:
     """What a value may be: `word` says it to people, `schema` to editors.
 
     `textual`: the content of an environment variable stays a text here.
@@ -94,17 +94,17 @@ class Form:
         """One way of writing what may be written in several; the value is a right one."""
         return self.mapped(value, lambda form, one: form.normal(one))
 
-    def mapped(self, value: Any, change: Callable[[Form, Any], Any]) -> Any:
+    def mapped(self, value: Any, change: Callable[[FieldType, Any], Any]) -> Any:
         """The value with what lies in it changed, each part by its own form."""
         return value
 
-    def below(self, name: str | int) -> Form | None:
+    def below(self, name: str | int) -> FieldType | None:
         """The form of what lies below a key or index; None where the schema knows nothing."""
         return None
 
 
 @dataclass(frozen=True)
-class One(Form):
+class One(FieldType):
     """A single value: `check` gives what programs get, MISFIT, or WRONG after a complaint of its own."""
 
     check: Callable[[Any, At], Any]
@@ -132,7 +132,7 @@ TRUTH = One(
 )
 
 
-def whole(least: int = 0, most: int | None = None, unset: int | None = None) -> Form:
+def whole(least: int = 0, most: int | None = None, unset: int | None = None) -> FieldType:
     """A whole number (1.0 is none). `unset` is a number that older files write for "not set"."""
     end = "" if most is None else f" to {most}"
     also = "" if unset is None else f" ({unset}: not set)"
@@ -153,7 +153,7 @@ def whole(least: int = 0, most: int | None = None, unset: int | None = None) -> 
     )  # fmt: skip
 
 
-def number(above: float | None = None, least: float | None = None) -> Form:
+def number(above: float | None = None, least: float | None = None) -> FieldType:
     """A number above `above`, or from `least`, as a float; whole numbers are numbers, too."""
     limits: Json = {"type": "number"}
     word = "a number"
@@ -171,7 +171,7 @@ def number(above: float | None = None, least: float | None = None) -> Form:
     return One(word, _or_expression(limits), textual=False, check=check, written=float)
 
 
-def text(what: str = "a text") -> Form:
+def text(what: str = "a text") -> FieldType:
     """A text that is not empty; `what` says what it is for."""
     return One(what, A_TEXT, textual=True, check=partial(_text, what))
 
@@ -193,7 +193,7 @@ RUN_NAME = One("a name", A_TEXT, textual=True, check=_run_name)
 """A name that becomes a directory: below the one it is put into, and not hidden."""
 
 
-def one_of(*words: str, refused: Mapping[str, str] | None = None) -> Form:
+def one_of(*words: str, refused: Mapping[str, str] | None = None) -> FieldType:
     """One of some words; `refused` are words of others, each with what to write instead."""
 
     def check(value: Any, at: At) -> Any:
@@ -241,13 +241,13 @@ TEXTS = One(
 
 
 @dataclass(frozen=True)
-class Many(Form):
+class Many(FieldType):
     """Values of one form: in a list, which becomes a tuple, or in a dict, under names that the user chooses.
 
     Where `lone`, a single value may stand without its list.
     """
 
-    item: Form
+    item: FieldType
     kind: type
     lone: bool = False
 
@@ -262,30 +262,30 @@ class Many(Form):
         dash = ": begin each item with `- `" if isinstance(value, dict) else ""
         return at.wrong(f"expected {self.word}, not {described(value)}{dash}")
 
-    def mapped(self, value: Any, change: Callable[[Form, Any], Any]) -> Any:
+    def mapped(self, value: Any, change: Callable[[FieldType, Any], Any]) -> Any:
         """A dict under the same names, else a list."""
         if self.kind is dict:
             return {name: change(self.item, one) for name, one in value.items()}
         return [change(self.item, one) for one in (value if isinstance(value, list) else [value])]
 
-    def below(self, name: str | int) -> Form | None:
+    def below(self, name: str | int) -> FieldType | None:
         """That of the values."""
         return self.item if self.kind is dict or isinstance(name, int) else None
 
 
-def list_of(item: Form) -> Many:
+def list_of(item: FieldType) -> Many:
     """A list of one form."""
     schema = {"type": "array", "items": item.schema}
     return Many(f"a list (each item {item.word})", schema, textual=False, item=item, kind=list)
 
 
-def some(item: Form) -> Many:
+def some(item: FieldType) -> Many:
     """One value, or a list of such."""
     schema = {"anyOf": [{"type": "array", "items": item.schema}, item.schema]}
     return Many(f"{item.word}, or a list of such", schema, item.textual, item, list, lone=True)
 
 
-def named(item: Form) -> Many:
+def named(item: FieldType) -> Many:
     """A mapping from names to values of one form."""
     schema = {"type": "object", "additionalProperties": item.schema}
     return Many(f"a mapping of names; each value is {item.word}", schema, False, item, dict)
@@ -299,7 +299,7 @@ class KeySpec:
     `name` is the key in files, `attribute` the field: no field can be called `class`.
     """
 
-    form: Form
+    form: FieldType
     doc: str
     default: Any = None
     required: bool = False
@@ -309,7 +309,7 @@ class KeySpec:
     attribute: str = ""
 
 
-def key(form: Form, doc: str, default: Any = None, **flags: Any) -> Any:
+def key(form: FieldType, doc: str, default: Any = None, **flags: Any) -> Any:
     """A field of a section; `flags` are fields of KeySpec."""
     return dataclasses.field(metadata={"key": KeySpec(form, doc, default, **flags)})
 
@@ -324,7 +324,7 @@ def free(doc: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Section(Form):
+class Section(FieldType):
     """A mapping with the keys of a dataclass. `short` is the key that a lone text stands for, if any.
 
     `free` is the field that takes other keys, None refuses them; `refused` are keys of others, each with what
@@ -338,7 +338,7 @@ class Section(Form):
     free_doc: str
     refused: Mapping[str, str]
 
-    def below(self, name: str | int) -> Form | None:
+    def below(self, name: str | int) -> FieldType | None:
         """That of a key."""
         spec = self.keys.get(str(name))
         return None if spec is None else spec.form
@@ -412,7 +412,7 @@ def section(of: type, short: str | None = None) -> Section:
             name = spec.name or one.name
             keys[name] = dataclasses.replace(spec, name=name, attribute=one.name)
     word = "a mapping"
-    schema: Json = {"$ref": f"#/$defs/{of.__name__}"}
+    schema: Json = {"$ref": f"#/$defs/{of.__name__.removesuffix('Section')}"}
     if short is not None:
         word, schema = f"a mapping, or its `{short}` alone", {"anyOf": [schema, A_TEXT]}
     refused = getattr(of, "REFUSED", {})

@@ -92,7 +92,7 @@ Where = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class TextPosition:
     """A place in a text; both count from 1."""
 
     line: int
@@ -103,7 +103,7 @@ class Place:
 class Problem:
     """What is wrong at a place."""
 
-    place: Place
+    place: TextPosition
     message: str
 
 
@@ -116,7 +116,7 @@ class YamlError(UsageError):
         super().__init__("\n".join(lines))
 
 
-def read_yaml_file(path: str | os.PathLike[str]) -> Findings:
+def read_yaml_file(path: str | os.PathLike[str]) -> ParseResult:
     """Read a regular file of at most 1 MiB. Raises UsageError, which names the file and the reason."""
     return read_yaml(yaml_content(path), str(Path(path)))
 
@@ -134,7 +134,7 @@ def yaml_content(path: str | os.PathLike[str]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Findings:
+class ParseResult:
     """What could be read of a text, the place of every value and key, and what is wrong with it.
 
     `broken` are the places in the tree at which a problem stands: what lies there means nothing.
@@ -142,14 +142,14 @@ class Findings:
     """
 
     value: Any
-    values: Mapping[Where, Place]
-    keys: Mapping[Where, Place]
+    values: Mapping[Where, TextPosition]
+    keys: Mapping[Where, TextPosition]
     problems: tuple[Problem, ...]
     broken: frozenset[Where]
-    ended: Place | None = None
+    ended: TextPosition | None = None
 
 
-def read_yaml(data: bytes, name: str) -> Findings:
+def read_yaml(data: bytes, name: str) -> ParseResult:
     """Read a document whose top is a mapping; `name` stands for it in messages.
 
     Raises YamlError with everything that is refused; where the syntax is broken, with what came before it.
@@ -157,22 +157,22 @@ def read_yaml(data: bytes, name: str) -> Findings:
     found = read_findings(data)
     problems = list(found.problems)
     if not problems and not isinstance(found.value, dict):
-        problems.append(Problem(Place(1, 1), NO_MAPPING))
+        problems.append(Problem(TextPosition(1, 1), NO_MAPPING))
     if problems:
         raise YamlError(name, problems)
     return found
 
 
-def read_findings(data: bytes) -> Findings:
+def read_findings(data: bytes) -> ParseResult:
     """Read what can be read, whatever is at the top; for whoever has more to say than this reader."""
     reading = _Reading()
     if len(data) > LIMIT_BYTES:
-        reading.end(Place(1, 1), f"larger than {LIMIT_BYTES >> 20} MiB, the limit")
+        reading.end(TextPosition(1, 1), f"larger than {LIMIT_BYTES >> 20} MiB, the limit")
     else:
         _read_into(reading, data)
     problems = tuple(sorted(reading.problems))
     broken = frozenset(reading.broken)
-    return Findings(reading.top, reading.values, reading.keys, problems, broken, reading.ended)
+    return ParseResult(reading.top, reading.values, reading.keys, problems, broken, reading.ended)
 
 
 def _read_into(reading: _Reading, data: bytes) -> None:
@@ -185,7 +185,7 @@ def _read_into(reading: _Reading, data: bytes) -> None:
         mark, message = error.problem_mark or error.context_mark, str(error.problem or error.context)
         if message in _BEGUN and error.context_mark is not None:  # what is wrong is where it began
             mark, message = error.context_mark, _BEGUN[message]
-        reading.end(_of_mark(mark) if mark else Place(1, 1), message)
+        reading.end(_of_mark(mark) if mark else TextPosition(1, 1), message)
     except yaml.YAMLError as error:  # a character that no YAML has
         at = getattr(error, "position", 0)
         reading.end(_place_of(data, at), f"character {at} cannot stand in YAML: {short(error)}")
@@ -208,14 +208,14 @@ class _Reading:
 
     events: Iterator[yaml.Event] = iter(())
     problems: list[Problem] = field(default_factory=list)
-    values: dict[Where, Place] = field(default_factory=dict)
-    keys: dict[Where, Place] = field(default_factory=dict)
+    values: dict[Where, TextPosition] = field(default_factory=dict)
+    keys: dict[Where, TextPosition] = field(default_factory=dict)
     broken: set[Where] = field(default_factory=set)
-    ended: Place | None = None
+    ended: TextPosition | None = None
     top: Any = None
     _count: int = 0
 
-    def end(self, place: Place, message: str) -> None:
+    def end(self, place: TextPosition, message: str) -> None:
         """Complain of what ends the reading."""
         self._wrong(place, message)
         self.ended = place
@@ -233,12 +233,12 @@ class _Reading:
                         why = "a second document begins: one file has one, without a second `---`"
                         self._give_up(_of_mark(event.start_mark), why)
 
-    def _wrong(self, place: Place, message: str, where: Where | None = None) -> None:
+    def _wrong(self, place: TextPosition, message: str, where: Where | None = None) -> None:
         self.problems.append(Problem(place, message))
         if where is not None:
             self.broken.add(where)
 
-    def _give_up(self, place: Place, message: str) -> NoReturn:
+    def _give_up(self, place: TextPosition, message: str) -> NoReturn:
         self.end(place, message)
         raise _EndError
 
@@ -272,7 +272,7 @@ class _Reading:
         while not isinstance(event := next(self.events), yaml.CollectionEndEvent):
             yield event
 
-    def _begun(self, event: Any, where: Where) -> Place:
+    def _begun(self, event: Any, where: Where) -> TextPosition:
         """The place of a node, which is within the limits; complains of what is not read of it."""
         place = _of_mark(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
@@ -308,14 +308,14 @@ class _Reading:
         return _DROPPED
 
 
-def _of_mark(mark: Any) -> Place:
-    return Place(mark.line + 1, mark.column + 1)
+def _of_mark(mark: Any) -> TextPosition:
+    return TextPosition(mark.line + 1, mark.column + 1)
 
 
-def _place_of(data: bytes, offset: int) -> Place:
+def _place_of(data: bytes, offset: int) -> TextPosition:
     """The place of a byte."""
     before = data[:offset]
-    return Place(before.count(b"\n") + 1, offset - (before.rfind(b"\n") + 1) + 1)
+    return TextPosition(before.count(b"\n") + 1, offset - (before.rfind(b"\n") + 1) + 1)
 
 
 _BARE = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+-]*")

@@ -61,7 +61,7 @@ _PYTHON, _NUMPY, _TORCH = 1, 2, 3  # as in random_streams
 
 
 @dataclass(frozen=True)
-class Request:
+class FetchRequest:
     """The samples of one rank in one step. Holds all that a worker needs, so workers keep no state."""
 
     seed: int
@@ -80,7 +80,7 @@ class TensorFetch(Dataset[Any]):
             raise UsageError(f"the tensors of a dataset have different lengths: {sorted(lengths)}")
         self.length = lengths.pop()
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: FetchRequest) -> Any:
         rows = torch.tensor(request.indices, dtype=torch.int64)
         fields = tuple(tensor[rows] for tensor in self._tensors)
         return fields[0] if self._bare else fields
@@ -102,7 +102,7 @@ class SampleFetch(Dataset[Any]):
         self._seeds, self._sample_error = seeds, sample_error
         self.length = len(dataset)
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: FetchRequest) -> Any:
         if self._seeds:
             samples = self._seeded(request)
         elif hasattr(self._dataset, "__getitems__"):
@@ -111,7 +111,7 @@ class SampleFetch(Dataset[Any]):
             samples = [self._sample(index) for index in request.indices]
         return self._collate(samples)
 
-    def _seeded(self, request: Request) -> list[Any]:
+    def _seeded(self, request: FetchRequest) -> list[Any]:
         samples = []
         with streams_kept():
             for index in request.indices:
@@ -190,7 +190,7 @@ class InProcess:
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
 
-    def fetch(self, requests: Iterable[Request], worker_seed: int) -> Iterator[Any]:
+    def fetch(self, requests: Iterable[FetchRequest], worker_seed: int) -> Iterator[Any]:
         """Answer `requests` in order, none of them before it is asked for."""
         return (self._fetch[request] for request in requests)
 
@@ -211,7 +211,7 @@ class InWorkers:
             **options,
         )
 
-    def fetch(self, requests: Iterable[Request], worker_seed: int) -> Iterator[Any]:
+    def fetch(self, requests: Iterable[FetchRequest], worker_seed: int) -> Iterator[Any]:
         """Answer `requests` in order; the workers' own streams start from `worker_seed`."""
         self._feed.requests = requests
         self._generator.manual_seed(worker_seed)
@@ -221,9 +221,9 @@ class InWorkers:
 class _Feed:
     """The sampler of a DataLoader that lives for many epochs, so that workers can be persistent."""
 
-    requests: Iterable[Request] = ()
+    requests: Iterable[FetchRequest] = ()
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[FetchRequest]:
         return iter(self.requests)
 
 

@@ -11,8 +11,8 @@ from torch import distributed
 from torchrelay.errors import NotAllowedNowError, UsageError
 from torchrelay.jobs.data.fetch import (
     Batch,
+    FetchRequest,
     MappingBatch,
-    Request,
     SampleError,
     batch_source,
     make_batch,
@@ -23,7 +23,7 @@ from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSamples:
     """Samples [start, stop) of the epoch's order: one step of all ranks together."""
 
     start: int
@@ -71,14 +71,14 @@ class StepPlan:
         joins = full > 0 and tail < 2 * self.world
         return full if tail == 0 or joins else full + 1
 
-    def __getitem__(self, index: int) -> Step:
+    def __getitem__(self, index: int) -> StepSamples:
         if not 0 <= index < len(self):
             raise IndexError(index)
         start = self.done + index * self.batch_size
         last = index == len(self) - 1
-        return Step(start, self.stop if last else start + self.batch_size)
+        return StepSamples(start, self.stop if last else start + self.batch_size)
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[StepSamples]:
         return (self[index] for index in range(len(self)))
 
 
@@ -275,11 +275,11 @@ class EpochLoader:
             if self._iteration is iteration and self._samples_done >= plan.stop:
                 self._go_to(self._epoch + 1, 0)
 
-    def _request(self, order: torch.Tensor, step: Step, rank: int, world: int) -> Request:
+    def _request(self, order: torch.Tensor, step: StepSamples, rank: int, world: int) -> FetchRequest:
         begin, end = step.share(rank, world)
         if begin == end:  # no sample is left for this rank: it repeats the step's first, with weight 0
             begin, end = step.start, step.start + 1
-        return Request(self._seed, self._epoch, tuple(order[begin:end].tolist()))
+        return FetchRequest(self._seed, self._epoch, tuple(order[begin:end].tolist()))
 
     def _check_alive(self, iteration: object) -> None:
         if self._iteration is not iteration:

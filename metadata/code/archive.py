@@ -45,7 +45,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class SourceManifest:
     """Files and links by name; a link has the name of its target relative to its own folder."""
 
     files: Mapping[str, SourceFile]
@@ -71,13 +71,13 @@ class Manifest:
         return sum(one.nbytes for one in self.files.values())
 
 
-def decode(data: bytes, what: str) -> Manifest:
+def decode(data: bytes, what: str) -> SourceManifest:
     """Read what `encode` wrote; raises DamagedError for anything else, FormatError for a later format."""
     try:
         value = json.loads(data)
         if value["format"] != FORMAT:
             raise FormatError(f"{what}: is of format {value['format']!r:.20}, this version reads {FORMAT}")
-        manifest = Manifest(
+        manifest = SourceManifest(
             {name: _file(sha, nbytes) for name, sha, nbytes in value["files"]},
             dict(value["links"]),
         )
@@ -110,7 +110,7 @@ def _file(sha: Any, nbytes: Any) -> SourceFile:
     return SourceFile(sha, nbytes)
 
 
-def _wrong(manifest: Manifest) -> str:
+def _wrong(manifest: SourceManifest) -> str:
     if len(manifest.files) + len(manifest.links) > MOST_FILES:
         return f"more than {MOST_FILES} files"
     for name in (*manifest.files, *manifest.links):
@@ -132,7 +132,7 @@ class Archive:
     """An open archive whose manifest is the one that its code id promises."""
 
     code_id: str
-    manifest: Manifest
+    manifest: SourceManifest
     _members: ZipMembers
 
     def read(self, name: str) -> bytes:
@@ -148,7 +148,7 @@ class Archive:
         return {name: self.read(name) for name in self.manifest.files}
 
 
-def archive_bytes(manifest: Manifest, contents: Mapping[str, bytes]) -> bytes:
+def archive_bytes(manifest: SourceManifest, contents: Mapping[str, bytes]) -> bytes:
     """The archive of source; equal for equal source."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
@@ -158,7 +158,7 @@ def archive_bytes(manifest: Manifest, contents: Mapping[str, bytes]) -> bytes:
     return made.getvalue()
 
 
-def write_archive(directory: Path, manifest: Manifest, contents: Mapping[str, bytes]) -> Path:
+def write_archive(directory: Path, manifest: SourceManifest, contents: Mapping[str, bytes]) -> Path:
     """Store an archive below `directory` unless it is there, whole; raises StorageError."""
     path = directory / f"{manifest.code_id}.zip"
     try:
@@ -260,7 +260,7 @@ _LARGEST_TEXT = 4 << 20
 
 
 @dataclass(frozen=True)
-class Changes:
+class SourceChanges:
     """Names, sorted."""
 
     added: tuple[str, ...]
@@ -276,7 +276,7 @@ class Changes:
         return ", ".join(words[:_SHOWN]) + more
 
 
-NO_CHANGES = Changes((), (), ())
+NO_CHANGES = SourceChanges((), (), ())
 
 
 @dataclass(frozen=True)
@@ -293,10 +293,10 @@ class FileDiff:
         return sum(one.startswith("+") for one in body), sum(one.startswith("-") for one in body)
 
 
-def changes(old: Mapping[str, str], new: Mapping[str, str]) -> Changes:
+def changes(old: Mapping[str, str], new: Mapping[str, str]) -> SourceChanges:
     """Compare names and digests, as `snapshot.of_manifest` gives them."""
     both = old.keys() & new.keys()
-    return Changes(
+    return SourceChanges(
         tuple(sorted(new.keys() - old.keys())),
         tuple(sorted(name for name in both if old[name] != new[name])),
         tuple(sorted(old.keys() - new.keys())),
@@ -304,7 +304,7 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> Changes:
 
 
 def file_diffs(
-    found: Changes, old: Callable[[str], bytes], new: Callable[[str], bytes]
+    found: SourceChanges, old: Callable[[str], bytes], new: Callable[[str], bytes]
 ) -> Iterator[FileDiff]:
     """The unified differences of the files that differ, in the order of their names."""
     for name in sorted((*found.added, *found.changed, *found.removed)):

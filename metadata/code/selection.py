@@ -248,7 +248,7 @@ _OF_A_RUN = ("checkpoints", "code", "lineage", "logs")
 
 
 @dataclass
-class Selection:
+class SourceSelection:
     """Names relative to the root, and why others that look like source are not among them."""
 
     names: set[str] = field(default_factory=set)
@@ -256,11 +256,11 @@ class Selection:
     submodules: dict[str, str] = field(default_factory=dict)
 
 
-def select(root: Root, sources: Sources, repo: Repository | None) -> Selection:
+def select(root: Root, sources: Sources, repo: Repository | None) -> SourceSelection:
     """Look below a root; raises UsageError for patterns that are none and trees that are too large."""
     if root.only is not None:
-        return Selection(set(root.only))
-    found = Selection()
+        return SourceSelection(set(root.only))
+    found = SourceSelection()
     listing = listed(repo) if repo is not None else None
     if listing is not None and (listing.tracked or listing.untracked):
         found.submodules = listing.submodules
@@ -277,7 +277,7 @@ def select(root: Root, sources: Sources, repo: Repository | None) -> Selection:
     return found
 
 
-def _like_source(root: Path, names: Iterable[str], sources: Sources, found: Selection) -> set[str]:
+def _like_source(root: Path, names: Iterable[str], sources: Sources, found: SourceSelection) -> set[str]:
     wanted = patterns(sources.include) if sources.include else None
     chosen = set()
     for name in names:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.code.archive import MOST_FILES, Manifest, SourceFile, member_name, stays_within
+from torchrelay.metadata.code.archive import MOST_FILES, SourceFile, SourceManifest, member_name, stays_within
 from torchrelay.metadata.code.git import Provenance, provenance_of, repository
 from torchrelay.metadata.code.selection import Root, Sources, select
 from torchrelay.metadata.zip_reader import LIMIT_NAME
@@ -29,7 +29,7 @@ GONE = ""
 class Snapshot:
     """Source with its bytes; `left_out` says why names that look like source are not in it."""
 
-    manifest: Manifest
+    manifest: SourceManifest
     contents: Mapping[str, bytes]
     roots: tuple[Root, ...]
     left_out: Mapping[str, str]
@@ -74,7 +74,7 @@ def digests(roots: Iterable[Root], names: Iterable[str]) -> dict[str, str]:
     return {name: _digest(by_label, name) for name in names}
 
 
-def of_manifest(manifest: Manifest) -> dict[str, str]:
+def of_manifest(manifest: SourceManifest) -> dict[str, str]:
     """The same for what was read."""
     links = {name: f"-> {target}" for name, target in manifest.links.items()}
     return {name: one.sha256 for name, one in manifest.files.items()} | links
@@ -108,7 +108,7 @@ def _under(root: Root, name: str) -> str:
 
 def _read(
     paths: Mapping[str, tuple[Root, str]], left_out: dict[str, str], limit: int
-) -> tuple[Manifest, dict[str, bytes]]:
+) -> tuple[SourceManifest, dict[str, bytes]]:
     links: dict[str, str] = {}
     sizes: dict[str, int] = {}
     for name, (root, rest) in sorted(paths.items()):
@@ -133,7 +133,7 @@ def _read(
             left_out[name] = str(getattr(error, "strerror", None) or error)
     _check_size({name: len(data) for name, data in contents.items()}, limit)  # they may have grown
     files = {name: SourceFile(hashlib.sha256(data).hexdigest(), len(data)) for name, data in contents.items()}
-    return Manifest(files, links), contents
+    return SourceManifest(files, links), contents
 
 
 def _unfit(name: str) -> str:

@@ -46,7 +46,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from torchrelay.errors import FormatError, StorageError
-from torchrelay.metadata.handlers import EPOCH, Note
+from torchrelay.metadata.handlers import EPOCH, HandlerEvent
 from torchrelay.metadata.sql.handler import masked, secrets_of, without
 
 Row = dict[str, Any]
@@ -61,7 +61,7 @@ MERGES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
 """The columns that are no part of a key, and how two values become one."""
 
 
-def rows_of(notes: Iterable[Note]) -> Rows:
+def rows_of(notes: Iterable[HandlerEvent]) -> Rows:
     """The rows that notes make, by table; one per key."""
     found: dict[str, dict[tuple[Any, ...], Row]] = {table: {} for table in MERGES}
     for note in notes:
@@ -85,7 +85,7 @@ def merged(table: str, one: Row, other: Row) -> Row:
     return result
 
 
-def _rows_of(note: Note) -> Iterable[tuple[str, Row]]:
+def _rows_of(note: HandlerEvent) -> Iterable[tuple[str, Row]]:
     holder = note.holder
     job, generation, epoch = holder.uuid, holder.generation, note.epoch
     yield "relay_jobs", {"job": job, "name": holder.name, "prefix": note.prefix, "generation": generation}
@@ -275,7 +275,7 @@ class Database:
         self._secrets = secrets_of(url)
         self._engine = _engine(url, deadline_secs)
 
-    def store(self, notes: Iterable[Note]) -> None:
+    def store(self, notes: Iterable[HandlerEvent]) -> None:
         """Put notes into the tables, all or none; missing tables are made.
 
         Raises StorageError, and FormatError for tables of another version.
@@ -285,7 +285,7 @@ class Database:
             put(connection, rows_of(notes))
 
     def known(self, uuid: str) -> set[tuple[int, int, str]]:
-        """The keys of the notes of a job that are there; see `Note.key`."""
+        """The keys of the notes of a job that are there; see `HandlerEvent.key`."""
         epochs, moved = EPOCHS.c, MOVED.c
         saved = select(epochs.generation, epochs.epoch).where(epochs.job == uuid)
         told = select(moved.generation, moved.epoch, moved.action).where(moved.job == uuid).distinct()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torchrelay.errors import DamagedError, NotAllowedNowError, RelayError, StorageError, UsageError
 from torchrelay.metadata.fs import read_json
-from torchrelay.metadata.handlers import EPOCH, FILE_NAME, Holder, Note, notes_of_file, report_notes
+from torchrelay.metadata.handlers import EPOCH, FILE_NAME, HandlerEvent, Holder, notes_of_file, report_notes
 from torchrelay.metadata.statistics import NodeStats
 
 if TYPE_CHECKING:
@@ -137,13 +137,13 @@ class Pending:
         """Notes that were too many to be remembered."""
         self._most = most_rows
         self._rows = 0
-        self._notes: deque[Note] = deque()
+        self._notes: deque[HandlerEvent] = deque()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._notes)
 
-    def add(self, notes: Sequence[Note]) -> None:
+    def add(self, notes: Sequence[HandlerEvent]) -> None:
         """Remember notes; at least the newest one stays."""
         with self._lock:
             self._notes.extend(notes)
@@ -152,12 +152,12 @@ class Pending:
                 self._rows -= rows_in(self._notes.popleft())
                 self.given_up += 1
 
-    def all(self) -> tuple[Note, ...]:
+    def all(self) -> tuple[HandlerEvent, ...]:
         """All that is remembered, the oldest first."""
         with self._lock:
             return tuple(self._notes)
 
-    def stored(self, notes: Sequence[Note]) -> None:
+    def stored(self, notes: Sequence[HandlerEvent]) -> None:
         """Forget what was stored."""
         done = set(map(id, notes))
         with self._lock:
@@ -165,7 +165,7 @@ class Pending:
             self._rows = sum(map(rows_in, self._notes))
 
 
-def rows_in(note: Note) -> int:
+def rows_in(note: HandlerEvent) -> int:
     """About how many rows a note makes."""
     return 1 + sum(1 + len(times.secs) for times in note.times)
 
@@ -178,7 +178,7 @@ class BoundedCalls:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._running: _Call[object] | None = None
+        self._running: _DatabaseCall[object] | None = None
 
     def make(self, call: Callable[[], Result], wait_secs: float) -> Result:
         """The result of a call, or its error.
@@ -189,7 +189,7 @@ class BoundedCalls:
         running = self._running
         if running is not None and running.thread.is_alive():
             raise StorageError(f"{self._what} has not answered for {time.monotonic() - running.began:.0f} s")
-        mine = _Call(call)
+        mine = _DatabaseCall(call)
         self._running = mine  # type: ignore[assignment]
         mine.thread.start()
         mine.thread.join(wait_secs)
@@ -199,7 +199,7 @@ class BoundedCalls:
         return mine.outcome()
 
 
-class _Call(Generic[Result]):
+class _DatabaseCall(Generic[Result]):
     def __init__(self, call: Callable[[], Result]) -> None:
         self.began = time.monotonic()
         self._call = call
@@ -283,7 +283,7 @@ class SqlHandler:
             raise NotAllowedNowError(
                 "SqlHandler.write was called outside of a run: nothing says which job and start it is of"
             )
-        note = Note(self._holder, self._prefix, EPOCH, epoch, time.time(), self._nodes)
+        note = HandlerEvent(self._holder, self._prefix, EPOCH, epoch, time.time(), self._nodes)
         self._tell([note], always=True)
 
     def report(self, action: str, stats: Mapping[str, float]) -> None:
@@ -361,7 +361,7 @@ class SqlHandler:
             self._opened = Database(self._url, self.deadline_secs)
         return self._opened
 
-    def _tell(self, notes: Sequence[Note], *, always: bool) -> None:
+    def _tell(self, notes: Sequence[HandlerEvent], *, always: bool) -> None:
         """Store notes and all that is pending; while the database is away only if `always`."""
         self._pending.add(notes)
         if not (always or self._answers):

@@ -34,10 +34,10 @@ from torchrelay.models.archive.manifest import (
     AUX,
     MODEL,
     STATES,
+    ArchiveEntry,
     ArchiveFile,
     Contents,
-    Entry,
-    Outgoing,
+    TensorToStore,
     open_archive_file,
     write_contents,
 )
@@ -78,12 +78,12 @@ def save_states(
     write_contents(path, contents, overwrite=overwrite)
 
 
-def aux_of(given: Mapping[str, Any], states: States) -> tuple[Json, dict[str, Outgoing]]:
+def aux_of(given: Mapping[str, Any], states: States) -> tuple[Json, dict[str, TensorToStore]]:
     """The values as JSON, in order, and the tensors inside them by the name that stands for them."""
     if not isinstance(given, Mapping):
         raise UsageError(f'aux_states has values by name, {{"epoch": 3}}, not {type(given).__name__}')
     taken = {*states.tensors, *states.ties, *states.extra}
-    found: dict[str, Outgoing] = {}
+    found: dict[str, TensorToStore] = {}
     names: dict[int, str] = {}
 
     def keep(path: str, tensor: torch.Tensor) -> Json:
@@ -93,7 +93,7 @@ def aux_of(given: Mapping[str, Any], states: States) -> tuple[Json, dict[str, Ou
         while name in found:
             count += 1
             name = f"{path}#{count}"
-        found[name] = Outgoing(admitted(tensor, path))
+        found[name] = TensorToStore(admitted(tensor, path))
         names[id(tensor)] = name
         return name
 
@@ -159,7 +159,7 @@ def compared(archive: ArchiveFile, wanted: Mapping[str, ModuleEntry]) -> StateRe
     )
 
 
-def _unlike(name: str, entry: ModuleEntry, stored: Mapping[str, Entry], archive: ArchiveFile) -> str:
+def _unlike(name: str, entry: ModuleEntry, stored: Mapping[str, ArchiveEntry], archive: ArchiveFile) -> str:
     """What differs in a state that both sides have, or nothing."""
     value, found = entry.value, stored.get(name)
     if found is None:
@@ -176,7 +176,7 @@ def _unlike(name: str, entry: ModuleEntry, stored: Mapping[str, Entry], archive:
 
 
 def _untied(
-    wanted: Mapping[str, ModuleEntry], stored: Mapping[str, Entry], archive: ArchiveFile
+    wanted: Mapping[str, ModuleEntry], stored: Mapping[str, ArchiveEntry], archive: ArchiveFile
 ) -> dict[str, str]:
     """States that are one tensor in the model and two unlike ones in the archive."""
     first: dict[int, str] = {}

@@ -43,7 +43,7 @@ ROLES = (PARAMETER, BUFFER, OTHER)
 
 
 @dataclass(frozen=True)
-class Entry:
+class ArchiveEntry:
     """A stored tensor: `element` and `shape` are the logical ones, `digests` xxh3-128 per MiB.
 
     `role` says what it is in a model; of parameters `trainable` says whether they had gradients.
@@ -71,7 +71,7 @@ class Entry:
         }
 
 
-def entry_from_json(fields: Fields) -> Entry:
+def entry_from_json(fields: Fields) -> ArchiveEntry:
     """Back; raises DamagedError."""
     shape = fields.items("shape")
     if not _possible(shape) or fields.text("role") not in ROLES:
@@ -81,7 +81,7 @@ def entry_from_json(fields: Fields) -> Entry:
         digests = base64.b64decode(fields.text("digests"), validate=True)
     except (binascii.Error, ValueError):
         raise fields.wrong("digests") from None
-    entry = Entry(element, tuple(shape), fields.text("role"), fields.flag("trainable"), digests)
+    entry = ArchiveEntry(element, tuple(shape), fields.text("role"), fields.flag("trainable"), digests)
     if len(digests) != block_count(entry.nbytes) * SIZE:
         raise fields.wrong("digests")
     return entry
@@ -94,12 +94,12 @@ def _possible(shape: list[Json]) -> bool:
     return bool(math.prod(size for size in shape if size) < _ELEMENTS)
 
 
-def ordered(entries: Mapping[str, Entry]) -> list[str]:
+def ordered(entries: Mapping[str, ArchiveEntry]) -> list[str]:
     """The names in the order in which their bytes lie: larger items first, so that all are aligned."""
     return sorted(entries, key=lambda name: (-entries[name].element.itemsize, name))
 
 
-def header_bytes(entries: Mapping[str, Entry], alignment: int) -> bytes:
+def header_bytes(entries: Mapping[str, ArchiveEntry], alignment: int) -> bytes:
     """The length and header of a safetensors member of these tensors, padded to `alignment`.
 
     Raises BlobError for a name that safetensors cannot have.
@@ -123,7 +123,9 @@ def header_bytes(entries: Mapping[str, Entry], alignment: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def places(header: bytes, data: int, nbytes: int, entries: Mapping[str, Entry], what: str) -> dict[str, int]:
+def places(
+    header: bytes, data: int, nbytes: int, entries: Mapping[str, ArchiveEntry], what: str
+) -> dict[str, int]:
     """Where each tensor begins within the member, by its header, which must fit the manifest.
 
     `data` is where the bytes begin, `nbytes` the size of the member. Raises DamagedError.
@@ -142,7 +144,7 @@ def places(header: bytes, data: int, nbytes: int, entries: Mapping[str, Entry], 
     return placed
 
 
-def _check_apart(placed: Mapping[str, int], entries: Mapping[str, Entry], what: str) -> None:
+def _check_apart(placed: Mapping[str, int], entries: Mapping[str, ArchiveEntry], what: str) -> None:
     """No byte is read twice, so an archive gives no more memory than it has."""
     end = 0
     for name in sorted((one for one in placed if entries[one].nbytes), key=lambda one: placed[one]):
@@ -151,7 +153,7 @@ def _check_apart(placed: Mapping[str, int], entries: Mapping[str, Entry], what: 
         end = placed[name] + entries[name].nbytes
 
 
-def _place(said: Json, entry: Entry, data: int, nbytes: int, what: str) -> int:
+def _place(said: Json, entry: ArchiveEntry, data: int, nbytes: int, what: str) -> int:
     shape = list(entry.element.stored_shape(entry.shape))
     match said:
         case {"dtype": code, "shape": stored, "data_offsets": [int(start), int(stop)]}:
@@ -162,7 +164,7 @@ def _place(said: Json, entry: Entry, data: int, nbytes: int, what: str) -> int:
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class TensorToStore:
     """A tensor to be stored; nothing is copied before it is written."""
 
     tensor: torch.Tensor
@@ -170,7 +172,7 @@ class Outgoing:
     trainable: bool = False
 
 
-def write_tensors(writer: ZipWriter, member: str, tensors: Mapping[str, Outgoing]) -> Json:
+def write_tensors(writer: ZipWriter, member: str, tensors: Mapping[str, TensorToStore]) -> Json:
     """Write a member; what the manifest says of its tensors. Raises BlobError for what cannot be stored."""
     entries = {name: _entry(name, one) for name, one in tensors.items()}
     header = Chunk(memoryview(header_bytes(entries, ALIGNMENT)))
@@ -181,10 +183,10 @@ def write_tensors(writer: ZipWriter, member: str, tensors: Mapping[str, Outgoing
     return {name: replace(entry, digests=digests[name]).to_json() for name, entry in entries.items()}
 
 
-def _entry(name: str, one: Outgoing) -> Entry:
+def _entry(name: str, one: TensorToStore) -> ArchiveEntry:
     element = dtypes.logical_dtype(one.tensor.dtype, name)
     dtypes.check_dense(one.tensor, name)
-    return Entry(element, tuple(one.tensor.shape), one.role, one.trainable)
+    return ArchiveEntry(element, tuple(one.tensor.shape), one.role, one.trainable)
 
 
 class StoredTensors:
@@ -193,7 +195,7 @@ class StoredTensors:
     def __init__(self, archive: ZipMembers, member: str, said: Fields) -> None:
         self._archive, self._member = archive, member
         what = f"{said.what}"
-        self.entries: dict[str, Entry] = {
+        self.entries: dict[str, ArchiveEntry] = {
             name: entry_from_json(Fields(one, f"{what} ({name})")) if isinstance(one, dict) else _odd(what)
             for name, one in said.values.items()
         }
@@ -276,7 +278,7 @@ class StoredTensors:
             )
 
 
-def _odd(what: str) -> Entry:
+def _odd(what: str) -> ArchiveEntry:
     raise DamagedError(f"{what} is damaged: a tensor is not described")
 
 
@@ -293,7 +295,7 @@ class Contents:
     """What goes into an archive. `ties` are names of states that share the tensor of another name."""
 
     kind: str
-    tensors: Mapping[str, Mapping[str, Outgoing]]
+    tensors: Mapping[str, Mapping[str, TensorToStore]]
     ties: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Json] = field(default_factory=dict)
     """States that are no tensors, as typed values."""

@@ -22,7 +22,7 @@ from torchrelay.checkpoint.state.names import TensorNames
 from torchrelay.checkpoint.state.tensor_checks import admitted_in_place
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.runtime import Signature
-from torchrelay.models.archive.manifest import BUFFER, OTHER, PARAMETER, Outgoing
+from torchrelay.models.archive.manifest import BUFFER, OTHER, PARAMETER, TensorToStore
 from torchrelay.records import dataclass
 
 
@@ -63,7 +63,7 @@ def entries_of(module: nn.Module) -> list[ModuleEntry]:
 class States:
     """All states of a model, ready to be stored."""
 
-    tensors: Mapping[str, Outgoing]
+    tensors: Mapping[str, TensorToStore]
     ties: Mapping[str, str]
     extra: Mapping[str, Json]
     order: tuple[str, ...]
@@ -90,7 +90,7 @@ def states_of(module: nn.Module) -> States:
             f"{len(names)} states have no content yet: {_some(names)}; "
             "torchrelay.compile(model, inputs) gives it to lazy and meta modules"
         )
-    tensors: dict[str, Outgoing] = {}
+    tensors: dict[str, TensorToStore] = {}
     ties: dict[str, str] = {}
     extra: dict[str, Json] = {}
     first = TensorNames()
@@ -106,14 +106,14 @@ def states_of(module: nn.Module) -> States:
     return States(tensors, ties, extra, tuple(entry.name for entry in entries))
 
 
-def _outgoing(entry: ModuleEntry) -> Outgoing:
+def _outgoing(entry: ModuleEntry) -> TensorToStore:
     if hasattr(entry.value, "full_tensor"):
         raise BlobError(
             f"{entry.name} is a sharded tensor (DTensor): give a model with whole tensors "
             "(ctx.full_state_dict(module) makes them)"
         )
     role = {Role.PARAMETER: PARAMETER, Role.BUFFER: BUFFER}.get(entry.role, OTHER)  # type: ignore[arg-type]
-    return Outgoing(admitted_in_place(entry.value, entry.name), role, entry.value.requires_grad)
+    return TensorToStore(admitted_in_place(entry.value, entry.name), role, entry.value.requires_grad)
 
 
 def _some(names: list[str]) -> str:

@@ -50,7 +50,7 @@ class Chunk:
 
 
 @dataclass
-class _Piece:
+class _ZipPiece:
     chunk: Chunk
     at: int
     memory: memoryview
@@ -100,7 +100,7 @@ class ZipWriter:
         self.handle.write_at(self.at, memoryview(entries + end))
         return self.at + len(entries) + len(end)
 
-    def _write(self, pieces: list[_Piece]) -> int:
+    def _write(self, pieces: list[_ZipPiece]) -> int:
         """Write all pieces in order, so that the device begins early, while others are hashed."""
 
         def write_all() -> None:
@@ -120,11 +120,11 @@ class ZipWriter:
         return crc
 
 
-def _pieces(chunks: Sequence[Chunk], at: int) -> Iterator[_Piece]:
+def _pieces(chunks: Sequence[Chunk], at: int) -> Iterator[_ZipPiece]:
     for chunk in chunks:
         for start in range(0, len(chunk.memory), PIECE):
             part = chunk.memory[start : start + PIECE]
-            yield _Piece(chunk, at, part)
+            yield _ZipPiece(chunk, at, part)
             at += len(part)
 
 

@@ -34,7 +34,7 @@ from torchrelay.models.archive.manifest import (
     PACKAGE,
     ArchiveFile,
     Contents,
-    Outgoing,
+    TensorToStore,
     open_archive_file,
     write_contents,
 )
@@ -42,7 +42,7 @@ from torchrelay.models.archive.states import States, checked, recorded_call, sta
 from torchrelay.models.archive.zip_writer import Where
 from torchrelay.models.package import reader
 from torchrelay.models.package.export import export, parts_that_train_otherwise
-from torchrelay.models.package.graph_lowering import Dynamic, Exported
+from torchrelay.models.package.graph_lowering import Dynamic, LoweredProgram
 from torchrelay.models.package.reader import SOURCE, Package, open_package, package_of
 
 MAIN = "__main__"
@@ -236,7 +236,7 @@ def save(
 
 
 def _described(
-    exported: Exported | None,
+    exported: LoweredProgram | None,
     labels: Sequence[str] | None,
     preprocessing: Any,
     metadata: Mapping[str, Any] | None,
@@ -252,9 +252,9 @@ def _described(
 
 def _contents(
     states: States,
-    exported: Exported | None,
+    exported: LoweredProgram | None,
     files: Mapping[str, bytes],
-    aux: tuple[Json, Mapping[str, Outgoing]],
+    aux: tuple[Json, Mapping[str, TensorToStore]],
     package: Json,
 ) -> Contents:
     constants = {} if exported is None else dict(exported.constants)
@@ -264,7 +264,7 @@ def _contents(
     groups = {
         MODEL: states.tensors,
         AUX: aux[1],
-        CONSTANTS: {name: Outgoing(tensor) for name, tensor in constants.items()},
+        CONSTANTS: {name: TensorToStore(tensor) for name, tensor in constants.items()},
     }
     return Contents(
         PACKAGE, groups, states.ties, states.extra, aux[0], states.order, package=package, members=members
@@ -280,7 +280,7 @@ def _no_tensor(path: str, tensor: torch.Tensor) -> Json:
 
 def _exported(
     model: nn.Module, inputs: Any, dynamic: Dynamic | None, without: list[str], *, drop_unused: bool
-) -> Exported | None:
+) -> LoweredProgram | None:
     if inputs is None:
         without.append("no program and no signature: no inputs were given, and compile was not called")
         return None

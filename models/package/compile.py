@@ -12,7 +12,14 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, Size, TensorSpec
 from torchrelay.models.archive.states import Recorded, checked, record, shared_parameters, tie_again, unready
 from torchrelay.models.package.export import evaluating
-from torchrelay.models.package.graph_lowering import Call, Dynamic, call_of, dynamic_names, mapped, plain
+from torchrelay.models.package.graph_lowering import (
+    Dynamic,
+    ForwardCall,
+    call_of,
+    dynamic_names,
+    mapped,
+    plain,
+)
 from torchrelay.models.package.program import tree_of
 
 
@@ -115,7 +122,7 @@ def _called(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _outputs(model: nn.Module, call: Call, grown: Mapping[str, int]) -> list[tuple[str, Any]]:
+def _outputs(model: nn.Module, call: ForwardCall, grown: Mapping[str, int]) -> list[tuple[str, Any]]:
     """The outputs of a run that leaves no trace, with some inputs one longer in one dimension."""
     tensors = {id(one): _longer(one, grown.get(name)) for name, one in call.leaves}
     args, kwargs = mapped((call.args, dict(call.kwargs)), lambda one: tensors[id(one)])
@@ -136,7 +143,7 @@ def _longer(tensor: torch.Tensor, dimension: int | None) -> torch.Tensor:
     return torch.cat([tensor, tensor.narrow(dimension, 0, 1)], dimension)
 
 
-def _signature(model: nn.Module, call: Call, names: Mapping[str, Mapping[int, str]]) -> Signature:
+def _signature(model: nn.Module, call: ForwardCall, names: Mapping[str, Mapping[int, str]]) -> Signature:
     first = _outputs(model, call, {})
     sizes: list[list[Size]] = [list(_shape(value)) for _, value in first]
     free: set[str] = set()

@@ -18,9 +18,9 @@ from torch import nn
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.models.package.graph_lowering import (
-    Call,
     Dynamic,
-    Exported,
+    ForwardCall,
+    LoweredProgram,
     call_of,
     dynamic_names,
     fixed_sizes,
@@ -151,7 +151,7 @@ def _trains_otherwise(part: nn.Module) -> bool:
 
 def export(
     model: nn.Module, inputs: Any, dynamic: Dynamic | None = None, *, drop_unused: bool = False
-) -> Exported:
+) -> LoweredProgram:
     """Trace the model in eval mode. The first size of inputs may differ unless `dynamic` says otherwise.
 
     Raises UsageError for inputs that do not fit, BlobError for a model of which no program can be made;
@@ -171,7 +171,7 @@ def export(
 
 
 def _traced(
-    model: nn.Module, call: Call, names: Mapping[str, Mapping[int, str]]
+    model: nn.Module, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
 ) -> torch.export.ExportedProgram:
     """With sizes of one name as one, of any length; those that the model, traced, fixes are fixed.
 
@@ -190,7 +190,7 @@ def _traced(
 
 
 def _attempt(
-    model: nn.Module, call: Call, names: Mapping[str, Mapping[int, str]], size_of: Mapping[str, Any]
+    model: nn.Module, call: ForwardCall, names: Mapping[str, Mapping[int, str]], size_of: Mapping[str, Any]
 ) -> torch.export.ExportedProgram:
     wanted = {
         name: {at: size_of[text] for at, text in sizes.items() if text in size_of}
@@ -204,7 +204,7 @@ def _attempt(
     return torch.export.export(model, grown.args, dict(grown.kwargs), dynamic_shapes=shapes)
 
 
-def _grown(call: Call, names: Mapping[str, Mapping[int, str]]) -> Call:
+def _grown(call: ForwardCall, names: Mapping[str, Mapping[int, str]]) -> ForwardCall:
     """The call with every named size at least 2, because torch takes a size of 1 for a fixed one."""
 
     def grown(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -215,10 +215,10 @@ def _grown(call: Call, names: Mapping[str, Mapping[int, str]]) -> Call:
 
     tensors = {id(tensor): grown(name, tensor) for name, tensor in call.leaves}
     args, kwargs = mapped((call.args, dict(call.kwargs)), lambda tensor: tensors[id(tensor)])
-    return Call(args, kwargs, call.arguments, call.leaves)
+    return ForwardCall(args, kwargs, call.arguments, call.leaves)
 
 
-def _like(call: Call, wanted: Mapping[str, Any], model: nn.Module) -> Any:
+def _like(call: ForwardCall, wanted: Mapping[str, Any], model: nn.Module) -> Any:
     """What `torch.export` wants to know of sizes, put together as the bound arguments are."""
     by_id = {id(tensor): wanted.get(name) for name, tensor in call.leaves}
     bound = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments

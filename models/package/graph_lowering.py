@@ -17,9 +17,9 @@ from torchrelay.models.package.program import (
     CONSTANT,
     STATE,
     Argument,
-    Program,
+    PackagedProgram,
+    ProgramStep,
     Ref,
-    Step,
     Tree,
     encode,
     name_of,
@@ -34,7 +34,7 @@ Dynamic = Mapping[str, Mapping[int, str]]
 
 
 @dataclass(frozen=True)
-class Call:
+class ForwardCall:
     """How `forward` is called: example arguments, each under its name, and the tensors among them."""
 
     args: tuple[Any, ...]
@@ -43,7 +43,7 @@ class Call:
     leaves: tuple[tuple[str, torch.Tensor], ...]
 
 
-def call_of(model: nn.Module, inputs: Any) -> Call:
+def call_of(model: nn.Module, inputs: Any) -> ForwardCall:
     """The call that `inputs` mean: a tensor, a tuple of positional arguments, or a dict by name.
 
     Raises UsageError where `forward` does not take them.
@@ -60,7 +60,7 @@ def call_of(model: nn.Module, inputs: Any) -> Call:
         tree, own = tree_of(value, lambda one: isinstance(one, torch.Tensor), name)
         found.append(Argument(name, _shifted(tree, len(leaves)), positional))
         leaves.extend(own)
-    return Call(args, kwargs, tuple(found), tuple(leaves))
+    return ForwardCall(args, kwargs, tuple(found), tuple(leaves))
 
 
 def _by_name(bound: inspect.BoundArguments, positional: int) -> Iterator[tuple[str, Any, bool]]:
@@ -92,7 +92,7 @@ def _shifted(tree: Any, by: int) -> Any:
     return tree
 
 
-def dynamic_names(call: Call, dynamic: Dynamic | None) -> dict[str, dict[int, str]]:
+def dynamic_names(call: ForwardCall, dynamic: Dynamic | None) -> dict[str, dict[int, str]]:
     """The names of sizes that may differ, by tensor. By default the first, of all inputs that share it."""
     known = {name for name, _ in call.leaves}
     if dynamic is not None:
@@ -116,7 +116,9 @@ def mapped(value: Any, of_tensor: Any, *rest: Any) -> Any:
     return rest[0] if rest else value
 
 
-def without_unused(program: Program, specs: Sequence[TensorSpec]) -> tuple[Program, tuple[TensorSpec, ...]]:
+def without_unused(
+    program: PackagedProgram, specs: Sequence[TensorSpec]
+) -> tuple[PackagedProgram, tuple[TensorSpec, ...]]:
     """The program and its inputs (`specs`, in their order) without those that no step and no output uses.
 
     Sequences get shorter, dicts lose keys; an argument of nothing else goes too.
@@ -148,10 +150,10 @@ def _kept(tree: Tree, numbers: Mapping[int, int]) -> Tree | None:
 
 
 @dataclass(frozen=True)
-class Exported:
+class LoweredProgram:
     """A program, what it takes and gives, and the constants that it computes with beside the states."""
 
-    program: Program
+    program: PackagedProgram
     json: Any
     signature: Signature
     constants: Mapping[str, torch.Tensor]
@@ -163,7 +165,7 @@ class _Rewriting:
     """Nodes of the traced graph to steps; what cannot be one is collected, to be told all at once."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[ProgramStep] = []
         self.refused: dict[str, None] = {}
         self.aliases: dict[fx.Node, Any] = {}
         """Nodes that stand for the value of another, or for several."""
@@ -192,7 +194,7 @@ class _Rewriting:
             return
         args, kwargs = self.value(tuple(node.args)), self.value(dict(node.kwargs))
         self.aliases[node] = Ref(prefix + node.name)
-        self.steps.append(Step(prefix + node.name, name, tuple(args), kwargs))
+        self.steps.append(ProgramStep(prefix + node.name, name, tuple(args), kwargs))
 
     def _inlined(self, module: fx.GraphModule, node: fx.Node, prefix: str) -> None:
         """Whether gradients are recorded changes no answer, so the part is taken in as it is."""
@@ -220,11 +222,11 @@ def _encoded(argument: Any) -> Any:
 
 def rewritten(
     traced: torch.export.ExportedProgram,
-    call: Call,
+    call: ForwardCall,
     names: Mapping[str, Mapping[int, str]],
     *,
     drop_unused: bool = False,
-) -> Exported:
+) -> LoweredProgram:
     """The program of a traced model; raises BlobError, naming at once all operators that it cannot have."""
     signature = traced.graph_signature
     if odd := {spec.kind.name for spec in signature.output_specs} - {"USER_OUTPUT", "BUFFER_MUTATION"}:
@@ -242,7 +244,7 @@ def rewritten(
         if spec.kind is OutputKind.BUFFER_MUTATION:
             buffer = next(one.arg.name for one in signature.input_specs if one.target == spec.target)
             step = f"{buffer}.changed"
-            rewriting.steps.append(Step(step, "aten.copy_.default", (Ref(buffer), value), {}))
+            rewriting.steps.append(ProgramStep(step, "aten.copy_.default", (Ref(buffer), value), {}))
     users = [
         value
         for spec, value in zip(signature.output_specs, flat, strict=True)
@@ -251,12 +253,12 @@ def rewritten(
     tensors, constants = _tensors(traced)
     inputs = _inputs(traced)
     result, outputs, output_specs = _result(traced, users, _size_names(traced, call, names))
-    program = Program(call.arguments, inputs, tensors, tuple(rewriting.steps), tuple(outputs), result)
+    program = PackagedProgram(call.arguments, inputs, tensors, tuple(rewriting.steps), tuple(outputs), result)
     specs, fixed = _input_specs(traced, call, names), tuple(sorted(fixed_sizes(traced, call, names)))
     if drop_unused:
         program, specs = without_unused(program, specs)
     json = program.to_json(_encoded)
-    return Exported(program, json, Signature(specs, output_specs), constants, fixed)
+    return LoweredProgram(program, json, Signature(specs, output_specs), constants, fixed)
 
 
 def _inputs(traced: torch.export.ExportedProgram) -> tuple[str, ...]:
@@ -295,7 +297,7 @@ def _nodes(traced: torch.export.ExportedProgram) -> dict[str, fx.Node]:
 
 
 def _size_names(
-    traced: torch.export.ExportedProgram, call: Call, names: Mapping[str, Mapping[int, str]]
+    traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
 ) -> dict[str, str]:
     """What torch calls a size to what we call it."""
     nodes, found = _nodes(traced), {}
@@ -313,7 +315,7 @@ def is_fixed(size: Any) -> bool:
 
 
 def fixed_sizes(
-    traced: torch.export.ExportedProgram, call: Call, names: Mapping[str, Mapping[int, str]]
+    traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
 ) -> set[str]:
     """The names of sizes that turned out to be fixed in some input."""
     nodes = _nodes(traced)
@@ -326,7 +328,7 @@ def fixed_sizes(
 
 
 def _input_specs(
-    traced: torch.export.ExportedProgram, call: Call, names: Mapping[str, Mapping[int, str]]
+    traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
 ) -> tuple[TensorSpec, ...]:
     """The inputs, with the number for each size that the model turned out to fix."""
     nodes, found = _nodes(traced), []

@@ -47,7 +47,7 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProgramDevice:
     """A device, as it was called where the program was made."""
 
     text: str
@@ -69,7 +69,7 @@ def encode(value: Any, name_of: Callable[[Any], str | None]) -> Json:
 
 
 def decode(json: Json) -> Any:
-    """The argument, `Ref` and `Place` where values and devices come in; raises DamagedError, FormatError."""
+    """The argument, `Ref` and `ProgramDevice` for values and devices; raises DamagedError, FormatError."""
     if isinstance(json, list):
         return [decode(item) for item in json]
     if not isinstance(json, dict):
@@ -78,7 +78,7 @@ def decode(json: Json) -> Any:
         case {"at": str(name)}:
             return Ref(name)
         case {"device": str(text)}:
-            return Place(text)
+            return ProgramDevice(text)
         case {"layout": str(name)} if name in LAYOUTS:
             return LAYOUTS[name]
         case {"memory_format": str(name)} if name in MEMORY_FORMATS:
@@ -94,7 +94,7 @@ def resolved(argument: Any, found: Mapping[str, Any], device: torch.device) -> A
         return found[argument.name]
     if isinstance(argument, list):
         return [resolved(item, found, device) for item in argument]
-    return device if isinstance(argument, Place) else argument
+    return device if isinstance(argument, ProgramDevice) else argument
 
 
 def names_in(argument: Any) -> list[str]:
@@ -213,7 +213,7 @@ STATE, CONSTANT = "state", "constant"
 
 
 @dataclass(frozen=True)
-class Step:
+class ProgramStep:
     """One call: `name` is what later steps call its value; `free` are values that nobody needs after it."""
 
     name: str
@@ -233,7 +233,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Program:
+class PackagedProgram:
     """The whole of it.
 
     `inputs`: names of the tensors that a call brings, in flat order. `tensors`: name within the program to
@@ -243,7 +243,7 @@ class Program:
     arguments: tuple[Argument, ...]
     inputs: tuple[str, ...]
     tensors: Mapping[str, tuple[str, str]]
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     outputs: tuple[Any, ...]
     result: Tree
 
@@ -270,7 +270,7 @@ class Program:
         }
 
 
-def program_from_json(json: Json, what: str) -> Program:
+def program_from_json(json: Json, what: str) -> PackagedProgram:
     """Back, every reference checked; raises DamagedError, FormatError. Operators are looked up later."""
     if not isinstance(json, dict):
         raise DamagedError(f"{what}: no program")
@@ -295,7 +295,7 @@ def program_from_json(json: Json, what: str) -> Program:
     for one in given:
         check_tree(one.tree, len(inputs))
     check_tree(json.get("result"), len(outputs))
-    return Program(given, inputs, tensors, _freeing(steps, outputs), outputs, json["result"])
+    return PackagedProgram(given, inputs, tensors, _freeing(steps, outputs), outputs, json["result"])
 
 
 def _where(where: Json, what: str) -> tuple[str, str]:
@@ -309,10 +309,10 @@ def _argument(fields: Fields) -> Argument:
     return Argument(fields.text("name"), fields.values.get("tree"), fields.flag("positional"))
 
 
-def _step(fields: Fields) -> Step:
+def _step(fields: Fields) -> ProgramStep:
     args = tuple(decode(item) for item in fields.items("args"))
     kwargs = {key: decode(item) for key, item in fields.fields("kwargs").values.items()}
-    return Step(fields.text("name"), fields.text("operator"), args, kwargs)
+    return ProgramStep(fields.text("name"), fields.text("operator"), args, kwargs)
 
 
 def _check_known(found: Any, known: set[str], what: str) -> None:
@@ -321,16 +321,16 @@ def _check_known(found: Any, known: set[str], what: str) -> None:
             raise DamagedError(f"{what}: a step uses {name[:100]!r}, which no step before it makes")
 
 
-def _freeing(steps: list[Step], outputs: tuple[Any, ...]) -> tuple[Step, ...]:
+def _freeing(steps: list[ProgramStep], outputs: tuple[Any, ...]) -> tuple[ProgramStep, ...]:
     """The steps, each with the values of steps that it is the last to need."""
     made = {step.name for step in steps}
     needed = set(names_in(list(outputs)))
-    found: list[Step] = []
+    found: list[ProgramStep] = []
     for step in reversed(steps):
         used = {step.name, *names_in([*step.args, *step.kwargs.values()])} & made
         free = tuple(sorted(used - needed))
         needed |= used
-        found.append(Step(step.name, step.operator, step.args, step.kwargs, free))
+        found.append(ProgramStep(step.name, step.operator, step.args, step.kwargs, free))
     return tuple(reversed(found))
 
 

@@ -16,7 +16,7 @@ from torchrelay.jobs.session import warn
 from torchrelay.models.package.program import (
     STATE,
     Argument,
-    Program,
+    PackagedProgram,
     built,
     leaves_in,
     operator_of,
@@ -45,7 +45,11 @@ class ProgramModule(nn.Module):
     """
 
     def __init__(
-        self, program: Program, signature: Signature, tensors: Tensors, still: Sequence[str] | None = ()
+        self,
+        program: PackagedProgram,
+        signature: Signature,
+        tensors: Tensors,
+        still: Sequence[str] | None = (),
     ) -> None:
         super().__init__()
         self._still = None if still is None else tuple(still)
@@ -168,7 +172,7 @@ def _check_free(owner: nn.Module, name: str, stored: str) -> None:
 _EMPTY = nn.Module()
 
 
-def states_of(program: Program) -> list[str]:
+def states_of(program: PackagedProgram) -> list[str]:
     """The stored names of the states that a program computes with."""
     return [name for kind, name in program.tensors.values() if kind == STATE]
 

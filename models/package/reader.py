@@ -18,8 +18,8 @@ from torchrelay.models.archive.manifest import (
     MODEL,
     PACKAGE,
     PARAMETER,
+    ArchiveEntry,
     ArchiveFile,
-    Entry,
     open_archive_file,
 )
 from torchrelay.models.archive.zip_writer import Where
@@ -225,7 +225,9 @@ def _aux(archive: ArchiveFile) -> Iterable[str]:
         yield f"  aux         {name}: {f'{tensors} tensors and values' if tensors else str(tree)[:80]}"
 
 
-def _states(entries: Mapping[str, Entry], ties: Mapping[str, str], extra: Iterable[str]) -> Iterable[str]:
+def _states(
+    entries: Mapping[str, ArchiveEntry], ties: Mapping[str, str], extra: Iterable[str]
+) -> Iterable[str]:
     width = max((len(name) for name in list(entries)[:ROWS]), default=0)
     for name in list(entries)[:ROWS]:
         entry = entries[name]
@@ -242,7 +244,7 @@ def _states(entries: Mapping[str, Entry], ties: Mapping[str, str], extra: Iterab
     yield f"  {len(entries)} states, {sum(numbers):,} parameters, {nbytes:,} bytes"
 
 
-def _elements(entry: Entry) -> int:
+def _elements(entry: ArchiveEntry) -> int:
     return entry.nbytes // entry.element.itemsize
 
 
@@ -255,7 +257,9 @@ def _of_module(module: Any) -> Iterable[str]:
     if (known := recorded_call(module)) is not None:
         yield from signature_lines(known.signature)
     entries = {
-        name: Entry(logical_dtype(one.tensor.dtype, name), tuple(one.tensor.shape), one.role, one.trainable)
+        name: ArchiveEntry(
+            logical_dtype(one.tensor.dtype, name), tuple(one.tensor.shape), one.role, one.trainable
+        )
         for name, one in states.tensors.items()
     }
     yield from _states(entries, states.ties, states.extra)

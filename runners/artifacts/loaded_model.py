@@ -20,7 +20,7 @@ from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.models.onnx.exporter.to_onnx import OnnxFile, check_packages, target_of, to_onnx
 from torchrelay.records import dataclass
-from torchrelay.runners.artifacts.rebuild import Made, rebuilt
+from torchrelay.runners.artifacts.rebuild import BuiltModel, rebuilt
 from torchrelay.runners.training.extras.onnx_export import run_facts
 
 Where = str | os.PathLike[str]
@@ -84,7 +84,7 @@ def _factory(model: Any) -> Callable[[], Any] | None:
     return model  # type: ignore[no-any-return]
 
 
-def _example(made: Made, given: Any) -> Any:
+def _example(made: BuiltModel, given: Any) -> Any:
     found = made.inputs() if given is None and made.inputs is not None else given
     if found is None:
         raise UsageError("what is the model called with? give inputs= (--input x=float32[batch,10])")

@@ -187,7 +187,7 @@ def _module_name(archives: Archives, origin: Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class Made:
+class BuiltModel:
     """A module without its weights, and how to get example inputs, where somebody knows."""
 
     module: nn.Module
@@ -198,7 +198,7 @@ class Made:
 class Rebuilt:
     """How the model of a run is made; under which blob its weights are saved."""
 
-    make: Callable[[], Made]
+    make: Callable[[], BuiltModel]
     blob: str
     of_batches: bool = False
     """Whether it is called with all that a batch has, labels included."""
@@ -232,17 +232,17 @@ def rebuilt(run: Path | None, factory: Callable[[], Any] | None, blob: str | Non
             raise UsageError(f"{run} is the run of a plain job: {_REMEDY}")
 
 
-def _by_factory(factory: Callable[[], Any]) -> Made:
+def _by_factory(factory: Callable[[], Any]) -> BuiltModel:
     made = factory()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model's function returned {made!r:.80}: a module, or (module, example inputs)")
-    return Made(model, None if inputs is None else lambda: inputs)
+    return BuiltModel(model, None if inputs is None else lambda: inputs)
 
 
-def _by_program(archives: Archives) -> Made:
+def _by_program(archives: Archives) -> BuiltModel:
     program = program_of(archives)
-    return Made(program.model, program.example_inputs)
+    return BuiltModel(program.model, program.example_inputs)
 
 
 def _by_configuration(archives: Archives, config: Config, blob: str | None) -> Rebuilt:
@@ -253,9 +253,9 @@ def _by_configuration(archives: Archives, config: Config, blob: str | None) -> R
     if chosen not in phases:
         raise UsageError(f"{archives.run} has {', '.join(phases)}: say which by --blob (blob=)")
 
-    def make() -> Made:
+    def make() -> BuiltModel:
         module = archives.module(Recipe("phase", runner.name, phases[chosen]))
-        return Made(module, lambda: first_batch(archives.context(runner.name), phases[chosen]))
+        return BuiltModel(module, lambda: first_batch(archives.context(runner.name), phases[chosen]))
 
     return Rebuilt(make, chosen, of_batches=True)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
 from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.config.section_types import ClassPath
 from torchrelay.jobs.config.tree import ConfigError, ConfigProblem, Tracked

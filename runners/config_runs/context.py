@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn, optim
 
     from torchrelay.jobs.config.config import Config
-    from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+    from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
     from torchrelay.jobs.config.schema import Settings
     from torchrelay.jobs.data.loader import EpochLoader
     from torchrelay.jobs.job import Job
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Holding(Protocol):
+class TypedMapping(Protocol):
     """What slots are part of: a mapping that says who should have set what is missing."""
 
     def __getitem__(self, key: str, /) -> Any: ...
@@ -57,12 +57,12 @@ class Slot(Generic[T]):
     def __get__(self, holder: None, owner: type) -> Slot[T]: ...
 
     @overload
-    def __get__(self, holder: Holding, owner: type) -> T: ...
+    def __get__(self, holder: TypedMapping, owner: type) -> T: ...
 
-    def __get__(self, holder: Holding | None, owner: type) -> Any:
+    def __get__(self, holder: TypedMapping | None, owner: type) -> Any:
         return self if holder is None else holder[self.name]
 
-    def __set__(self, holder: Holding, value: T) -> None:
+    def __set__(self, holder: TypedMapping, value: T) -> None:
         holder[self.name] = value
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import NotAllowedNowError, RelayError, UsageError
-from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
 from torchrelay.jobs.config.schema import Dataset
 from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.session import Peers, decide

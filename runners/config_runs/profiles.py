@@ -20,7 +20,7 @@ from torchrelay.errors import (
 )
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN
-from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
 from torchrelay.jobs.config.tree import hint
 from torchrelay.jobs.session import Solo
 from torchrelay.metadata.experiments import RunStore

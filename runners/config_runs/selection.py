@@ -16,9 +16,9 @@ from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.runner_schema import CLUSTER_TRAIN, LOCAL_TRAIN
-from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
 from torchrelay.jobs.config.schema import Dataset, Phase, Settings
-from torchrelay.jobs.config.schema import Upstream as UpstreamKeys
+from torchrelay.jobs.config.schema import UpstreamSection as UpstreamKeys
 from torchrelay.jobs.config.section_types import ClassPath, split_weights
 from torchrelay.metadata.code.capture import Given
 from torchrelay.metadata.code.selection import Sources

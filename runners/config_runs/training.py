@@ -25,7 +25,7 @@ from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.storage.open import Tier, joined
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_schema import CheckpointKeys
-from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
 from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import warn

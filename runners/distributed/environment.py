@@ -254,7 +254,7 @@ def _check_declared(declared: Sequence[str], world_size: int) -> None:
 _BYTES = 512
 
 
-class Phase:
+class ProcessPhases:
     """The phases of all threads of this process; `place` is where others read them, or empty."""
 
     def __init__(self) -> None:
@@ -305,7 +305,7 @@ class Phase:
             self._memory[:_BYTES] = self.text().encode()[: _BYTES - 1].ljust(_BYTES, b"\0")
 
 
-phase = Phase()
+phase = ProcessPhases()
 """The phases of this process."""
 
 

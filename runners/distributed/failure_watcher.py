@@ -45,7 +45,7 @@ _LEAST_SILENCE = 2.0
 
 
 @dataclass(frozen=True)
-class Patience:
+class WatcherTimeouts:
     """How long the watcher waits for what, in seconds.
 
     `look` between two looks; `silence` of a host or of the store before it counts as lost;
@@ -64,7 +64,7 @@ class Patience:
     answer: float = 3.0
 
 
-def patience_of(environ: Mapping[str, str]) -> Patience:
+def patience_of(environ: Mapping[str, str]) -> WatcherTimeouts:
     """The patience that the environment asks for: TORCHRELAY_SILENCE_SECS, 10 by default, at least 2.
 
     Raises UsageError where it is no such number.
@@ -79,7 +79,7 @@ def patience_of(environ: Mapping[str, str]) -> Patience:
             f"TORCHRELAY_SILENCE_SECS={text!r} in the environment: expected seconds, "
             f"at least {_LEAST_SILENCE:g}"
         )
-    return Patience(silence=secs)
+    return WatcherTimeouts(silence=secs)
 
 
 @dataclass
@@ -116,10 +116,10 @@ class Watcher:
         warden: WardenLine | None = None,
         hanging: Callable[[], str | None] = lambda: None,
         astray: Callable[[], str | None] = lambda: None,
-        patience: Patience | None = None,
+        patience: WatcherTimeouts | None = None,
         end: Callable[[int], None] = end_process,
     ) -> None:
-        self.patience = patience or Patience()
+        self.patience = patience or WatcherTimeouts()
         self._store = store.clone("watch")
         self._rank = rank
         self._processes = processes

@@ -25,7 +25,14 @@ from typing import BinaryIO
 
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.launcher_status import Failure
-from torchrelay.runners.distributed.liveness import Lines, Message, Stillness, Ticks, connect_to, pulse_of
+from torchrelay.runners.distributed.liveness import (
+    JsonLineSocket,
+    Message,
+    Stillness,
+    Ticks,
+    connect_to,
+    pulse_of,
+)
 
 BEATS_PER_SILENCE = 10
 CONNECT_SECS = 5.0
@@ -71,7 +78,7 @@ class Rank:
     rank: int
     pid: int
     descriptor: int | None
-    line: Lines | None = None
+    line: JsonLineSocket | None = None
     thread: int = 0
     phase: BinaryIO | None = None
     left: bool = False
@@ -99,7 +106,7 @@ class Rank:
 class Host:
     """Another host, by the connection to its warden; nothing is expected after a `bye`."""
 
-    line: Lines
+    line: JsonLineSocket
     name: str
     ranks: tuple[int, ...]
     silent: float = 0.0
@@ -115,7 +122,7 @@ class Warden:
         self._listener = listener
         self._ranks = {rank: Rank(rank, pid, _pidfd(pid)) for rank, pid in orders.pids.items()}
         self._hosts: list[Host] = []
-        self._strangers: dict[Lines, None] = {}
+        self._strangers: dict[JsonLineSocket, None] = {}
         self._poll = select.poll()
         self._on: dict[int, Callable[[], None]] = {}
         self._listen_to(listener.fileno(), self._accept)
@@ -176,7 +183,7 @@ class Warden:
         self._on[descriptor] = act
         self._poll.register(descriptor, select.POLLIN)
 
-    def _listen_to_line(self, line: Lines, act: Callable[[], None]) -> None:
+    def _listen_to_line(self, line: JsonLineSocket, act: Callable[[], None]) -> None:
         """The same for a connection; it is forgotten once it is closed."""
         descriptor = line.link.fileno()
 
@@ -193,7 +200,7 @@ class Warden:
 
     def _accept(self) -> None:
         with suppress(OSError):
-            line = Lines(self._listener.accept()[0])
+            line = JsonLineSocket(self._listener.accept()[0])
             self._strangers[line] = None
             self._listen_to_line(line, partial(self._greet, line))
             if len(self._strangers) > STRANGERS:
@@ -202,12 +209,12 @@ class Warden:
                 if oldest in self._strangers:
                     self._send_away(oldest)
 
-    def _send_away(self, line: Lines) -> None:
+    def _send_away(self, line: JsonLineSocket) -> None:
         self._strangers.pop(line, None)
         self._ignore(line.link.fileno())
         line.close()
 
-    def _greet(self, line: Lines) -> None:
+    def _greet(self, line: JsonLineSocket) -> None:
         """The first message says with the session's token who it is."""
         hello = line.first()
         if hello is None and not line.closed:
@@ -229,7 +236,7 @@ class Warden:
         self._tell_all_again(host.line)
         self._hear_host(host)  # what came with its first message
 
-    def _take_rank(self, rank: Rank, line: Lines, hello: Message) -> None:
+    def _take_rank(self, rank: Rank, line: JsonLineSocket, hello: Message) -> None:
         rank.line, rank.thread = line, int(hello["thread"])
         with suppress(OSError):
             rank.phase = open(hello["phase"], "rb", buffering=0)  # noqa: SIM115 - open as long as the rank
@@ -237,7 +244,7 @@ class Warden:
         self._tell_all_again(line)
         self._hear_rank(rank)
 
-    def _tell_all_again(self, line: Lines) -> None:
+    def _tell_all_again(self, line: JsonLineSocket) -> None:
         if self.failure is not None:
             line.send({"failure": self.failure.encode().decode()})
 

@@ -187,7 +187,7 @@ Message = dict[str, Any]
 _MOST_BYTES = 256 << 10
 
 
-class Lines:
+class JsonLineSocket:
     """One end of a connection; `closed` once the other end is gone or talked nonsense."""
 
     def __init__(self, link: socket.socket) -> None:
@@ -253,6 +253,6 @@ def _message(line: bytes) -> Message:
     return found
 
 
-def connect_to(address: str, port: int, secs: float) -> Lines:
+def connect_to(address: str, port: int, secs: float) -> JsonLineSocket:
     """Connect within `secs`; raises OSError."""
-    return Lines(socket.create_connection((address, port), secs))
+    return JsonLineSocket(socket.create_connection((address, port), secs))

@@ -33,7 +33,7 @@ STILL_SECS = 10.0
 
 
 @dataclass
-class Made:
+class LoopRecord:
     """One loop: its number among those of the same ranks, its loader, the batches begun, how it stands."""
 
     number: int
@@ -53,7 +53,7 @@ class Loops:
         self.collectives: Callable[[], int] = lambda: 0
         self._run = 0
         self._over = self._failed = False
-        self._made: dict[str, list[Made]] = {}
+        self._made: dict[str, list[LoopRecord]] = {}
         self._moved = time.monotonic()
 
     @contextmanager
@@ -78,19 +78,19 @@ class Loops:
             raise
         self._over = True
 
-    def enter(self, among: str, what: str) -> Made:
+    def enter(self, among: str, what: str) -> LoopRecord:
         """A loop begins that the ranks `among` make together."""
         made = self._made.setdefault(among, [])
-        made.append(Made(len(made), what))
+        made.append(LoopRecord(len(made), what))
         self._moved = time.monotonic()
         return made[-1]
 
-    def begin(self, made: Made) -> None:
+    def begin(self, made: LoopRecord) -> None:
         """The next batch of a loop begins."""
         made.taken += 1
         self._moved = time.monotonic()
 
-    def leave(self, made: Made, *, early: bool) -> None:
+    def leave(self, made: LoopRecord, *, early: bool) -> None:
         """A loop is over here: for all ranks, or `early`, before they have agreed on that."""
         made.state = LEFT if early else ENDED
         if early:

@@ -18,7 +18,7 @@ from torchrelay.errors import DeadlineError, PeerError
 from torchrelay.runners.distributed.environment import phase
 from torchrelay.runners.distributed.host_monitor import CONNECT_SECS, Orders
 from torchrelay.runners.distributed.launcher_status import Failure
-from torchrelay.runners.distributed.liveness import Lines, Message, ProcessId, by_group, connect_to
+from torchrelay.runners.distributed.liveness import JsonLineSocket, Message, ProcessId, by_group, connect_to
 from torchrelay.runners.distributed.rendezvous import Deadline, StoreClient
 
 _START_SECS = 120.0
@@ -40,7 +40,7 @@ class Started(NamedTuple):
 class WardenLine:
     """Hears of failures from the host's warden; for one thread, but `leave` may come from another."""
 
-    def __init__(self, line: Lines, token: str, own: ProcessId) -> None:
+    def __init__(self, line: JsonLineSocket, token: str, own: ProcessId) -> None:
         self._line = line
         self._own = own
         self._token = token

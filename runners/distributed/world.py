@@ -21,7 +21,7 @@ from torchrelay.jobs.session import Peers, Solo
 from torchrelay.runners.distributed import environment
 from torchrelay.runners.distributed.agreement import LoopWatch, StorePeers
 from torchrelay.runners.distributed.environment import LaunchEnv, names_by_rank
-from torchrelay.runners.distributed.failure_watcher import Patience, Watcher, patience_of
+from torchrelay.runners.distributed.failure_watcher import Watcher, WatcherTimeouts, patience_of
 from torchrelay.runners.distributed.liveness import ProcessId, by_group, is_orphan, own_process
 from torchrelay.runners.distributed.loops import Loops
 from torchrelay.runners.distributed.monitor_client import WardenLine, join_warden
@@ -190,7 +190,7 @@ class World:
         peers.hosts = Hosts.of(by_group(self.processes).values())
         self.peers = peers
 
-    def _join_warden(self, patience: Patience) -> WardenLine | None:
+    def _join_warden(self, patience: WatcherTimeouts) -> WardenLine | None:
         """A single rank has nobody to miss it: it may be stopped for as long as its user likes."""
         if self._store is None or self.env.world_size == 1:
             return None

@@ -26,7 +26,7 @@ from torchrelay.metadata.experiments import ProgramRun
 if TYPE_CHECKING:
     from torchrelay.runners.programs.command_context import ConfiguredScene
     from torchrelay.runners.programs.program import Scene
-    from torchrelay.runners.programs.request import Request
+    from torchrelay.runners.programs.request import VerbRequest
 
 
 MARK = "TORCHRELAY_ARCHIVED"
@@ -138,12 +138,12 @@ def run_archived(scene: Scene) -> int | None:
     return run_process(run, scene.request.verb, words, target)
 
 
-def perform_archived(run: ProgramRun, request: Request, epoch: str | None) -> int:
+def perform_archived(run: ProgramRun, request: VerbRequest, epoch: str | None) -> int:
     """The same for a run by its directory alone; raises UsageError where its program was no script."""
     return run_process(run, request.verb, _options(run, request, epoch))
 
 
-def _options(run: ProgramRun, request: Request, epoch: str | None) -> list[str]:
+def _options(run: ProgramRun, request: VerbRequest, epoch: str | None) -> list[str]:
     words = [*request.paths, "--runs", str(run.path.parent.parent)]
     words += ["--epoch", epoch] if epoch is not None else []
     words += ["--out", request.out] if request.out is not None else []

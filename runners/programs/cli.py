@@ -22,7 +22,7 @@ from torchrelay.runners.programs.archived_code import MARK, run_archived
 from torchrelay.runners.programs.command_context import status
 from torchrelay.runners.programs.eval import evaluate, package
 from torchrelay.runners.programs.program import Program, Scene
-from torchrelay.runners.programs.request import Request, read_request
+from torchrelay.runners.programs.request import VerbRequest, read_request
 from torchrelay.runners.programs.test import test
 from torchrelay.runners.programs.train import amend, train
 from torchrelay.runners.training.exit import hand_over, run_and_leave, taken
@@ -62,7 +62,7 @@ def main(program: type[Program], module: str | None = None, argv: Sequence[str] 
     run_and_leave(lambda: perform(program, taken() or read_request(argv)))
 
 
-def perform(program: type[Program], request: Request) -> int:
+def perform(program: type[Program], request: VerbRequest) -> int:
     """Do it in this process, or in one on archived code; returns the exit code."""
     archived = os.environ.pop(MARK, None)
     if request.verb in _ON_ONE_RANK and os.environ.get("RANK", "0") != "0":
@@ -85,7 +85,7 @@ def _check_told(program: type[Program], module: str | None) -> None:
         )
 
 
-def load_and_perform(target: str, request: Request) -> None:
+def load_and_perform(target: str, request: VerbRequest) -> None:
     """Do it and end the process, as the program would by itself; raises UsageError for a bad target."""
     path = Path(target)
     if path.suffix == ".py" or path.is_file():
@@ -95,7 +95,7 @@ def load_and_perform(target: str, request: Request) -> None:
     run_and_leave(lambda: perform(program, request))
 
 
-def _run_script(path: Path, request: Request) -> None:
+def _run_script(path: Path, request: VerbRequest) -> None:
     if not path.is_file():
         raise UsageError(f"there is no script {path}")
     sys.argv = [str(path), request.verb]

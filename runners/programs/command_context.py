@@ -23,9 +23,9 @@ from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.interpolation import RunPlace
-from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
 from torchrelay.jobs.session import Peers, Solo
-from torchrelay.metadata.code.archive import NO_CHANGES, SHORT, Changes, changes, open_archive
+from torchrelay.metadata.code.archive import NO_CHANGES, SHORT, SourceChanges, changes, open_archive
 from torchrelay.metadata.code.selection import LARGEST_UNKNOWN_BYTES, Root
 from torchrelay.metadata.code.snapshot import GONE, Snapshot, digest_in, of_manifest, place_of
 from torchrelay.metadata.experiments import (
@@ -47,15 +47,22 @@ from torchrelay.runners.config_runs.selection import (
 from torchrelay.runners.distributed.environment import read_launch_env
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.programs.archived_code import captured_code
-from torchrelay.runners.programs.request import Request
-from torchrelay.runners.programs.run_selection import RUNS, Known, Origin, Start, choose_to_train, newest_of
+from torchrelay.runners.programs.request import VerbRequest
+from torchrelay.runners.programs.run_selection import (
+    RUNS,
+    ProgramOrigin,
+    RunInfo,
+    TrainRequest,
+    choose_to_train,
+    newest_of,
+)
 from torchrelay.runners.remote_runs.names import refuse_remote
 
 
 class BaseScene:
     """A request and the runs it is about; `archived` is the run whose archived code this process runs."""
 
-    request: Request
+    request: VerbRequest
     archived: str | None
 
     @property
@@ -69,7 +76,7 @@ class BaseScene:
         raise NotImplementedError
 
     @cached_property
-    def origin(self) -> Origin:
+    def origin(self) -> ProgramOrigin:
         """Where its source and its runs lie."""
         raise NotImplementedError
 
@@ -123,10 +130,10 @@ class BaseScene:
         """Damaged runs that people have heard of."""
         return set()
 
-    def known(self) -> list[Known]:
+    def known(self) -> list[RunInfo]:
         """The runs, as choices need them."""
         return [
-            Known(
+            RunInfo(
                 run.id,
                 self.identity_of(run),
                 standing(run.path),
@@ -145,7 +152,7 @@ class BaseScene:
             return Identity(self.identity.code_id, found.config_id)
         return found
 
-    def changed(self, run: ProgramRun) -> Changes | None:
+    def changed(self, run: ProgramRun) -> SourceChanges | None:
         """What source differs from that of a run, but for files of `eval`; None where that cannot be told."""
         old = self.archived_source(run)
         if self.snapshot is None or old is None:
@@ -158,7 +165,7 @@ class BaseScene:
         def is_result(name: str, digest: str) -> bool:
             return noted.get(name, {}).get(digest, False)
 
-        return Changes(
+        return SourceChanges(
             tuple(name for name in found.added if new[name] not in noted.get(name, {})),
             tuple(n for n in found.changed if not (is_result(n, old[n]) and is_result(n, new[n]))),
             tuple(name for name in found.removed if not is_result(name, old[name])),
@@ -248,7 +255,7 @@ def say(text: str, *, to: TextIO | None = None) -> None:
 class ConfiguredScene(BaseScene):
     """A configuration and a request; `source` is where its archived source lies, if it runs that."""
 
-    request: Request
+    request: VerbRequest
     archived: str | None = None
     source: Path | None = None
     rename = "`name` in the configuration"
@@ -283,11 +290,11 @@ class ConfiguredScene(BaseScene):
         return [one for one in self.config.settings.runners_of_mode() if one.infers]
 
     @cached_property
-    def origin(self) -> Origin:
+    def origin(self) -> ProgramOrigin:
         """The workspace is the source."""
         place = self._place
         source = source_of(self.config)
-        return Origin(place.name, Path(self.file).resolve(), source, None, place.parent)
+        return ProgramOrigin(place.name, Path(self.file).resolve(), source, None, place.parent)
 
     @cached_property
     def store(self) -> RunStore:
@@ -434,7 +441,7 @@ def _would(scene: BaseScene) -> dict[str, Any]:
     same = [one for one in known if one.identity.same(scene.identity)]
     limits = scene.limits()
     with suppress(RelayError):
-        chosen = choose_to_train(Start(scene.identity, limits), known)
+        chosen = choose_to_train(TrainRequest(scene.identity, limits), known)
         return {"trains": True, "what": chosen.action, "run": chosen.run, "why": chosen.reason}
     return {"trains": False, "what": "refused", "run": newest_of(same).id, "why": "trained already"}
 

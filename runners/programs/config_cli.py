@@ -8,14 +8,14 @@ from functools import partial
 
 from torchrelay.runners.programs.archived_code import MARK, run_archived_configuration, source_told
 from torchrelay.runners.programs.command_context import ConfiguredScene, status
-from torchrelay.runners.programs.request import Request
+from torchrelay.runners.programs.request import VerbRequest
 
 Verb = Callable[[ConfiguredScene], int]
 _ON_ONE_RANK = ("status", "amend")
 _WITH_ARCHIVED_CODE = ("test", "eval")
 
 
-def perform_configuration(request: Request) -> int:
+def perform_configuration(request: VerbRequest) -> int:
     """Do it in this process, or in one on archived code; returns the exit code."""
     archived, source = os.environ.pop(MARK, None), source_told()
     if request.verb in _ON_ONE_RANK and os.environ.get("RANK", "0") != "0":

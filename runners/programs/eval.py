@@ -15,7 +15,7 @@ import torch
 from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
 from torchrelay.jobs.config.schema import Dataset, Settings
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Peers, decide, together

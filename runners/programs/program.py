@@ -15,7 +15,7 @@ from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.interpolation import RunPlace
-from torchrelay.jobs.config.runner_schema import Runner
+from torchrelay.jobs.config.runner_schema import RunnerSection
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.stop import max_epochs, max_steps
@@ -24,9 +24,9 @@ from torchrelay.models.package.reader import Package
 from torchrelay.records import dataclass
 from torchrelay.runners.programs.command_context import BaseScene
 from torchrelay.runners.programs.epoch_selection import load_what_is_there
-from torchrelay.runners.programs.request import Request
-from torchrelay.runners.programs.run_selection import Origin, origin_of
-from torchrelay.runners.programs.steps import Steps, moved
+from torchrelay.runners.programs.request import VerbRequest
+from torchrelay.runners.programs.run_selection import ProgramOrigin, origin_of
+from torchrelay.runners.programs.steps import ProgramSteps, moved
 from torchrelay.runners.session.context import Context
 from torchrelay.runners.session.local import current_or_new_session
 from torchrelay.runners.session.stop_requests import TimeLimit
@@ -34,7 +34,7 @@ from torchrelay.runners.training.job_runner import JobRunner
 from torchrelay.runners.training.plan import Recipe, RunResult
 
 
-class Samples(Steps):
+class Samples(ProgramSteps):
     """Evaluation of samples: `load_sample`, `prepare_sample`, `forward`, `postprocess`, `store_result`."""
 
     result_suffix: str = ".json"
@@ -321,7 +321,7 @@ class Scene(BaseScene):
     """A program and a request."""
 
     program: type[Program]
-    request: Request
+    request: VerbRequest
     archived: str | None = None
     rename = "name = ... in the class"
 
@@ -331,7 +331,7 @@ class Scene(BaseScene):
         return self.program.__name__
 
     @cached_property
-    def origin(self) -> Origin:
+    def origin(self) -> ProgramOrigin:
         """Where the program comes from."""
         return origin_of(self.program)
 
@@ -349,7 +349,7 @@ class Scene(BaseScene):
         return self.config.id if self.config is not None else None
 
     @cached_property
-    def profile(self) -> Runner | None:
+    def profile(self) -> RunnerSection | None:
         """The first profile of the configuration that trains."""
         runners = self.config.settings.runners_of_mode() if self.config is not None else ()
         return next((one for one in runners if not one.infers), None)

@@ -15,7 +15,7 @@ from torchrelay.runners.session.stop_requests import seconds_of
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Bytes, counts and seconds. Beyond them a request is refused, and nothing is allocated for it.
 
     `json_bytes` is less than `body_bytes` because a number takes ten times its text while JSON is read;
@@ -77,25 +77,25 @@ class ServeOptions:
     host: str = "127.0.0.1"
     token_file: str | None = None
     watch: bool = False
-    max_batch: int = Limits.max_batch
-    max_delay_ms: float = Limits.max_delay_secs * 1000
-    timeout: float = Limits.secs
-    drain: float = Limits.drain_secs
-    max_body: int = Limits.body_bytes
-    max_json: int = Limits.json_bytes
-    max_depth: int = Limits.depth
-    max_elements: int = Limits.elements
-    max_samples: int = Limits.samples
-    max_queue: int = Limits.queue
+    max_batch: int = RequestLimits.max_batch
+    max_delay_ms: float = RequestLimits.max_delay_secs * 1000
+    timeout: float = RequestLimits.secs
+    drain: float = RequestLimits.drain_secs
+    max_body: int = RequestLimits.body_bytes
+    max_json: int = RequestLimits.json_bytes
+    max_depth: int = RequestLimits.depth
+    max_elements: int = RequestLimits.elements
+    max_samples: int = RequestLimits.samples
+    max_queue: int = RequestLimits.queue
 
     @classmethod
     def of(cls, chosen: argparse.Namespace) -> ServeOptions:
         """What argparse found."""
         return cls(**{one.name: getattr(chosen, one.name) for one in fields(cls)})
 
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         """As the server wants them; raises UsageError for what does not go together."""
-        return Limits(
+        return RequestLimits(
             body_bytes=self.max_body,
             json_bytes=min(self.max_json, self.max_body),
             depth=self.max_depth,
@@ -106,7 +106,7 @@ class ServeOptions:
             queue=self.max_queue,
             max_batch=self.max_batch,
             max_delay_secs=self.max_delay_ms / 1000,
-            held_bytes=max(Limits.held_bytes, 4 * self.max_body),
+            held_bytes=max(RequestLimits.held_bytes, 4 * self.max_body),
         )
 
     def words(self) -> list[str]:
@@ -195,7 +195,7 @@ _CODES = (
 
 
 @dataclass(frozen=True)
-class Request:
+class VerbRequest:
     """A verb and its options; those of other verbs have their defaults."""
 
     verb: str
@@ -220,7 +220,7 @@ class Request:
     serve: ServeOptions | None = None
 
     @classmethod
-    def of(cls, chosen: argparse.Namespace, verb: str) -> Request:
+    def of(cls, chosen: argparse.Namespace, verb: str) -> VerbRequest:
         """What argparse found; raises UsageError for what does not go together."""
         known = {one.name: getattr(chosen, one.name) for one in fields(cls) if hasattr(chosen, one.name)}
         known |= {name: tuple(known[name]) for name in ("paths", "overrides") if name in known}
@@ -238,7 +238,7 @@ class Request:
         return found
 
 
-def rewind_of(request: Request) -> int | None:
+def rewind_of(request: VerbRequest) -> int | None:
     """The epoch that `train --epoch` goes back to; raises UsageError for what cannot be meant."""
     text = request.epoch
     if text is None:
@@ -250,7 +250,7 @@ def rewind_of(request: Request) -> int | None:
     return int(text)
 
 
-def read_request(argv: Sequence[str] | None = None) -> Request:
+def read_request(argv: Sequence[str] | None = None) -> VerbRequest:
     """Read a script's command line; raises UsageError. After --help argparse itself leaves, with 0."""
     parser = Parser(epilog=_CODES, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -263,7 +263,7 @@ def read_request(argv: Sequence[str] | None = None) -> Request:
     chosen, left = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
     if left:
         chosen.parser.refuse(left)
-    return Request.of(chosen, chosen.verb)
+    return VerbRequest.of(chosen, chosen.verb)
 
 
 def add_options(parser: argparse.ArgumentParser, verb: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from torchrelay.errors import DirectoryInUseError, NotAllowedNowError, UsageError
 from torchrelay.metadata.code.selection import Root, Sources, sources_of
 from torchrelay.metadata.code.snapshot import Snapshot, main_script, take
-from torchrelay.metadata.experiments import Identity, Note, ProgramRun, RunStore, update_note
+from torchrelay.metadata.experiments import Identity, ProgramRecord, ProgramRun, RunStore, update_note
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.environment import read_launch_env
 from torchrelay.runners.distributed.launcher_status import ATTEMPT, LAUNCH_ID
@@ -33,7 +33,7 @@ Action = Literal["new", "continue", "again", "over"]
 
 
 @dataclass(frozen=True)
-class Known:
+class RunInfo:
     """A run, as a choice needs it."""
 
     id: str
@@ -47,7 +47,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Start:
+class TrainRequest:
     """What `train` was asked for, by which launch; `rewind`: an epoch was named."""
 
     identity: Identity
@@ -74,7 +74,7 @@ class Chosen:
     created: float = 0.0
 
 
-def choose_to_train(start: Start, runs: Sequence[Known]) -> Chosen:
+def choose_to_train(start: TrainRequest, runs: Sequence[RunInfo]) -> Chosen:
     """Choose among runs, the oldest first. Raises NotAllowedNowError, UsageError, DirectoryInUseError."""
     ours = _of_this_launch(start, runs)
     if ours is not None:
@@ -95,12 +95,12 @@ def choose_to_train(start: Start, runs: Sequence[Known]) -> Chosen:
     return _of_same(start, newest_of(same))
 
 
-def newest_of(same: Sequence[Known]) -> Known:
+def newest_of(same: Sequence[RunInfo]) -> RunInfo:
     """The newest run of the very code, else of the same but for files of `eval`."""
     return next((one for one in reversed(same) if one.exact), same[-1])
 
 
-def _named(run: str, same: Sequence[Known], runs: Sequence[Known]) -> Known:
+def _named(run: str, same: Sequence[RunInfo], runs: Sequence[RunInfo]) -> RunInfo:
     for one in same:
         if one.id == run:
             return one
@@ -113,7 +113,7 @@ def _named(run: str, same: Sequence[Known], runs: Sequence[Known]) -> Known:
     raise UsageError(f"there is no run {run:.80}; the newest are: {known}")
 
 
-def _of_this_launch(start: Start, runs: Sequence[Known]) -> Known | None:
+def _of_this_launch(start: TrainRequest, runs: Sequence[RunInfo]) -> RunInfo | None:
     """The run that an earlier attempt of this launch made or went on with.
 
     A launch that begins from the front may be another one under the same id: it has to be the same code,
@@ -128,7 +128,7 @@ def _of_this_launch(start: Start, runs: Sequence[Known]) -> Known | None:
     return ours if ours.identity.same(start.identity) and not ours.standing.over else None
 
 
-def _of_same(start: Start, run: Known) -> Chosen:
+def _of_same(start: TrainRequest, run: RunInfo) -> Chosen:
     if start.retrain:
         if run.standing.word == "running":
             raise DirectoryInUseError(f"{run.id} is running: stop it first, or use --force for another run")
@@ -153,7 +153,7 @@ def raised_limits(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     return [name for name in names if now[name] is None or now[name] > before[name]]
 
 
-def choose_to_use(identity: Identity, runs: Sequence[Known], *, ignore: bool) -> Known:
+def choose_to_use(identity: Identity, runs: Sequence[RunInfo], *, ignore: bool) -> RunInfo:
     """The run that `test` and `eval` use; raises UsageError, NotAllowedNowError."""
     if not runs:
         raise UsageError("there is no run yet: train first")
@@ -172,7 +172,7 @@ _WORDS = {"new": "new", "again": "from the beginning", "continue": "goes on"}
 
 
 def made_run(
-    store: RunStore, note: Note, chosen: Chosen, best: tuple[str, str] | None, ranks: int
+    store: RunStore, note: ProgramRecord, chosen: Chosen, best: tuple[str, str] | None, ranks: int
 ) -> dict[str, str]:
     """On rank 0: make the run, or note that this start goes on with it; its path, and what to say."""
     more = ""
@@ -235,7 +235,7 @@ RUNS = "TORCHRELAY_RUNS"
 
 
 @dataclass(frozen=True)
-class Origin:
+class ProgramOrigin:
     """`file` is the program's; `roots` are those of the script that Python was started with."""
 
     name: str
@@ -262,7 +262,7 @@ class Origin:
         return RunStore(Path(os.path.abspath(said or self.runs)) / self.name)  # noqa: PTH100 - without `..`
 
 
-def origin_of(program: type[Any]) -> Origin:
+def origin_of(program: type[Any]) -> ProgramOrigin:
     """Look where a class comes from; raises UsageError for one that was typed in."""
     script = main_script() if program.__module__ == "__main__" else None
     roots: tuple[Root, ...] | None = None
@@ -275,7 +275,7 @@ def origin_of(program: type[Any]) -> Origin:
         sources, roots = (None if program.code is False else sources_of(program.code)), None
     name = _checked(program.name or (file.stem if script is not None else program.__name__))
     runs = file.parent / program.runs_dir if program.runs_dir is not None else folder / "runs"
-    return Origin(name, file, sources, roots, runs)
+    return ProgramOrigin(name, file, sources, roots, runs)
 
 
 def _of_module(program: type[Any]) -> tuple[Path, Path]:

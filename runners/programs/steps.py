@@ -141,7 +141,7 @@ def _flat(values: list[Any]) -> list[float]:
     return found
 
 
-class Parts:
+class ProgramParts:
     """The parts, and how they are made; `make_...` are to be overridden, the properties are what was made.
 
     `config` is the configuration of `-m FILE`, None without one; it is there before `__init__` runs.
@@ -298,7 +298,7 @@ def _specs(name: str, value: Any) -> Iterator[TensorSpec]:
             yield from _specs(f"{name}_{at}", one)
 
 
-class Steps(Parts):
+class ProgramSteps(ProgramParts):
     """Training, validation and testing, from the inside out.
 
     prepare(batch) -> inputs, targets       forward(inputs) -> output      loss(output, targets)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.runner_schema import Runner as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.experiments import read_result, write_result

@@ -23,7 +23,7 @@ from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.code.archive import SHORT
 from torchrelay.metadata.code.capture import captures, command, surroundings, write_capture
 from torchrelay.metadata.code.snapshot import Snapshot
-from torchrelay.metadata.experiments import Identity, Note, ProgramRun, update_note
+from torchrelay.metadata.experiments import Identity, ProgramRecord, ProgramRun, update_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.config_runs.class_loading import Unread
 from torchrelay.runners.config_runs.profiles import run_config
@@ -35,7 +35,7 @@ from torchrelay.runners.programs.program import Program, Scene
 from torchrelay.runners.programs.request import rewind_of
 from torchrelay.runners.programs.run_selection import (
     Chosen,
-    Start,
+    TrainRequest,
     choose_to_train,
     is_restart,
     launch_of,
@@ -76,7 +76,12 @@ def train(scene: Scene) -> int:
 
 
 def _trained_by_itself(
-    scene: Scene, program: Program, start: Start, chosen: Chosen, session: SessionBase, epoch: int | None
+    scene: Scene,
+    program: Program,
+    start: TrainRequest,
+    chosen: Chosen,
+    session: SessionBase,
+    epoch: int | None,
 ) -> int:
     """Let the program's own `train` do it, in the run's directory; what it calls of ours has our options."""
     made = decide(session.peers, "make the run", lambda: _made(scene, program, start, chosen, session))
@@ -109,9 +114,9 @@ def check_alike(identity: Identity, peers: Peers) -> None:
         )
 
 
-def _start(scene: Scene, program: Program) -> Start:
+def _start(scene: Scene, program: Program) -> TrainRequest:
     request = scene.request
-    return Start(
+    return TrainRequest(
         scene.identity,
         scene.limits(program),
         request.force,
@@ -124,10 +129,10 @@ def _start(scene: Scene, program: Program) -> Start:
 
 
 def _made(
-    scene: Scene, program: Program, start: Start, chosen: Chosen, session: SessionBase
+    scene: Scene, program: Program, start: TrainRequest, chosen: Chosen, session: SessionBase
 ) -> dict[str, str]:
     """Rank 0: make the run, or note that this start goes on with it; its path, and what to say."""
-    note = Note(
+    note = ProgramRecord(
         program=program.name or scene.origin.name,
         origin=str(scene.origin.file),
         code_id=scene.identity.code_id,
@@ -165,7 +170,7 @@ def train_configuration(scene: ConfiguredScene) -> int:
     if chosen.action == "over":
         say(f"run {chosen.run}: finished already ({chosen.reason})")
         return 0
-    place = _Place(scene, start, chosen)
+    place = _RunDirectory(scene, start, chosen)
     options: dict[str, Any] = {} if epoch is None else {"resume_from_epoch": epoch}
     try:
         done = run_config(
@@ -181,12 +186,12 @@ def train_configuration(scene: ConfiguredScene) -> int:
     return done.exit_code
 
 
-def start_of(scene: ConfiguredScene) -> Start:
+def start_of(scene: ConfiguredScene) -> TrainRequest:
     """What this start is, as choices need it."""
     request = scene.request
     rewinds = request.epoch is not None and request.verb == "train"
     run = request.run_id if request.verb == "train" else None
-    return Start(
+    return TrainRequest(
         scene.identity,
         scene.limits(),
         request.force,
@@ -198,10 +203,10 @@ def start_of(scene: ConfiguredScene) -> Start:
     )
 
 
-class _Place:
+class _RunDirectory:
     """Where the run lies, made when everything that can be wrong beforehand was looked at."""
 
-    def __init__(self, scene: ConfiguredScene, start: Start, chosen: Chosen) -> None:
+    def __init__(self, scene: ConfiguredScene, start: TrainRequest, chosen: Chosen) -> None:
         self._scene, self._start, self._chosen = scene, start, chosen
         self._new: Path | None = None
 
@@ -222,7 +227,7 @@ class _Place:
     def _made(self, peers: Peers) -> dict[str, str]:
         scene, start = self._scene, self._start
         keys = scene.runner.keep_best
-        note = Note(
+        note = ProgramRecord(
             program=scene.runner.name,
             origin=str(scene.origin.file),
             code_id=start.identity.code_id,

@@ -25,7 +25,7 @@ from pathlib import Path
 from torchrelay.checkpoint.log.record import JOB_PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.storage.base import check_exclusion
-from torchrelay.checkpoint.storage.transfers import Patience
+from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.errors import DirectoryInUseError, StorageError, UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import Peers, together
@@ -43,7 +43,7 @@ from torchrelay.runners.remote_runs.names import (
 
 MOST_RUNS = 1000
 _COARSE_SECS, _SETTLED = 2.0, -1.0
-_LOOKING = Patience(deadline_secs=30.0)
+_LOOKING = RetryTimeouts(deadline_secs=30.0)
 _RUN_FILES = ("run.json", "status.json")
 _mirrors: dict[str, Mirror] = {}
 _lock = threading.Lock()

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchrelay.checkpoint.format.manifest.position import Entry
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.load import open as opening
 from torchrelay.checkpoint.load.lookup import nearest_directory
 from torchrelay.checkpoint.load.open import Best, best_of_run, place_of
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.tiered_storage import has_job, opened
-from torchrelay.checkpoint.log.view import LogView, Wanted, named_entry, wanted
+from torchrelay.checkpoint.log.view import EpochQuery, LogView, named_entry, wanted
 from torchrelay.checkpoint.storage.base import Distrusted, SingleWriter, Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import FILE, CountingStorage, storage_of
@@ -34,7 +34,7 @@ _NAMED_RUNS = 5
 
 
 @dataclass(frozen=True)
-class Place:
+class RunLocation:
     """What lies at `where`, a path or URL: `run` is None for a bare directory of checkpoints.
 
     `best` is the metric by which the run calls an epoch its best, where it said one.
@@ -50,7 +50,7 @@ class Place:
         return open_log(self.storage)
 
 
-def locate(text: str, *, whole: bool = False, single_writer: SingleWriter = None) -> Place:
+def locate(text: str, *, whole: bool = False, single_writer: SingleWriter = None) -> RunLocation:
     """Find what a path or URL names; raises UsageError for anything that torchrelay did not make.
 
     Of a run at a URL the notes are brought here, with `whole` also its source and what else it keeps.
@@ -62,17 +62,17 @@ def locate(text: str, *, whole: bool = False, single_writer: SingleWriter = None
     return found
 
 
-def _locate_here(text: str) -> Place:
+def _locate_here(text: str) -> RunLocation:
     path = existing_directory(text.removeprefix(FILE))
     run, checkpoints = RunDirectory(path), path / "checkpoints"
     if (path / _RUN_FILE).is_file() or has_job(checkpoints):
-        return Place(text, run, LocalStorage(checkpoints), best_of_run(path))
+        return RunLocation(text, run, LocalStorage(checkpoints), best_of_run(path))
     if has_job(path):
-        return Place(text, None, opened(path))
+        return RunLocation(text, None, opened(path))
     raise UsageError(f"{text} is no run and holds no checkpoints{_below(text)}")
 
 
-def _locate_at(url: str, *, whole: bool) -> Place:
+def _locate_at(url: str, *, whole: bool) -> RunLocation:
     from torchrelay.runners.remote_runs.local_copies import mirror_of  # imported late: paths need no store
 
     mirror = mirror_of(url)
@@ -80,11 +80,11 @@ def _locate_at(url: str, *, whole: bool) -> Place:
         if runs := mirror.names():
             raise UsageError(f"{url} is no run{_named(runs)}")
         found = place_of(url)
-        return Place(url, None, found.storage.storage, found.best)
+        return RunLocation(url, None, found.storage.storage, found.best)
     run = mirror.run(wanted=travels if whole else for_a_look)
     for name, why in mirror.left_out.items():
         Output().notice(f"{name} is not looked at: {why}")
-    return Place(url, run, storage_of(run.checkpoints, "the checkpoints"), best_of_run(run.path))
+    return RunLocation(url, run, storage_of(run.checkpoints, "the checkpoints"), best_of_run(run.path))
 
 
 def locate_run(text: str, *, whole: bool = True) -> RunDirectory:
@@ -154,7 +154,7 @@ def _named(names: Sequence[str]) -> str:
     return f"; below it are the runs {', '.join(names[:_NAMED_RUNS])}{more}: give the path of one"
 
 
-LAST = Wanted(None, "last")
+LAST = EpochQuery(None, "last")
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Selector:
     """
 
     path: str
-    wish: Wanted | None = None
+    wish: EpochQuery | None = None
     epoch: str = "last"
 
 
@@ -173,9 +173,9 @@ class Selector:
 class Selected:
     """One live epoch: where it lies, the log as it was read, and its entry in it."""
 
-    place: Place
+    place: RunLocation
     view: LogView
-    entry: Entry
+    entry: CommittedPosition
 
     @property
     def name(self) -> str:
@@ -206,7 +206,7 @@ def with_epoch(text: str, epoch: str) -> str:
     return f"{text}@{epoch}"
 
 
-def select(text: str, default: Wanted = LAST, *, single_writer: SingleWriter = None) -> Selected:
+def select(text: str, default: EpochQuery = LAST, *, single_writer: SingleWriter = None) -> Selected:
     """Find the epoch that a text means; `default` where it names none.
 
     `last` and `best` mean healthy whole epochs of the current branch. Raises UsageError for a place that
@@ -219,14 +219,14 @@ def select(text: str, default: Wanted = LAST, *, single_writer: SingleWriter = N
         return Selected(place, view, find_entry(place, view, selector.wish or default))
 
 
-def find_entry(place: Place, view: LogView, wish: Wanted) -> Entry:
+def find_entry(place: RunLocation, view: LogView, wish: EpochQuery) -> CommittedPosition:
     """The live entry that is meant; raises as `select` does."""
     where = shown(place.where)
     if view.empty:
         raise UnknownEpochError(f"nothing is committed in {where} yet")
     if wish.explicit:
         return named_entry(view, wish, where)
-    opened = opening.Place(CountingStorage(place.storage), place.best)
+    opened = opening.CheckpointLocation(CountingStorage(place.storage), place.best)
     found = opening.candidates(opened, view, wish, None, lambda _: None)
     if not found:
         raise UnknownEpochError(

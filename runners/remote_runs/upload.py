@@ -173,7 +173,7 @@ SLOW_SECS = 60.0
 """A pass that takes longer is told of."""
 
 
-class Behind:
+class BackgroundUploader:
     """Puts up with `putter`, every `every_secs` and when nudged, until `close`.
 
     `may_put` is called before anything is put, again in a pass that takes long, and raises FencedError where

@@ -14,7 +14,7 @@ from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.distributed.loops import ALL
 from torchrelay.runners.session.run_state import RunState, check_interval
-from torchrelay.runners.session.steps import Siblings, Steps, TaskRanks
+from torchrelay.runners.session.steps import Siblings, StepLoop, TaskRanks
 
 if TYPE_CHECKING:
     import torch
@@ -263,7 +263,7 @@ class Context:
         cursor = None if self.concurrent else self._state.cursor_of(self.node)
         among = ALL if every else self.ranks.among
         rest = (self.siblings, every, cursor, accumulate, self.session.loops, among)
-        return iter(Steps(self._state, self.node, loader, count, agreeing, *rest))
+        return iter(StepLoop(self._state, self.node, loader, count, agreeing, *rest))
 
     def _check_steps(self, count: bool, accumulate: int, *, alone: bool) -> None:
         if type(accumulate) is not int or accumulate < 1 or (accumulate > 1 and not count):

@@ -101,17 +101,17 @@ _START = {"mean": 0.0, "sum": 0.0, "last": math.nan, "min": math.inf, "max": -ma
 
 
 @dataclass(frozen=True)
-class Summary:
+class MetricSummary:
     """One metric of one node as it is told to the others: `value` is the weighted total of a mean."""
 
     reduce: str
     value: float
     weight: float
 
-    def joined(self, later: Summary) -> Summary:
+    def joined(self, later: MetricSummary) -> MetricSummary:
         """Return this node's values followed by those of the next one in rank order."""
         value = _combined(self.reduce, self.value, later.value, later.weight != 0)
-        return Summary(self.reduce, value, self.weight + later.weight)
+        return MetricSummary(self.reduce, value, self.weight + later.weight)
 
     @property
     def result(self) -> float | None:
@@ -125,7 +125,7 @@ class Summary:
         return [self.reduce, _encoded(self.value), _encoded(self.weight)]
 
     @classmethod
-    def decode(cls, json: Json) -> Summary:
+    def decode(cls, json: Json) -> MetricSummary:
         """Read what `encode` wrote."""
         reduce, value, weight = json
         return cls(reduce, float(value), float(weight))
@@ -153,7 +153,7 @@ class Accumulator:
         return self._value, self._weight
 
     @classmethod
-    def of(cls, summary: Summary) -> Accumulator:
+    def of(cls, summary: MetricSummary) -> Accumulator:
         """Go on from a summary."""
         found = cls(summary.reduce)
         found._value, found._weight = summary.value, summary.weight
@@ -165,9 +165,9 @@ class Accumulator:
         found._value, found._weight = self._value, self._weight
         return found
 
-    def summary(self) -> Summary:
+    def summary(self) -> MetricSummary:
         """The state as plain numbers; this is where a device is waited for."""
-        return Summary(self.reduce, float(self._value), float(self._weight))
+        return MetricSummary(self.reduce, float(self._value), float(self._weight))
 
 
 class MetricLog:
@@ -209,7 +209,7 @@ class MetricLog:
             running = {name: accumulator.copy() for name, accumulator in self._accumulators.items()}
         return self._glimpses.look(running)
 
-    def take(self) -> dict[str, Summary]:
+    def take(self) -> dict[str, MetricSummary]:
         """Hand out the summaries in order of first use and start anew."""
         with self._lock:
             taken, self._accumulators = self._accumulators, {}
@@ -220,7 +220,7 @@ class MetricLog:
         with self._lock:
             return {name: accumulator.copy() for name, accumulator in self._accumulators.items()}
 
-    def restore(self, summaries: Mapping[str, Summary]) -> None:
+    def restore(self, summaries: Mapping[str, MetricSummary]) -> None:
         """Go on from these summaries instead of what was logged here."""
         with self._lock:
             self._accumulators = {name: Accumulator.of(summary) for name, summary in summaries.items()}
@@ -234,19 +234,21 @@ def reduce_metrics(peers: Peers, logs: Sequence[MetricLog]) -> dict[str, float]:
     """
     own = [{name: summary.encode() for name, summary in log.take().items()} for log in logs]
     told = peers.exchange("metrics of the epoch", own)
-    return joined({name: Summary.decode(it) for name, it in node.items()} for nodes in told for node in nodes)
+    return joined(
+        {name: MetricSummary.decode(it) for name, it in node.items()} for nodes in told for node in nodes
+    )
 
 
-def joined(nodes: Iterable[Mapping[str, Summary]]) -> dict[str, float]:
+def joined(nodes: Iterable[Mapping[str, MetricSummary]]) -> dict[str, float]:
     """Reduce summaries of nodes that come in rank order (pure)."""
     totals = joined_summaries(nodes)
     results = {name: totals[name].result for name in sorted(totals)}
     return {name: result for name, result in results.items() if result is not None}
 
 
-def joined_summaries(nodes: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
+def joined_summaries(nodes: Iterable[Mapping[str, MetricSummary]]) -> dict[str, MetricSummary]:
     """What all nodes logged, written one after another in rank order (pure)."""
-    totals: dict[str, Summary] = {}
+    totals: dict[str, MetricSummary] = {}
     for node in nodes:
         for name, summary in node.items():
             before = totals.get(name)

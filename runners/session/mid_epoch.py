@@ -17,7 +17,7 @@ from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.records import dataclass
-from torchrelay.runners.session.metrics import Summary, joined_summaries
+from torchrelay.runners.session.metrics import MetricSummary, joined_summaries
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.restore.gradients import Gradients
@@ -29,7 +29,7 @@ Json = Any
 
 
 @dataclass(frozen=True)
-class Place:
+class MidEpochPosition:
     """The tasks that are done, and the loop that was left in the task behind them.
 
     `task` is the one to continue in its counted loop, of which `taken` batches were taken and some are left;
@@ -40,7 +40,7 @@ class Place:
     task: str | None = None
     taken: int = 0
     steps: int = 0
-    metrics: Mapping[str, Summary] = field(default_factory=dict)
+    metrics: Mapping[str, MetricSummary] = field(default_factory=dict)
 
     def json(self) -> Json:
         """As it travels and lies in a manifest."""
@@ -53,7 +53,7 @@ class Place:
         }
 
     @classmethod
-    def of(cls, json: Json) -> Place:
+    def of(cls, json: Json) -> MidEpochPosition:
         """Read what `json` made; raises DamagedError for anything else."""
         try:
             return cls(
@@ -61,7 +61,7 @@ class Place:
                 None if json["task"] is None else str(json["task"]),
                 int(json["taken"]),
                 int(json["steps"]),
-                {name: Summary.decode(one) for name, one in json["metrics"].items()},
+                {name: MetricSummary.decode(one) for name, one in json["metrics"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedError(
@@ -69,7 +69,7 @@ class Place:
             ) from None
 
 
-def places_json(by_node: Mapping[str, Place]) -> Json:
+def places_json(by_node: Mapping[str, MidEpochPosition]) -> Json:
     """The places of all nodes in rank order; what nodes have alike is written once."""
     kinds: list[Json] = []
     nodes: dict[str, Json] = {}
@@ -81,7 +81,7 @@ def places_json(by_node: Mapping[str, Place]) -> Json:
     return {"cursors": kinds, "nodes": nodes}
 
 
-def places_for(nodes: Sequence[str], json: Json) -> dict[str, Place]:
+def places_for(nodes: Sequence[str], json: Json) -> dict[str, MidEpochPosition]:
     """What each of today's nodes continues from, of what `places_json` made.
 
     On other nodes than those of the checkpoint all go on where the first of those was, and the first one has
@@ -90,7 +90,7 @@ def places_for(nodes: Sequence[str], json: Json) -> dict[str, Place]:
     try:
         cursors = json["cursors"]
         saved = {
-            name: Place.of({**cursors[kind], "metrics": metrics})
+            name: MidEpochPosition.of({**cursors[kind], "metrics": metrics})
             for name, (kind, metrics) in json["nodes"].items()
         }
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
@@ -149,7 +149,7 @@ class Cursor:
     def __init__(
         self,
         log: MetricLog,
-        resumed: Place | None = None,
+        resumed: MidEpochPosition | None = None,
         streams: RandomStreams | None = None,
         gradients: Gradients | None = None,
     ) -> None:
@@ -211,7 +211,7 @@ class Cursor:
             if self._streams is not None:
                 self._streams.restore()
             self.install_gradients()
-            self._resumed = Place(resumed.done)
+            self._resumed = MidEpochPosition(resumed.done)
         self._loops.append(loop)
         return loop
 
@@ -243,14 +243,14 @@ class Cursor:
             return _DRAWN if last.drawn else None
         return f"a {type(last.loader).__name__} cannot be continued in its middle: use EpochLoader"
 
-    def place(self, steps: int) -> Place:
+    def place(self, steps: int) -> MidEpochPosition:
         """Where the node is, `steps` into the epoch."""
         if self._waits and self._resumed is not None:
             return self._resumed
         counted = next((loop for loop in self._loops if loop.counted), None)
         metrics = self._log.snapshot()
         inside = self._task.full_name if counted is not None and self._task is not None else None
-        return Place(
+        return MidEpochPosition(
             tuple(self._done),
             inside,
             counted.taken if counted is not None else 0,

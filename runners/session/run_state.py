@@ -20,8 +20,14 @@ from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import Peers
 from torchrelay.records import dataclass
-from torchrelay.runners.session.metrics import Accumulator, MetricLog, Summary, on_device, reduce_metrics
-from torchrelay.runners.session.mid_epoch import Cursor, Place
+from torchrelay.runners.session.metrics import (
+    Accumulator,
+    MetricLog,
+    MetricSummary,
+    on_device,
+    reduce_metrics,
+)
+from torchrelay.runners.session.mid_epoch import Cursor, MidEpochPosition
 from torchrelay.runners.session.stop_requests import ASKED, NOT_ASKED, TIME_IS_UP, Requests
 
 if TYPE_CHECKING:
@@ -67,7 +73,7 @@ class _Sent:
         """The reduced value, None where nothing had a weight; waits for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return Summary(self._reduce, *(float(one) for one in self._numbers)).result
+        return MetricSummary(self._reduce, *(float(one) for one in self._numbers)).result
 
 
 def _to_host(numbers: tuple[Number, Number]) -> tuple[tuple[Any, Any], Any]:
@@ -273,7 +279,7 @@ class RunState:
 
     def continue_at(
         self,
-        places: Mapping[str, Place],
+        places: Mapping[str, MidEpochPosition],
         streams: Mapping[str, RandomStreams],
         gradients: Mapping[str, Gradients],
     ) -> None:

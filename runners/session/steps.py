@@ -32,7 +32,7 @@ from torchrelay.errors import RelayError, TaskFailedError, UsageError
 from torchrelay.jobs.blobs import Step, step_name
 from torchrelay.jobs.task import Task
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.loops import ALL, REMEDY, Loops, Made
+from torchrelay.runners.distributed.loops import ALL, REMEDY, LoopRecord, Loops
 from torchrelay.runners.session.mid_epoch import Cursor, Loop
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop_requests import NOT_ASKED, PREEMPT, Interrupted
@@ -192,7 +192,7 @@ class TaskRanks:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepLoop:
     """One loop over the batches of a loader, on one node.
 
     `counted` loops count steps, obey limits and stop requests; others run through, unless all are to leave at
@@ -417,7 +417,7 @@ class _Together:
     """Agreements of one loop, each of which says which loop it is of."""
 
     agreeing: Agreeing
-    made: Made
+    made: LoopRecord
 
     def agree(self, exhausted: bool, urgency: int, save: bool) -> _Round:
         """Post what this process brings."""

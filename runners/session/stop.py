@@ -22,7 +22,7 @@ WAITS_EPOCHS = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StopVerdict:
     """Whether the loop ends, with each condition's own answer."""
 
     stop: bool = False
@@ -39,17 +39,17 @@ class Verdict:
         return said if self.asked is None else (*said, self.asked)
 
 
-def verdict_of(job: Job, answers: Mapping[str, StopAnswer]) -> Verdict:
+def verdict_of(job: Job, answers: Mapping[str, StopAnswer]) -> StopVerdict:
     """The loop ends when any condition says so; what each was made with is remembered beside its answer."""
     by_condition: dict[str, dict[str, Any]] = {}
     for condition in job.stop_conditions:
         answer, settings = answers[condition.name], made_with(condition)
         with_settings = {} if settings is None or condition.limit else {"settings": settings}
         by_condition[condition.name] = {"stop": answer.stop, "reason": answer.reason, **with_settings}
-    return Verdict(any(answer.stop for answer in answers.values()), by_condition)
+    return StopVerdict(any(answer.stop for answer in answers.values()), by_condition)
 
 
-def ask_all(job: Job, session: SessionBase) -> Verdict:
+def ask_all(job: Job, session: SessionBase) -> StopVerdict:
     """Ask every condition on every node; all processes get the same verdict.
 
     All conditions are asked, also when the first says stop: a condition may count.
@@ -99,18 +99,18 @@ class _Remembered:
 
 def over_there(
     session: SessionBase, job: Job, facts: Facts, epoch: int, *, inside: bool = False, rewound: bool = False
-) -> Verdict:
+) -> StopVerdict:
     """`over_by_facts` of rank 0, for all: what a condition was made with may differ between ranks."""
 
     def look() -> dict[str, Any]:
         return asdict(over_by_facts(job, facts, epoch, inside=inside, rewound=rewound))
 
-    return Verdict(**decide(session.peers, "verdicts", look))
+    return StopVerdict(**decide(session.peers, "verdicts", look))
 
 
 def over_by_facts(
     job: Job, facts: Facts, epoch: int, *, inside: bool = False, rewound: bool = False
-) -> Verdict:
+) -> StopVerdict:
     """Whether the epochs were over at a saved position, by today's limits and yesterday's verdicts.
 
     Limits come from the program as it is now, so that raising `max_epochs` continues a finished
@@ -150,7 +150,7 @@ def ended_before(job: Job, facts: Facts) -> list[str]:
     return said
 
 
-def only_time_is_up(job: Job, verdict: Verdict) -> bool:
+def only_time_is_up(job: Job, verdict: StopVerdict) -> bool:
     """Whether nothing ends the run but its `max_time`: it was stopped, and is not finished."""
     timed = {condition.name for condition in job.stop_conditions if hasattr(condition, "secs")}
     stopping = {name for name, answer in verdict.by_condition.items() if answer["stop"]}
@@ -174,7 +174,7 @@ def last_epoch_of(conditions: Sequence[StopCondition]) -> int | None:
     return min((n for n in epochs if n is not None), default=None)
 
 
-def warn_of_waiting(state: RunState, verdict: Verdict, warn: Callable[[str], None]) -> None:
+def warn_of_waiting(state: RunState, verdict: StopVerdict, warn: Callable[[str], None]) -> None:
     """A name that no epoch logs may be misspelt: warn of it once, and not before some epochs are over."""
     for condition, metric in verdict.waiting.items():
         if state.epoch >= WAITS_EPOCHS and state.first_time(f"{condition} waits"):

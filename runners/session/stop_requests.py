@@ -40,7 +40,7 @@ TimeLimit = str | float | timedelta
 
 
 @dataclass(frozen=True)
-class Deadline:
+class StopDeadline:
     """A moment of the monotonic clock by which the process is gone, and how it is called."""
 
     at: float
@@ -59,11 +59,11 @@ def seconds_of(limit: TimeLimit) -> float:
     return secs
 
 
-def deadlines_of(limit_secs: float | None, environ: Mapping[str, str]) -> tuple[Deadline, ...]:
+def deadlines_of(limit_secs: float | None, environ: Mapping[str, str]) -> tuple[StopDeadline, ...]:
     """The deadlines of a start that begins now: of `limit_secs`, and those that its launcher has set."""
     found = []
     if limit_secs is not None:
-        found.append(Deadline(time.monotonic() + limit_secs, f"the time limit of {limit_secs:g} s"))
+        found.append(StopDeadline(time.monotonic() + limit_secs, f"the time limit of {limit_secs:g} s"))
     # Slurm before 23 sets no end by itself; `torchrelay launch --slurm` asks for it.
     for key, name, margin in (
         ("SLURM_JOB_END_TIME", "the end of the Slurm job", SLURM_MARGIN_SECS),
@@ -71,7 +71,7 @@ def deadlines_of(limit_secs: float | None, environ: Mapping[str, str]) -> tuple[
     ):
         end = environ.get(key, "")
         if end.isascii() and end.isdigit() and int(end) > time.time():
-            found.append(Deadline(time.monotonic() + int(end) - time.time(), name, margin))
+            found.append(StopDeadline(time.monotonic() + int(end) - time.time(), name, margin))
     return tuple(found)
 
 
@@ -104,7 +104,7 @@ class Requests:
 
     def __init__(
         self,
-        deadlines: tuple[Deadline, ...] = (),
+        deadlines: tuple[StopDeadline, ...] = (),
         stop_file: Path | None = None,
         save_secs: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -178,7 +178,7 @@ class Requests:
         left = self.secs_left()
         return not patient or left is None or left < self.need_secs + RESERVE_SECS
 
-    def _late(self) -> Deadline | None:
+    def _late(self) -> StopDeadline | None:
         now = self._clock() + self.need_secs + _MARGIN_SECS
         return next((one for one in self.deadlines if now >= one.at - one.margin_secs), None)
 
@@ -234,7 +234,7 @@ def signals_ask(requests: Requests, save: signal.Signals | None = None) -> Itera
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = _Handler(requests)
+    handler = _SignalHandler(requests)
     before: dict[signal.Signals, Any] = {}
     try:
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -282,7 +282,7 @@ def ignore_termination() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-class _Handler:
+class _SignalHandler:
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
         self._terminated: float | None = None

@@ -91,7 +91,7 @@ os.register_at_fork(
 
 
 @dataclass(frozen=True)
-class Taken:
+class CapturedSource:
     """The source of this start; why there is none where there is no snapshot."""
 
     snapshot: Snapshot | None
@@ -109,7 +109,7 @@ class Capturing:
         self._run, self._given = run, given or Given()
         self._asked = None if code is None or code is False else sources_of(code)
         self._off = code is False
-        self._taken: Taken | None = None
+        self._taken: CapturedSource | None = None
         self._pending: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         self._warnings: list[str] = []
@@ -208,7 +208,7 @@ class Capturing:
         """Archive source in the run and return what a record says of it; raises StorageError."""
         if self._run is None:
             raise UsageError("there is no run directory to archive the source in")
-        return self._write_code(self._run.path, Taken(snapshot), warn)
+        return self._write_code(self._run.path, CapturedSource(snapshot), warn)
 
     # Agreeing
 
@@ -221,19 +221,21 @@ class Capturing:
             "config": self._given.config_id,
         }
 
-    def _take(self) -> Taken:
+    def _take(self) -> CapturedSource:
         if self._off:
-            return Taken(None, "code=False")
+            return CapturedSource(None, "code=False")
         if self._asked is not None:
-            return Taken(take(self._asked))
+            return CapturedSource(take(self._asked))
         script = main_script()
         if script is None:
-            return Taken(None, "there is no script of a user's, as in a notebook; name the source with code=")
+            return CapturedSource(
+                None, "there is no script of a user's, as in a notebook; name the source with code="
+            )
         try:
-            return Taken(take(Sources([script.root.path]), roots=(script.root,)))
+            return CapturedSource(take(Sources([script.root.path]), roots=(script.root,)))
         except UsageError as error:
             self._warnings.append(f"the run goes on, its source is not archived: {error}")
-            return Taken(None, str(error))
+            return CapturedSource(None, str(error))
 
     def _differences(self, told: Mapping[str, Any]) -> list[str]:
         """What this rank has otherwise than rank 0, as texts."""
@@ -259,7 +261,7 @@ class Capturing:
 
     # Writing
 
-    def _write_code(self, run: Path, taken: Taken, warn: Callable[[str], None]) -> dict[str, Any]:
+    def _write_code(self, run: Path, taken: CapturedSource, warn: Callable[[str], None]) -> dict[str, Any]:
         snapshot = taken.snapshot
         if snapshot is None:
             return {"id": None, "why": taken.why}

@@ -19,7 +19,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.log.lease import process_here
-from torchrelay.checkpoint.log.view import Holding, Look
+from torchrelay.checkpoint.log.view import LeaseInfo, Look
 from torchrelay.errors import DirectoryInUseError, PreemptedError, StorageError, UsageError
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers, decide, warn
@@ -28,7 +28,7 @@ from torchrelay.runners.distributed.launcher_status import forget_note, remember
 from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.run_state import RunState
-from torchrelay.runners.session.stop import Verdict
+from torchrelay.runners.session.stop import StopVerdict
 from torchrelay.runners.training.plan import Choice, RunResult
 
 TAIL_PARTS = ("upload", "download", "exit")
@@ -114,7 +114,7 @@ class Journal:
             lambda: run.create(name, best, len(session.nodes), known, self.warn)["uuid"],
         )
 
-    def opened(self, holding: Holding | None, look: Look, choice: Choice) -> None:
+    def opened(self, holding: LeaseInfo | None, look: Look, choice: Choice) -> None:
         """The log is ours: from now on this process may replace the status."""
         self._generation = holding.generation if holding else None
         self._branch, self._epoch = look.branch, look.epoch
@@ -163,7 +163,7 @@ class Journal:
     # While it runs
 
     def epoch_done(
-        self, state: RunState, metrics: Mapping[str, float], saved: bool | None, verdict: Verdict
+        self, state: RunState, metrics: Mapping[str, float], saved: bool | None, verdict: StopVerdict
     ) -> None:
         """Note an epoch's metrics and whether it was saved (None: that goes on behind the training)."""
         if not self.writes or self.run is None or self._generation is None:

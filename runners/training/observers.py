@@ -38,9 +38,9 @@ class OneThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[_TrackerCall | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._late: _Call | None = None
+        self._late: _TrackerCall | None = None
 
     def failure(self, call: Callable[[], object], wait_secs: float) -> BaseException | None:
         """What a call raised, None if it was well; LateError if it, or one before, is not over in time."""
@@ -50,7 +50,7 @@ class OneThread:
             self._calls = SimpleQueue()
             self._thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
             self._thread.start()
-        mine = _Call(call)
+        mine = _TrackerCall(call)
         self._calls.put(mine)
         if mine.over.wait(wait_secs):
             return mine.error
@@ -63,12 +63,12 @@ class OneThread:
         self._thread = None
 
 
-def _work(calls: SimpleQueue[_Call | None]) -> None:
+def _work(calls: SimpleQueue[_TrackerCall | None]) -> None:
     while (call := calls.get()) is not None:
         call.make()
 
 
-class _Call:
+class _TrackerCall:
     def __init__(self, call: Callable[[], object]) -> None:
         self.over = threading.Event()
         self.error: BaseException | None = None

@@ -41,7 +41,7 @@ Resume = Literal["auto", "must", "never"]
 
 
 @dataclass(frozen=True)
-class Wish:
+class ResumeRequest:
     """What was asked for.
 
     `epoch` is the user's or the handler's; `decided` says that somebody decided, so that an epoch
@@ -83,7 +83,7 @@ class Choice:
     reason: str = ""
 
 
-def choose(wish: Wish, past: Past) -> Choice:
+def choose(wish: ResumeRequest, past: Past) -> Choice:
     """Decide; raises UsageError for an impossible wish.
 
     NoProvableEpochError for `must` without commits, and for a start that would begin anew although an epoch
@@ -110,7 +110,7 @@ def choose(wish: Wish, past: Past) -> Choice:
     return Choice("newest", reason="the newest one")
 
 
-def _explicit(wish: Wish, past: Past) -> Choice:
+def _explicit(wish: ResumeRequest, past: Past) -> Choice:
     if not wish.again and _continues(wish, past):
         return Choice(
             "newest",
@@ -120,7 +120,7 @@ def _explicit(wish: Wish, past: Past) -> Choice:
     return Choice("explicit", epoch=wish.epoch, rewind=True, reason=f"epoch {wish.epoch} was asked for")
 
 
-def _continues(wish: Wish, past: Past) -> bool:
+def _continues(wish: ResumeRequest, past: Past) -> bool:
     begun = past.branch_request
     return (
         begun is not None
@@ -154,7 +154,7 @@ _MISTYPED = 0.88
 
 
 @dataclass(frozen=True)
-class Options:
+class RunnerOptions:
     """What the command line of `JobRunner.main` asked for."""
 
     epoch: int | None = None
@@ -165,7 +165,7 @@ class Options:
     """0: no limit; None: as the program says."""
 
 
-class _Found(argparse.Namespace):
+class _ParsedOptions(argparse.Namespace):
     """What is ours."""
 
 
@@ -174,7 +174,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def parse_options(argv: list[str] | None, rewinds: bool = False) -> Options:
+def parse_options(argv: list[str] | None, rewinds: bool = False) -> RunnerOptions:
     """Read the known options; others belong to the program, but a rewind mistyped is refused.
 
     `--help` comes here only where the program does not answer it; it prints the options and ends. `argv` is
@@ -182,7 +182,7 @@ def parse_options(argv: list[str] | None, rewinds: bool = False) -> Options:
     has given an epoch to go back to.
     """
     read = _read_by_the_program()
-    found = _Found()
+    found = _ParsedOptions()
     for words, theirs in ((shlex.split(os.environ.get(_VARIABLE, "")), frozenset[str]()), (argv, read)):
         parser = _Parser(add_help=False, allow_abbrev=False, epilog=f"They may stand in {_VARIABLE}, too.")
         ours = {option: how for option, how in _OPTIONS.items() if _name(option) not in theirs}
@@ -193,7 +193,7 @@ def parse_options(argv: list[str] | None, rewinds: bool = False) -> Options:
         if not rewinds and getattr(found, _name(_EPOCH), None) is None:
             _check_taken(others)
     known = {_name(option): getattr(found, _name(option), None) for option in _OPTIONS}
-    return Options(
+    return RunnerOptions(
         known["resume_from_epoch"],
         bool(known["again"]),
         known["resume"],
@@ -295,7 +295,7 @@ class Plan:
     on_crash: OnCrash = "none"
     from_program: tuple[str, ...] = ()
 
-    def with_options(self, options: Options) -> Plan:
+    def with_options(self, options: RunnerOptions) -> Plan:
         """The same with what the command line overrides."""
         limit = self.time_limit_secs if options.time_limit_secs is None else options.time_limit_secs
         attempts = self.max_attempts if options.max_attempts is None else options.max_attempts or None

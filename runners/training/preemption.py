@@ -35,7 +35,7 @@ from torchrelay.jobs.session import Peers, together, warn
 from torchrelay.jobs.workspace import Origin, Workspace
 from torchrelay.records import dataclass
 from torchrelay.runners.session.base import SessionBase
-from torchrelay.runners.session.mid_epoch import Place, places_json
+from torchrelay.runners.session.mid_epoch import MidEpochPosition, places_json
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.steps import Agreeing
 from torchrelay.runners.session.stop_requests import NOT_ASKED, PREEMPT, Interrupted, Requests
@@ -92,7 +92,7 @@ class MidEpochSaver:
         """
         session, state = self._session, self._state
         state.points.end(state.epoch, state.total_steps)
-        own: dict[str, Place] = {}
+        own: dict[str, MidEpochPosition] = {}
         for node in session.local_nodes:
             cursor = state.cursor_of(node.name)
             if cursor is not None:
@@ -104,7 +104,7 @@ class MidEpochSaver:
         told = together(
             session.peers, "places in the epoch", lambda: {name: place.json() for name, place in own.items()}
         )
-        places = {name: Place.of(json) for part in told for name, json in part.items()}
+        places = {name: MidEpochPosition.of(json) for part in told for name, json in part.items()}
         facts = replace(self._facts(), places=places_json(places), over=False)
         self._saver.save(session, position, facts)
         return self._saver.newest == position
@@ -170,14 +170,14 @@ def _elsewhere(session: SessionBase, reasons: Sequence[str | None]) -> bool:
 
 
 @dataclass(frozen=True)
-class Asked:
+class StrongestRequest:
     """The strongest request of all processes, and who made it."""
 
     level: int = NOT_ASKED
     reason: str = "another process"
 
 
-def strongest(peers: Peers, requests: Requests) -> Asked:
+def strongest(peers: Peers, requests: Requests) -> StrongestRequest:
     """What all processes together are asked; all call this at the same boundary.
 
     A process that is gone cannot come: then this raises PeerError, and the run has failed. So a launcher
@@ -186,10 +186,10 @@ def strongest(peers: Peers, requests: Requests) -> Asked:
     told = peers.exchange("requests to end", [requests.level(), requests.reason()])
     level = max(one for one, _ in told)
     reasons = [reason for one, reason in told if one == level and reason is not None]
-    return Asked(level, reasons[0] if reasons else Asked.reason)
+    return StrongestRequest(level, reasons[0] if reasons else StrongestRequest.reason)
 
 
-def go_on(peers: Peers, requests: Requests) -> Asked:
+def go_on(peers: Peers, requests: Requests) -> StrongestRequest:
     """The same; raises Interrupted on all processes where they shall leave now."""
     asked = strongest(peers, requests)
     if asked.level == PREEMPT:

@@ -25,7 +25,7 @@ from torchrelay.jobs.session import decide, together
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import (
-    Verdict,
+    StopVerdict,
     ask_all,
     ended_before,
     limits_of,
@@ -50,7 +50,7 @@ from torchrelay.runners.training.preemption import (
 from torchrelay.runners.training.resume import FromProgram, ResumedState
 from torchrelay.runners.training.saver import FenceGuard, Saver
 from torchrelay.runners.training.startup import (
-    Request,
+    StartRequest,
     bind_blobs,
     check_attempts,
     ended_result,
@@ -81,7 +81,7 @@ class Life:
         self.capturing = runner.capturing
         self.session, self.peers = session, session.peers
         self.plan = plan
-        self.request = Request(epoch, plan.resume, again)
+        self.request = StartRequest(epoch, plan.resume, again)
         self.onlookers = Onlookers(
             runner.run_directory, session.peers, runner.trackers, plan.log_every_n_secs
         )
@@ -117,7 +117,7 @@ class Life:
         """What came of it, behind `epochs`."""
         asks, longest = session.peers.rank == 0, lambda: self.saver.longest_secs
         self.requests = requests_of(plan.time_limit_secs, runner.run_directory, longest, looks=asks)
-        self._verdict = Verdict()
+        self._verdict = StopVerdict()
         """Of the newest epoch that is over."""
         self.resumed_from: int | None = None
         self._untried: Choice | None = None
@@ -298,7 +298,7 @@ class Life:
             self.manager.engine.prepare(self.session)
         warn_of_bare_ddp(self.session, self.journal.warn)
 
-    def _start_fresh(self, choice: Choice) -> Verdict:
+    def _start_fresh(self, choice: Choice) -> StopVerdict:
         self.session.run(self.job.init_group)
         self.stages.warm(self.session, self.journal)
         self.resumed.derive_streams()
@@ -310,10 +310,10 @@ class Life:
                     "nothing is registered, so checkpoints hold random states only: give Job blobs"
                 )
             if self.plan.save_initial:
-                self.saver.save(self.session, Position(0), self.facts(Verdict()))
-        return Verdict()
+                self.saver.save(self.session, Position(0), self.facts(StopVerdict()))
+        return StopVerdict()
 
-    def _resume(self, choice: Choice, target: Target) -> Verdict:
+    def _resume(self, choice: Choice, target: Target) -> StopVerdict:
         manager = self.manager
         if manager is None:
             raise NotImplementedError  # a target comes from a manager
@@ -360,7 +360,7 @@ class Life:
             self.state.crashed = partial(save_at_crash, run, self.session, self.state, selection)
 
     @undivided(beyond=True)
-    def _end_epoch(self) -> Verdict:
+    def _end_epoch(self) -> StopVerdict:
         """Return whether the run stops; raises what no later save could survive (`Saver`)."""
         metrics = self.session.reduce_metrics()
         self.onlookers.reduced(self.state, metrics)
@@ -377,7 +377,7 @@ class Life:
         self.exporting.epoch_done(metrics, saved)
         return verdict
 
-    def facts(self, verdict: Verdict) -> Facts:
+    def facts(self, verdict: StopVerdict) -> Facts:
         """What a checkpoint remembers of the run as it is now."""
         measured = dict(self.state.measured)
         return Facts(
@@ -418,7 +418,7 @@ class Life:
         self.journal.preempted(result, saved, leave.lost)
         return result
 
-    def _secure(self, verdict: Verdict) -> None:
+    def _secure(self, verdict: StopVerdict) -> None:
         """The epochs are over: the last one is saved, or why it is not is raised."""
         if verdict.asked is None and only_time_is_up(self.job, verdict):
             self.status = "STOPPED"

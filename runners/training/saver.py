@@ -23,7 +23,7 @@ from torchrelay.runners.distributed.environment import current_world
 from torchrelay.runners.distributed.launcher_status import end_process, tell_stderr_within
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.run_state import RunState
-from torchrelay.runners.session.stop import Verdict
+from torchrelay.runners.session.stop import StopVerdict
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.load.verify import Target
@@ -256,7 +256,7 @@ def save_by_hand(life: Life, manager: Manager, epoch: int) -> bool:
     manager.bind(life.job, default_name=run.name if run else None)
     life.journal.create(life.job, life.plan.best, life.session)
     try:
-        life.saver.save(life.session, Position(epoch), life.facts(Verdict()))
+        life.saver.save(life.session, Position(epoch), life.facts(StopVerdict()))
         life.saver.settle(life.session)
         if not within_train:
             life.stored.finish_by_hand()

@@ -44,9 +44,17 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.steps import naming
-from torchrelay.runners.session.stop import Verdict, only_time_is_up, over_there
+from torchrelay.runners.session.stop import StopVerdict, only_time_is_up, over_there
 from torchrelay.runners.training.journal import Journal
-from torchrelay.runners.training.plan import Choice, Past, Resume, RunResult, Wish, check_epoch, choose
+from torchrelay.runners.training.plan import (
+    Choice,
+    Past,
+    Resume,
+    ResumeRequest,
+    RunResult,
+    check_epoch,
+    choose,
+)
 
 VISIBLE_WITHIN_SECS = 10.0
 PROBE_BYTES = 1 << 20
@@ -191,7 +199,7 @@ def this_process() -> str:
 
 
 @dataclass(frozen=True)
-class Request:
+class StartRequest:
     """What the caller of `train` asks for; alike on all ranks, or refused."""
 
     epoch: int | None
@@ -205,7 +213,7 @@ class Request:
 
 
 def look_and_choose(
-    request: Request, job: Job, session: SessionBase, manager: Manager | None, journal: Journal
+    request: StartRequest, job: Job, session: SessionBase, manager: Manager | None, journal: Journal
 ) -> tuple[Choice, Look]:
     """The position to begin from, alike on all processes, and what the log said.
 
@@ -262,14 +270,14 @@ def ended_result(
     )
 
 
-def _verdict_at(look: Look, job: Job, session: SessionBase) -> Verdict | None:
+def _verdict_at(look: Look, job: Job, session: SessionBase) -> StopVerdict | None:
     """Whether the epochs are over at the newest entry of the current branch; None where there is none."""
     if look.facts is None or look.epoch is None:
         return None
     return over_there(session, job, look.facts, look.epoch, inside=look.step > 0, rewound=look.rewound)
 
 
-def _check_requests(request: Request, peers: Peers) -> None:
+def _check_requests(request: StartRequest, peers: Peers) -> None:
     """Raise UsageError on all ranks where they ask for different starts."""
     asked = peers.exchange("start: requests", asdict(request))
     if any(one != asked[0] for one in asked):
@@ -286,8 +294,8 @@ def _check_requests(request: Request, peers: Peers) -> None:
 
 
 def _wish(
-    request: Request, manager: Manager, nodes: Sequence[str], peers: Peers, *, in_directory: bool
-) -> Wish:
+    request: StartRequest, manager: Manager, nodes: Sequence[str], peers: Peers, *, in_directory: bool
+) -> ResumeRequest:
     """Ask the handler, on rank 0 only; beside a run directory it decides only where it says so."""
     handler = manager.metadata_handler
     decides = handler is not None and bool(getattr(handler, "decides", not in_directory))
@@ -298,7 +306,7 @@ def _wish(
             manager.get_resume_from_epoch_id(request.epoch), "the metadata handler's last_epoch"
         )
 
-    return Wish(
+    return ResumeRequest(
         epoch=decide(peers, "resume epoch", ask),
         decided=decides,
         resume=request.resume,

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs
 from torchrelay.checkpoint.manager.engine import Engine
-from torchrelay.checkpoint.save.staging import Stage
+from torchrelay.checkpoint.save.staging import StagedCopies
 
 TENSORS = 66
 """Parameters; with two states of fused AdamW each, 198 tensors."""
@@ -102,7 +102,7 @@ def run(where: Path, session: Any, options: argparse.Namespace, asynchronous: bo
     gates: Spent = []
     with ExitStack() as stack:
         stack.enter_context(patch.object(Engine, "save", _timed(Engine.save, calls)))
-        stack.enter_context(patch.object(Stage, "pass_gate", _timed(Stage.pass_gate, gates)))
+        stack.enter_context(patch.object(StagedCopies, "pass_gate", _timed(StagedCopies.pass_gate, gates)))
         starved = stack.enter_context(ticking())
         JobRunner(job, where, asynchronous=asynchronous, keep_last=2).train(session)
     found = {"first calls": calls[:2], "call": calls[2:], "first gates": gates[:2], "gate": gates[2:]}

@@ -14,8 +14,8 @@ import torch
 import torchrelay
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs
 from torchrelay.checkpoint.manager.engine import Engine
-from torchrelay.checkpoint.save.staging import Copier, Stage
-from torchrelay.checkpoint.save.staging_memory import Block, Room
+from torchrelay.checkpoint.save.staging import Copier, StagedCopies
+from torchrelay.checkpoint.save.staging_memory import Block, StagingSlot
 
 PARTS = 16
 """Parameters of the measured model; with AdamW three tensors each."""
@@ -34,7 +34,7 @@ def copies(device: torch.device, nbytes: int, rounds: int) -> Rows:
     def staged() -> None:
         copier = Copier()
         copier.begin({device} if on_gpu else ())
-        copier.copy_late(Room(block, 0, nbytes), source)
+        copier.copy_late(StagingSlot(block, 0, nbytes), source)
         copier.end()
 
     limit = _rate(lambda: pinned.copy_(source, non_blocking=True), device, nbytes, rounds)
@@ -136,7 +136,7 @@ def _stalls(
     job.stop_when(max_epochs(epochs + 2))
     with (
         patch.object(Engine, "save", timed(Engine.save)),
-        patch.object(Stage, "pass_gate", _of_this_thread(Stage.pass_gate, timed)),
+        patch.object(StagedCopies, "pass_gate", _of_this_thread(StagedCopies.pass_gate, timed)),
         LocalSession() as session,
     ):
         JobRunner(job, where, asynchronous=behind, keep_last=2, reuse=False).train(session)

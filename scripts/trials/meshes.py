@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.format.dtypes import memory_of
-from torchrelay.checkpoint.format.layouts import Target, local_target
+from torchrelay.checkpoint.format.layouts import LocalTarget, local_target
 from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
@@ -70,7 +70,7 @@ def local_part(whole: torch.Tensor, mesh: Mesh, node: int) -> torch.Tensor:
     return whole
 
 
-def target(mesh: Mesh, shape: Sequence[int], node: int) -> Target:
+def target(mesh: Mesh, shape: Sequence[int], node: int) -> LocalTarget:
     """What the local tensor of a node takes."""
     return local_target(mesh.local_intervals(shape, node))
 
@@ -177,7 +177,7 @@ class Saved:
         return local_part(self.wholes[name], mesh, node) if node in mesh.nodes else torch.empty(0)
 
 
-def load(reader: LeafReader, name: str, like: torch.Tensor, wanted: Target | None) -> torch.Tensor:
+def load(reader: LeafReader, name: str, like: torch.Tensor, wanted: LocalTarget | None) -> torch.Tensor:
     """Read a leaf, or what of it belongs into a target."""
     out = torch.empty(like.shape if wanted is None else wanted.shape, dtype=like.dtype)
     reader.read_many([LeafRead(name, memory_of(out), None, wanted)])

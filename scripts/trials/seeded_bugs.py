@@ -43,8 +43,8 @@ def _durability() -> Iterator[Bug]:
     yield Bug(
         "the directory of a try is not synced",
         "checkpoint/save/commit.py",
-        "    job.storage.sync_dir(try_directory(try_name))\n    return Entry(",
-        "    return Entry(",
+        "    job.storage.sync_dir(try_directory(try_name))\n    return CommittedPosition(",
+        "    return CommittedPosition(",
         ["tests/protocol/test_crash_states.py", "-k", "plain"],
     )
     yield Bug(

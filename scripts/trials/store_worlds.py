@@ -37,7 +37,7 @@ from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage import object_store, transfers
 from torchrelay.checkpoint.storage.open import storage_of
-from torchrelay.checkpoint.storage.transfers import Patience
+from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.errors import FencedError, RelayError
 from torchrelay.tools.cli.main import main
 
@@ -50,7 +50,7 @@ BOUND_SECS = 240.0
 CLIENT = {"FSSPEC_S3": '{"config_kwargs": {"read_timeout": 1.5, "connect_timeout": 5}}'}
 """For the environment: a client that gives an answer up soon; by default it waits for 15 s."""
 OFTEN = {"train": 8, "rewind": 2, "load": 4, "verify": 1, "tag": 1, "prune": 1, "stranger": 2, "comeback": 1}
-_PATIENCE = partial(Patience, 4.0, 0.02, 0.1)
+_PATIENCE = partial(RetryTimeouts, 4.0, 0.02, 0.1)
 _WATCH_SECS = 0.3
 _SMALL, _LARGE = 40_000, 1_500_000
 
@@ -342,7 +342,7 @@ class World:
 def _patient(url: str) -> Any:
     """The storage of who looks on: that waits for a busy machine as long as users do."""
     found = storage_of(url, "the place")
-    found.patience = Patience()
+    found.patience = RetryTimeouts()
     return found
 
 
@@ -390,7 +390,7 @@ def _job(known: Known, until: int, floats: int) -> Job:
 def impatient() -> Iterator[None]:
     """Calls into stores are given up after seconds, and files of a megabyte go in parts."""
     with (
-        patch.object(object_store, "Patience", _PATIENCE),
+        patch.object(object_store, "RetryTimeouts", _PATIENCE),
         patch.object(object_store, "PUT_IN_ONE_BYTES", 1 << 20),
         patch.object(transfers, "PART_BYTES", 5 << 20),
     ):

@@ -10,7 +10,7 @@ from fingerprint import state_sha256
 from storm_job import MARKS, STEPS
 
 import torchrelay
-from torchrelay.checkpoint.format.manifest.position import Entry
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.chain import open_log
@@ -102,7 +102,7 @@ def check_disk(watched: Watched, reference: dict[int, str], findings: Findings, 
             proved.add(entry.try_name)
 
 
-def _wrong_in(watched: Watched, entry: Entry, reference: dict[int, str]) -> list[str]:
+def _wrong_in(watched: Watched, entry: CommittedPosition, reference: dict[int, str]) -> list[str]:
     """What is wrong with one epoch; its bytes are read and compared with their digests."""
     proof = prove(LocalStorage(watched.run / "checkpoints"), entry, level="full")
     epoch = entry.position.epoch

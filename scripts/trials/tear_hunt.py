@@ -24,7 +24,7 @@ import torch
 from tear_job import SparseWriters, Trainee, Truth, committed, torn, train
 
 import torchrelay
-from torchrelay.checkpoint.save.staging import Copier, Stage
+from torchrelay.checkpoint.save.staging import Copier, StagedCopies
 
 LONGEST_SECS = 0.005
 CHUNK = 50
@@ -34,7 +34,7 @@ CHUNK = 50
 @contextmanager
 def unguarded() -> Iterator[None]:
     """Nobody waits for the late copies, and nobody looks at their sources again."""
-    with patch.multiple(Stage, pass_gate=lambda self: None, compare=lambda self: None):
+    with patch.multiple(StagedCopies, pass_gate=lambda self: None, compare=lambda self: None):
         yield
 
 

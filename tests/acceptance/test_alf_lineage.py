@@ -210,7 +210,7 @@ def test_alf_6_a_kill_while_lineage_is_written_leaves_all_or_none(tmp_path: Path
     run_stage(tmp_path / "a", {"model": Net()}, epochs=1)
     configured(tmp_path / "a", "lr=1")
     stages = [
-        capturing.Stage(alias, StageRecord("a", "a", "job", None, 1, 0), [], tmp_path / "a")
+        capturing.LineageStage(alias, StageRecord("a", "a", "job", None, 1, 0), [], tmp_path / "a")
         for alias in ("x", "y")
     ]
     moments = 0

@@ -24,7 +24,7 @@ from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.errors import TaskFailedError, UsageError
 from torchrelay.lifecycle import StepFailedError
 from torchrelay.runners.session.run_state import RunState
-from torchrelay.runners.session.steps import Siblings, Steps
+from torchrelay.runners.session.steps import Siblings, StepLoop
 from torchrelay.runners.session.stop_requests import Requests
 
 
@@ -116,7 +116,7 @@ def test_alf_12_all_processes_save_at_one_step() -> None:
         state.tracked = object()
         cursor = state.cursor_of("node")
         cursor._task = type("Everybody", (), {"node": None, "on": "all", "full_name": "task"})()
-        for number in Steps(state, "node", range(8), True, session, Siblings(), True, cursor):
+        for number in StepLoop(state, "node", range(8), True, session, Siblings(), True, cursor):
             if (rank, number) == (1, 2):
                 state.requests.save("SIGUSR2")
 

@@ -18,7 +18,7 @@ import torchrelay
 from torchrelay.errors import UsageError
 from torchrelay.metadata.code.archive import open_archive
 from torchrelay.metadata.code.capture import captures
-from torchrelay.metadata.experiments import Note, write_note, write_result
+from torchrelay.metadata.experiments import ProgramRecord, write_note, write_result
 from torchrelay.tools.cli.main import main
 
 MODEL = """
@@ -222,7 +222,7 @@ def test_flm_16_runs_of_all_experiments_are_listed_and_one_is_shown_beside_the_o
         fill(source, {"helper.py": f"NAME = {at}\n"})
         train(run, [source])
         code_id = captures(run)[0]["code"]["id"]
-        write_note(run, Note("small", "nowhere", code_id, f"c{at}", float(at), f"no. {at}"))
+        write_note(run, ProgramRecord("small", "nowhere", code_id, f"c{at}", float(at), f"no. {at}"))
     write_result(tmp_path / "runs/b/c/d", 1, None, {"epoch": 1, "metrics": {"acc": 0.5}})
     fill(tmp_path / "runs", {".retrained/x/run.json": "{}", "a/broken/run.json": "{"})
     assert main(["runs", "ls", "--json"]) == 0

@@ -25,7 +25,7 @@ from torch import nn
 import torchrelay
 from torchrelay.errors import BlobError, DamagedError, FormatError, RelayError, UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
-from torchrelay.metadata.experiments import Note, read_note, write_note
+from torchrelay.metadata.experiments import ProgramRecord, read_note, write_note
 from torchrelay.tools.cli.main import main
 
 LABELS = ["cat", "dog", "cow", "owl"]
@@ -482,7 +482,9 @@ def test_sng_14_runs_of_configurations_and_jobs_are_packaged(
     """The archive of a configured run makes its model, without labels; of a job `--model` does."""
     lifecycle_cases.run(tmp_path)
     (tmp_path / "model.py").unlink()
-    write_note(tmp_path / "run", Note("run", str(tmp_path / "config.yaml"), None, None, 0.0))  # as `train -m`
+    write_note(
+        tmp_path / "run", ProgramRecord("run", str(tmp_path / "config.yaml"), None, None, 0.0)
+    )  # as `train -m`
     monkeypatch.chdir(tmp_path)
     (tmp_path / "line_of_a_job.py").write_text("import torch\ndef made(): return torch.nn.Linear(2, 1)\n")
     assert main(["package", "run@1", "--out", "a.pkg"]) == 0

@@ -14,7 +14,7 @@ from torchrelay.checkpoint.save import replicas
 from torchrelay.checkpoint.save.replicas import (
     Lone,
     Mode,
-    Verdict,
+    ReplicaVerdict,
     compare_replicas,
     digests_of,
     fails_when_different,
@@ -93,8 +93,8 @@ def test_a_difference_demotes_or_fails():
     assert strict == {"model.w", "opt.m", "forced"}
     same = {"model.w": "a", "opt.m": "a", "total": "a", "forced": "a"}
     found = verdict({0: same, 1: {**same, "total": "b"}, 2: {**same, "forced": "c", "model.w": "x"}}, strict)
-    assert found == Verdict(frozenset({"total"}), {"forced": (2,), "model.w": (2,)})
-    assert verdict({0: same, 1: dict(same)}, strict) == Verdict()
+    assert found == ReplicaVerdict(frozenset({"total"}), {"forced": (2,), "model.w": (2,)})
+    assert verdict({0: same, 1: dict(same)}, strict) == ReplicaVerdict()
 
 
 def test_of_two_nodes_the_first_counts_as_right():
@@ -174,22 +174,22 @@ def test_replicas_of_shards_cost_one_small_exchange():
     a, b = ({f"w{n} {side}": f"{n}" for n in range(1000)} for side in "ab")
     plain = {"x": "1"}
     found, topics, _ = compared([[plain, a], [plain, b], [plain, dict(a)], [plain, dict(b)]])
-    assert found == Verdict() and [topic for topic, _ in topics] == ["t"] and topics[0][1] < 1500
+    assert found == ReplicaVerdict() and [topic for topic, _ in topics] == ["t"] and topics[0][1] < 1500
     found, topics, _ = compared([[plain, a], [plain, b], [plain, dict(a)], [plain, {**b, "w7 b": "odd"}]])
-    assert found == Verdict(frozenset(), {"w7 b": (3,)})
+    assert found == ReplicaVerdict(frozenset(), {"w7 b": (3,)})
 
 
 def test_parts_on_several_meshes_are_compared_and_others_not_hashed():
     """Parts that no place of their mesh shares are hashed only where another mesh has the same ones."""
     lone = {rank: [{f"w{n} {'ab'[rank % 2]}": "same" for n in range(3)}] for rank in range(4)}
     found, topics, hashed = compared([[{}]] * 4, lone)
-    assert found == Verdict() and len(topics) == 2 and len(hashed) == 4
+    assert found == ReplicaVerdict() and len(topics) == 2 and len(hashed) == 4
     lone[3] = [{**lone[3][0], "w1 b": "odd"}]
     found, _, _ = compared([[{}]] * 4, lone)
-    assert found == Verdict(frozenset(), {"w1 b": (3,)})
+    assert found == ReplicaVerdict(frozenset(), {"w1 b": (3,)})
     apart = {rank: [{f"w{rank} a": "mine"}] for rank in range(4)}
     found, topics, hashed = compared([[{}]] * 4, apart)
-    assert found == Verdict() and len(topics) == 1 and hashed == []
+    assert found == ReplicaVerdict() and len(topics) == 1 and hashed == []
 
 
 def run(*hosted):
@@ -200,23 +200,23 @@ def run(*hosted):
 def test_equal_replicas_cost_one_small_exchange():
     """Details travel only where combined digests differ."""
     found, topics = run({0: {"w": "a", "v": "b"}}, {1: {"w": "a", "v": "b"}})
-    assert found == Verdict()
+    assert found == ReplicaVerdict()
     assert topics == ["t"]
 
 
 def test_a_difference_is_told_in_detail():
     """The second exchange names leaf and node."""
     found, topics = run({0: {"w": "a", "v": "b"}}, {1: {"w": "z", "v": "c"}})
-    assert found == Verdict(frozenset({"v"}), {"w": (1,)})
+    assert found == ReplicaVerdict(frozenset({"v"}), {"w": (1,)})
     assert len(topics) == 3
 
 
 def test_nodes_with_different_leaves_compare_what_they_share():
     """Stages of a pipeline are compared on the leaves that both have."""
     found, _ = run({0: {"w": "a", "first": "b"}}, {1: {"w": "z", "second": "c"}})
-    assert found == Verdict(frozenset(), {"w": (1,)})
+    assert found == ReplicaVerdict(frozenset(), {"w": (1,)})
     found, _ = run({0: {"w": "a", "first": "b"}}, {1: {"w": "a", "second": "c"}})
-    assert found == Verdict()
+    assert found == ReplicaVerdict()
 
 
 def test_what_is_due_for_one_is_due_for_all():
@@ -239,6 +239,6 @@ def test_what_is_due_for_one_is_due_for_all():
         with ThreadPoolExecutor(len(due)) as pool:
             return list(pool.map(one, range(len(due))))
 
-    assert verdicts([False, True]) == [Verdict(due=True)] * 2
-    assert verdicts([False, False]) == [Verdict()] * 2
+    assert verdicts([False, True]) == [ReplicaVerdict(due=True)] * 2
+    assert verdicts([False, False]) == [ReplicaVerdict()] * 2
     assert asked == [Mode.WHOLE] * 2 + [Mode.SAMPLES] * 2

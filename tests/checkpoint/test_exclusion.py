@@ -21,7 +21,7 @@ from torchrelay.checkpoint.storage import local
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.transfers import Patience
+from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.errors import StorageError, UsageError
 
 LIARS = {
@@ -84,7 +84,7 @@ def test_a_file_system_of_which_nothing_is_known_is_not_trusted(tmp_path):
 
 def test_a_store_that_is_away_is_no_liar():
     """An outage during the probe is an error of the storage: the remedy is to try again, not a promise."""
-    storage = store_of(Faulty(itertools.repeat("503")), patience=Patience(0.05, 0.01, 0.02))
+    storage = store_of(Faulty(itertools.repeat("503")), patience=RetryTimeouts(0.05, 0.01, 0.02))
     with pytest.raises(StorageError, match="try again when"):
         check_exclusion(storage)
 
@@ -205,7 +205,7 @@ def test_a_record_of_another_is_never_replaced():
 
 def test_a_store_that_is_away_is_asked_for_so_long_once(monkeypatch):
     """A store that does not answer is not asked twice for as long as a call may take, nor a third time."""
-    storage = store_of(Faulty(itertools.repeat("reset")), patience=Patience(0.0, 0.0, 0.0))
+    storage = store_of(Faulty(itertools.repeat("reset")), patience=RetryTimeouts(0.0, 0.0, 0.0))
     monkeypatch.setattr(storage, "replace", lambda *_: pytest.fail("asked again"))
     monkeypatch.setattr(storage, "delete", lambda *_: pytest.fail("asked again"))
     with pytest.raises(StorageError, match="try again when the store answers"):

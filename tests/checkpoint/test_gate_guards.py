@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchrelay import Context, Job, JobRunner, max_epochs, open_checkpoint
-from torchrelay.checkpoint.save.staging import Stage, late_leaves
+from torchrelay.checkpoint.save.staging import StagedCopies, late_leaves
 from torchrelay.checkpoint.state.restore.gate import Guards, gate
 
 
@@ -127,7 +127,7 @@ def test_what_takes_no_gate_is_copied_at_the_boundary(tmp_path: Path) -> None:
 
 def test_who_waits_for_copies_that_were_never_begun_goes_on_when_they_are_released() -> None:
     """A save may be interrupted after it closed the gate, when another thread waits there already."""
-    copies = Stage("samples")
+    copies = StagedCopies("samples")
     waits = threading.Thread(target=copies.pass_gate, daemon=True)
     waits.start()
     copies.release()

@@ -17,7 +17,7 @@ from torchrelay.checkpoint.files.blob_reader import open_blob_file
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Box, Flat, Whole
 from torchrelay.checkpoint.format.shard import header as shard_header
-from torchrelay.checkpoint.format.shard.header import HeaderFrame, Part, ShardIdentity
+from torchrelay.checkpoint.format.shard.header import HeaderFrame, ShardIdentity, ShardPart
 from torchrelay.checkpoint.load.renaming import blob_of, of_objects
 from torchrelay.errors import DamagedError, FormatError
 
@@ -44,7 +44,7 @@ def content():
         ]
     ).ordered()
     identity = ShardIdentity("job", Position(3), "trainer_0", "main", "e00000003-abcdef")
-    part = Part(identity, 1, entries, {"i.tied": "a.weight"}, {"total": 3})
+    part = ShardPart(identity, 1, entries, {"i.tied": "a.weight"}, {"total": 3})
     blocks = sum(size > 0 for size in entries.sizes)
     header = json.loads(HeaderFrame(part).filled(bytes(range(16)) * blocks)[8:])
     inner = json.loads(header["__metadata__"]["torchrelay"])

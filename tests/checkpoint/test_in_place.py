@@ -190,9 +190,9 @@ def test_a_file_that_ends_early_names_the_entry(tmp_path):
 def test_what_is_usual_is_in_place_and_read_with_few_calls(tmp_path, monkeypatch):
     """The quick way is taken: without this, the comparisons above would compare nothing."""
     calls = []
-    read = reads.Batch.read
+    read = reads.EntryBatch.read
     monkeypatch.setattr(
-        reads.Batch,
+        reads.EntryBatch,
         "read",
         lambda self, *args, **options: [calls.append(self), read(self, *args, **options)],
     )

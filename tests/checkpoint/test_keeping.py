@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_helpers import entry, run_of, take
 
-from torchrelay.checkpoint.format.manifest.position import DAMAGED, Entry, Key, Mark, Position, State
+from torchrelay.checkpoint.format.manifest.position import (
+    DAMAGED,
+    CommittedPosition,
+    Key,
+    Position,
+    State,
+    TagOrPin,
+)
 from torchrelay.checkpoint.log.retention import (
     KEEP_ALL,
     Best,
@@ -30,14 +37,14 @@ SCORES = st.one_of(st.sampled_from([0.0, -0.0, 0.5, 1.0, -1.0]), st.floats())
 @st.composite
 def views(draw: st.DrawFn) -> LogView:
     """A line of up to ten epochs: damaged, stripped, marked or referred to."""
-    entries: list[Entry] = []
+    entries: list[CommittedPosition] = []
     for epoch in range(draw(st.integers(1, 10))):
         needs = draw(st.lists(st.sampled_from(entries), max_size=2, unique=True)) if entries else []
         health, stripped = draw(st.sampled_from(["ok", "ok", "ok", DAMAGED])), draw(st.integers(0, 4)) == 0
         made = replace(entry(epoch, needs=tuple(one.try_name for one in needs)), health=health)
         entries.append(replace(made, resumable=False, groups=("main",)) if stripped else made)
     marked = draw(st.lists(st.sampled_from(entries), max_size=2, unique=True))
-    marks = tuple(Mark("pin", f"p{number}", one.key) for number, one in enumerate(marked))
+    marks = tuple(TagOrPin("pin", f"p{number}", one.key) for number, one in enumerate(marked))
     return LogView(State(entries=tuple(entries), marks=marks))
 
 

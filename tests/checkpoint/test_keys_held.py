@@ -8,7 +8,14 @@ import pytest
 from meshes import random_mesh, random_shape
 
 from torchrelay.checkpoint.format.layouts import parts_of
-from torchrelay.checkpoint.format.manifest.schema import Cut, LeafRow, PerNode, Replicated, Split, keys_held
+from torchrelay.checkpoint.format.manifest.schema import (
+    Cut,
+    LeafRow,
+    PerNode,
+    ReplicatedLayout,
+    Split,
+    keys_held,
+)
 from torchrelay.checkpoint.format.names import format_key
 
 
@@ -43,5 +50,9 @@ def test_the_keys_of_all_nodes_are_those_of_all_parts(shape, name):
     """Of leaves that one node has whole, that each has for itself, and that are cut between two."""
     leaf = row(name, shape)
     middle = Cut(0, leaf.elements // 2)
-    for layout in (Replicated((1, 2)), PerNode((0, 2)), Split((0, 2), (0,), (Cut(0, 0), middle, Cut(1, 0)))):
+    for layout in (
+        ReplicatedLayout((1, 2)),
+        PerNode((0, 2)),
+        Split((0, 2), (0,), (Cut(0, 0), middle, Cut(1, 0))),
+    ):
         agree(layout, leaf, range(4))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from log_helpers import entry
 
 from torchrelay.checkpoint.format.canonical_json import seal
-from torchrelay.checkpoint.format.manifest.position import Branch, Key, Mark, Position, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import Branch, Key, Position, Retirement, State, TagOrPin
 from torchrelay.checkpoint.log.record import BaseRef, Record, decode, encode, record_json, slot_path
 from torchrelay.errors import DamagedError, FormatError
 
@@ -29,7 +29,7 @@ def sample():
         branches=(Branch(0), Branch(1, 0, Position(2), {"epoch": 2, "process": "gpu07:81"})),
         current=1,
         next_branch=2,
-        marks=(Mark("tag", "best", Key(0, Position(2))),),
+        marks=(TagOrPin("tag", "best", Key(0, Position(2))),),
         retiring=(Retirement("e00000001-000001"), Retirement("e00000002-000002", ("optim",))),
         holder={"job": "mnist", "host": "gpu07", "pid": 81, "nonce": "ab", "restarts": [0]},
         released=False,

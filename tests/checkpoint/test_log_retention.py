@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_helpers import MemoryStorage, entry, run_of, take
 
-from torchrelay.checkpoint.format.manifest.position import DAMAGED, Key, Mark, Position, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import DAMAGED, Key, Position, Retirement, State, TagOrPin
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import every_n_epochs, keep_all, keep_last, sweep, to_retire
 from torchrelay.checkpoint.log.state import retired
@@ -52,7 +52,7 @@ def test_policies_compose():
 
 def test_tagged_and_pinned_epochs_stay():
     """A tag or a pin protects its epoch."""
-    marks = (Mark("tag", "best", Key(0, Position(1))), Mark("pin", "paper", Key(0, Position(3))))
+    marks = (TagOrPin("tag", "best", Key(0, Position(1))), TagOrPin("pin", "paper", Key(0, Position(3))))
     assert going(view_of(*map(entry, range(6)), marks=marks), keep_last(1)) == [0, 2, 4]
 
 

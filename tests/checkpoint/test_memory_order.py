@@ -22,7 +22,7 @@ from torchrelay.checkpoint.format.dtypes import as_copied
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.format.values import encode
-from torchrelay.checkpoint.state.restore.plan import Draft
+from torchrelay.checkpoint.state.restore.plan import RestorePlan
 from torchrelay.errors import DamagedError
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -561,6 +561,6 @@ def test_a_load_leaves_nothing_behind(tmp_path: Path) -> None:
     gc.disable()
     try:
         open_checkpoint(tmp_path / "run").load(found)
-        assert not [one for one in gc.get_objects() if isinstance(one, Draft)]
+        assert not [one for one in gc.get_objects() if isinstance(one, RestorePlan)]
     finally:
         gc.enable()

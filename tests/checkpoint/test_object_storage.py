@@ -24,7 +24,7 @@ from torchrelay.checkpoint.storage import object_store
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import joined, storage_of
-from torchrelay.checkpoint.storage.transfers import AT_LEAST, Patience, may_pass, persistently
+from torchrelay.checkpoint.storage.transfers import AT_LEAST, RetryTimeouts, may_pass, persistently
 from torchrelay.errors import StorageError, UsageError
 
 PATHS = ("log/0.json", "log/1.json", "data/e1/trainer:0.safetensors", "HINT", "data/e1", "log")
@@ -153,7 +153,7 @@ def test_other_clients_are_seen_at_once():
 
 def test_an_outage_ends_at_the_deadline():
     """A store that stays away is an error of ours that names place and remedy, after the deadline."""
-    storage = store_of(Faulty(itertools.repeat("503")), patience=Patience(0.2, 0.01, 0.05))
+    storage = store_of(Faulty(itertools.repeat("503")), patience=RetryTimeouts(0.2, 0.01, 0.05))
     begun = time.monotonic()
     with pytest.raises(StorageError, match=r"cannot read memory:.*log/0: 503 Slow Down; try again when"):
         storage.read_range("log/0", 0, 1)
@@ -163,7 +163,7 @@ def test_an_outage_ends_at_the_deadline():
 
 def test_a_call_within_a_call_is_not_repeated_again():
     """The look at what lies there, repeated to the end by itself, ends the creation that needed it."""
-    storage = store_of(Faulty(itertools.repeat("503")), patience=Patience(0.0, 0.0, 0.0))
+    storage = store_of(Faulty(itertools.repeat("503")), patience=RetryTimeouts(0.0, 0.0, 0.0))
     with pytest.raises(StorageError, match="cannot read"):
         storage.link_exclusive("log/0", b"x")
     assert storage.system.calls == 1 + AT_LEAST
@@ -196,7 +196,7 @@ def test_repeating_leaves_the_users_random_numbers_alone():
     """Pauses between attempts draw nothing from Python's global stream: resumed runs would differ."""
     random.seed(3)
     before = random.getstate()
-    storage = store_of(Faulty(iter(["503"] * 5)), patience=Patience(30.0, 0.001, 0.002))
+    storage = store_of(Faulty(iter(["503"] * 5)), patience=RetryTimeouts(30.0, 0.001, 0.002))
     assert storage.stat("x") is None
     assert storage.system.fired["503"] == 5
     assert random.getstate() == before

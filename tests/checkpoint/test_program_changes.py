@@ -17,7 +17,7 @@ from torch import nn
 from torchrelay import Job, JobRunner, early_stopping, max_epochs, open_checkpoint, seed
 from torchrelay.checkpoint.manager.checkpoint_manager import MultiNodeCheckpointManager
 from torchrelay.errors import BlobError, RelayError, SaveFailedError, UsageError
-from torchrelay.jobs.config.runner_schema import CheckpointKeys, Runner
+from torchrelay.jobs.config.runner_schema import CheckpointKeys, RunnerSection
 from torchrelay.runners.config_runs.training import runner_options
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
@@ -506,7 +506,7 @@ def test_a_configuration_has_the_same_options() -> None:
     said = {"rename": {"old.": "new."}, "resume_exclude": ("model.head",), "resume_strict": True}
     keys = CheckpointKeys(**{one.name: said.get(one.name) for one in fields(CheckpointKeys)})
     given = {"checkpoint": keys, "save_checkpoint_interval": 1}
-    runner = Runner(**{one.name: given.get(one.name) for one in fields(Runner)})
+    runner = RunnerSection(**{one.name: given.get(one.name) for one in fields(RunnerSection)})
     options = runner_options(runner, "runs/r")
     assert {name: options[name] for name in said} == said
 

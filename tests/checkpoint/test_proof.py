@@ -6,7 +6,7 @@ import pytest
 import torch
 from epochs import Writing, buffer, moment, parameter, value
 
-from torchrelay.checkpoint.load.verify import Outcome, ShardSet, Share, prove
+from torchrelay.checkpoint.load.verify import ShardSet, Share, VerificationStatus, prove
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 
@@ -40,7 +40,7 @@ def test_a_whole_epoch_is_proved_at_every_level(epoch, level):
     """What was committed and not touched since is proved."""
     storage, entry, _ = epoch
     proof = prove(storage, entry, level=level)
-    assert (proof.outcome, proof.reason) == (Outcome.PROVED, "")
+    assert (proof.outcome, proof.reason) == (VerificationStatus.PROVED, "")
     assert proof.manifest.position == entry.position
 
 
@@ -55,7 +55,7 @@ def test_a_flipped_bit_is_found_in_manifest_header_and_block(epoch):
     ]:
         flip(directory / name, offset)
         proof = prove(storage, entry, level=level)
-        assert proof.outcome is Outcome.DAMAGED
+        assert proof.outcome is VerificationStatus.DAMAGED
         assert name in proof.reason
         flip(directory / name, offset)
     assert prove(storage, entry, level="full").proved
@@ -70,10 +70,10 @@ def test_a_missing_or_shortened_file_is_damage(epoch, name, level):
     storage, entry, directory = epoch
     data = (directory / name).read_bytes()
     (directory / name).write_bytes(data[:-1])
-    assert prove(storage, entry, level=level).outcome is Outcome.DAMAGED
+    assert prove(storage, entry, level=level).outcome is VerificationStatus.DAMAGED
     (directory / name).unlink()
     proof = prove(storage, entry, level=level)
-    assert proof.outcome is Outcome.DAMAGED
+    assert proof.outcome is VerificationStatus.DAMAGED
     assert name in proof.reason
     assert "missing" in proof.reason
 
@@ -85,7 +85,7 @@ def test_shards_that_are_swapped_are_damage(epoch):
     a, b = one.read_bytes(), other.read_bytes()
     one.write_bytes(b)
     other.write_bytes(a)
-    assert prove(storage, entry).outcome is Outcome.DAMAGED
+    assert prove(storage, entry).outcome is VerificationStatus.DAMAGED
 
 
 def test_only_what_is_wanted_is_proved(epoch):
@@ -93,7 +93,7 @@ def test_only_what_is_wanted_is_proved(epoch):
     storage, entry, directory = epoch
     (directory / "trainer_0.1.optim.safetensors").unlink()
     assert prove(storage, entry, want=["model.weight", "total", "nothing"]).proved
-    assert prove(storage, entry).outcome is Outcome.DAMAGED
+    assert prove(storage, entry).outcome is VerificationStatus.DAMAGED
 
 
 def test_the_work_is_shared_without_a_gap(epoch):
@@ -132,7 +132,9 @@ def test_a_fault_that_is_gone_at_the_second_look_is_no_damage(epoch, part, kind)
     assert prove(once, entry).proved
     assert once.fired == 1
     twice = Flaky(storage.root, part, 2, kind)
-    assert prove(twice, entry).outcome is (Outcome.UNKNOWN if kind == "io" else Outcome.DAMAGED)
+    assert prove(twice, entry).outcome is (
+        VerificationStatus.UNKNOWN if kind == "io" else VerificationStatus.DAMAGED
+    )
     assert twice.fired == 2
 
 
@@ -148,7 +150,7 @@ def test_a_format_of_a_later_version_is_unknown_and_not_damage(tmp_path, monkeyp
         entry = run.save(1, LEAVES[:2])
         monkeypatch.undo()
         proof = prove(run.storage, entry)
-    assert proof.outcome is Outcome.UNKNOWN
+    assert proof.outcome is VerificationStatus.UNKNOWN
     assert "version" in proof.reason
 
 
@@ -195,5 +197,5 @@ def test_references_to_earlier_tries_are_written_and_proved(tmp_path):
     for entry in (second, third):
         assert prove(run.storage, entry, level="full").proved
     next((tmp_path / "data" / first.try_name).glob("trainer_1*main*")).unlink()
-    assert prove(run.storage, third).outcome is Outcome.DAMAGED
+    assert prove(run.storage, third).outcome is VerificationStatus.DAMAGED
     assert prove(run.storage, third, want=["model.bias"]).proved

@@ -13,7 +13,7 @@ from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.checkpoint.format.canonical_json import dumps
 from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Flat, Whole, encode_name, format_key, parse_key
-from torchrelay.checkpoint.format.shard.header import Part, ShardIdentity, cost_limit, entry_cost
+from torchrelay.checkpoint.format.shard.header import ShardIdentity, ShardPart, cost_limit, entry_cost
 from torchrelay.checkpoint.format.shard.reads import EACH, each
 from torchrelay.checkpoint.storage import local_io
 from torchrelay.checkpoint.storage.local import LocalStorage
@@ -169,7 +169,7 @@ def test_a_header_frame_has_the_length_it_announces():
 
     identity = ShardIdentity('"digests":"', Position(1), "n", "main", "t")
     entry = ShardEntry(Whole("w"), "uint8", (5,), memoryview(b"12345"))
-    part = Part(identity, 1, entries_of([entry]), {}, {'a"digests":"': '\\"digests\\":\\"'})
+    part = ShardPart(identity, 1, entries_of([entry]), {}, {'a"digests":"': '\\"digests\\":\\"'})
     frame = HeaderFrame(part)
     header = frame.filled(bytes(range(16)))
     assert len(header) == frame.nbytes and frame.digest_bytes == 16

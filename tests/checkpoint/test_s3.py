@@ -18,7 +18,7 @@ from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import storage_of
-from torchrelay.checkpoint.storage.transfers import Patience
+from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.checkpoint.storage.urls import open_file_system
 from torchrelay.errors import StorageError
 from torchrelay.tools.cli.main import main
@@ -167,7 +167,7 @@ def test_a_server_that_is_away():
     away = S3FileSystem(
         endpoint_url="http://127.0.0.1:9", key="a", secret="b", config_kwargs={"retries": {"max_attempts": 0}}
     )
-    storage = ObjectStorage(away, root, "s3://away", patience=Patience(0.2, 0.05, 0.1))
+    storage = ObjectStorage(away, root, "s3://away", patience=RetryTimeouts(0.2, 0.05, 0.1))
     with pytest.raises(StorageError, match=r"cannot look at s3://away/x: .*try again when the store answers"):
         storage.stat("x")
     assert system is not away
@@ -196,7 +196,7 @@ def test_repeating_leaves_the_users_random_numbers_alone(monkeypatch):
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{http.server_port}")
         system, root = open_file_system(f"s3://{BUCKET}/overloaded", "the place")
         assert not system.dircache.use_listings_cache
-        storage = ObjectStorage(system, root, "s3://overloaded", patience=Patience(0.5, 0.05, 0.1))
+        storage = ObjectStorage(system, root, "s3://overloaded", patience=RetryTimeouts(0.5, 0.05, 0.1))
         random.seed(3)
         before = random.getstate()
         with pytest.raises(StorageError, match="try again when"):

@@ -11,13 +11,13 @@ import torch
 from meshes import TRY, MemoryStorage, Saved, load, local_part, target
 
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.manifest.position import Entry, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.format.names import manifest_path
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
-from torchrelay.checkpoint.load.verify import Outcome, prove
+from torchrelay.checkpoint.load.verify import VerificationStatus, prove
 from torchrelay.errors import RelayError
 
 NODES = (0, 1, 2, 3)
@@ -40,7 +40,7 @@ class Epoch:
         data = saved.run().manifest.encode()
         self.manifest = manifest_path(TRY)
         self.files = {**saved.storage.files, self.manifest: bytearray(data)}
-        self.entry = Entry(
+        self.entry = CommittedPosition(
             0, Position(1), TRY, len(data), sha256(data), (), Manifest.decode(data).groups, resumable=True
         )
 
@@ -48,7 +48,7 @@ class Epoch:
     def shards(self) -> list[str]:
         return sorted(path for path in self.files if path != self.manifest)
 
-    def outcome(self, files: dict[str, bytearray]) -> Outcome:
+    def outcome(self, files: dict[str, bytearray]) -> VerificationStatus:
         return prove(storage_of(files), self.entry, level="full").outcome
 
     def check_reads(self, files: dict[str, bytearray]) -> int:
@@ -86,7 +86,7 @@ def with_file(epoch: Epoch, path: str, data: bytearray) -> dict[str, bytearray]:
 def test_an_undamaged_epoch_is_proved_and_read(epoch):
     """All four nodes wrote a file; without damage nothing fails."""
     assert len(epoch.shards) == 4
-    assert epoch.outcome(epoch.files) is Outcome.PROVED
+    assert epoch.outcome(epoch.files) is VerificationStatus.PROVED
     assert epoch.check_reads(epoch.files) == 0
 
 
@@ -110,7 +110,7 @@ def test_a_changed_bit_of_any_file_is_damage(epoch):
             data = bytearray(epoch.files[path])
             data[offset] ^= 1 << rng.randrange(8)
             files = with_file(epoch, path, data)
-            assert epoch.outcome(files) is not Outcome.PROVED, (path, offset)
+            assert epoch.outcome(files) is not VerificationStatus.PROVED, (path, offset)
             if offset % 97 == 0 and path != epoch.manifest:  # the log's entry guards the manifest
                 assert epoch.check_reads(files) > 0
 
@@ -132,7 +132,7 @@ def test_a_file_of_another_length_is_damage(epoch, change):
         if path == epoch.manifest and change == "header alone":
             continue
         files = with_file(epoch, path, LENGTHS[change](epoch.files[path]))
-        assert epoch.outcome(files) is Outcome.DAMAGED, path
+        assert epoch.outcome(files) is VerificationStatus.DAMAGED, path
         if path != epoch.manifest:
             assert epoch.check_reads(files) > 0
 
@@ -141,7 +141,7 @@ def test_a_missing_file_is_damage(epoch):
     """No file is missed in silence: what it held cannot be read, and the rest is right."""
     for path in epoch.files:
         files = {name: data for name, data in epoch.files.items() if name != path}
-        assert epoch.outcome(files) is Outcome.DAMAGED, path
+        assert epoch.outcome(files) is VerificationStatus.DAMAGED, path
         assert epoch.check_reads(files) > 0
 
 
@@ -150,16 +150,16 @@ def test_shards_in_each_others_place_are_damage(epoch):
     for one, other in itertools.permutations(epoch.shards, 2):
         swapped = {**epoch.files, one: epoch.files[other], other: epoch.files[one]}
         for files in (swapped, with_file(epoch, one, epoch.files[other])):
-            assert epoch.outcome(files) is Outcome.DAMAGED, (one, other)
+            assert epoch.outcome(files) is VerificationStatus.DAMAGED, (one, other)
             assert epoch.check_reads(files) > 0
 
 
 def test_a_shard_of_another_epoch_is_damage(epoch):
     """The same name, layout, position and length with other content, valid in itself, is not this epoch's."""
     other = Epoch(1000.0)
-    assert other.outcome(other.files) is Outcome.PROVED
+    assert other.outcome(other.files) is VerificationStatus.PROVED
     for path in epoch.files:
         files = with_file(epoch, path, other.files[path])
-        assert epoch.outcome(files) is Outcome.DAMAGED, path
+        assert epoch.outcome(files) is VerificationStatus.DAMAGED, path
         if path != epoch.manifest:
             assert epoch.check_reads(files) > 0

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.log.tiered_storage import TierStorage
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import storage_of
-from torchrelay.checkpoint.storage.transfers import Patience
+from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.checkpoint.tiering import session_log
 from torchrelay.checkpoint.tiering.session_log import TierLedger
 from torchrelay.checkpoint.tiering.upload import Sending
@@ -123,7 +123,7 @@ def test_a_tier_at_a_url_is_asked_at_both_places(near: Path) -> None:
 def test_a_start_without_the_far_place_ends(near: Path) -> None:
     """A far place that cannot be reached ends a start of a bare manager too, as storage that fails."""
     faulty = Faulty(iter(["reset"] * 10_000))
-    far = ObjectStorage(faulty, "/b/far", "memory://b/far", patience=Patience(0.0, 0.0, 0.0))
+    far = ObjectStorage(faulty, "/b/far", "memory://b/far", patience=RetryTimeouts(0.0, 0.0, 0.0))
     ledger = TierLedger(TierStorage(near, far), Tier(near), KEEP_ALL, 0.0)
     peers = LocalSession(["trainer_0"]).peers
     for attempt in (ledger.look, ledger.open):

@@ -11,14 +11,21 @@ from stores import Faulty
 from tiers import Places, numbers_in
 
 from torchrelay.checkpoint.format.canonical_json import seal
-from torchrelay.checkpoint.format.manifest.position import Entry, Position, Retirement, State
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position, Retirement, State
 from torchrelay.checkpoint.log.tiered_storage import PATH, Notes, read_notes, refuse_part, write_notes
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.transfers import Patience
+from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.checkpoint.tiering import hosts
-from torchrelay.checkpoint.tiering.hosts import Claim, claim_of, given_up, teller
-from torchrelay.checkpoint.tiering.upload import Part, Sending, delete_parts, part_path, read_part, write_part
+from torchrelay.checkpoint.tiering.hosts import NearLogStatus, claim_of, given_up, teller
+from torchrelay.checkpoint.tiering.upload import (
+    PlaceReport,
+    Sending,
+    delete_parts,
+    part_path,
+    read_part,
+    write_part,
+)
 from torchrelay.errors import StorageError, UsageError
 
 TRY = "e00000001-0123456789ab"
@@ -26,19 +33,19 @@ TRY = "e00000001-0123456789ab"
 
 def test_the_log_that_held_the_far_one_last_counts() -> None:
     """Of logs that are ahead and have more the newest holder's counts, then the least rank's."""
-    some = [Claim(0, 3, True, True), Claim(1, 7, True, True), Claim(4, 8, True)]
-    some += [Claim(2, 9, False, True, ("4",)), Claim(3, 7, True, True, ("5",))]
+    some = [NearLogStatus(0, 3, True, True), NearLogStatus(1, 7, True, True), NearLogStatus(4, 8, True)]
+    some += [NearLogStatus(2, 9, False, True, ("4",)), NearLogStatus(3, 7, True, True, ("5",))]
     for order in itertools.permutations([*some, None]):
         assert teller(order) == some[1]
         assert {one.rank for one in given_up(order, some[1])} == {2, 3}
-    assert teller([Claim(0, 3, True), Claim(1, 7, True)]) == Claim(1, 7, True)
-    assert teller([None, Claim(1)]) is None
+    assert teller([NearLogStatus(0, 3, True), NearLogStatus(1, 7, True)]) == NearLogStatus(1, 7, True)
+    assert teller([None, NearLogStatus(1)]) is None
     assert [claim_of(one.row()) for one in some] == some
 
 
 def state(*kept: tuple[str, tuple[str, ...], tuple[str, ...]]) -> State:
     entries = [
-        Entry(0, Position(number), name, 1, "", needs, groups)
+        CommittedPosition(0, Position(number), name, 1, "", needs, groups)
         for number, (name, needs, groups) in enumerate(kept)
     ]
     return State(tuple(entries))
@@ -77,7 +84,7 @@ def test_parts_are_believed_whole_only(tmp_path: Path) -> None:
     far, path = LocalStorage(tmp_path), part_path(TRY, "run", 3)
     far.mkdir(f"data/{TRY}")
     assert read_part(far, path) is None
-    for part in (Part(("data/x",)), Part(damage="a flipped bit")):
+    for part in (PlaceReport(("data/x",)), PlaceReport(damage="a flipped bit")):
         write_part(far, path, part)
         assert read_part(far, path) == part
     assert read_part(far, part_path(TRY, "other", 3)) is None is read_part(far, part_path(TRY, "run", 2))
@@ -91,7 +98,7 @@ def test_parts_are_believed_whole_only(tmp_path: Path) -> None:
 def test_a_store_that_fails_is_no_answer() -> None:
     """Where the far place cannot be asked nobody concludes that a host has sent nothing."""
     faulty = Faulty(iter(["reset"] * 100))
-    far = ObjectStorage(faulty, "/b/far", "memory://b/far", patience=Patience(0.0, 0.0, 0.0))
+    far = ObjectStorage(faulty, "/b/far", "memory://b/far", patience=RetryTimeouts(0.0, 0.0, 0.0))
     with pytest.raises(StorageError):
         read_part(far, part_path(TRY, "run", 3))
 

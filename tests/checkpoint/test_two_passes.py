@@ -25,7 +25,7 @@ from torchrelay.checkpoint.load import objects as epoch_loads
 from torchrelay.checkpoint.load import partial as run_loads
 from torchrelay.checkpoint.load import tensors as atomic_load
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
-from torchrelay.checkpoint.load.tensors import Loading, Wanted
+from torchrelay.checkpoint.load.tensors import Loading, TensorRead
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.checkpoint.state.reads import Read
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle
@@ -269,7 +269,7 @@ def test_boxes_of_sharded_tensors_are_loaded_all_or_none(
         for name in wholes
     }
     loading = Loading(
-        reader, [Wanted(Read(name, specs[name], lives[name], places[name]), name) for name in wholes]
+        reader, [TensorRead(Read(name, specs[name], lives[name], places[name]), name) for name in wholes]
     )
     storage = reader.shards.storage
     if damaged:

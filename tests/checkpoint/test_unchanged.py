@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, block_digests, stored_bytes
 from torchrelay.checkpoint.format.shard.writer import PROBE
-from torchrelay.checkpoint.save.change_detection import MANY_SMALL, SAMPLE, KnownFile, Part, look
+from torchrelay.checkpoint.save.change_detection import MANY_SMALL, SAMPLE, KnownFile, LeafRange, look
 
 
 def known(tensors: dict[str, torch.Tensor], *, probes: bool = True) -> KnownFile:
     """The file that holds these tensors whole."""
-    parts = tuple(Part(name, 0, one.numel(), one.nbytes) for name, one in tensors.items())
+    parts = tuple(LeafRange(name, 0, one.numel(), one.nbytes) for name, one in tensors.items())
     views = [stored_bytes(one, name) for name, one in tensors.items()]
     firsts = {
         part: block_digests(view[:PROBE])
@@ -31,7 +31,7 @@ class Memory:
         self.tensors = tensors
         self.asked: list[str] = []
 
-    def __call__(self, rank: int, part: Part) -> torch.Tensor | None:
+    def __call__(self, rank: int, part: LeafRange) -> torch.Tensor | None:
         self.asked.append(part.leaf)
         return self.tensors.get(part.leaf)
 

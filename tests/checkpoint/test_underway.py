@@ -12,7 +12,7 @@ import pytest
 
 from torchrelay.checkpoint.storage import local, work
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.storage.work import LEAST_RATE, PATIENCE_SECS, Call
+from torchrelay.checkpoint.storage.work import LEAST_RATE, PATIENCE_SECS, StorageCall
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from torchrelay.checkpoint.storage.work import LEAST_RATE, PATIENCE_SECS, Call
 )
 def test_a_call_may_take_as_long_as_its_bytes_need(verb, nbytes, secs):
     """Beyond a minute, and what a very slow storage needs for the bytes, a call hangs."""
-    call = Call(verb, "x", nbytes, since=1000.0)
+    call = StorageCall(verb, "x", nbytes, since=1000.0)
     assert not call.hangs(1000.0 + secs - 1)
     assert call.hangs(1000.0 + secs + 1)
 

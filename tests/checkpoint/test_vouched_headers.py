@@ -21,8 +21,8 @@ from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_hea
 from torchrelay.checkpoint.load.verify import (
     Holder,
     JointProof,
-    Outcome,
     ShardSet,
+    VerificationStatus,
     holders_of,
     prove,
     prove_together,
@@ -104,7 +104,7 @@ def test_ranks_check_each_file_once(committed: tuple[Path, Any], monkeypatch: py
 
     monkeypatch.setattr(ShardSet, "_check_content", noted)
     for proof in joint(committed, 4):
-        assert proof.outcome is Outcome.PROVED and proof.manifest and proof.shards
+        assert proof.outcome is VerificationStatus.PROVED and proof.manifest and proof.shards
         for holder in holders_of(proof.manifest, range(len(proof.manifest.leaves))):
             proof.shards.open(holder)
     assert len(checked) == len(set(checked)) == 4

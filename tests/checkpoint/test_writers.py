@@ -17,7 +17,7 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.save.agreement import Described, class_json, class_of
 from torchrelay.checkpoint.save.assignments import NodeClass, leaves_digest
-from torchrelay.checkpoint.save.plan import PLAN_VERSION, Question, plan_classes, plan_hash
+from torchrelay.checkpoint.save.plan import PLAN_VERSION, PlanInputs, plan_classes, plan_hash
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, UsageError
 
@@ -138,7 +138,7 @@ def test_the_hash_of_a_plan_is_of_one_canonical_text():
             {},
             {"hosts": (0, 0, 1), "scopes": {"a": "rank"}, "referenced": frozenset({"c", "a"})},
         ):
-            question = Question(classes, 512, **options)
+            question = PlanInputs(classes, 512, **options)
             stated = {
                 "version": PLAN_VERSION,
                 "cut": 512,

@@ -13,7 +13,7 @@ from tear_job import SparseWriters, Trainee, committed, torn, train
 from torchrun import REPOSITORY, torchrun
 
 from torchrelay import Context, open_checkpoint
-from torchrelay.checkpoint.save.staging import Copier, Stage
+from torchrelay.checkpoint.save.staging import Copier, StagedCopies
 
 EPOCHS = 4
 PATIENCE_SECS = 0.2
@@ -45,7 +45,7 @@ def test_a_step_without_the_gate_tears_an_epoch(tmp_path: Path, monkeypatch: pyt
     Without reuse, for blocks that were hashed at the boundary show it as damage.
     """
     for guard in ("pass_gate", "compare"):
-        monkeypatch.setattr(Stage, guard, lambda self: None)
+        monkeypatch.setattr(StagedCopies, guard, lambda self: None)
     held = HeldUp(monkeypatch)
     truth = train(tmp_path / "run", 3, asynchronous=True, reuse=False, after_step=held.after_step)
     assert held.copies > 0
@@ -161,13 +161,13 @@ def test_what_was_swapped_while_it_was_copied_is_that_of_the_boundary(
 ) -> None:
     """Other memory stood there when the copy began, the first one again when it was compared."""
     swapped, copied, back = (threading.Event() for _ in range(3))
-    copy, compare = Stage.copy, Stage.compare
+    copy, compare = StagedCopies.copy, StagedCopies.compare
 
-    def copy_swapped(stage: Stage, also: Callable[[], None] = lambda: None) -> None:
+    def copy_swapped(stage: StagedCopies, also: Callable[[], None] = lambda: None) -> None:
         swapped.wait(PATIENCE_SECS)
         copy(stage, also)
 
-    def compare_later(stage: Stage) -> None:
+    def compare_later(stage: StagedCopies) -> None:
         copied.set()
         back.wait(PATIENCE_SECS)
         compare(stage)
@@ -184,8 +184,8 @@ def test_what_was_swapped_while_it_was_copied_is_that_of_the_boundary(
             event.clear()
 
     found: list[bool] = []
-    monkeypatch.setattr(Stage, "copy", copy_swapped)
-    monkeypatch.setattr(Stage, "compare", compare_later)
+    monkeypatch.setattr(StagedCopies, "copy", copy_swapped)
+    monkeypatch.setattr(StagedCopies, "compare", compare_later)
     options = {"asynchronous": True, "verify_staging": "full", "keep_last": None}
     truth = train(tmp_path / "run", 4, before_step=swap, after_step=again, **options)
     assert any(found)

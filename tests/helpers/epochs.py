@@ -19,12 +19,12 @@ from given_entries import ShardEntry, write_shard
 
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.manifest.position import Entry, Facts, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.names import Flat, Whole, manifest_path, try_directory
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.save.assignments import NodeClass, Plan
+from torchrelay.checkpoint.save.assignments import NodeClass, SavePlan
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes, with_references
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, spec_of
@@ -94,7 +94,7 @@ class Writing:
         facts: Facts | None = None,
         referenced: tuple[Manifest, Sequence[str]] | None = None,
         world: Sequence[NodePlace] | None = None,
-    ) -> Entry:
+    ) -> CommittedPosition:
         """Commit an epoch. `leaves` are those of every node, or one list per node."""
         world = world or places(nodes)
         by_node = _by_node(leaves, len(world))
@@ -121,7 +121,7 @@ class Writing:
         return self._commit(manifest)
 
     def _shards(
-        self, plan: Plan, identity: TryIdentity, place: NodePlace, leaves: Sequence[Leaf]
+        self, plan: SavePlan, identity: TryIdentity, place: NodePlace, leaves: Sequence[Leaf]
     ) -> list[ShardRow]:
         content = {leaf.name: leaf.content for leaf in leaves}
         rows = []
@@ -144,10 +144,10 @@ class Writing:
                 )
         return rows
 
-    def _commit(self, manifest: Manifest) -> Entry:
+    def _commit(self, manifest: Manifest) -> CommittedPosition:
         data = manifest.encode()
         self.storage.link_exclusive(manifest_path(manifest.tries[0]), data)
-        entry = Entry(
+        entry = CommittedPosition(
             manifest.branch, manifest.position, manifest.tries[0], len(data), sha256(data), manifest.needs,
             manifest.groups, resumable=True,
         )  # fmt: skip
@@ -166,7 +166,7 @@ def _plan(
     scopes: Mapping[str, str] | None,
     hosts: Sequence[int],
     referenced: Sequence[str],
-) -> Plan:
+) -> SavePlan:
     """Nodes with equal leaves become one class; a node of its own each is as good for a test."""
     alike = all(node is by_node[0] for node in by_node)
     if alike:

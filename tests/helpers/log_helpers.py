@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from threading import RLock
 
-from torchrelay.checkpoint.format.manifest.position import Entry, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.errors import StorageError
@@ -112,7 +112,7 @@ class MemoryStorage:
 def entry(epoch, *, step=0, branch=0, nonce=None, needs=(), groups=("main", "optim")):
     position = Position(epoch, step)
     name = position.directory(nonce or f"{branch:02x}{step % 256:02x}{epoch % 256:02x}")
-    return Entry(branch, position, name, 100 + epoch, f"{epoch:064x}", needs, groups)
+    return CommittedPosition(branch, position, name, 100 + epoch, f"{epoch:064x}", needs, groups)
 
 
 def take(storage, **options):

@@ -18,7 +18,7 @@ from paired_sessions import Meeting, PairedPeers
 from tiers import WAIT_SECS, until
 
 from torchrelay.checkpoint.coordinator.retention import Retaining
-from torchrelay.checkpoint.format.manifest.position import Entry, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
 from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
 from torchrelay.checkpoint.log.tiered_storage import TierStorage
@@ -87,7 +87,7 @@ class NearPlaces:
     def first(self) -> HostsLedger:
         return self.ledgers[0]
 
-    def save(self, epoch: int, number: float) -> Entry:
+    def save(self, epoch: int, number: float) -> CommittedPosition:
         """Commit an epoch; each host's node has its file there."""
         self.all(lambda ledger, peers: ledger.wait_for_room(peers))
         writing = Writing.__new__(Writing)
@@ -98,7 +98,7 @@ class NearPlaces:
         self.all(lambda ledger, peers: self.retaining[peers.rank].now(peers))
         return entry
 
-    def scatter(self, entry: Entry) -> None:
+    def scatter(self, entry: CommittedPosition) -> None:
         """Put the files of a try that was written at rank 0's place where their hosts have them."""
         there = self.nears[0] / "data" / entry.try_name
         for number, near in enumerate(self.nodes):
@@ -142,7 +142,7 @@ class _AsLog:
     def generation(self) -> int:
         return self._places.first.generation
 
-    def commit(self, entry: Entry) -> None:
+    def commit(self, entry: CommittedPosition) -> None:
         self._places.scatter(entry)
         self._places.first.commit(entry)
         for ledger in self._places.ledgers:

@@ -17,9 +17,9 @@ import httpx
 import torch
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
-from torchrelay.runners.programs.request import Limits
+from torchrelay.runners.programs.request import RequestLimits
 from torchrelay.tools.serving.app import doorkeeper
-from torchrelay.tools.serving.handlers import Holder, Served, TensorHandler
+from torchrelay.tools.serving.handlers import ModelSlot, Served, TensorHandler
 from torchrelay.tools.serving.monitoring import Watching
 from torchrelay.tools.serving.server import Running, bound_socket
 
@@ -53,11 +53,11 @@ def serving(
     host: str = "127.0.0.1",
     **limits: Any,
 ) -> Iterator[Here]:
-    """Serve until the block ends; limits are those of `Limits`."""  # fmt: skip
+    """Serve until the block ends; limits are those of `RequestLimits`."""  # fmt: skip
     listening = bound_socket(host, 0)
     port = listening.getsockname()[1]
-    told = Limits(**{"secs": 60.0, "drain_secs": 30.0, **limits})
-    running = Running(Holder(served), listening, told, doorkeeper(host, port, token), watching)
+    told = RequestLimits(**{"secs": 60.0, "drain_secs": 30.0, **limits})
+    running = Running(ModelSlot(served), listening, told, doorkeeper(host, port, token), watching)
     begun = threading.Event()
     thread = threading.Thread(target=lambda: running.run(begun.set), daemon=True)
     thread.start()

@@ -10,9 +10,9 @@ from typing import Any
 from fsspec.implementations.memory import MemoryFileSystem
 
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.transfers import Patience
+from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 
-QUICK = Patience(deadline_secs=30.0, first_pause_secs=0.0, longest_pause_secs=0.0)
+QUICK = RetryTimeouts(deadline_secs=30.0, first_pause_secs=0.0, longest_pause_secs=0.0)
 
 
 class OverloadedError(Exception):

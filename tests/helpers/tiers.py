@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from epochs import Writing, parameter, tensor, value
 
-from torchrelay.checkpoint.format.manifest.position import Entry
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
@@ -103,7 +103,7 @@ class Places:
         self.look = self.ledger.look(self.peers)
         self.ledger.open(self.peers)
 
-    def save(self, epoch: int, number: float, *, nodes: int = 2, step: int = 0) -> Entry:
+    def save(self, epoch: int, number: float, *, nodes: int = 2, step: int = 0) -> CommittedPosition:
         number = float(number)
         writing = Writing.__new__(Writing)
         writing.storage, writing.log, writing.manifests = self.storage, _AsLog(self.ledger), {}  # type: ignore[assignment]
@@ -147,7 +147,7 @@ class _AsLog:
     def generation(self) -> int:
         return self._ledger.generation
 
-    def commit(self, entry: Entry) -> None:
+    def commit(self, entry: CommittedPosition) -> None:
         self._ledger.commit(entry)
 
 

@@ -23,7 +23,7 @@ from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
-from torchrelay.checkpoint.inspect.diff import LeafChange, Wish, leaf_changes
+from torchrelay.checkpoint.inspect.diff import DiffOptions, LeafChange, leaf_changes
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
@@ -31,10 +31,10 @@ from torchrelay.tools.cli import main as command_line
 from torchrelay.tools.cli.checkpoints.diff import _percent
 from torchrelay.tools.cli.main import main
 
-FULL, QUICK = Wish(), Wish(figures=False)
+FULL, QUICK = DiffOptions(), DiffOptions(figures=False)
 
 
-def changes(a: Epoch, b: Epoch, wish: Wish = FULL) -> dict[str, LeafChange]:
+def changes(a: Epoch, b: Epoch, wish: DiffOptions = FULL) -> dict[str, LeafChange]:
     return {one.name: one for one in leaf_changes(a, b, wish)}
 
 
@@ -94,7 +94,7 @@ def test_whole_gives_the_figures_of_the_tensor(tmp_path: Path):
         [parameter("m.w", before), parameter("m.v", before)],
         [parameter("m.w", after), parameter("m.v", before)],
     )
-    found = changes(both.a, both.b, Wish(whole=True))
+    found = changes(both.a, both.b, DiffOptions(whole=True))
     change, (a, b) = found["m.w"].change, (before.double(), after.double())
     assert change is not None and found["m.v"].kind == "same"
     assert both.tensor_bytes_read == 2 * before.nbytes
@@ -133,9 +133,9 @@ def test_every_kind_of_change(tmp_path: Path):
     }  # fmt: skip
     assert (found["m.type"].before, found["m.type"].after) == ("float32[3]", "float64[3]")
     assert (found["n"].before, found["n"].after) == ({"a": 1}, {"a": 2})
-    assert set(changes(both.a, both.b, Wish(("m.s*", "n")))) == {"m.same", "m.shape", "n"}
+    assert set(changes(both.a, both.b, DiffOptions(("m.s*", "n")))) == {"m.same", "m.shape", "n"}
     with pytest.raises(UsageError, match="no blob or leaf matches 'nothing'"):
-        changes(both.a, both.b, Wish(("nothing",)))
+        changes(both.a, both.b, DiffOptions(("nothing",)))
 
 
 def test_an_optimizer_without_state_is_compared(tmp_path: Path):
@@ -194,7 +194,7 @@ def test_any_mesh_against_any_mesh(seed, dtype):
     a, b = epoch_of(before, meshes[0]), epoch_of(after, meshes[1])
     (found,) = leaf_changes(a, b)
     (quick,) = leaf_changes(a, b, QUICK)
-    (whole,) = leaf_changes(a, b, Wish(whole=True))
+    (whole,) = leaf_changes(a, b, DiffOptions(whole=True))
     assert found.kind == quick.kind == whole.kind == ("content" if places else "same")
     if places:
         assert found.change is not None and whole.change is not None

@@ -16,7 +16,7 @@ from warm import PLACE, server, warmed
 
 from torchrelay.tools.launch.local import free_port
 from torchrelay.tools.launch.on_host import main, time_to_leave, words_of
-from torchrelay.tools.launch.outcome import Verdict, agreed, since
+from torchrelay.tools.launch.outcome import LaunchOutcome, agreed, since
 
 JOB = str(Path(__file__).resolve().parents[1] / "helpers/hosted_job.py")
 SECS = 100
@@ -84,7 +84,7 @@ def test_a_status_of_an_earlier_attempt_says_nothing() -> None:
     """Only what changed since the start counts, and a host does not end well when the run says it failed."""
     old, new = {"state": "FAILED", "exit_code": 5}, {"state": "FAILED", "exit_code": 3, "error": "x"}
     assert since(old, dict(old)) == {} and since(old, new) == new
-    well = Verdict(0, "finished")
+    well = LaunchOutcome(0, "finished")
     assert agreed(well, {}) == well and agreed(well, {"state": "FINISHED"}) == well
     assert agreed(well, new).code == 3
 

@@ -17,8 +17,8 @@ from torchrelay.runners.session.stop_requests import END_TIME, GRACE_SECS, Reque
 from torchrelay.tools.launch.agent import code_of
 from torchrelay.tools.launch.outcome import (
     Evidence,
+    LaunchOutcome,
     RankEnd,
-    Verdict,
     evidence_of,
     idle_starts,
     last_lines,
@@ -82,10 +82,10 @@ def test_where_no_note_could_be_left_the_agents_code_counts() -> None:
 def test_a_preempted_job_is_queued_again_and_no_other_one() -> None:
     """75 always, within a budget where there is one; a lost rank only with one; nothing else."""
     for code in (0, 1, 2, 3, 4, 5, 93, 130):
-        assert not wants_requeue(Verdict(code, ""), 0, 9)
-    assert wants_requeue(Verdict(75, ""), 99, 0) and wants_requeue(Verdict(75, ""), 1, 2)
-    assert not wants_requeue(Verdict(75, ""), 2, 2)
-    assert not wants_requeue(Verdict(6, ""), 0, 0) and wants_requeue(Verdict(6, ""), 0, 1)
+        assert not wants_requeue(LaunchOutcome(code, ""), 0, 9)
+    assert wants_requeue(LaunchOutcome(75, ""), 99, 0) and wants_requeue(LaunchOutcome(75, ""), 1, 2)
+    assert not wants_requeue(LaunchOutcome(75, ""), 2, 2)
+    assert not wants_requeue(LaunchOutcome(6, ""), 0, 0) and wants_requeue(LaunchOutcome(6, ""), 0, 1)
 
 
 def test_starts_that_are_ended_before_a_run_begins_are_not_repeated_for_ever(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_starts_that_are_ended_before_a_run_begins_are_not_repeated_for_ever(tmp
     assert [idle_starts(tmp_path, number) for number in range(4)] == [1, 2, 3, 4]
     (tmp_path / "attempt_1/run.json").write_text('{"run": "r"}')
     assert [idle_starts(tmp_path, number) for number in range(4)] == [1, 0, 1, 2]
-    left = Verdict(75, "")
+    left = LaunchOutcome(75, "")
     assert without_end(left, 2, 0) is left and without_end(left, 3, 9) is left
-    assert without_end(Verdict(1, ""), 3, 0).code == 1
+    assert without_end(LaunchOutcome(1, ""), 3, 0).code == 1
     ended = without_end(left, 3, 0)
     assert ended.code == 93 and not wants_requeue(ended, 2, 0)
 

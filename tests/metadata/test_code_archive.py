@@ -14,7 +14,7 @@ from source_trees import fill
 
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.metadata.code.archive import (
-    Manifest,
+    SourceManifest,
     archive_bytes,
     decode,
     member_name,
@@ -93,7 +93,10 @@ def test_a_damaged_archive_never_gives_other_source(files: dict[str, bytes], at:
 )
 def test_a_list_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     """An archive made by somebody else cannot name a place outside of itself."""
-    for manifest in (Manifest({name: take_one(tmp_path)}, {}), Manifest({}, {"a.py": "../" + name})):
+    for manifest in (
+        SourceManifest({name: take_one(tmp_path)}, {}),
+        SourceManifest({}, {"a.py": "../" + name}),
+    ):
         with pytest.raises(DamagedError, match="leads elsewhere"):
             decode(manifest.encode(), "it")
 

@@ -23,7 +23,14 @@ from told_jobs import contents, query, saved, train
 
 from torchrelay import Job, JobRunner, LocalSession, MultiNodeCheckpointManager, SqlHandler, max_epochs
 from torchrelay.errors import FormatError, NotAllowedNowError, StorageError, UnknownEpochError, UsageError
-from torchrelay.metadata.handlers import EPOCH, FILE_NAME, Holder, MetadataHandler, Note, notes_of_file
+from torchrelay.metadata.handlers import (
+    EPOCH,
+    FILE_NAME,
+    HandlerEvent,
+    Holder,
+    MetadataHandler,
+    notes_of_file,
+)
 from torchrelay.metadata.sql.database import Database, merged, rows_of
 from torchrelay.metadata.sql.handler import BoundedCalls, Pending, parse_url
 from torchrelay.metadata.statistics import NodeStats, NodeTimes
@@ -111,7 +118,7 @@ def test_a_bare_directory_of_checkpoints_is_indexed(tmp_path: Path, url: str) ->
 
 numbers = st.integers(0, 3)
 notes = st.builds(
-    lambda generation, base, name, kind, epoch, time, secs: Note(
+    lambda generation, base, name, kind, epoch, time, secs: HandlerEvent(
         Holder("job", name, generation, generation // 2, base), "/" + name, kind, epoch, time, epoch,
         () if kind == EPOCH else tuple(NodeTimes(f"n{i}", "", i, {"write": s}) for i, s in enumerate(secs)),
     ),
@@ -120,7 +127,7 @@ notes = st.builds(
 )  # fmt: skip
 
 
-def rows_told_in_turn(database_url: str, batches: list[list[Note]]) -> dict:
+def rows_told_in_turn(database_url: str, batches: list[list[HandlerEvent]]) -> dict:
     """What a new database has when these were told one after the other."""
     database = Database(parse_url(database_url), 5.0)
     for batch in batches:
@@ -128,7 +135,7 @@ def rows_told_in_turn(database_url: str, batches: list[list[Note]]) -> dict:
     return contents(database_url)
 
 
-def check_any_order(database_url_of, told: list[Note], seed: int) -> None:
+def check_any_order(database_url_of, told: list[HandlerEvent], seed: int) -> None:
     """The rows of any repetitions in any order are those of telling everything once."""
     draw = random.Random(seed)
     again = [draw.choices(told, k=draw.randint(1, 4)) for _ in range(3)]
@@ -140,14 +147,16 @@ def check_any_order(database_url_of, told: list[Note], seed: int) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(st.lists(notes, min_size=1, max_size=8), st.integers(0, 9))
-def test_replays_and_repeats_give_the_same_rows(tmp_path_factory, told: list[Note], seed: int) -> None:
+def test_replays_and_repeats_give_the_same_rows(
+    tmp_path_factory, told: list[HandlerEvent], seed: int
+) -> None:
     """Whatever is told again, in any order, and even if it differs: the rows follow from the set alone."""
     folder = tmp_path_factory.mktemp("any")
     check_any_order(lambda name: f"sqlite:///{folder / name}.db", told, seed)
 
 
 @given(st.lists(notes, min_size=3, max_size=3))
-def test_rows_are_merged_in_any_order(told: list[Note]) -> None:
+def test_rows_are_merged_in_any_order(told: list[HandlerEvent]) -> None:
     """Merging rows of one key is commutative, associative, idempotent, by the rule that SQL repeats."""
     for table in ("relay_jobs", "relay_branches"):
         a, b, c = (rows_of([note])[table][0] for note in told)
@@ -289,12 +298,14 @@ def test_one_handler_for_two_runs_keeps_them_apart(tmp_path: Path, url: str) -> 
 def test_what_waits_is_bounded() -> None:
     """The oldest notes are forgotten and counted; stored ones are let go by identity, not by value."""
     pending = Pending(most_rows=10)
-    told = [Note(Holder("job", "job", 1), "/p", EPOCH, epoch) for epoch in range(25)]
+    told = [HandlerEvent(Holder("job", "job", 1), "/p", EPOCH, epoch) for epoch in range(25)]
     pending.add(told)
     assert pending.all() == tuple(told[-10:]) and pending.given_up == 15
     pending.stored(told[-10:-1])
     assert pending.all() == (told[-1],)
-    huge = Note(told[0].holder, "/p", SAVE, 1, times=tuple(NodeTimes(str(i), "", 0, {}) for i in range(99)))
+    huge = HandlerEvent(
+        told[0].holder, "/p", SAVE, 1, times=tuple(NodeTimes(str(i), "", 0, {}) for i in range(99))
+    )
     pending.add([huge])
     assert pending.all() == (huge,)
 

@@ -20,7 +20,7 @@ from test_sql_handler import check_any_order, notes, without_times
 from told_jobs import contents, query, saved, train
 
 from torchrelay.errors import FormatError, StorageError
-from torchrelay.metadata.handlers import EPOCH, Holder, Note
+from torchrelay.metadata.handlers import EPOCH, HandlerEvent, Holder
 from torchrelay.metadata.sql import handler as sql_handler
 from torchrelay.metadata.sql.handler import SqlHandler
 from torchrelay.tools.cli.main import main
@@ -182,7 +182,7 @@ def test_tables_of_another_version_are_refused_by_name(server: Server, url: str,
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(told=st.lists(notes, min_size=1, max_size=8), seed=st.integers(0, 9))
-def test_replays_and_repeats_give_the_same_rows(server: Server, told: list[Note], seed: int) -> None:
+def test_replays_and_repeats_give_the_same_rows(server: Server, told: list[HandlerEvent], seed: int) -> None:
     """The law of the SQLite file holds here, too: another dialect says it in other statements."""
     check_any_order(lambda name: emptied(server), told, seed)
 
@@ -197,4 +197,4 @@ def test_names_of_any_characters(url: str) -> None:
     (row,) = contents(url)["relay_jobs"]
     assert (row["job"], row["name"], row["prefix"]) == (name, name, "s3://bucket/" + name)
     assert handler._database().newest_epoch(uuid=None, prefix="s3://bucket/" + name) == 1
-    assert Note(Holder(name, name, 1), "", EPOCH, 1).key in handler._database().known(name)
+    assert HandlerEvent(Holder(name, name, 1), "", EPOCH, 1).key in handler._database().known(name)

@@ -19,7 +19,7 @@ from torch import nn
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, max_epochs, open_checkpoint
-from torchrelay.checkpoint.save.staging import Copier, Stage
+from torchrelay.checkpoint.save.staging import Copier, StagedCopies
 from torchrelay.errors import UnknownEpochError
 from torchrelay.runners.training.exit import run_and_leave
 
@@ -121,7 +121,7 @@ def main() -> None:
     assert held.copies >= 3 * EPOCHS, held.copies
     for epoch in range(EPOCHS + 1):
         assert different(folder / "async", folder / "sync", epoch) == []
-    unguarded = patch.multiple(Stage, pass_gate=lambda self: None, compare=lambda self: None)
+    unguarded = patch.multiple(StagedCopies, pass_gate=lambda self: None, compare=lambda self: None)
     with unguarded, HeldUp(PATIENCE_SECS):
         train(session, folder / "torn", kind, asynchronous=True, reuse=False)
     torn = [name for epoch in (1, 2) for name in different(folder / "torn", folder / "sync", epoch)]

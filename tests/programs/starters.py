@@ -11,12 +11,12 @@ import json
 import os
 import sys
 
-from torchrelay.checkpoint.format.manifest.position import Entry, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError
 
-FIRST = Entry(0, Position(0), "e00000000-abcdef", 1, "0" * 64)
+FIRST = CommittedPosition(0, Position(0), "e00000000-abcdef", 1, "0" * 64)
 PATIENCE_SECS = 20.0  # a counter of a busy machine moves late; whoever sees it move does not wait for more
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from torchrelay.checkpoint.format.manifest.position import Entry, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import RelayError
@@ -25,7 +25,7 @@ def take(place: str) -> str:
     newest = writer.view.newest()
     for epoch in range(1, 3):
         epoch += newest.position.epoch if newest else -1
-        writer.commit(Entry(0, Position(epoch), f"e{epoch:08d}-abcdef", 1, "0" * 64))
+        writer.commit(CommittedPosition(0, Position(epoch), f"e{epoch:08d}-abcdef", 1, "0" * 64))
     writer.release()
     return ""
 

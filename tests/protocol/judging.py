@@ -17,7 +17,7 @@ import torch
 from stories import FROZEN_ITEMS, NODES, Record, still
 from weak_disk import Tree, WeakDisk
 
-from torchrelay.checkpoint.format.manifest.position import Entry, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.chain import HINT, open_log, read_hint
@@ -52,7 +52,7 @@ class Judge:
     kinds: Counter[str] = field(default_factory=Counter)
     _seen: set[int] = field(default_factory=set)
     _logs: dict[Files, LogView | str] = field(default_factory=dict)
-    _proofs: dict[tuple[Entry, Files], str] = field(default_factory=dict)
+    _proofs: dict[tuple[CommittedPosition, Files], str] = field(default_factory=dict)
     _recoveries: dict[tuple[Files, frozenset[str]], str] = field(default_factory=dict)
 
     @property
@@ -145,7 +145,7 @@ def _opened(tree: Tree) -> LogView | str:
         return f"{type(error).__name__}: {error}"
 
 
-def proved(disk: WeakDisk, entry: Entry, record: Record) -> str:
+def proved(disk: WeakDisk, entry: CommittedPosition, record: Record) -> str:
     """What is wrong with an epoch: its proof, or a content that is not all of one save."""
     proof = prove(disk, entry, level="full")
     if not proof.proved or proof.manifest is None:
@@ -193,10 +193,12 @@ def recover(disk: WeakDisk, before: LogView) -> str:
     return _deleted_too_much(there, disk, after) or _left_over(disk, after)
 
 
-def _next(writer: LogWriter, epoch: int) -> Entry:
+def _next(writer: LogWriter, epoch: int) -> CommittedPosition:
     nonces = itertools.count(_OWN_NONCES)
     position = Position(epoch)
-    return Entry(writer.view.current.id, position, position.directory(f"{next(nonces):012x}"), 1, "0" * 64)
+    return CommittedPosition(
+        writer.view.current.id, position, position.directory(f"{next(nonces):012x}"), 1, "0" * 64
+    )
 
 
 def _deleted_too_much(there: list[str], disk: WeakDisk, after: LogView) -> str:

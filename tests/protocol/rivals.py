@@ -11,7 +11,7 @@ from stories import ME, still
 from weak_disk import WeakDisk
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.manifest.position import Entry, Key, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key, Position
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import Record, decode
 from torchrelay.checkpoint.log.retention import keep_last, to_retire
@@ -21,9 +21,9 @@ from torchrelay.errors import RelayError
 FIRST = Key(0, Position(0))
 
 
-def entry(epoch: int, who: int, branch: int = 0) -> Entry:
+def entry(epoch: int, who: int, branch: int = 0) -> CommittedPosition:
     position = Position(epoch)
-    return Entry(branch, position, position.directory(f"{who:06x}{epoch:06x}"), 1, "0" * 64)
+    return CommittedPosition(branch, position, position.directory(f"{who:06x}{epoch:06x}"), 1, "0" * 64)
 
 
 def begun(epochs: int = 1) -> dict[str, bytes]:

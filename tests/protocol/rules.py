@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import PropertyMock, patch
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.manifest.position import Entry, Key, State
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key, State
 from torchrelay.checkpoint.log import chain, lease, retention
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.chain import Base, Tail
@@ -91,7 +91,7 @@ def _record_first(job: pipeline.SaveJob, plan: Any, try_name: str, rows: Any) ->
     later.now()
 
 
-def _base_unsynced(storage: Storage, entries: tuple[Entry, ...]) -> Base:
+def _base_unsynced(storage: Storage, entries: tuple[CommittedPosition, ...]) -> Base:
     data = encode_base(entries)
     ref = BaseRef(f"base-{chain.secrets.token_hex(8)}.json", len(data), canonical_json.sha256(data))
     storage.link_exclusive(ref.path, data)

@@ -19,7 +19,7 @@ from stories import ME, Record, Run, small_log, still
 from weak_disk import CrashError, WeakDisk
 
 from torchrelay.checkpoint.coordinator.retention import Retaining
-from torchrelay.checkpoint.format.manifest.position import Entry, Key, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key, Position
 from torchrelay.checkpoint.log import writer
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping
@@ -210,7 +210,7 @@ class Walk:
         if bool(wrong) != (entry.key in self.known.rotten) and not self._spoilt(entry):
             raise Unlike(f"epoch {entry.key} is {wrong or 'whole'}")
 
-    def _spoilt(self, entry: Entry) -> bool:
+    def _spoilt(self, entry: CommittedPosition) -> bool:
         """Full proofs also read what lies beside the referenced bytes."""
         return bool(self.known.spoilt & set(entry.tries))
 

@@ -23,19 +23,19 @@ from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.tools.cli.main import main
 from torchrelay.tools.report.html import checked
-from torchrelay.tools.report.run_data import Limits
-from torchrelay.tools.report.run_list import RunStore, signature
+from torchrelay.tools.report.run_data import ReadLimits
+from torchrelay.tools.report.run_list import RunIndex, signature
 from torchrelay.tools.report.server import DashboardServer, Rendered
 
 TOKEN = "0123456789abcdef"
-QUICK = Limits(norm_bytes=0)
+QUICK = ReadLimits(norm_bytes=0)
 
 
 @contextmanager
 def serving(
     root: Path, token: str | None = None, rendered: Rendered | None = None
 ) -> Iterator[DashboardServer]:
-    with DashboardServer(RunStore(root), "127.0.0.1", 0, token, QUICK, rendered) as server:
+    with DashboardServer(RunIndex(root), "127.0.0.1", 0, token, QUICK, rendered) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:
@@ -255,7 +255,7 @@ def test_a_signal_while_a_line_is_accepted_is_no_error(story: RunDirectory, capf
             super().process_request_thread(request, client_address)
 
     with (
-        Accepting(RunStore(story.path.parent), "127.0.0.1", 0, None, QUICK) as server,
+        Accepting(RunIndex(story.path.parent), "127.0.0.1", 0, None, QUICK) as server,
         socket.create_connection(server.server_address[:2], timeout=100),
     ):
         before = set(threading.enumerate())

@@ -19,7 +19,7 @@ from torchrelay.checkpoint.log.lease import process_here
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.tools.report.gather import gather
-from torchrelay.tools.report.run_data import Limits, Point, course_of, spread
+from torchrelay.tools.report.run_data import Point, ReadLimits, course_of, spread
 from torchrelay.tools.report.timeline import bars_of, finding_of, saving_secs, summed_up, wall_secs
 
 SPANS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=6)
@@ -110,10 +110,10 @@ def test_weights_that_are_not_finite_are_counted(tmp_path) -> None:
 def test_the_bytes_of_weights_are_bounded(story: RunDirectory) -> None:
     """No more than the limit is read, fewer epochs and parameters instead, and what is left out is said."""
     room = 3 * (64 * 64 * 4 + 2 * 64 * 4)
-    some = gather(story, Limits(norm_bytes=room)).norms
+    some = gather(story, ReadLimits(norm_bytes=room)).norms
     assert 0 < some.read_bytes <= room
     assert some.left_out == "3 of 4 parameters were looked at"
-    none = gather(story, Limits(norm_bytes=0)).norms
+    none = gather(story, ReadLimits(norm_bytes=0)).norms
     assert (none.rows, none.read_bytes, none.left_out) == ((), 0, "weights were not read, as asked for")
 
 
@@ -147,7 +147,7 @@ def remove_newest(story: RunDirectory) -> None:
 def test_a_damaged_epoch_is_told_with_what_a_start_would_do(story: RunDirectory) -> None:
     """A missing shard of the newest epoch: it is damaged, and the page says what a start would take."""
     remove_newest(story)
-    facts = gather(story, Limits(norm_bytes=0))
+    facts = gather(story, ReadLimits(norm_bytes=0))
     rows = {(one.branch, one.epoch): one for one in facts.epochs}
     assert rows[1, 5].standing == "damaged"
     assert "epoch 4" in facts.start_now
@@ -195,7 +195,7 @@ def test_a_link_in_the_configuration_is_not_followed(story: RunDirectory, tmp_pa
     (story.path / "config/resolved.yaml").symlink_to(secret)
     (story.path / "lineage").mkdir()
     (story.path / "lineage/up").symlink_to(tmp_path)
-    facts = gather(story, Limits(norm_bytes=0))
+    facts = gather(story, ReadLimits(norm_bytes=0))
     assert facts.config is None
     assert facts.upstream == ()
 
@@ -204,7 +204,7 @@ def test_a_run_whose_process_is_gone_is_not_called_running(story: RunDirectory) 
     """A status that says RUNNING does not count where its process is gone."""
     gone = {**process_here(), "pid": 2**22 - 1}
     story.write_status("RUNNING", epoch=5, generation=10**6, **gone)
-    facts = gather(story, Limits(norm_bytes=0))
+    facts = gather(story, ReadLimits(norm_bytes=0))
     assert (facts.stands.word, facts.stands.why) == ("interrupted", f"killed: process {gone['pid']} is gone")
 
 

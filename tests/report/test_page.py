@@ -15,10 +15,10 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.tools.cli.main import main
 from torchrelay.tools.report.gather import gather
 from torchrelay.tools.report.page import asset, policy, report_page
-from torchrelay.tools.report.run_data import Limits
+from torchrelay.tools.report.run_data import ReadLimits
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'</title></style>"
-QUICK = Limits(norm_bytes=0)
+QUICK = ReadLimits(norm_bytes=0)
 
 
 def hostile(story: RunDirectory) -> RunDirectory:

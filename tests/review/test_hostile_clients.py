@@ -17,19 +17,22 @@ pytest.importorskip("uvicorn", reason="pip install 'torchrelay[serve]'")
 import torch
 from served import linear, served, serving
 
-from torchrelay.runners.programs.request import Limits, ServeOptions
+from torchrelay.runners.programs.request import RequestLimits, ServeOptions
 from torchrelay.tools.serving import serve as serving_module
-from torchrelay.tools.serving.batching import Asked, Queue
+from torchrelay.tools.serving.batching import PendingRequest, Queue
 from torchrelay.tools.serving.errors import tell
 from torchrelay.tools.serving.handlers import TensorHandler
 
 
 def test_what_was_given_up_leaves_the_queue():
     """Samples of clients that are gone hold no memory and no place while the model computes for long."""
-    queue, model = Queue(Limits(max_batch=2, max_delay_secs=0, queue=4)), served(TensorHandler(linear()))
+    queue, model = (
+        Queue(RequestLimits(max_batch=2, max_delay_secs=0, queue=4)),
+        served(TensorHandler(linear())),
+    )
 
-    def asked(count: int) -> Asked:
-        one = Asked(model, [{"x": torch.ones(3)}] * count, lambda one: None)
+    def asked(count: int) -> PendingRequest:
+        one = PendingRequest(model, [{"x": torch.ones(3)}] * count, lambda one: None)
         assert queue.put(one)
         return one
 

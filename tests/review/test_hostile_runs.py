@@ -16,11 +16,11 @@ from program_cases import Script
 from torchrelay.jobs.config.config import load_config
 from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.metadata.code.capture import command
-from torchrelay.metadata.experiments import Identity, Note, RunStore
-from torchrelay.metadata.lineage import Stage, StageRecord, capture, stages_of
+from torchrelay.metadata.experiments import Identity, ProgramRecord, RunStore
+from torchrelay.metadata.lineage import LineageStage, StageRecord, capture, stages_of
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.monitoring.status import Standing, standing
-from torchrelay.runners.programs.run_selection import Chosen, Known, Start, choose_to_train, made_run
+from torchrelay.runners.programs.run_selection import Chosen, RunInfo, TrainRequest, choose_to_train, made_run
 from torchrelay.runners.session.stop_requests import Requests, nothing_follows, signals_ask
 from torchrelay.tools.cli.main import main
 
@@ -57,8 +57,8 @@ def test_runs_ls_and_show_survive_any_value_in_a_note(
             assert "Traceback" not in told.err and "\x1b" not in told.out + told.err
 
 
-def stage(upstream: Path) -> Stage:
-    return Stage("expert", StageRecord("up@1", str(upstream), "j", "u", 1, 0), [], upstream)
+def stage(upstream: Path) -> LineageStage:
+    return LineageStage("expert", StageRecord("up@1", str(upstream), "j", "u", 1, 0), [], upstream)
 
 
 def test_a_run_below_a_folder_of_its_upstream_is_captured_once(tmp_path: Path) -> None:
@@ -144,11 +144,11 @@ def test_a_damaged_note_stops_no_verb_of_the_other_runs(
 def test_a_start_beside_a_running_one_changes_no_note(tmp_path: Path) -> None:
     """Limits of a start that is refused are not noted: they would count as reached later."""
     store = RunStore(tmp_path)
-    note = Note("p", "o", "a", None, 1.0, limits={"max_epochs": 2})
+    note = ProgramRecord("p", "o", "a", None, 1.0, limits={"max_epochs": 2})
     run = store.create(note, None, 1)
     RunDirectory(run.path).write_status("RUNNING", pid=1, host=socket.gethostname(), epoch=1)
     assert standing(run.path).word == "running"
-    wanted = Note("p", "o", "a", None, 2.0, limits={"max_epochs": 9}, launch="x", message="m")
+    wanted = ProgramRecord("p", "o", "a", None, 2.0, limits={"max_epochs": 9}, launch="x", message="m")
     made_run(store, wanted, Chosen("continue", run.id, "running"), None, 1)
     assert store.find(run.id).note == note
 
@@ -156,8 +156,8 @@ def test_a_start_beside_a_running_one_changes_no_note(tmp_path: Path) -> None:
 def test_the_choice_to_begin_again_remembers_which_run_it_saw() -> None:
     """The id stays when a run is begun again, so the time of its making goes with it."""
     identity = Identity("a", None)
-    known = Known("run", identity, Standing("finished"), created=5.0)
-    assert choose_to_train(Start(identity, retrain=True), [known]).created == 5.0
+    known = RunInfo("run", identity, Standing("finished"), created=5.0)
+    assert choose_to_train(TrainRequest(identity, retrain=True), [known]).created == 5.0
 
 
 def test_a_save_that_is_asked_for_after_the_end_kills_nothing() -> None:

@@ -17,8 +17,8 @@ from torchrelay.tools.report import run_data
 from torchrelay.tools.report import server as serving
 from torchrelay.tools.report.gather import gather
 from torchrelay.tools.report.page import report_page
-from torchrelay.tools.report.run_data import Limits
-from torchrelay.tools.report.run_list import RunStore
+from torchrelay.tools.report.run_data import ReadLimits
+from torchrelay.tools.report.run_list import RunIndex
 from torchrelay.tools.report.server import DashboardServer
 
 EVIL = "</script><img src=x onerror=alert(1)>\" ' \u202e\x1b[31m"
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @contextmanager
 def served(root: Path) -> Iterator[int]:
-    with DashboardServer(RunStore(root), "127.0.0.1", 0, None, Limits(norm_bytes=0)) as server:
+    with DashboardServer(RunIndex(root), "127.0.0.1", 0, None, ReadLimits(norm_bytes=0)) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:
@@ -121,7 +121,7 @@ def test_no_value_in_a_note_breaks_a_page(run: RunDirectory, key: str, odd: obje
             file.write(json.dumps({**line, key: odd}) + "\n")
     status = json.loads((run.path / "status.json").read_text())
     (run.path / "status.json").write_text(json.dumps({**status, key: odd}))
-    page = report_page([gather(run, Limits(norm_bytes=0))])
+    page = report_page([gather(run, ReadLimits(norm_bytes=0))])
     assert "<img" not in page and "\x1b" not in page and "\u202e" not in page
 
 
@@ -132,6 +132,6 @@ def test_files_of_very_many_lines_are_read_in_part(
     monkeypatch.setattr(run_data, "MOST_LINES", 10)
     for epoch in range(2, 20):
         run.log_metrics(0, {"epoch": epoch, "time": 1.0, "metrics": {"val/acc": 0.5}})
-    facts = gather(run, Limits(norm_bytes=0))
+    facts = gather(run, ReadLimits(norm_bytes=0))
     assert len(facts.course.points) == 10
     assert any("only the first 10 lines" in text for text in facts.trouble)

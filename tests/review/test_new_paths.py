@@ -29,7 +29,7 @@ from torchrelay.checkpoint.format.shard.reads import EACH, each
 from torchrelay.checkpoint.save.agreement import BroadcastBuffers, SpecExchange
 from torchrelay.checkpoint.save.background import Background
 from torchrelay.checkpoint.save.capture import NodeState
-from torchrelay.checkpoint.save.staging import Copier, Stage
+from torchrelay.checkpoint.save.staging import Copier, StagedCopies
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore import gate
@@ -207,7 +207,7 @@ def test_a_child_forked_during_a_save_collects_its_cycles() -> None:
 
 def test_a_child_forked_while_copies_are_made_does_not_wait_for_them() -> None:
     """The thread that copies does not exist in a forked child: a step there goes on."""
-    copies = Stage("samples")
+    copies = StagedCopies("samples")
     copies.close_gate()
     try:
         weight = nn.Parameter(torch.zeros(2))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from torchrelay.checkpoint.log.view import Holding, Look
+from torchrelay.checkpoint.log.view import LeaseInfo, Look
 from torchrelay.jobs.session import Solo
 from torchrelay.metadata.run_directory import RunDirectory, State
 from torchrelay.runners.distributed.launcher_status import (
@@ -25,7 +25,7 @@ from torchrelay.runners.distributed.launcher_status import (
 from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.monitoring.text import RankLog
 from torchrelay.runners.session.run_state import RunState
-from torchrelay.runners.session.stop import Verdict
+from torchrelay.runners.session.stop import StopVerdict
 from torchrelay.runners.training.exit import run_and_leave
 from torchrelay.runners.training.journal import Journal
 from torchrelay.runners.training.plan import Choice
@@ -65,7 +65,7 @@ def journal(run: Held) -> Iterator[Journal]:
 def started(run: RunDirectory, generation: int) -> Journal:
     """The journal of a start that holds the log."""
     made = Journal(run, Solo(), Progress(RankLog(0, 1, "here"), talks=False))
-    made.opened(Holding("job", "uuid", 0, generation), Look(), Choice("fresh"))
+    made.opened(LeaseInfo("job", "uuid", 0, generation), Look(), Choice("fresh"))
     return made
 
 
@@ -97,14 +97,14 @@ def test_a_status_that_was_under_way_does_not_hide_the_failure(run: Held, journa
     """The main thread that comes to an epoch's end meanwhile does not say again that the run goes on."""
     run.held = "RUNNING"
     state = RunState()
-    main = in_thread(journal.epoch_done, state, {}, True, Verdict())
+    main = in_thread(journal.epoch_done, state, {}, True, StopVerdict())
     assert run.about.wait(WAIT_SECS)
     other = in_thread(note_failure, "lost a peer", 6, WAIT_SECS)
     other.join(0.5)
     run.go.set()
     for thread in (main, other):
         thread.join(WAIT_SECS)
-    journal.epoch_done(state, {}, True, Verdict())
+    journal.epoch_done(state, {}, True, StopVerdict())
     assert (run.status()["state"], failures(run)) == ("FAILED", ["lost a peer"])
 
 

@@ -39,8 +39,8 @@ from torchrelay.runners.session.stop_requests import (
     GRACE_SECS,
     NOT_ASKED,
     PREEMPT,
-    Deadline,
     Requests,
+    StopDeadline,
     deadlines_of,
     seconds_of,
     signals_ask,
@@ -253,7 +253,7 @@ def test_limits_that_the_program_has_today_hold_inside_of_an_epoch(program):
 def test_a_request_knows_how_long_it_has():
     """Signals count from when they came, limits from what they say; the earliest end counts."""
     now = [100.0]
-    requests = Requests((Deadline(200.0, "the limit", 5.0),), clock=lambda: now[0])
+    requests = Requests((StopDeadline(200.0, "the limit", 5.0),), clock=lambda: now[0])
     assert requests.level() == NOT_ASKED and requests.secs_left() == 100
     requests.preempt("SIGTERM")
     requests.preempt("SIGUSR1")
@@ -262,7 +262,7 @@ def test_a_request_knows_how_long_it_has():
     assert requests.level(patient=True) == NOT_ASKED, "who would lose an epoch waits while there is time"
     now[0] += GRACE_SECS - asking.RESERVE_SECS + 1
     assert requests.level(patient=True) == PREEMPT
-    limit = Deadline(200.0, "the limit", 5.0)
+    limit = StopDeadline(200.0, "the limit", 5.0)
     late = Requests((limit,), save_secs=lambda: 30.0, clock=lambda: now[0])
     now[0] = 200 - 60 - 5 - asking._MARGIN_SECS - 0.1
     assert late.level() == NOT_ASKED

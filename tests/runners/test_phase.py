@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from torchrelay.runners.distributed.environment import Phase, stack_of_main_thread
+from torchrelay.runners.distributed.environment import ProcessPhases, stack_of_main_thread
 
 
 def read(place: str) -> str:
@@ -14,7 +14,7 @@ def read(place: str) -> str:
 
 def test_phases_are_nested_and_of_every_thread():
     """The outer phase comes back when the inner one ends; threads do not hide each other."""
-    phase = Phase()
+    phase = ProcessPhases()
     place = phase.show()
     with phase.during("epoch 3"):
         with phase.during("waiting at 'save'"):
@@ -28,14 +28,14 @@ def test_phases_are_nested_and_of_every_thread():
     assert read(place) == "nothing that it told of"
 
 
-def _inside(phase: Phase, place: str) -> str:
+def _inside(phase: ProcessPhases, place: str) -> str:
     with phase.during("copying"):
         return read(place)
 
 
 def test_a_phase_that_is_too_long_is_cut():
     """Text of users does not overflow the memory, not even in the middle of a character."""
-    phase = Phase()
+    phase = ProcessPhases()
     place = phase.show()
     with phase.during("ä" * 2000):
         assert 500 <= len(Path(place).read_bytes().rstrip(b"\0")) < 512

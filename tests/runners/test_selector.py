@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from torchrelay import open_checkpoint
 from torchrelay.checkpoint.format.manifest.position import Facts, Key, Position
-from torchrelay.checkpoint.log.view import Wanted
+from torchrelay.checkpoint.log.view import EpochQuery
 from torchrelay.errors import RelayError, UnknownEpochError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.remote_runs.resolve import Selector, parse_selector, select
@@ -43,21 +43,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("text", "path", "wish"),
     [
         ("runs/a", "runs/a", None),
-        ("runs/a@7", "runs/a", Wanted(7)),
-        ("runs/a@epoch=7", "runs/a", Wanted(7)),
-        ("runs/a@epoch=7,branch=0", "runs/a", Wanted(7, branch=0)),
-        ("runs/a@7,branch=12", "runs/a", Wanted(7, branch=12)),
-        ("runs/a@best", "runs/a", Wanted(None, "best")),
-        ("runs/a@last", "runs/a", Wanted(None, "last")),
-        ("runs/a@tag=v1", "runs/a", Wanted(None, tag="v1")),
-        ("runs/a@tag=x@y/z", "runs/a", Wanted(None, tag="x@y/z")),
+        ("runs/a@7", "runs/a", EpochQuery(7)),
+        ("runs/a@epoch=7", "runs/a", EpochQuery(7)),
+        ("runs/a@epoch=7,branch=0", "runs/a", EpochQuery(7, branch=0)),
+        ("runs/a@7,branch=12", "runs/a", EpochQuery(7, branch=12)),
+        ("runs/a@best", "runs/a", EpochQuery(None, "best")),
+        ("runs/a@last", "runs/a", EpochQuery(None, "last")),
+        ("runs/a@tag=v1", "runs/a", EpochQuery(None, tag="v1")),
+        ("runs/a@tag=x@y/z", "runs/a", EpochQuery(None, tag="x@y/z")),
         ("me@host/runs", "me@host/runs", None),
-        ("me@host/runs@7", "me@host/runs", Wanted(7)),
-        ("s3://bucket/run@best", "s3://bucket/run", Wanted(None, "best")),
+        ("me@host/runs@7", "me@host/runs", EpochQuery(7)),
+        ("s3://bucket/run@best", "s3://bucket/run", EpochQuery(None, "best")),
         ("@7", "@7", None),
     ],
 )
-def test_what_people_write(text: str, path: str, wish: Wanted | None) -> None:
+def test_what_people_write(text: str, path: str, wish: EpochQuery | None) -> None:
     """Every form is taken apart into a path and what is wanted of it."""
     found = parse_selector(text, lambda _: False)
     assert (found.path, found.wish) == (path, wish)
@@ -77,7 +77,7 @@ def test_a_path_that_exists_wins(path: str, epoch: int, branch: int) -> None:
     assert parse_selector(text, lambda _: True) == Selector(text)
     if "@tag=" not in text:
         found = parse_selector(text, lambda _: False)
-        assert (found.path, found.wish) == (f"r{path}", Wanted(epoch, branch=branch))
+        assert (found.path, found.wish) == (f"r{path}", EpochQuery(epoch, branch=branch))
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from ranks import local_store
 
 from torchrelay.errors import UsageError
 from torchrelay.runners.distributed.environment import phase
-from torchrelay.runners.distributed.failure_watcher import Patience, Watcher, patience_of
+from torchrelay.runners.distributed.failure_watcher import Watcher, WatcherTimeouts, patience_of
 from torchrelay.runners.distributed.launcher_status import Failure
 from torchrelay.runners.distributed.liveness import LifeLines, own_process
 
-FAST = Patience(look=0.05, silence=60, own_grace=0.3, peer_grace=0.1, blame=0.2, shown=0.3)
+FAST = WatcherTimeouts(look=0.05, silence=60, own_grace=0.3, peer_grace=0.1, blame=0.2, shown=0.3)
 HASTY = replace(FAST, silence=2)
 """Only for a store that is lost: one that answers late on a busy machine must not count as such."""
 

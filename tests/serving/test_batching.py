@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.programs.request import Budget, Limits
-from torchrelay.tools.serving.batching import Asked, Queue
+from torchrelay.runners.programs.request import Budget, RequestLimits
+from torchrelay.tools.serving.batching import PendingRequest, Queue
 from torchrelay.tools.serving.handlers import Served
 
 
@@ -27,8 +27,8 @@ class Clock:
         return self.now
 
 
-def asked(*samples: str, served: Served | None = None) -> Asked:
-    return Asked(served or ONE, samples, lambda asked: None)
+def asked(*samples: str, served: Served | None = None) -> PendingRequest:
+    return PendingRequest(served or ONE, samples, lambda asked: None)
 
 
 ONE = Served("one", Alike())  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ TWO = Served("two", Alike())  # type: ignore[arg-type]
 
 def queue(**limits: Any) -> tuple[Queue, Clock]:
     clock = Clock()
-    return Queue(Limits(**{"max_batch": 3, "max_delay_secs": 1.0, **limits}), clock), clock
+    return Queue(RequestLimits(**{"max_batch": 3, "max_delay_secs": 1.0, **limits}), clock), clock
 
 
 def samples(batch: list[Any]) -> list[str]:
@@ -107,4 +107,4 @@ def test_a_budget_has_what_it_has():
 def test_limits_that_cannot_be_are_refused(limits: dict[str, Any]):
     """Nothing is unlimited by accident, and no batch waits longer than its request."""
     with pytest.raises(UsageError):
-        Limits(**limits)
+        RequestLimits(**limits)

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from torchrelay.jobs.runtime import Signature, TensorSpec
-from torchrelay.runners.programs.request import Limits
+from torchrelay.runners.programs.request import RequestLimits
 from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError
 from torchrelay.tools.serving.handlers import TensorHandler
-from torchrelay.tools.serving.requests import Form, form_of, read_question, write_answer
+from torchrelay.tools.serving.requests import ContentFormat, form_of, read_question, write_answer
 from torchrelay.tools.serving.tensors import body_of, joined, json_bytes, rows, shape_of, tensors_of
 
-LIMITS = Limits(elements=1000, samples=10, depth=4)
-AS_JSON, AS_TENSORS = Form(False, False), Form(True, True)
+LIMITS = RequestLimits(elements=1000, samples=10, depth=4)
+AS_JSON, AS_TENSORS = ContentFormat(False, False), ContentFormat(True, True)
 ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 
 
@@ -29,7 +29,7 @@ def file_of(header: Any, data: bytes = bytes(16), length: int | None = None) -> 
     return bytearray(struct.pack("<Q", len(text) if length is None else length) + text + data)
 
 
-def status_of(body: bytes, form: Form = AS_JSON) -> int:
+def status_of(body: bytes, form: ContentFormat = AS_JSON) -> int:
     with pytest.raises(RefusedError) as refused:
         read_question(bytearray(body), form, LIMITS)
     assert refused.value.text
@@ -106,7 +106,7 @@ def test_what_is_no_question_is_refused(body: bytes):
 def test_any_bytes_are_understood_or_refused(body: bytes, binary: bool):
     """Nothing but a refusal comes out."""
     try:
-        read_question(bytearray(body), Form(binary, binary), LIMITS)
+        read_question(bytearray(body), ContentFormat(binary, binary), LIMITS)
     except RefusedError as error:
         assert error.status in (400, 413)
 
@@ -147,11 +147,11 @@ def test_the_form_of_the_answer_is_the_requests_or_what_is_accepted():
     """Accept decides, else the request's own form."""
     json_type = {"content-type": "application/json; charset=UTF-8"}
     assert form_of(json_type) == AS_JSON
-    assert form_of({**json_type, "accept": "application/vnd.safetensors"}) == Form(False, True)
+    assert form_of({**json_type, "accept": "application/vnd.safetensors"}) == ContentFormat(False, True)
     assert form_of({"content-type": "application/octet-stream", "accept": "*/*"}) == AS_TENSORS
-    assert form_of({"content-type": "application/octet-stream", "accept": "application/json"}) == Form(
-        True, False
-    )
+    assert form_of(
+        {"content-type": "application/octet-stream", "accept": "application/json"}
+    ) == ContentFormat(True, False)
 
 
 SIGNATURE = Signature(

@@ -17,7 +17,7 @@ from served import wait_until
 from torchrun import clean_environment
 
 from torchrelay.errors import UsageError
-from torchrelay.tools.serving.model_sources import EpochSource
+from torchrelay.tools.serving.model_sources import EpochModelSource
 from torchrelay.tools.serving.program_server import configured_model
 
 
@@ -49,7 +49,7 @@ def test_flm_6_answers_are_those_of_eval_and_newer_epochs_need_no_code(tmp_path:
     for name in sources:
         (tmp_path / name).unlink()
     model = configured_model(tmp_path / "run", tmp_path / "scratch")
-    source = EpochSource(str(tmp_path / "run"), "last", model, print)
+    source = EpochModelSource(str(tmp_path / "run"), "last", model, print)
     first = source.first()
     assert [one.name for one in first.signature.inputs] == ["batch_0"]
     assert (first.name, first.epoch, first.code_id is None) == ("run", 1, False)

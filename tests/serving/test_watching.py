@@ -12,8 +12,8 @@ from served import linear, serving, train, wait_until
 
 from torchrelay import open_checkpoint
 from torchrelay.errors import NoProvableEpochError, StorageError, TaskFailedError, UsageError
-from torchrelay.tools.serving.handlers import Holder, TensorHandler
-from torchrelay.tools.serving.model_sources import EpochSource, PlainModel
+from torchrelay.tools.serving.handlers import ModelSlot, TensorHandler
+from torchrelay.tools.serving.model_sources import EpochModelSource, PlainModel
 from torchrelay.tools.serving.monitoring import Meters, Watching
 
 BIAS_AT = 4096 + (8 + 8 * 4) * 4
@@ -22,9 +22,9 @@ BIAS_AT = 4096 + (8 + 8 * 4) * 4
 
 def source(
     where: Path, wish: str = "last", said: list[str] | None = None, blob: str = "model"
-) -> EpochSource:
+) -> EpochModelSource:
     model = PlainModel("a run", linear, blob, TensorHandler, None, None, None)
-    return EpochSource(str(where), wish, model, (said if said is not None else []).append)
+    return EpochModelSource(str(where), wish, model, (said if said is not None else []).append)
 
 
 def damage(where: Path, epoch: int) -> None:
@@ -83,7 +83,7 @@ def test_a_damaged_newest_epoch_leaves_the_old_one_and_says_so(tmp_path: Path):
     train(tmp_path / "run", 2)
     said: list[str] = []
     epochs = source(tmp_path / "run", said=said)
-    holder, meters = Holder(epochs.first()), Meters()
+    holder, meters = ModelSlot(epochs.first()), Meters()
     watching = Watching(epochs, said.append)
     watching.look(holder, meters)
     train(tmp_path / "run", 3)
@@ -114,7 +114,7 @@ def test_storage_that_fails_for_a_while_changes_nothing(tmp_path: Path, monkeypa
     train(tmp_path / "run", 1)
     said: list[str] = []
     epochs = source(tmp_path / "run", said=said)
-    holder, meters = Holder(epochs.first()), Meters()
+    holder, meters = ModelSlot(epochs.first()), Meters()
     train(tmp_path / "run", 2)
     watching = Watching(epochs, said.append)
     with monkeypatch.context() as patch:

@@ -258,14 +258,14 @@ def test_trouble_is_told_once_and_passes(
         elif 1 < epoch[0] < 4:
             assert _until(lambda: here[0].reason)
 
-    here: list[upload.Behind] = []
-    made = upload.Behind.__init__
+    here: list[upload.BackgroundUploader] = []
+    made = upload.BackgroundUploader.__init__
 
-    def remember(self: upload.Behind, *given: object, **more: object) -> None:
+    def remember(self: upload.BackgroundUploader, *given: object, **more: object) -> None:
         made(self, *given, **more)  # type: ignore[arg-type]
         here.append(self)
 
-    monkeypatch.setattr(upload.Behind, "__init__", remember)
+    monkeypatch.setattr(upload.BackgroundUploader, "__init__", remember)
     with pytest.warns(UserWarning) as told:
         assert train(url, 5, each) == 5
     texts = [str(one.message) for one in told if "is not up to date" in str(one.message)]

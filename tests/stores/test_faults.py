@@ -21,7 +21,7 @@ from torchrelay.checkpoint.storage import object_store, transfers
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import storage_of
-from torchrelay.checkpoint.storage.transfers import Patience
+from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.tools.cli.main import main
 
@@ -86,7 +86,7 @@ def test_a_store_that_stays_away_is_given_up(server: Served) -> None:
     with behind(server) as (proxy, url):
         for fault in ("503", "silence"):
             proxy.schedule = lambda asked, fault=fault: fault
-            storage = ObjectStorage(*_opened(url), url, patience=Patience(0.5, 0.05, 0.1))
+            storage = ObjectStorage(*_opened(url), url, patience=RetryTimeouts(0.5, 0.05, 0.1))
             begun = time.monotonic()
             with pytest.raises(StorageError, match="try again when the store answers"):
                 storage.link_exclusive("log/0", b"mine")

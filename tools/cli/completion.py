@@ -16,7 +16,7 @@ SELECTORS = (*WORDS, "epoch=", "tag=")
 
 
 @dataclass(frozen=True)
-class Options:
+class CompletionOptions:
     """What may follow some verbs: `verbs` and `options` with what the help says, `choices` of options."""
 
     verbs: Mapping[str, str]
@@ -24,7 +24,7 @@ class Options:
     choices: Mapping[str, Sequence[str]]
 
 
-def tree_of(parser: argparse.ArgumentParser, verb: str = "") -> Iterator[tuple[str, Options]]:
+def tree_of(parser: argparse.ArgumentParser, verb: str = "") -> Iterator[tuple[str, CompletionOptions]]:
     """Every verb, `ckpt why` say, with what may follow it; the whole parser first, as an empty verb."""
     fixed = [one for one in parser._actions if not one.option_strings and one.choices]
     inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
@@ -33,7 +33,7 @@ def tree_of(parser: argparse.ArgumentParser, verb: str = "") -> Iterator[tuple[s
     options = [action for action in parser._actions if action.option_strings]
     yield (
         verb,
-        Options(
+        CompletionOptions(
             helps,
             {name: _plain(action.help) for action in options for name in action.option_strings},
             {
@@ -53,7 +53,7 @@ def _plain(text: str | None) -> str:
     return (text or "").replace("%%", "%").replace("%(default)s", "")
 
 
-def bash(tree: Mapping[str, Options]) -> str:
+def bash(tree: Mapping[str, CompletionOptions]) -> str:
     """For bash: `source <(torchrelay completion bash)`."""
     return f"""\
 # bash completion of torchrelay: source <(torchrelay completion bash)
@@ -88,7 +88,7 @@ complete -F _torchrelay torchrelay
 """
 
 
-def zsh(tree: Mapping[str, Options]) -> str:
+def zsh(tree: Mapping[str, CompletionOptions]) -> str:
     """For zsh: `source <(torchrelay completion zsh)`, or a file `_torchrelay` in `$fpath`."""
     return f"""\
 #compdef torchrelay
@@ -120,7 +120,7 @@ if [[ $funcstack[1] == _torchrelay ]]; then _torchrelay "$@"; else compdef _torc
 """
 
 
-def fish(tree: Mapping[str, Options]) -> str:
+def fish(tree: Mapping[str, CompletionOptions]) -> str:
     """For fish: `torchrelay completion fish | source`."""
     lines = ["# fish completion of torchrelay: torchrelay completion fish | source"]
     for verb, one in tree.items():
@@ -134,21 +134,25 @@ def fish(tree: Mapping[str, Options]) -> str:
     return "\n".join(lines) + "\n"
 
 
-SHELLS: Mapping[str, Callable[[Mapping[str, Options]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
+SHELLS: Mapping[str, Callable[[Mapping[str, CompletionOptions]], str]] = {
+    "bash": bash,
+    "zsh": zsh,
+    "fish": fish,
+}
 
 
-def _fish_condition(verb: str, one: Options) -> str:
+def _fish_condition(verb: str, one: CompletionOptions) -> str:
     seen = [f"__fish_seen_subcommand_from {word}" for word in verb.split()]
     if one.verbs:
         seen.append(f"not __fish_seen_subcommand_from {' '.join(one.verbs)}")
     return "; and ".join(seen)
 
 
-def _alternatives(tree: Mapping[str, Options], indent: str) -> str:
+def _alternatives(tree: Mapping[str, CompletionOptions], indent: str) -> str:
     return indent + "|".join(quote(verb) if " " in verb else verb for verb in tree if verb)
 
 
-def _choices(tree: Mapping[str, Options], then: str) -> str:
+def _choices(tree: Mapping[str, CompletionOptions], then: str) -> str:
     return "\n".join(
         f"    {quote(f'{verb} {name}')}) {then.format(quote(' '.join(given)))} ;;"
         for verb, one in tree.items()
@@ -156,7 +160,7 @@ def _choices(tree: Mapping[str, Options], then: str) -> str:
     )
 
 
-def _cases(tree: Mapping[str, Options]) -> str:
+def _cases(tree: Mapping[str, CompletionOptions]) -> str:
     return "\n".join(
         f"    {quote(verb)}) words={quote(' '.join(one.verbs))} options={quote(' '.join(one.options))} ;;"
         for verb, one in tree.items()

@@ -24,15 +24,27 @@ from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.programs.archived_code import perform_archived
-from torchrelay.runners.programs.request import VERBS, Request, ServeOptions, add_options, add_serve_options
+from torchrelay.runners.programs.request import (
+    VERBS,
+    ServeOptions,
+    VerbRequest,
+    add_options,
+    add_serve_options,
+)
 from torchrelay.runners.remote_runs.names import is_remote
-from torchrelay.runners.remote_runs.resolve import Place, Selector, existing_directory, locate, parse_selector
+from torchrelay.runners.remote_runs.resolve import (
+    RunLocation,
+    Selector,
+    existing_directory,
+    locate,
+    parse_selector,
+)
 from torchrelay.tools.cli.arguments import Add, add_model_options
 from torchrelay.tools.serving.serve import check_installed, say, serve
 
 if TYPE_CHECKING:
     from torchrelay.runners.artifacts.loaded_model import LoadedModel
-    from torchrelay.tools.serving.handlers import Source
+    from torchrelay.tools.serving.handlers import ModelSource
 
 
 def is_run(text: str) -> bool:
@@ -58,7 +70,7 @@ def run_status(text: str, chosen: argparse.Namespace, output: Output) -> int:
     return 1 if chosen.check and not stands.over else 0
 
 
-def _told(place: Place, run: RunDirectory) -> dict[str, Any]:
+def _told(place: RunLocation, run: RunDirectory) -> dict[str, Any]:
     stands, result, note = standing(run.path), newest_result(run.path), read_note(run.path)
     epoch = None
     with suppress(RelayError):
@@ -133,7 +145,7 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
     if verb == "status" and chosen.program is not None and is_run(chosen.program):
         return run_status(chosen.program, chosen, output)
     _refuse_configuration(verb, chosen.program)
-    request = Request.of(chosen, verb)
+    request = VerbRequest.of(chosen, verb)
     if chosen.program is None and request.config is None:
         raise UsageError(f"{verb} what? Give a PROGRAM, or a configuration with -m")
     output.close()
@@ -180,7 +192,7 @@ class Typed:
         return [name for name, value in known.items() if value]
 
 
-def package_run(target: str, request: Request, typed: Typed) -> int | None:
+def package_run(target: str, request: VerbRequest, typed: Typed) -> int | None:
     """Package the run that a text means; None where it means no run, and no checkpoints of a `--model`.
 
     The program of a run does it by its archived script, in a process of its own. Any other model is made
@@ -207,7 +219,7 @@ def package_run(target: str, request: Request, typed: Typed) -> int | None:
     return perform_archived(ProgramRun(path, note), request, epoch)
 
 
-def _package_here(selector: Selector, epoch: str, request: Request, typed: Typed) -> int:
+def _package_here(selector: Selector, epoch: str, request: VerbRequest, typed: Typed) -> int:
     from torchrelay.models.package.api import save
     from torchrelay.runners.artifacts.loaded_model import loaded_model, named, typed_inputs
     from torchrelay.runners.programs.command_context import say
@@ -342,15 +354,15 @@ def _served(options: ServeOptions, source: Any) -> NoReturn:
     run_and_leave(lambda: serve(options, source))
 
 
-def _named_model(chosen: argparse.Namespace, selector: Selector) -> Source:
+def _named_model(chosen: argparse.Namespace, selector: Selector) -> ModelSource:
     from torchrelay.runners.artifacts.loaded_model import named
 
     return _plain(chosen, selector, named(chosen.model, "--model"), chosen.blob or _BLOB)
 
 
-def _plain(chosen: argparse.Namespace, selector: Selector, make: Callable[[], Any], blob: str) -> Source:
+def _plain(chosen: argparse.Namespace, selector: Selector, make: Callable[[], Any], blob: str) -> ModelSource:
     from torchrelay.tools.serving.model_sources import (
-        EpochSource,
+        EpochModelSource,
         PlainModel,
         code_id_of_run,
         handler_of,
@@ -368,10 +380,10 @@ def _plain(chosen: argparse.Namespace, selector: Selector, make: Callable[[], An
         chosen.device,
         code_id_of_run(Path(where)),
     )
-    return EpochSource(where, selector.epoch, model, say)
+    return EpochModelSource(where, selector.epoch, model, say)
 
 
-def _package(chosen: argparse.Namespace) -> Source:
+def _package(chosen: argparse.Namespace) -> ModelSource:
     from torchrelay.tools.serving.model_sources import PackageSource, handler_of
 
     handler = None if chosen.handler is None else handler_of(chosen.handler)

@@ -131,7 +131,7 @@ LONGEST_IMAGE = 500
 
 
 @dataclass(frozen=True)
-class Claim:
+class VolumeClaim:
     """A persistent volume claim, and where its volume lies in the container."""
 
     claim: str
@@ -156,7 +156,7 @@ class KubernetesOptions:
     namespace: str | None = None
     python: str = "python3"
     workdir: str | None = None
-    pvc: tuple[Claim, ...] = ()
+    pvc: tuple[VolumeClaim, ...] = ()
     secret: tuple[SecretVariable, ...] = ()
     gpus: int = 0
     gpu_resource: str = "nvidia.com/gpu"
@@ -211,11 +211,11 @@ def _kind(key: str, text: str) -> str:
     return text
 
 
-def _claim(key: str, text: str) -> Claim:
+def _claim(key: str, text: str) -> VolumeClaim:
     claim, _, path = text.partition(":")
     if not path:
         raise UsageError(f"--set {key}={shown(text)}: give CLAIM:PATH such as runs:/runs")
-    return Claim(object_name(key, claim), absolute_path(key, path))
+    return VolumeClaim(object_name(key, claim), absolute_path(key, path))
 
 
 def _secret(key: str, text: str) -> SecretVariable:

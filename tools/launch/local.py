@@ -105,7 +105,7 @@ _LAST_SECS = GRACE_SECS + 15.0
 
 
 @dataclass(frozen=True)
-class Attempt:
+class NodeAttempt:
     """The script of a node, the directory of this attempt's logs and notes, and what tells it from others.
 
     `apart`: what the ranks print goes to stderr, because stdout is wanted for something else.
@@ -131,7 +131,7 @@ class AttemptEnd:
         return max(self.codes, key=lambda code: (code > 0, code not in (0, LOST), code != 0))
 
 
-def run_attempt(attempt: Attempt, nodes: int, limit_secs: int | None, asked: RequestsToEnd) -> AttemptEnd:
+def run_attempt(attempt: NodeAttempt, nodes: int, limit_secs: int | None, asked: RequestsToEnd) -> AttemptEnd:
     """Start an agent per node and wait for all; none of them is left afterwards."""
     attempt.directory.mkdir()
     environment = _environment(attempt, nodes, limit_secs)
@@ -150,7 +150,7 @@ def run_attempt(attempt: Attempt, nodes: int, limit_secs: int | None, asked: Req
     return AttemptEnd(tuple(one.returncode for one in agents), asked.name or watch.late)
 
 
-def _start(attempt: Attempt, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(attempt: NodeAttempt, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """In a session of its own, so that Ctrl-C comes here alone, and is passed on once."""
     try:
         return subprocess.Popen(  # noqa: S603 - the file that was shown
@@ -163,7 +163,7 @@ def _start(attempt: Attempt, environment: dict[str, str]) -> subprocess.Popen[by
         raise StorageError(f"cannot start {attempt.script}: {error.strerror}") from error
 
 
-def _environment(attempt: Attempt, nodes: int, limit_secs: int | None) -> dict[str, str]:
+def _environment(attempt: NodeAttempt, nodes: int, limit_secs: int | None) -> dict[str, str]:
     found = {
         **{name: value for name, value in os.environ.items() if name != launcher_status.NODE_IN},
         launcher_status.DIRECTORY: str(attempt.directory),
@@ -272,7 +272,7 @@ def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
     launch_id, nodes = uuid.uuid4().hex, request.layout.nodes
     with RequestsToEnd() as asked:
         for number in range(request.restarts + 1):
-            attempt = Attempt(
+            attempt = NodeAttempt(
                 directory / SCRIPT, directory / f"attempt_{number}", number, launch_id, output.json
             )
             ended = run_attempt(attempt, nodes, request.time_limit, asked)

@@ -31,7 +31,7 @@ from torchrelay.runners.distributed import launcher_status
 from torchrelay.tools.launch.outcome import (
     INTERRUPTED,
     PREEMPTED,
-    Verdict,
+    LaunchOutcome,
     agreed,
     evidence_of,
     since,
@@ -97,7 +97,7 @@ def _chosen(typed: Sequence[str]) -> argparse.Namespace:
     return chosen
 
 
-def _run(chosen: argparse.Namespace) -> Verdict:
+def _run(chosen: argparse.Namespace) -> LaunchOutcome:
     before = status_at(chosen.run)
     nodes = chosen.layout.nodes if chosen.layout is not None else 1
     with tempfile.TemporaryDirectory(prefix="torchrelay-") as own:

@@ -61,7 +61,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LaunchOutcome:
     """The exit code, and why in one line."""
 
     code: int
@@ -73,13 +73,13 @@ class Verdict:
         return self.code in RUN_AGAIN
 
 
-def verdict_of(found: Evidence) -> Verdict:
+def verdict_of(found: Evidence) -> LaunchOutcome:
     """The code of an attempt."""
     state = found.status.get("state")
     if found.well and state != "PREEMPTED":
-        return Verdict(0, _ended_well(found.status))
+        return LaunchOutcome(0, _ended_well(found.status))
     if state == "PREEMPTED":
-        return Verdict(PREEMPTED, f"preempted ({_reasons(found.status)}): the same command goes on")
+        return LaunchOutcome(PREEMPTED, f"preempted ({_reasons(found.status)}): the same command goes on")
     if state == "FAILED":
         return _failed(found)
     if state in ("FINISHED", "STOPPED"):
@@ -87,12 +87,12 @@ def verdict_of(found: Evidence) -> Verdict:
     return _of_ranks(found)
 
 
-def _failed(found: Evidence) -> Verdict:
+def _failed(found: Evidence) -> LaunchOutcome:
     """A step that another rank's death has broken counts as a lost rank, not as a failure of the program."""
     code = _in_table(found.status.get("exit_code"))
     if code in (FAILED, LOST) and found.first is not None and found.first.code < 0:
-        return Verdict(LOST, _whose(found.first))
-    return Verdict(code, f"{found.status.get('error', 'it failed')}")
+        return LaunchOutcome(LOST, _whose(found.first))
+    return LaunchOutcome(code, f"{found.status.get('error', 'it failed')}")
 
 
 def _ended_well(status: Mapping[str, Any]) -> str:
@@ -109,26 +109,26 @@ def _in_table(code: object) -> int:
     return code if type(code) is int and code in TABLE and code else FAILED
 
 
-def _after_the_run(found: Evidence) -> Verdict:
+def _after_the_run(found: Evidence) -> LaunchOutcome:
     """The run is over and has said so; the program went on, and something ended it otherwise."""
     if found.first is not None and found.first.code > 0:
-        return Verdict(_in_table(found.first.code), f"the run is over, then {_whose(found.first)}")
-    return Verdict(0, f"{_ended_well(found.status)}; a process ended badly after that")
+        return LaunchOutcome(_in_table(found.first.code), f"the run is over, then {_whose(found.first)}")
+    return LaunchOutcome(0, f"{_ended_well(found.status)}; a process ended badly after that")
 
 
-def _of_ranks(found: Evidence) -> Verdict:
+def _of_ranks(found: Evidence) -> LaunchOutcome:
     """No run has said how it ended."""
     first = found.first
     if found.asked is not None and (first is None or first.code < 0):
         code = INTERRUPTED if found.asked == "SIGINT" else PREEMPTED
-        return Verdict(code, f"ended by {found.asked}: the same command goes on from what was saved")
+        return LaunchOutcome(code, f"ended by {found.asked}: the same command goes on from what was saved")
     if first is None and found.code in TABLE and found.code not in (0, LOST):
-        return Verdict(found.code, f"a rank ended with {found.code}, of which no note could be left")
+        return LaunchOutcome(found.code, f"a rank ended with {found.code}, of which no note could be left")
     if first is None:
-        return Verdict(LOST, "an agent of torchrun ended, and none of its ranks said why")
+        return LaunchOutcome(LOST, "an agent of torchrun ended, and none of its ranks said why")
     if first.code < 0:
-        return Verdict(LOST, _whose(first))
-    return Verdict(_in_table(first.code), _whose(first))
+        return LaunchOutcome(LOST, _whose(first))
+    return LaunchOutcome(_in_table(first.code), _whose(first))
 
 
 def _whose(first: RankEnd) -> str:
@@ -225,7 +225,7 @@ def last_lines(directory: Path, rank: int) -> tuple[Path, list[str]] | None:
     return None
 
 
-def told_lines(found: Evidence, verdict: Verdict, directory: Path) -> Iterator[str]:
+def told_lines(found: Evidence, verdict: LaunchOutcome, directory: Path) -> Iterator[str]:
     """One line where all is well; where a rank failed also which, how, and what it said last."""
     if verdict.code == 0:
         yield f"{verdict.why}; the logs lie in {directory}"
@@ -250,7 +250,7 @@ MOST_IDLE = 3
 """So many starts in a row may be ended before any run began; a run counts its own starts from there on."""
 
 
-def wants_requeue(verdict: Verdict, restart: int, budget: int) -> bool:
+def wants_requeue(verdict: LaunchOutcome, restart: int, budget: int) -> bool:
     """Whether a job is to be queued again after its start number `restart` (0: the first).
 
     A preempted run always is, as often as it takes; with a budget of restarts at most so often, and then a
@@ -272,11 +272,11 @@ def idle_starts(launch: Path, restart: int) -> int:
     return idle
 
 
-def without_end(verdict: Verdict, idle: int, budget: int) -> Verdict:
+def without_end(verdict: LaunchOutcome, idle: int, budget: int) -> LaunchOutcome:
     """The verdict of a start: 93 where it would be repeated for ever, and nothing tells of progress."""
     if verdict.code != PREEMPTED or budget or idle < MOST_IDLE:
         return verdict
-    return Verdict(
+    return LaunchOutcome(
         NoProgressError.exit_code,
         f"{idle} starts in a row were ended before a run began, so that nothing shows that they get further: "
         "give them a longer time limit or a shorter notice; for a program that saves by itself say "
@@ -299,7 +299,7 @@ def since(before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, A
     return {} if after == before else after
 
 
-def agreed(verdict: Verdict, status: Mapping[str, Any]) -> Verdict:
+def agreed(verdict: LaunchOutcome, status: Mapping[str, Any]) -> LaunchOutcome:
     """The verdict of a host, which is not 0 where the run says that it failed.
 
     The ranks of this host may all have ended well before one of another host failed; hosts whose codes

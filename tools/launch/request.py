@@ -152,7 +152,7 @@ def _exports(request: LaunchRequest) -> Iterable[str]:
         yield f"{name}={quote(value)}"
 
 
-class Target(Protocol):
+class LaunchTarget(Protocol):
     """What the module of a target has: two functions of these names."""
 
     def files(self, request: LaunchRequest) -> tuple[LaunchFile, ...]:
@@ -183,9 +183,9 @@ TARGETS = {
 """By the name of the option that chooses it."""
 
 
-def target(name: str) -> Target:
+def target(name: str) -> LaunchTarget:
     """The module of a target; `name` is a key of TARGETS."""
-    return cast(Target, import_module(f"{__package__}.{TARGETS[name].module}"))
+    return cast(LaunchTarget, import_module(f"{__package__}.{TARGETS[name].module}"))
 
 
 _CONFIGS = (".yaml", ".yml")

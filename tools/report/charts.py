@@ -120,7 +120,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Mark:
+class EpochMarker:
     """Something at an epoch: `kind` is `resume`, `rewind`, `fallback` or `best`."""
 
     kind: str
@@ -133,7 +133,7 @@ class Mark:
 def line_chart(
     label: str,
     series: Sequence[Series],
-    marks: Sequence[Mark] = (),
+    marks: Sequence[EpochMarker] = (),
     *,
     log: bool = False,
     unit: str = "epoch",
@@ -230,7 +230,7 @@ def _missing(series: Series, x: Scale, unit: str) -> list[Markup]:
     ]
 
 
-def _mark(mark: Mark, x: Scale, y: Scale) -> Markup:
+def _mark(mark: EpochMarker, x: Scale, y: Scale) -> Markup:
     at = x(mark.epoch)
     if mark.kind == "best":
         place = y(mark.value) if mark.value is not None else y.end

@@ -11,17 +11,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Entry, Key, Position
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, PerNode
 from torchrelay.checkpoint.format.names import stats_path
-from torchrelay.checkpoint.inspect.anomalies import Start, explain, start_now
+from torchrelay.checkpoint.inspect.anomalies import ResumePreview, explain, start_now
 from torchrelay.checkpoint.inspect.contents import (
     CAN_BE_BAD,
     CHUNK_BYTES,
     Buffer,
     Epoch,
-    Item,
-    Source,
+    NodeLeaf,
+    PartReader,
     open_epoch,
     parts,
 )
@@ -44,9 +44,9 @@ from torchrelay.tools.report.run_data import (
     EpochRow,
     Event,
     LeafNorm,
-    Limits,
     Norms,
     Point,
+    ReadLimits,
     Save,
     Troubles,
     bounded,
@@ -67,10 +67,10 @@ class Committed:
 
     view: LogView = field(default_factory=LogView)
     history: History = field(default_factory=History)
-    start: Start | None = None
+    start: ResumePreview | None = None
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[CommittedPosition, ...]:
         """All live entries: abandoned ones first, then those of the current branch, oldest first."""
         return (*self.view.abandoned(), *self.view.line())
 
@@ -105,7 +105,7 @@ def rows_of(
     saves: Mapping[str, Save],
     points: Mapping[tuple[int, int], Point],
     current: Mapping[int, Point],
-    limits: Limits,
+    limits: ReadLimits,
 ) -> tuple[EpochRow, ...]:
     """The newest rows of the table; metrics come from the metrics files, by (generation, epoch) or epoch."""
     generations = _generations(committed.history)
@@ -151,8 +151,8 @@ def happened(history: History) -> tuple[Event, ...]:
     )
 
 
-def _row(committed: Committed, entry: Entry, point: Point | None, save: Save | None) -> EpochRow:
-    start = committed.start or Start(None, "", 0)
+def _row(committed: Committed, entry: CommittedPosition, point: Point | None, save: Save | None) -> EpochRow:
+    start = committed.start or ResumePreview(None, "", 0)
     account = explain(committed.view, committed.history, start, entry.position, entry.branch)
     marks = (mark for mark in committed.view.marks if mark.target == entry.key)
     return EpochRow(
@@ -239,7 +239,7 @@ def saves_told(run: RunDirectory, troubles: Troubles) -> list[Save]:
 
 
 def saves_of_tries(
-    storage: Storage, entries: Iterable[Entry], limits: Limits, troubles: Troubles
+    storage: Storage, entries: Iterable[CommittedPosition], limits: ReadLimits, troubles: Troubles
 ) -> dict[str, Save]:
     """Try name to the save that made it; tries without `stats.json`, which proves nothing, are left out."""
     left, found = limits.stats_bytes, dict[str, Save]()
@@ -289,7 +289,7 @@ def _object(data: bytes) -> Mapping[str, Json]:
 
 
 def manifests_of(
-    storage: Storage, line: Sequence[Entry], limits: Limits, troubles: Troubles
+    storage: Storage, line: Sequence[CommittedPosition], limits: ReadLimits, troubles: Troubles
 ) -> list[Manifest]:
     """Manifests of epochs spread over a line, the newest among them, within the limit of bytes."""
     whole = [entry for entry in line if entry.position.boundary and entry.healthy]
@@ -320,7 +320,7 @@ _MOST_LEAVES = 128
 _FEWEST_EPOCHS = 2
 
 
-def norms_of(storage: Storage, line: Sequence[Entry], limits: Limits) -> Norms:
+def norms_of(storage: Storage, line: Sequence[CommittedPosition], limits: ReadLimits) -> Norms:
     """Of the parameters in whole, healthy epochs of a line. Never raises for what lies there."""
     if limits.norm_bytes <= 0:
         return Norms(left_out="weights were not read, as asked for")
@@ -333,7 +333,7 @@ def norms_of(storage: Storage, line: Sequence[Entry], limits: Limits) -> Norms:
         return Norms(left_out=str(error))
 
 
-def _read(storage: Storage, whole: Sequence[Entry], limits: Limits) -> Norms:
+def _read(storage: Storage, whole: Sequence[CommittedPosition], limits: ReadLimits) -> Norms:
     newest = open_epoch(storage, whole[-1])
     budget = limits.norm_bytes
     names = _fitting(newest, budget, min(_FEWEST_EPOCHS, len(whole)))
@@ -378,7 +378,7 @@ def _said(epoch: Epoch, names: Sequence[str]) -> str | None:
     return f"{len(names)} of {every} parameters were looked at" if len(names) < every else None
 
 
-def _too_few(epoch: Epoch, whole: Sequence[Entry], budget: int) -> str | None:
+def _too_few(epoch: Epoch, whole: Sequence[CommittedPosition], budget: int) -> str | None:
     sizes = [epoch.items[name].leaf.nbytes for name in _parameters(epoch)]
     if not sizes:
         return "the newest epoch has no parameters to look at"
@@ -387,7 +387,9 @@ def _too_few(epoch: Epoch, whole: Sequence[Entry], budget: int) -> str | None:
     return f"no weight fits into the {most} that may be read: the smallest needs {least}"
 
 
-def _rows(storage: Storage, chosen: Sequence[Entry], names: Sequence[str]) -> tuple[list[LeafNorm], int]:
+def _rows(
+    storage: Storage, chosen: Sequence[CommittedPosition], names: Sequence[str]
+) -> tuple[list[LeafNorm], int]:
     before = open_epoch(storage, chosen[0])
     rows, read = _first(before, chosen[0].position.epoch, names)
     known = {row.leaf: row for row in rows}
@@ -412,7 +414,7 @@ def _first(epoch: Epoch, number: int, names: Sequence[str]) -> tuple[list[LeafNo
     return rows, sum(epoch.items[row.leaf].leaf.nbytes for row in rows)
 
 
-def _moments(epoch: Epoch, item: Item) -> Moments:
+def _moments(epoch: Epoch, item: NodeLeaf) -> Moments:
     """By the item itself: to look hundreds of names up as patterns in a large model takes a minute."""
     from torchrelay.checkpoint.inspect.statistics import joined, moments_of, steps
 
@@ -435,7 +437,7 @@ def _next(
     if one is None or one.form != other.form or before.gone(one) or known is None:
         rows, read = _first(epoch, number, [name])
         return (rows[0] if rows else None), read
-    change = Comparison(Source(before), Source(epoch), one, other).change(whole=True)
+    change = Comparison(PartReader(before), PartReader(epoch), one, other).change(whole=True)
     if not change.compared:  # digests say that nothing changed, so nothing was read
         return LeafNorm(number, name, known.elements, known.norm, 0.0, known.nonfinite), 0
     bad = change.nan_b + change.inf_b

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.tools.report.charts import Mark, Series, line_chart
+from torchrelay.tools.report.charts import EpochMarker, Series, line_chart
 from torchrelay.tools.report.html import (
     Child,
     Markup,
@@ -153,12 +153,12 @@ def _pairs(name: str, points: Sequence[Point]) -> tuple[tuple[int, float], ...]:
     return tuple((one.epoch, one.metrics[name]) for one in points if name in one.metrics)
 
 
-def _marks(name: str, run: RunFacts, colour: int) -> list[Mark]:
-    found = [Mark(one.kind, one.epoch, _joint_text(run, one), colour) for one in run.course.joints]
+def _marks(name: str, run: RunFacts, colour: int) -> list[EpochMarker]:
+    found = [EpochMarker(one.kind, one.epoch, _joint_text(run, one), colour) for one in run.course.joints]
     if run.best and run.best[0] == name and run.best_point:
         epoch, value = run.best_point
         found.append(
-            Mark("best", epoch, f"{run.name}: best, {number(value)} at epoch {epoch}", colour, value)
+            EpochMarker("best", epoch, f"{run.name}: best, {number(value)} at epoch {epoch}", colour, value)
         )
     return found
 

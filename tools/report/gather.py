@@ -27,15 +27,15 @@ from torchrelay.tools.report.checkpoints import (
     sizes_of,
 )
 from torchrelay.tools.report.run_data import (
-    Attempt,
     Event,
-    Limits,
     Point,
+    ReadLimits,
+    RunAttempt,
     RunFacts,
     Save,
     SavedEpoch,
     Troubles,
-    Upstream,
+    UpstreamRecord,
     bounded,
     course_of,
     moment_of,
@@ -72,7 +72,7 @@ def attempts_of(
     saves: Sequence[Save],
     status: Mapping[str, Json],
     stands: Standing,
-) -> tuple[Attempt, ...]:
+) -> tuple[RunAttempt, ...]:
     """Every start that left a time behind, in order, with the saves and loads that fall into it."""
     measured = dict(points)
     told: dict[int, list[Mapping[str, Json]]] = {}
@@ -97,7 +97,7 @@ def told(events: Sequence[Mapping[str, Json]]) -> tuple[Event, ...]:
 
 def _attempt(
     generation: int, points: Sequence[Point], events: Sequence[Mapping[str, Json]]
-) -> Attempt | None:
+) -> RunAttempt | None:
     times = [time for time in (*map(moment_of, events), *(one.time for one in points)) if time is not None]
     if not times:
         return None
@@ -109,7 +109,7 @@ def _attempt(
             outcome, reason = str(one.get("state", "FINISHED")), ""
         elif isinstance(kind, str) and kind in _ENDS:
             outcome, reason = _ENDS[kind], str(one.get("error") or one.get("reason") or "")
-    return Attempt(
+    return RunAttempt(
         generation,
         _whole(start.get("attempt")),
         min(times),
@@ -121,7 +121,7 @@ def _attempt(
     )
 
 
-def _by_status(last: Attempt, status: Mapping[str, Json], stands: Standing) -> Attempt:
+def _by_status(last: RunAttempt, status: Mapping[str, Json], stands: Standing) -> RunAttempt:
     """The last start may be going on, or have ended in a way that only `status.json` tells."""
     if last.outcome != "DIED" or status.get("generation") != last.generation:
         return last
@@ -133,7 +133,7 @@ def _by_status(last: Attempt, status: Mapping[str, Json], stands: Standing) -> A
     return replace(last, end=end, outcome=state, reason=str(status.get("error", "")))
 
 
-def _with_saves(attempts: Sequence[Attempt], saves: Sequence[Save]) -> list[Attempt]:
+def _with_saves(attempts: Sequence[RunAttempt], saves: Sequence[Save]) -> list[RunAttempt]:
     by_start: dict[int, list[Save]] = {}
     order = sorted(range(len(attempts)), key=lambda index: attempts[index].begin)
     for save in saves:
@@ -172,9 +172,9 @@ _UPSTREAMS = 32
 _UPSTREAM_BYTES = 16 << 10
 
 
-def gather(run: RunDirectory, limits: Limits | None = None) -> RunFacts:
+def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
     """Read a run directory; damaged and missing parts are named in `trouble`."""
-    limits, troubles = limits or Limits(), Troubles()
+    limits, troubles = limits or ReadLimits(), Troubles()
     storage = storage_of(run.checkpoints, "the checkpoints")
     identity = troubles.tried(run.identity, None) or {}
     status: dict[str, Any] = troubles.tried(run.status, {})
@@ -252,7 +252,7 @@ def _hosts(status: Mapping[str, Json], manifests: Sequence[Manifest]) -> tuple[s
     return (host,) if isinstance(host, str) else ()
 
 
-def _upstream(directory: Path) -> tuple[Upstream, ...]:
+def _upstream(directory: Path) -> tuple[UpstreamRecord, ...]:
     """The aliases below `lineage/`, each with the small text files directly in it."""
     if directory.is_symlink():
         return ()
@@ -260,7 +260,7 @@ def _upstream(directory: Path) -> tuple[Upstream, ...]:
         names = sorted(one.name for one in directory.iterdir() if one.is_dir() and not one.is_symlink())
     except OSError:
         return ()
-    return tuple(Upstream(name, _texts(directory / name)) for name in names[:_UPSTREAMS])
+    return tuple(UpstreamRecord(name, _texts(directory / name)) for name in names[:_UPSTREAMS])
 
 
 def _texts(directory: Path) -> str:

@@ -22,7 +22,7 @@ MOST_LINES = 200_000
 
 
 @dataclass(frozen=True)
-class Limits:
+class ReadLimits:
     """Bounds of what is read of one run."""
 
     epoch_rows: int = 300
@@ -160,7 +160,7 @@ class SavedEpoch:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RunAttempt:
     """One start of the run. `outcome` is its state at the end, `DIED` where it left no word, or `RUNNING`."""
 
     generation: int
@@ -258,7 +258,7 @@ class Norms:
 
 
 @dataclass(frozen=True)
-class Upstream:
+class UpstreamRecord:
     """A stage that this run was made from, as its `lineage/` says."""
 
     name: str
@@ -286,7 +286,7 @@ class RunFacts:
     config: str | None = None
     course: Course = Course()
     steps: tuple[StepPoint, ...] = ()
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[RunAttempt, ...] = ()
     events: tuple[Event, ...] = ()
     epochs: tuple[EpochRow, ...] = ()
     epochs_left_out: int = 0
@@ -296,7 +296,7 @@ class RunFacts:
     save_times: tuple[SavedEpoch, ...] = ()
     sizes: tuple[EpochBytes, ...] = ()
     norms: Norms = Norms()
-    upstream: tuple[Upstream, ...] = ()
+    upstream: tuple[UpstreamRecord, ...] = ()
     trouble: tuple[str, ...] = ()
 
     @property

@@ -29,7 +29,7 @@ _FILES = ("run.json", "status.json", "metadata.jsonl", "config/resolved.yaml", "
 _OF_CHECKPOINTS = ("log", "log/HINT", "data")
 
 
-class RunStore:
+class RunIndex:
     """Directories of runs directly below a root, or the root itself where it is a run.
 
     Links are not followed: what they lead to lies elsewhere. Raises UsageError for what is no directory.
@@ -108,7 +108,7 @@ NOT_OLDER_SECS = 5.0
 """Pages ask again every few seconds, in many browsers; the store is asked once meanwhile."""
 
 
-class FarRuns(RunStore):
+class FarRuns(RunIndex):
     """What RunStore is of a directory. A store that does not answer shows what was seen last.
 
     Raises UsageError for a URL that is none, StorageError for a store that does not answer at the start.

@@ -22,11 +22,11 @@ from torchrelay.records import dataclass
 from torchrelay.tools.report.gather import gather
 from torchrelay.tools.report.html import COOKIE, checked, token_in
 from torchrelay.tools.report.page import policy, report_page
-from torchrelay.tools.report.run_data import Limits, RunFacts
-from torchrelay.tools.report.run_list import RunStore, glance, index_page, signature
+from torchrelay.tools.report.run_data import ReadLimits, RunFacts
+from torchrelay.tools.report.run_list import RunIndex, glance, index_page, signature
 
 
-class Lines:
+class ConnectionTimeouts:
     """Which connections are waited for, and until when."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -136,7 +136,7 @@ _HEADERS = {
 class Pages:
     """The pages of a store, made when they are asked for."""
 
-    def __init__(self, store: RunStore, limits: Limits, rendered: Rendered) -> None:
+    def __init__(self, store: RunIndex, limits: ReadLimits, rendered: Rendered) -> None:
         self.store = store
         self.limits = limits
         self._rendered = rendered
@@ -177,20 +177,20 @@ class DashboardServer(ThreadingHTTPServer):
 
     def __init__(
         self,
-        store: RunStore,
+        store: RunIndex,
         host: str,
         port: int,
         token: str | None,
-        limits: Limits,
+        limits: ReadLimits,
         rendered: Rendered | None = None,
     ) -> None:
         self.access = checked(host, port, token)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.pages = Pages(store, limits, rendered or Rendered())
         self._room = threading.BoundedSemaphore(_AT_ONCE)
-        self.lines = Lines()
+        self.lines = ConnectionTimeouts()
         try:
-            super().__init__((host, port), _Handler)
+            super().__init__((host, port), _ConnectionHandler)
         except (OSError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) else "ports go up to 65535"
             raise UsageError(
@@ -236,7 +236,7 @@ class DashboardServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _ConnectionHandler(BaseHTTPRequestHandler):
     """One connection. Nothing of a request is used but its path, its query's token, and four headers."""
 
     server: DashboardServer

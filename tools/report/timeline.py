@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from torchrelay.metadata.statistics import WAITING, NodeRow, NodeTimes, Summary, summary
+from torchrelay.metadata.statistics import WAITING, NodeRow, NodeTimes, StragglerSummary, summary
 from torchrelay.records import dataclass
 from torchrelay.tools.report.charts import Scale, clock_ticks
 from torchrelay.tools.report.html import (
@@ -23,7 +23,7 @@ from torchrelay.tools.report.html import (
     share,
     table,
 )
-from torchrelay.tools.report.run_data import Attempt, RunFacts, Save, SavedEpoch
+from torchrelay.tools.report.run_data import RunAttempt, RunFacts, Save, SavedEpoch
 
 WIDTH = 920
 _LEFT, _RIGHT, _ROW, _BAR, _TOP, _BOTTOM = 12, 20, 62, 24, 6, 26
@@ -70,7 +70,7 @@ def timeline(runs: Sequence[RunFacts]) -> Markup:
     )
 
 
-def bars_of(attempt: Attempt) -> list[Bar]:
+def bars_of(attempt: RunAttempt) -> list[Bar]:
     """The stretches of one start. Of very many epochs neighbours share a bar, their saves added up."""
     bars = [
         Bar(
@@ -173,7 +173,7 @@ def _axis(x: Scale, height: float) -> list[Markup]:
     return found
 
 
-def _row(attempt: Attempt, top: float, x: Scale, pause: float | None) -> Markup:
+def _row(attempt: RunAttempt, top: float, x: Scale, pause: float | None) -> Markup:
     y = top + 26
     bars = [_bar(one, x, y) for one in bars_of(attempt)]
     end = x(attempt.end - attempt.begin)
@@ -200,7 +200,7 @@ def _bar(bar: Bar, x: Scale, y: float) -> Markup:
     )
 
 
-def _ending(attempt: Attempt, x: float, y: float) -> Markup | None:
+def _ending(attempt: RunAttempt, x: float, y: float) -> Markup | None:
     middle = y + _BAR / 2
     shapes = {
         "FAILED": f"M{x + 4:.1f} {middle - 5}l10 10m0 -10l-10 10",
@@ -217,7 +217,7 @@ def _ending(attempt: Attempt, x: float, y: float) -> Markup | None:
     )
 
 
-def _title(attempt: Attempt, pause: float | None) -> str:
+def _title(attempt: RunAttempt, pause: float | None) -> str:
     number = f"Attempt {attempt.number}" if attempt.number is not None else f"Start {attempt.generation}"
     words = [_ENDINGS.get(attempt.outcome, attempt.outcome.lower()), seconds(attempt.end - attempt.begin)]
     if attempt.points:
@@ -260,7 +260,7 @@ _MOST_NODES = 32
 _SHADES = 7
 
 
-def summed_up(saves: Sequence[SavedEpoch]) -> Summary:
+def summed_up(saves: Sequence[SavedEpoch]) -> StragglerSummary:
     """Nodes, the slowest first, with the medians of their phases over all saves."""
     return summary(
         [
@@ -283,7 +283,7 @@ def heat(runs: Sequence[RunFacts]) -> Markup:
     return section("saves", title, [of_run(run.name, many, _figure(times)) for run, times in known])
 
 
-def finding_of(times: Summary, run: str = "") -> str:
+def finding_of(times: StragglerSummary, run: str = "") -> str:
     """Which node the others wait for, or which phase takes the time where none dominates."""
     where, verdict = f" of {run}" if run else "", times.verdict
     if verdict is not None and verdict.dominates:
@@ -301,7 +301,7 @@ def _all_secs(row: NodeRow) -> float:
     return sum(middle for middle, _ in row.phases.values())
 
 
-def _figure(times: Summary) -> Markup:
+def _figure(times: StragglerSummary) -> Markup:
     shown, rest = times.nodes[:_MOST_NODES], times.nodes[_MOST_NODES:]
     phases = [one for one in _PHASES if one in times.phases]
     phases += sorted(set(times.phases) - set(_PHASES))

@@ -19,11 +19,11 @@ import torchrelay
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.records import dataclass
-from torchrelay.runners.programs.request import Limits
+from torchrelay.runners.programs.request import RequestLimits
 from torchrelay.tools.report.html import SHORTEST_TOKEN, Access, Markup, el, is_loopback
 from torchrelay.tools.serving.batching import Computing
 from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError, tell, unavailable
-from torchrelay.tools.serving.handlers import Holder, Served
+from torchrelay.tools.serving.handlers import ModelSlot, Served
 from torchrelay.tools.serving.monitoring import CONTENT_TYPE, Meters
 from torchrelay.tools.serving.requests import GoneError, Predicting
 from torchrelay.tools.serving.tensors import MEDIA_TYPE
@@ -138,7 +138,7 @@ _ANY: Json = {"description": "a number, a text, a list, or an object by the name
 _BINARY: Json = {"type": "string", "format": "binary", "description": "a safetensors file, a row per sample"}
 
 
-def description(served: Served, limits: Limits, *, token: bool) -> Json:
+def description(served: Served, limits: RequestLimits, *, token: bool) -> Json:
     """The document; `token` says whether requests must carry one."""
     content: Json = {
         "openapi": "3.1.0",
@@ -155,7 +155,7 @@ def description(served: Served, limits: Limits, *, token: bool) -> Json:
     return content
 
 
-def _limits_told(limits: Limits) -> str:
+def _limits_told(limits: RequestLimits) -> str:
     return (
         f"At most {limits.samples} samples in a request; JSON up to {limits.json_bytes} bytes and "
         f"{limits.depth} levels, tensors up to {limits.body_bytes} bytes and {limits.elements} elements. "
@@ -254,12 +254,12 @@ class Application:
 
     def __init__(
         self,
-        holder: Holder,
+        holder: ModelSlot,
         predicting: Predicting,
         computing: Computing,
         meters: Meters,
         door: Doorkeeper,
-        limits: Limits,
+        limits: RequestLimits,
     ) -> None:
         self._holder, self._predicting, self._computing = holder, predicting, computing
         self._meters, self._door, self._limits = meters, door, limits

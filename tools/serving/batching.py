@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchrelay.records import dataclass
-from torchrelay.runners.programs.request import Limits
+from torchrelay.runners.programs.request import RequestLimits
 from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError, unavailable
 from torchrelay.tools.serving.handlers import Served, ServingHandler
 from torchrelay.tools.serving.monitoring import Meters
@@ -29,7 +29,7 @@ Key = tuple[int, Hashable]
 
 
 @dataclass(eq=False)
-class Asked:
+class PendingRequest:
     """The samples of one request, all answered by one `served`; `finish` is called once, by any thread.
 
     `given_up` is set when nobody waits any more.
@@ -37,7 +37,7 @@ class Asked:
 
     served: Served
     samples: Sequence[Any]
-    finish: Callable[[Asked], None]
+    finish: Callable[[PendingRequest], None]
     results: list[Any] = field(default_factory=list)
     error: BaseException | None = None
     given_up: bool = False
@@ -49,10 +49,10 @@ class Asked:
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class RequestSample:
     """One sample of a request."""
 
-    asked: Asked
+    asked: PendingRequest
     index: int
     since: float
 
@@ -65,9 +65,9 @@ class Item:
 class Queue:
     """Groups of samples that are alike, in their order. Many threads may put, one takes."""
 
-    def __init__(self, limits: Limits, clock: Clock = time.monotonic) -> None:
+    def __init__(self, limits: RequestLimits, clock: Clock = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
-        self._groups: OrderedDict[Key, deque[Item]] = OrderedDict()
+        self._groups: OrderedDict[Key, deque[RequestSample]] = OrderedDict()
         self._full: dict[Key, None] = {}
         """The groups that make a whole batch, in the order in which they came to it."""
         self._changed = threading.Condition()
@@ -77,7 +77,7 @@ class Queue:
     def __len__(self) -> int:
         return self._count
 
-    def put(self, asked: Asked) -> bool:
+    def put(self, asked: PendingRequest) -> bool:
         """Take all samples of a request, or none: False where they would be too many, or it is closed."""
         now = self._clock()
         keys = [(id(asked.served), asked.served.handler.alike(sample)) for sample in asked.samples]
@@ -86,14 +86,14 @@ class Queue:
                 return False
             for index, key in enumerate(keys):
                 group = self._groups.setdefault(key, deque())
-                group.append(Item(asked, index, now))
+                group.append(RequestSample(asked, index, now))
                 if len(group) >= self._limits.max_batch:
                     self._full[key] = None
             self._count += len(keys)
             self._changed.notify()
         return True
 
-    def take(self) -> list[Item]:
+    def take(self) -> list[RequestSample]:
         """The next batch, when it is due; empty when the queue is closed. Waits."""
         with self._changed:
             while not self._closed:
@@ -108,7 +108,7 @@ class Queue:
                     self._changed.wait(wait)
             return []
 
-    def give_up(self, asked: Asked) -> None:
+    def give_up(self, asked: PendingRequest) -> None:
         """Nobody waits for it any more: what of it waits is let go, and its memory and place."""
         with self._changed:
             asked.given_up = True
@@ -123,7 +123,7 @@ class Queue:
                 else:
                     del self._groups[key]
 
-    def close(self) -> list[Asked]:
+    def close(self) -> list[PendingRequest]:
         """Take no more, wake who takes, and return what is left without an answer."""
         with self._changed:
             self._closed = True
@@ -134,7 +134,7 @@ class Queue:
             self._changed.notify_all()
         return left
 
-    def _due(self) -> tuple[Key, deque[Item], float]:
+    def _due(self) -> tuple[Key, deque[RequestSample], float]:
         """The group that comes next, and how long it may still wait: a full one, else the one that is due."""
         now, delay = self._clock(), self._limits.max_delay_secs
         key = next(iter(self._full or self._groups))
@@ -144,9 +144,9 @@ class Queue:
         key, group = min(self._groups.items(), key=lambda item: item[1][0].since)
         return key, group, group[0].since + delay - now
 
-    def _cut(self, key: Key, group: deque[Item]) -> list[Item]:
+    def _cut(self, key: Key, group: deque[RequestSample]) -> list[RequestSample]:
         """Take a batch of a group; what is left of it comes after the other groups."""
-        batch: list[Item] = []
+        batch: list[RequestSample] = []
         while group and len(batch) < self._limits.max_batch:
             item = group.popleft()
             self._count -= 1
@@ -205,11 +205,11 @@ class Computing:
                 self._busy_since = None
             del batch  # its tensors, and the model that they were for, are not kept until the next one
 
-    def _answer(self, batch: Sequence[Item]) -> None:
+    def _answer(self, batch: Sequence[RequestSample]) -> None:
         began = time.perf_counter()
         outcomes = _predicted(batch[0].asked.served.handler, batch)
         self._meters.computed(len(batch), time.perf_counter() - began)
-        done: dict[Asked, None] = {}
+        done: dict[PendingRequest, None] = {}
         for item, outcome in zip(batch, outcomes, strict=True):
             asked = item.asked
             if isinstance(outcome, BaseException):
@@ -224,7 +224,7 @@ class Computing:
             asked.finish(asked)
 
 
-def _predicted(handler: ServingHandler, batch: Sequence[Item]) -> list[Any]:
+def _predicted(handler: ServingHandler, batch: Sequence[RequestSample]) -> list[Any]:
     """A result or an error for each; where a batch fails its samples are tried one by one."""
     try:
         return _results(handler, [item.sample for item in batch])

@@ -58,7 +58,7 @@ class Served:
         return {**told, "signature": signature, **self.about}
 
 
-class Source(Protocol):
+class ModelSource(Protocol):
     """Where what is served comes from."""
 
     def first(self) -> Served:
@@ -68,7 +68,7 @@ class Source(Protocol):
         """What is to take its place, loaded; None where nothing is. Raises errors, also temporary ones."""
 
 
-class Holder:
+class ModelSlot:
     """What is served now. Read by many threads, replaced by one; a reference is taken or replaced whole."""
 
     def __init__(self, served: Served) -> None:

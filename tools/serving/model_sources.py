@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.format.manifest.position import Entry
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.load.open import candidates, place_of, read_log
 from torchrelay.checkpoint.load.tensors import checked_device
@@ -30,7 +30,7 @@ Make = Callable[[Checkpoint], Served]
 """Loads the model of an opened epoch."""
 
 
-class EpochSource:
+class EpochModelSource:
     """The epochs at a place, made into models by `make`, each tried once.
 
     `wish` is what `open_checkpoint` takes as an epoch. Of `last` and `best` epoch 0 is never meant: nothing
@@ -86,12 +86,12 @@ class EpochSource:
                     self._say(f"epoch {entry.position.epoch} cannot be served, {stays}: {error}")
         return None
 
-    def _is_reached(self, entry: Entry, served: Served) -> bool:
+    def _is_reached(self, entry: CommittedPosition, served: Served) -> bool:
         """Whether nothing is left that is newer, or better: going back to older epochs is nobody's wish."""
         older = served.branch == entry.branch and entry.position.epoch <= (served.epoch or 0)
         return served.key == entry.try_name or (self._wish.word == "last" and older)
 
-    def _made(self, entry: Entry) -> Served:
+    def _made(self, entry: CommittedPosition) -> Served:
         return self._make(open_checkpoint(self.where, f"{entry.position.epoch},branch={entry.branch}"))
 
     def _slot(self) -> int | None:
@@ -99,7 +99,7 @@ class EpochSource:
         return find_tail(lambda slot: storage.stat(slot_path(slot)) is not None, read_hint(storage))
 
 
-def _trained(entry: Entry) -> bool:
+def _trained(entry: CommittedPosition) -> bool:
     return entry.position.epoch > 0
 
 

@@ -12,7 +12,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from torchrelay.errors import RelayError
-from torchrelay.tools.serving.handlers import Holder, Say, Source
+from torchrelay.tools.serving.handlers import ModelSlot, ModelSource, Say
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -75,13 +75,13 @@ EVERY_SECS = 1.0
 class Watching:
     """Asks a source for what is newer, every so many seconds."""
 
-    def __init__(self, source: Source, say: Say, every_secs: float = EVERY_SECS) -> None:
+    def __init__(self, source: ModelSource, say: Say, every_secs: float = EVERY_SECS) -> None:
         self._source, self._say, self._every_secs = source, say, every_secs
         self._ended = threading.Event()
         self._said = ""
         self._thread: threading.Thread | None = None
 
-    def start(self, holder: Holder, meters: Meters) -> None:
+    def start(self, holder: ModelSlot, meters: Meters) -> None:
         """Begin, in a daemon thread."""
         self._thread = threading.Thread(
             target=self._run, args=(holder, meters), name="torchrelay serve watch", daemon=True
@@ -99,7 +99,7 @@ class Watching:
         self._thread.join(secs)
         return not self._thread.is_alive()
 
-    def look(self, holder: Holder, meters: Meters) -> None:
+    def look(self, holder: ModelSlot, meters: Meters) -> None:
         """Look once, and put in place what is newer."""
         try:
             found = self._source.newer(holder.current)
@@ -114,7 +114,7 @@ class Watching:
                 meters.swaps.inc()
                 self._say(f"epoch {found.epoch} of {found.name} is served now")
 
-    def _run(self, holder: Holder, meters: Meters) -> None:
+    def _run(self, holder: ModelSlot, meters: Meters) -> None:
         while not self._ended.wait(self._every_secs):
             self.look(holder, meters)
 

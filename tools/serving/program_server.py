@@ -26,9 +26,14 @@ from torchrelay.runners.artifacts.rebuild import rebuilt
 from torchrelay.runners.programs.command_context import say
 from torchrelay.runners.programs.epoch_selection import Used, use
 from torchrelay.runners.programs.program import Samples, Scene
-from torchrelay.runners.programs.request import Request, ServeOptions
+from torchrelay.runners.programs.request import ServeOptions, VerbRequest
 from torchrelay.tools.serving.errors import FaultyAnswerError
-from torchrelay.tools.serving.model_sources import EpochSource, PackageHandler, PlainModel, code_id_of_run
+from torchrelay.tools.serving.model_sources import (
+    EpochModelSource,
+    PackageHandler,
+    PlainModel,
+    code_id_of_run,
+)
 from torchrelay.tools.serving.serve import check_installed, serve
 from torchrelay.tools.serving.serve import say as log_line
 from torchrelay.tools.serving.tensors import joined, rows, shape_of
@@ -56,14 +61,14 @@ def serve_program(scene: Scene) -> int:
     return serve(scene.request.serve or ServeOptions(), lambda: _source(scene, used), began=began)
 
 
-def _source(scene: Scene, used: Used) -> EpochSource:
-    from torchrelay.tools.serving.model_sources import EpochSource
+def _source(scene: Scene, used: Used) -> EpochModelSource:
+    from torchrelay.tools.serving.model_sources import EpochModelSource
 
     where = followed(scene.request, used)
-    return EpochSource(used.path, where, lambda opened: served_of(scene, used, opened), say)
+    return EpochModelSource(used.path, where, lambda opened: served_of(scene, used, opened), say)
 
 
-def followed(request: Request, used: Used) -> str:
+def followed(request: VerbRequest, used: Used) -> str:
     """The epoch to serve: with `--watch` what is newest or best, else the very one that was found."""
     wish = request.epoch or "last"
     if request.serve is None or not request.serve.watch:
@@ -171,9 +176,9 @@ def serve_run(
 ) -> int:
     """Serve a program of the model that the run's archived source and configuration make."""
 
-    def source(scratch: Path) -> EpochSource:
+    def source(scratch: Path) -> EpochModelSource:
         model = configured_model(Path(run).resolve(), scratch, blob, device)
-        return EpochSource(run, epoch, model, log_line)
+        return EpochModelSource(run, epoch, model, log_line)
 
     with tempfile.TemporaryDirectory(prefix="torchrelay-serve-") as scratch:
         return serve(options, lambda: source(Path(scratch)))

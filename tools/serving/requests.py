@@ -23,10 +23,10 @@ import torch
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
-from torchrelay.runners.programs.request import Budget, Limits
-from torchrelay.tools.serving.batching import Asked, Queue, refusal_of
+from torchrelay.runners.programs.request import Budget, RequestLimits
+from torchrelay.tools.serving.batching import PendingRequest, Queue, refusal_of
 from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError, busy, unavailable, wrong
-from torchrelay.tools.serving.handlers import Holder, Served
+from torchrelay.tools.serving.handlers import ModelSlot, Served
 from torchrelay.tools.serving.tensors import MEDIA_TYPE, body_of, elements, json_bytes, plain, tensors_of
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ BINARY = (MEDIA_TYPE, "application/octet-stream")
 
 
 @dataclass(frozen=True)
-class Question:
+class PredictRequest:
     """What was asked: samples as they were sent; `single` where they were sent as one."""
 
     samples: tuple[Any, ...]
@@ -143,18 +143,18 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Form:
+class ContentFormat:
     """How a body is to be read, and its answer to be written."""
 
     binary: bool
     binary_answer: bool
 
-    def limit(self, limits: Limits) -> int:
+    def limit(self, limits: RequestLimits) -> int:
         """The most bytes that its body may have."""
         return limits.body_bytes if self.binary else limits.json_bytes
 
 
-def form_of(headers: Mapping[str, str]) -> Form:
+def form_of(headers: Mapping[str, str]) -> ContentFormat:
     """By Content-Type and Accept; raises RefusedError 415 or 406 for others than JSON and safetensors."""
     if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise wrong("bodies are not unpacked here: send it without Content-Encoding", 415)
@@ -165,7 +165,7 @@ def form_of(headers: Mapping[str, str]) -> Form:
     charset = more.strip().lower().removeprefix("charset=").strip('"')
     if kind == JSON and charset not in ("", "utf-8", "utf8", "us-ascii"):
         raise wrong("JSON is read as UTF-8: send no other charset", 415)
-    return Form(kind in BINARY, _wants_binary(headers.get("accept", ""), kind in BINARY))
+    return ContentFormat(kind in BINARY, _wants_binary(headers.get("accept", ""), kind in BINARY))
 
 
 def _wants_binary(accept: str, binary: bool) -> bool:
@@ -179,7 +179,7 @@ def _wants_binary(accept: str, binary: bool) -> bool:
     raise wrong(f"Accept: there is {JSON} and {BINARY[0]}", 406)
 
 
-def read_question(body: bytearray, form: Form, limits: Limits) -> Question:
+def read_question(body: bytearray, form: ContentFormat, limits: RequestLimits) -> PredictRequest:
     """Understand a body; raises RefusedError."""
     found = _of_tensors(body, limits) if form.binary else _of_json(body, limits)
     if len(found.samples) > limits.samples:
@@ -187,7 +187,7 @@ def read_question(body: bytearray, form: Form, limits: Limits) -> Question:
     return found
 
 
-def _of_tensors(body: bytearray, limits: Limits) -> Question:
+def _of_tensors(body: bytearray, limits: RequestLimits) -> PredictRequest:
     tensors = tensors_of(body, limits.elements)
     counts = {tensor.shape[0] if tensor.ndim else -1 for tensor in tensors.values()}
     if len(counts) != 1 or min(counts) < 1:
@@ -195,10 +195,10 @@ def _of_tensors(body: bytearray, limits: Limits) -> Question:
     count = counts.pop()
     if count > limits.samples:
         raise wrong(f"{count} samples at once: send at most {limits.samples}", 413)
-    return Question(tuple({name: one[at] for name, one in tensors.items()} for at in range(count)))
+    return PredictRequest(tuple({name: one[at] for name, one in tensors.items()} for at in range(count)))
 
 
-def _of_json(body: bytearray, limits: Limits) -> Question:
+def _of_json(body: bytearray, limits: RequestLimits) -> PredictRequest:
     _check_size(body, limits)
     try:
         value = canonical_json.loads(
@@ -208,19 +208,21 @@ def _of_json(body: bytearray, limits: Limits) -> Question:
         raise wrong(f"{str(error)[:300]}") from None
     match value:
         case {"sample": sample} if len(value) == 1:
-            return Question((sample,), single=True)
+            return PredictRequest((sample,), single=True)
         case {"samples": [*samples]} if len(value) == 1 and samples:
-            return Question(tuple(samples))
+            return PredictRequest(tuple(samples))
     raise wrong('the body is neither {"sample": ...} nor {"samples": [..., ...]}')
 
 
-def _check_size(body: bytearray, limits: Limits) -> None:
+def _check_size(body: bytearray, limits: RequestLimits) -> None:
     """Before anything is made of it: at least so many values as there are commas, and brackets to close."""
     if body.count(b",") > limits.elements:
         raise wrong(f"the body has more than {limits.elements} elements", 413)
 
 
-def write_answer(results: Sequence[Any], question: Question, form: Form, about: Mapping[str, Any]) -> bytes:
+def write_answer(
+    results: Sequence[Any], question: PredictRequest, form: ContentFormat, about: Mapping[str, Any]
+) -> bytes:
     """The body of an answer; raises FaultyAnswerError for results that cannot be written in this form."""
     if form.binary_answer:
         metadata = {name: str(value) for name, value in about.items() if value is not None}
@@ -253,7 +255,7 @@ Answer = tuple[bytes, str, Served]
 class Predicting:
     """Answers questions by a queue that one thread empties; used in one event loop."""
 
-    def __init__(self, holder: Holder, queue: Queue, limits: Limits) -> None:
+    def __init__(self, holder: ModelSlot, queue: Queue, limits: RequestLimits) -> None:
         self._holder, self._queue, self._limits = holder, queue, limits
         self._budget = Budget(limits.held_bytes)
         self._desk = Desk()
@@ -277,7 +279,7 @@ class Predicting:
             raise unavailable(f"there was no answer within {self._limits.secs:g} s")
         raise GoneError
 
-    async def _answered(self, body: Body, form: Form, receive: Receive) -> Answer:
+    async def _answered(self, body: Body, form: ContentFormat, receive: Receive) -> Answer:
         served = self._holder.current
         large = len(body.data) > SMALL_BYTES
         question, samples = await self._off(large, lambda: _understood(body.data, form, served, self._limits))
@@ -291,16 +293,16 @@ class Predicting:
         """Do it here where it is small, else at the desk."""
         return await self._desk.do(work) if large else work()
 
-    async def _computed(self, served: Served, samples: list[Any], receive: Receive) -> Asked:
+    async def _computed(self, served: Served, samples: list[Any], receive: Receive) -> PendingRequest:
         """Have it computed, while looking whether the client is still there."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
-        def finish(asked: Asked) -> None:
+        def finish(asked: PendingRequest) -> None:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle, future, None, asked.error)
 
-        asked = Asked(served, samples, finish)
+        asked = PendingRequest(served, samples, finish)
         if not self._queue.put(asked):
             raise unavailable("the server is leaving") if self._holder.draining else busy("too much is asked")
         gone = asyncio.ensure_future(_gone(receive))
@@ -324,7 +326,9 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _understood(data: bytearray, form: Form, served: Served, limits: Limits) -> tuple[Question, list[Any]]:
+def _understood(
+    data: bytearray, form: ContentFormat, served: Served, limits: RequestLimits
+) -> tuple[PredictRequest, list[Any]]:
     """The question, and its samples as the handler wants them; raises RefusedError."""
     question = read_question(data, form, limits)
     try:

@@ -12,7 +12,7 @@ from torchrelay.errors import UsageError
 
 if TYPE_CHECKING:
     from torchrelay.runners.programs.request import ServeOptions
-    from torchrelay.tools.serving.handlers import Source
+    from torchrelay.tools.serving.handlers import ModelSource
     from torchrelay.tools.serving.server import Running
 
 
@@ -32,7 +32,7 @@ def check_installed() -> None:
 
 def serve(
     options: ServeOptions,
-    source: Callable[[], Source],
+    source: Callable[[], ModelSource],
     *,
     began: Callable[[Running], None] = lambda running: None,
 ) -> int:
@@ -42,7 +42,7 @@ def serve(
     the model is there.
     """
     from torchrelay.tools.serving.app import doorkeeper, read_token
-    from torchrelay.tools.serving.handlers import Holder
+    from torchrelay.tools.serving.handlers import ModelSlot
     from torchrelay.tools.serving.monitoring import Watching
     from torchrelay.tools.serving.server import Running, bound_socket, url_of
 
@@ -55,7 +55,7 @@ def serve(
             raise UsageError(
                 "--watch follows last or best: an epoch by its number, or a package, never changes"
             )
-        holder = Holder(found.first())
+        holder = ModelSlot(found.first())
         watching = Watching(found, say) if options.watch else None
         running = Running(holder, listening, limits, door, watching)
         began(running)

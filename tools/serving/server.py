@@ -19,11 +19,11 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.programs.request import Limits
+from torchrelay.runners.programs.request import RequestLimits
 from torchrelay.tools.serving.app import Application, Doorkeeper
 from torchrelay.tools.serving.batching import Computing, Queue
 from torchrelay.tools.serving.errors import BUSY_SECS
-from torchrelay.tools.serving.handlers import Holder
+from torchrelay.tools.serving.handlers import ModelSlot
 from torchrelay.tools.serving.monitoring import Meters, Watching
 from torchrelay.tools.serving.requests import Predicting
 
@@ -33,7 +33,7 @@ _FULL = (
 ).encode()
 
 
-def patient(limits: Limits) -> type[H11Protocol]:
+def patient(limits: RequestLimits) -> type[H11Protocol]:
     """The class of connections that these limits make: uvicorn makes an object of it for each."""
 
     class Patient(H11Protocol):
@@ -129,9 +129,9 @@ class Running:
 
     def __init__(
         self,
-        holder: Holder,
+        holder: ModelSlot,
         listening: socket.socket,
-        limits: Limits,
+        limits: RequestLimits,
         door: Doorkeeper,
         watching: Watching | None = None,
     ) -> None:
@@ -173,7 +173,11 @@ class _Server(uvicorn.Server):
     """uvicorn's, with the end that is told above."""
 
     def __init__(
-        self, application: Application, limits: Limits, drain: Callable[[], None], close: Callable[[], None]
+        self,
+        application: Application,
+        limits: RequestLimits,
+        drain: Callable[[], None],
+        close: Callable[[], None],
     ) -> None:
         super().__init__(_config(application, limits))
         self.ready: Callable[[], None] = lambda: None
@@ -212,7 +216,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _config(application: Application, limits: Limits) -> Any:
+def _config(application: Application, limits: RequestLimits) -> Any:
     return uvicorn.Config(
         application,
         http=patient(limits),

@@ -28,17 +28,17 @@ from typing import Any, TypeVar
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields
 from torchrelay.checkpoint.format.layouts import layout_json, layout_of
-from torchrelay.checkpoint.format.manifest.position import Entry, Position, facts_in, facts_json
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position, facts_in, facts_json
 from torchrelay.checkpoint.format.manifest.schema import (
     BlobRow,
+    EpochNodes,
     LeafRow,
     Manifest,
     ShardRow,
-    World,
     has_odd_gradient,
     in_order,
 )
-from torchrelay.checkpoint.format.manifest.validation import Stored, check, check_files, check_tables
+from torchrelay.checkpoint.format.manifest.validation import RequiredFiles, check, check_files, check_tables
 from torchrelay.checkpoint.format.names import (
     Recent,
     manifest_path,
@@ -107,7 +107,7 @@ class _Tables:
     """What stays the same save after save, checked and encoded: world, blobs, leaves, layouts."""
 
     of: tuple[object, ...]
-    stored: tuple[Stored, ...]
+    stored: tuple[RequiredFiles, ...]
     words: tuple[str, ...]
     texts: Mapping[str, bytes]
     """`words` among them, if no other part of the manifest has more."""
@@ -169,10 +169,10 @@ def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
         generation=fields.integer("generation"),
         tries=fields.texts("tries"),
         world=_world(fields.fields("world")),
-        blobs=_blobs(Columns(fields.fields("blobs"), words)),
-        leaves=_leaves(Columns(fields.fields("leaves"), words)),
+        blobs=_blobs(TableColumns(fields.fields("blobs"), words)),
+        leaves=_leaves(TableColumns(fields.fields("leaves"), words)),
         layouts=fields.each("layouts", lambda one: layout_of(one, classes)),
-        shards=_shards(Columns(fields.fields("shards"), words)),
+        shards=_shards(TableColumns(fields.fields("shards"), words)),
         plan_hash=fields.text("plan"),
         values=_by_row(fields.items("values"), fields, "values"),
         facts=facts_in(fields.fields("facts")),
@@ -182,7 +182,7 @@ def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
     return manifest
 
 
-def check_size(storage: Storage, entry: Entry) -> None:
+def check_size(storage: Storage, entry: CommittedPosition) -> None:
     """Raise DamagedError unless a manifest of the size that a log entry names is there."""
     path = manifest_path(entry.try_name)
     size = storage.stat(path)
@@ -192,7 +192,7 @@ def check_size(storage: Storage, entry: Entry) -> None:
         raise DamagedError(f"{path} has {size} bytes instead of {entry.manifest_bytes}")
 
 
-def read_bytes(storage: Storage, entry: Entry) -> bytes:
+def read_bytes(storage: Storage, entry: CommittedPosition) -> bytes:
     """The bytes of the manifest that a log entry names; raises DamagedError unless it is that very file."""
     path = manifest_path(entry.try_name)
     try:
@@ -207,7 +207,7 @@ def read_bytes(storage: Storage, entry: Entry) -> bytes:
     return data
 
 
-def read(storage: Storage, entry: Entry) -> Manifest:
+def read(storage: Storage, entry: CommittedPosition) -> Manifest:
     """Read the manifest that a log entry names; raises DamagedError unless it is that very file."""
     path = manifest_path(entry.try_name)
     data = read_bytes(storage, entry)
@@ -250,7 +250,7 @@ class _Numbers:
         return pack_numbers(list(map(self._numbers.__getitem__, items)))
 
 
-class Columns:
+class TableColumns:
     """The columns of one table; all must have the length of the first one asked for."""
 
     def __init__(self, fields: Fields, words: tuple[str, ...]) -> None:
@@ -287,7 +287,7 @@ class Columns:
         return found
 
 
-def _world_json(world: World) -> Json:
+def _world_json(world: EpochNodes) -> Json:
     return {
         "nodes": pack_names(world.nodes),
         "others": pack_names(world.others),
@@ -296,12 +296,12 @@ def _world_json(world: World) -> Json:
     }
 
 
-def _world(fields: Fields) -> World:
+def _world(fields: Fields) -> EpochNodes:
     def names(key: str) -> tuple[str, ...]:
         return unpack_names(fields.items(key), f"{fields.what} ({key})")
 
     host_of = unpack_numbers(fields.items("host_of"), f"{fields.what} (host_of)")
-    return World(names("nodes"), names("hosts"), host_of, names("others"))
+    return EpochNodes(names("nodes"), names("hosts"), host_of, names("others"))
 
 
 def _blobs_json(blobs: Sequence[BlobRow], words: _Numbers) -> Json:
@@ -312,7 +312,7 @@ def _blobs_json(blobs: Sequence[BlobRow], words: _Numbers) -> Json:
     }
 
 
-def _blobs(columns: Columns) -> tuple[BlobRow, ...]:
+def _blobs(columns: TableColumns) -> tuple[BlobRow, ...]:
     return tuple(map(BlobRow, columns.names("name"), columns.words("kind"), columns.words("scope")))
 
 
@@ -360,7 +360,7 @@ def _shapes_text(shapes: Sequence[tuple[int, ...]]) -> bytes:
     return b"[%b]" % b",".join(map(texts.__getitem__, shapes))
 
 
-def _leaves(columns: Columns) -> tuple[LeafRow, ...]:
+def _leaves(columns: TableColumns) -> tuple[LeafRow, ...]:
     names = columns.names("name")
     aliases = _names_by_row(columns.fields, "alias_of", len(names))
     shared = _names_by_row(columns.fields, "same_as", len(names))
@@ -446,7 +446,7 @@ def _devices(fields: Fields, count: int) -> dict[int, str]:
     return found
 
 
-def _shapes(columns: Columns) -> list[tuple[int, ...]]:
+def _shapes(columns: TableColumns) -> list[tuple[int, ...]]:
     found = columns.each("shape")
     lists = set(map(type, found)) <= {list}
     extents: list[Json] = list(chain.from_iterable(found)) if lists else [None]
@@ -473,7 +473,7 @@ def _shards_text(shards: Sequence[ShardRow], words: _Numbers) -> bytes:
     )
 
 
-def _shards(columns: Columns) -> tuple[ShardRow, ...]:
+def _shards(columns: TableColumns) -> tuple[ShardRow, ...]:
     nodes = columns.numbers("node")
     digests = _digests(columns.fields, len(nodes))
     numbers = (columns.numbers(key) for key in ("part", "bytes", "header_bytes"))

@@ -257,7 +257,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CommittedPosition:
     """One committed position: which try holds it and the manifest that proves it.
 
     `needs` are earlier tries that its manifest refers to; `groups` the file groups that still
@@ -307,7 +307,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Mark:
+class TagOrPin:
     """A `tag` (a name for an epoch) or a `pin` (a reason to keep it); names are unique per kind."""
 
     kind: str
@@ -327,11 +327,11 @@ class Retirement:
 class State:
     """Everything a log record says beside itself. `entries` are sorted by key."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[CommittedPosition, ...] = ()
     branches: tuple[Branch, ...] = (Branch(0),)
     current: int = 0
     next_branch: int = 1
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[TagOrPin, ...] = ()
     retiring: tuple[Retirement, ...] = ()
     """Retired, deletion not yet known to be complete."""
     holder: Mapping[str, Json] = field(default_factory=dict, hash=False)

@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class LeafSlice:
     """Elements `first` up to, not including, `last` of a leaf (in row-major order), held by `node`."""
 
     node: int
@@ -49,7 +49,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Replicated:
+class ReplicatedLayout:
     """Alike on all `nodes`; the first one writes it whole."""
 
     nodes: tuple[int, ...]
@@ -64,17 +64,17 @@ class Replicated:
         """The nodes that store something."""
         return self.nodes[:1]
 
-    def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
+    def pieces(self, leaf: int, size: int) -> tuple[LeafSlice, ...]:
         """The one piece that is stored."""
-        return (Piece(self.nodes[0], 0, size),)
+        return (LeafSlice(self.nodes[0], 0, size),)
 
     def stores(self, node: int) -> bool:
         """Whether `node` stores leaves, which it then does whole."""
         return node == self.nodes[0]
 
-    def held_by(self, node: int, leaf: int, size: int) -> Piece | None:
+    def held_by(self, node: int, leaf: int, size: int) -> LeafSlice | None:
         """What `node` stores of the leaf; None when nothing."""
-        return Piece(node, 0, size) if self.stores(node) else None
+        return LeafSlice(node, 0, size) if self.stores(node) else None
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class PerNode:
         """The nodes that store something: all."""
         return self.nodes
 
-    def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
+    def pieces(self, leaf: int, size: int) -> tuple[LeafSlice, ...]:
         """One whole piece per node; they are not parts of one whole."""
-        return tuple(Piece(node, 0, size) for node in self.nodes)
+        return tuple(LeafSlice(node, 0, size) for node in self.nodes)
 
     @cached_property
     def members(self) -> frozenset[int]:
@@ -106,9 +106,9 @@ class PerNode:
         """Whether `node` stores leaves, which it then does whole."""
         return node in self.members
 
-    def held_by(self, node: int, leaf: int, size: int) -> Piece | None:
+    def held_by(self, node: int, leaf: int, size: int) -> LeafSlice | None:
         """What `node` stores of the leaf; None when nothing."""
-        return Piece(node, 0, size) if self.stores(node) else None
+        return LeafSlice(node, 0, size) if self.stores(node) else None
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,11 @@ class Split:
         """The nodes that store something: those whose cuts are not one place."""
         return tuple(node for node, a, b in zip(self.nodes, self.cuts, self.cuts[1:], strict=False) if a != b)
 
-    def pieces(self, leaf: int, size: int) -> tuple[Piece, ...]:
+    def pieces(self, leaf: int, size: int) -> tuple[LeafSlice, ...]:
         """The stored pieces of a leaf of `size` elements, in order; they cover it exactly."""
         item = self.index[leaf]
         share = bisect_right(self.cuts, Cut(item, 0)) - 1
-        found: list[Piece] = []
+        found: list[LeafSlice] = []
         while share < len(self.nodes) and self.cuts[share] < Cut(item + 1, 0):
             piece = self._piece(share, item, size)
             if piece is not None:
@@ -163,7 +163,7 @@ class Split:
             share += 1
         return tuple(found)
 
-    def held_by(self, node: int, leaf: int, size: int) -> Piece | None:
+    def held_by(self, node: int, leaf: int, size: int) -> LeafSlice | None:
         """What `node` stores of the leaf; None when nothing."""
         share = self.writer.get(node)
         return None if share is None else self._piece(share, self.index[leaf], size)
@@ -176,16 +176,16 @@ class Split:
             last = min(stop.item + (stop.element > 0), len(self.items))
             yield from self.items[start.item : last] if start < stop else ()
 
-    def _piece(self, share: int, item: int, size: int) -> Piece | None:
+    def _piece(self, share: int, item: int, size: int) -> LeafSlice | None:
         start, stop = self.cuts[share], self.cuts[share + 1]
         if not (start < stop and start < Cut(item + 1, 0) and stop > Cut(item, 0)):
             return None
         first = start.element if start.item == item else 0
         last = stop.element if stop.item == item else size
-        return Piece(self.nodes[share], first, last)
+        return LeafSlice(self.nodes[share], first, last)
 
 
-Layout = Replicated | PerNode | Split | Mesh
+Layout = ReplicatedLayout | PerNode | Split | Mesh
 
 
 def keys_held(layout: Layout, node: int, row: int, leaf: LeafRow) -> tuple[str, ...]:
@@ -214,7 +214,7 @@ def box_key(name: str, shape: tuple[int, ...], box: Bounds) -> Key:
 _all_of = lru_cache(maxsize=1 << 10)(whole)
 
 
-def piece_key(leaf: LeafRow, piece: Piece) -> Key:
+def piece_key(leaf: LeafRow, piece: LeafSlice) -> Key:
     """The key of a range of elements: the name alone when it is all of the leaf."""
     if piece.last - piece.first == leaf.elements:
         return Whole(leaf.name)
@@ -230,7 +230,7 @@ VALUE_LIMIT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class World:
+class EpochNodes:
     """The nodes of the epoch in the order of their ranks, and the hosts they ran on.
 
     `others` are nodes of earlier tries that leaves are referenced from; their numbers follow.
@@ -351,7 +351,7 @@ class Manifest:
     branch: int
     generation: int
     tries: tuple[str, ...]
-    world: World
+    world: EpochNodes
     blobs: tuple[BlobRow, ...]
     leaves: tuple[LeafRow, ...]
     layouts: tuple[Layout, ...]

@@ -14,13 +14,13 @@ from torchrelay.checkpoint.format.manifest.position import MAX_EPOCH
 from torchrelay.checkpoint.format.manifest.schema import (
     BlobRow,
     Cut,
+    EpochNodes,
     Layout,
     LeafRow,
     Manifest,
     PerNode,
     ShardRow,
     Split,
-    World,
     columns,
 )
 from torchrelay.checkpoint.format.mesh import MAX_SPLIT_FACTOR, Mesh
@@ -51,7 +51,7 @@ def check(manifest: Manifest, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class Stored:
+class RequiredFiles:
     """Nodes that must have a file of a try and group, because a leaf, `name` for one, lies there."""
 
     source: int
@@ -60,7 +60,7 @@ class Stored:
     name: str
 
 
-def check_tables(manifest: Manifest, what: str) -> tuple[Stored, ...]:
+def check_tables(manifest: Manifest, what: str) -> tuple[RequiredFiles, ...]:
     """Check the world, the blobs, the leaves and their layouts; returns which files they need.
 
     Depends on nothing else in the manifest but the number of its tries and the rows that have values.
@@ -76,7 +76,7 @@ def check_tables(manifest: Manifest, what: str) -> tuple[Stored, ...]:
     return tuple(_needed(manifest))
 
 
-def check_files(manifest: Manifest, stored: Iterable[Stored], what: str) -> None:
+def check_files(manifest: Manifest, stored: Iterable[RequiredFiles], what: str) -> None:
     """Check the tries and the shards, and that the files are there which the tables need."""
     demand = _demand(what)
     _check_tries(manifest, demand)
@@ -109,7 +109,7 @@ def _check_tries(manifest: Manifest, demand: Demand) -> None:
     demand(tries[0].rpartition("-")[0] == position.directory("")[:-1], f"try {tries[0]} is not of {position}")
 
 
-def _check_world(world: World, demand: Demand) -> None:
+def _check_world(world: EpochNodes, demand: Demand) -> None:
     names = world.names
     demand(bool(world.nodes), "it has no nodes")
     demand(len(set(names)) == len(names), "a node is named twice")
@@ -309,7 +309,7 @@ def _is_hex(text: str) -> bool:
         return False
 
 
-def _needed(manifest: Manifest) -> Iterator[Stored]:
+def _needed(manifest: Manifest) -> Iterator[RequiredFiles]:
     """Everything that must be stored needs a file to be in; leaves that lie in the same files ask once."""
     places: dict[tuple[int, int, str], list[int]] = defaultdict(list)
     mixed = set()  # byte strings of which files hold some leaves, and others not
@@ -322,7 +322,7 @@ def _needed(manifest: Manifest) -> Iterator[Stored]:
     for (number, source, group), rows in places.items():
         held = _holders(manifest, manifest.layouts[number], rows, mixed=number in mixed)
         for nodes, name in held.items():
-            yield Stored(source, group, nodes, name)
+            yield RequiredFiles(source, group, nodes, name)
 
 
 def _holders(

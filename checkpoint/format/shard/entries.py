@@ -39,7 +39,7 @@ Data = Any
 T = TypeVar("T")
 
 
-class Form(NamedTuple):
+class EntryForm(NamedTuple):
     """What entries of one element type and stored shape have in common.
 
     `dtype` and `shape` are the logical ones of the piece, `text` is what the header says before the
@@ -56,20 +56,20 @@ class Form(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def form_of(dtype: str, shape: tuple[int, ...]) -> Form:
+def form_of(dtype: str, shape: tuple[int, ...]) -> EntryForm:
     """The form of whole leaves, or pieces, of this type and logical shape."""
     kind = dtypes.by_name(dtype)
     stored = ",".join(map(str, kind.stored_shape(shape)))
     text = f'{{"dtype":"{kind.code}","shape":[{stored}],"data_offsets":['
     nbytes = kind.nbytes(shape)
-    return Form(dtype, tuple(shape), nbytes, digest.block_count(nbytes), kind.itemsize, text, kind.raw)
+    return EntryForm(dtype, tuple(shape), nbytes, digest.block_count(nbytes), kind.itemsize, text, kind.raw)
 
 
 _DIMENSIONS = 64
 """Of more no form that a file claims is remembered: there may be millions."""
 
 
-def form_said(dtype: str, shape: tuple[int, ...]) -> Form:
+def form_said(dtype: str, shape: tuple[int, ...]) -> EntryForm:
     """The same, where the shape is what a file says that nobody has proved."""
     return (form_of if len(shape) <= _DIMENSIONS else form_of.__wrapped__)(dtype, shape)
 
@@ -83,7 +83,7 @@ class Entries:
     """
 
     keys: Sequence[str]
-    forms: Sequence[Form]
+    forms: Sequence[EntryForm]
     data: Sequence[Data]
     pieces: Mapping[str, Json]
     in_memory: bool = False
@@ -138,7 +138,7 @@ def described(keys: Sequence[Key], types: Iterable[str], shapes: Sequence[tuple[
 
 
 def whole_entries(
-    names: Sequence[str], forms: Sequence[Form], data: Sequence[Data], *, in_memory: bool = False
+    names: Sequence[str], forms: Sequence[EntryForm], data: Sequence[Data], *, in_memory: bool = False
 ) -> Entries:
     """The columns of leaves that are stored whole; raises BlobError for a name that cannot be a key."""
     keys = names if all_plain(names) else list(map(encode_name, names))
@@ -146,7 +146,7 @@ def whole_entries(
     return Entries(keys, forms, data, {key: _piece(form, form.shape) for key, form in raw}, in_memory)
 
 
-def _piece(form: Form, shape: tuple[int, ...]) -> dict[str, Json]:
+def _piece(form: EntryForm, shape: tuple[int, ...]) -> dict[str, Json]:
     return {**({"dtype": form.dtype} if form.raw else {}), "shape": list(shape)}
 
 
@@ -205,14 +205,14 @@ class StoredEntry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Columns:
+class EntryColumns:
     """Entries that lie side by side, as their file says: `forms` are those of the stored bytes.
 
     Offsets count from the beginning of the data; `blocks` are the numbers of the first blocks, and of
     the one after the last.
     """
 
-    forms: Sequence[Form]
+    forms: Sequence[EntryForm]
     starts: Sequence[int]
     stops: Sequence[int]
     blocks: Sequence[int]
@@ -225,7 +225,7 @@ class Columns:
         return [self.starts[number] for number in numbers], [self.stops[number] for number in numbers]
 
 
-def columns_of(said: Mapping[str, Json], data_bytes: int, digest_bytes: int) -> Columns | None:
+def columns_of(said: Mapping[str, Json], data_bytes: int, digest_bytes: int) -> EntryColumns | None:
     """The columns of a header's entries if there is nothing to object to, else None: look for what it is.
 
     Checked are types, element types, shapes, that the entries fill the data without a gap, and that
@@ -257,7 +257,7 @@ def columns_of(said: Mapping[str, Json], data_bytes: int, digest_bytes: int) -> 
     if digest_bytes != blocks[-1] * digest.SIZE:
         return None
     forms = list(map(form_said, [kind.name for kind in kinds], map(tuple, shapes)))
-    return Columns(forms, starts, stops, blocks)
+    return EntryColumns(forms, starts, stops, blocks)
 
 
 def too_large(shape: Sequence[int]) -> bool:
@@ -278,10 +278,10 @@ def _flat(shapes: Sequence[Sequence[int]]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredColumns:
     """The columns of a file with their digests; `data_start` is where in the file the data begin."""
 
-    columns: Columns
+    columns: EntryColumns
     digests: bytes
     data_start: int
 
@@ -294,7 +294,7 @@ class Stored:
         return StoredEntry(key, kind, shape, start, stop, digests)
 
 
-_NOTHING = Stored(Columns((), (), (), (0,)), b"", 0)
+_NOTHING = StoredColumns(EntryColumns((), (), (), (0,)), b"", 0)
 
 
 Look = Callable[[int, str], StoredEntry]
@@ -313,7 +313,7 @@ class StoredEntries(Mapping[str, StoredEntry]):
         self,
         numbers: dict[str, int],
         known: dict[str, StoredEntry],
-        stored: Stored = _NOTHING,
+        stored: StoredColumns = _NOTHING,
         odd: Collection[str] = (),
         look: Look | None = None,
     ) -> None:
@@ -379,7 +379,7 @@ class StoredEntries(Mapping[str, StoredEntry]):
         """The key of one entry."""
         return self._order[number]
 
-    def forms(self, keys: Sequence[str]) -> Sequence[Form]:
+    def forms(self, keys: Sequence[str]) -> Sequence[EntryForm]:
         """The logical forms of leaves."""
         if self._known or self._odd:
             return list(map(self.form, keys))
@@ -394,7 +394,7 @@ class StoredEntries(Mapping[str, StoredEntry]):
         """Whether these are all that there are, in their order: then nothing is looked up."""
         return len(keys) == len(self._numbers) and list(keys) == self._order
 
-    def form(self, key: str) -> Form:
+    def form(self, key: str) -> EntryForm:
         """The logical form of a leaf; makes no object, because whoever asks for all needs none."""
         found = self[key] if key in self._odd else self._known.get(key)
         if found is not None:

@@ -26,8 +26,8 @@ from torchrelay.checkpoint.format.manifest.position import MAX_EPOCH, Position
 from torchrelay.checkpoint.format.names import Key, ShardName, encode_name, format_key
 from torchrelay.checkpoint.format.shard.entries import (
     Entries,
-    Form,
-    Stored,
+    EntryForm,
+    StoredColumns,
     StoredEntries,
     StoredEntry,
     columns_of,
@@ -58,7 +58,7 @@ class ShardIdentity:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPart:
     """The content of one file: entries in stored order, aliases (name to key), values on part 1."""
 
     identity: ShardIdentity
@@ -83,7 +83,7 @@ class HeaderFrame:
     the entry says, `{"dtype", "shape"}`; for names stored under another key, `{"alias_of"}`.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: ShardPart) -> None:
         metadata = _quoted(_metadata(part).decode())
         # Only `block` and `digest` sort before `digests`: the first place that looks so is the place.
         head, place, tail = metadata.partition(_quoted('"digests":"')[1:-1])
@@ -100,7 +100,7 @@ class HeaderFrame:
         return (self.nbytes - 8).to_bytes(8, "little") + text.ljust(self.nbytes - 8)
 
 
-def _metadata(part: Part) -> bytes:
+def _metadata(part: ShardPart) -> bytes:
     """As canonical JSON, of which the values come last; without digests."""
     identity, values = part.identity, part.values_text
     said = {
@@ -132,7 +132,7 @@ def _described(entries: Entries) -> list[str]:
     ]
 
 
-def entry_cost(key: str, form: Form, piece: Json) -> int:
+def entry_cost(key: str, form: EntryForm, piece: Json) -> int:
     """Bytes that an entry takes in the header, at most: what parts are cut by."""
     text = len(f"{canonical_json.word(key)}:{form.text}{10**17},{10**17}]}}".encode())
     said = canonical_json.dumps({key: piece})
@@ -172,7 +172,7 @@ def cut(
     aliases: Mapping[str, Key],
     limits: ShardLimits,
     values_text: bytes | None = None,
-) -> list[Part]:
+) -> list[ShardPart]:
     """The parts of a shard, at least one; values lie in part 1, an alias beside its target.
 
     `values_text` is the canonical JSON of the values, where somebody has made it already.
@@ -188,13 +188,13 @@ def cut(
         raise BlobError(
             f"the values of {identity.node} need {fixed} bytes: keep large ones such as {largest} in tensors"
         )
-    parts: list[Part] = []
+    parts: list[ShardPart] = []
     for chosen in _runs(entries.ordered(), by_target, fixed, fixed - _quoted_bytes(text), limits):
         here = {
             alias: text for text in (chosen.keys if by_target else ()) for alias in by_target.get(text, ())
         }
         first = (values, text) if not parts else ({}, None)
-        parts.append(Part(identity, len(parts) + 1, chosen, here, *first))
+        parts.append(ShardPart(identity, len(parts) + 1, chosen, here, *first))
     return parts
 
 
@@ -373,7 +373,7 @@ def _entries(
     numbers = dict(zip(said, range(len(said)), strict=True))
     if columns is None:
         return StoredEntries(numbers, _one_by_one(said, pieces, digests, data, what))
-    stored = Stored(columns, digests, data.start)
+    stored = StoredColumns(columns, digests, data.start)
     looked_at: dict[tuple[object, ...], tuple[dtypes.ElementType, tuple[int, ...]]] = {}
 
     def look(number: int, text: str) -> StoredEntry:

@@ -14,7 +14,7 @@ from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT, ShardContent
 from torchrelay.checkpoint.format.shard.reads import (
     FAR_BYTES,
     PLAIN,
-    Batch,
+    EntryBatch,
     Passage,
     Passing,
     Portion,
@@ -273,7 +273,7 @@ class ShardHeader:
         found = self.checks(whole, memory) if large else []
         small = list(compress(numbers, [0 < size <= BLOCK for size in sizes]))
 
-        def check(batch: Batch, handle: ReadHandle) -> None:
+        def check(batch: EntryBatch, handle: ReadHandle) -> None:
             batch.check(handle.read_into, memory.room(batch.nbytes))
 
         for one in batches(self.path, self.entries, small):
@@ -309,7 +309,7 @@ class ShardHeader:
     ) -> list[Portion]:
         """Whole entries in the order of the file, none empty or above a block."""
 
-        def read(batch: Batch, handle: ReadHandle) -> None:
+        def read(batch: EntryBatch, handle: ReadHandle) -> None:
             batch.read(handle.read_scattered, verify=options.verify)
 
         return [

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, digests_of
-from torchrelay.checkpoint.format.shard.entries import Stored, StoredEntries, StoredEntry
+from torchrelay.checkpoint.format.shard.entries import StoredColumns, StoredEntries, StoredEntry
 from torchrelay.checkpoint.storage.base import Cached, Memory, ReadHandle, Storage, open_for_reading
 from torchrelay.checkpoint.storage.work import share
 from torchrelay.errors import DamagedError, StorageError, UsageError
@@ -250,7 +250,7 @@ FAR_BYTES = 8 * BLOCK
 
 
 @dataclass(frozen=True)
-class Batch:
+class EntryBatch:
     """Entries of a file in its order, none empty, with the memory of each, if they are to have any.
 
     What lies between them, where they do not lie side by side, is read and forgotten.
@@ -262,7 +262,7 @@ class Batch:
     memories: Sequence[Memory]
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> StoredColumns:
         """The columns of the file."""
         return self.entries.stored
 
@@ -356,7 +356,7 @@ def batches(
     numbers: Sequence[int],
     memories: Sequence[Memory] = (),
     gap: int = 0,
-) -> Iterator[Batch]:
+) -> Iterator[EntryBatch]:
     """Entries, in the order of the file and none of them empty or above a block, in batches.
 
     Those with up to `gap` bytes between them are read together; one that is wanted twice is read twice.
@@ -364,7 +364,7 @@ def batches(
     """
     starts, stops = entries.stored.columns.bounds(numbers)
     for at, end in _runs(starts, stops, gap):
-        yield Batch(path, entries, numbers[at:end], memories[at:end])
+        yield EntryBatch(path, entries, numbers[at:end], memories[at:end])
 
 
 def _runs(starts: Sequence[int], stops: Sequence[int], gap: int) -> Iterator[tuple[int, int]]:

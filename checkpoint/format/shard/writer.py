@@ -42,9 +42,9 @@ from torchrelay.checkpoint.format.shard.entries import Data, Entries
 from torchrelay.checkpoint.format.shard.header import (
     DEFAULT_LIMITS,
     HeaderFrame,
-    Part,
     ShardIdentity,
     ShardLimits,
+    ShardPart,
     cut,
 )
 from torchrelay.checkpoint.storage.base import Memory, Storage, WriteHandle
@@ -321,7 +321,7 @@ def copy(room: memoryview, at: int, data: memoryview) -> int:
     return len(data)
 
 
-def fill(handle: WriteHandle, part: Part, frame: HeaderFrame, seconds: Seconds, writers: int) -> Digests:
+def fill(handle: WriteHandle, part: ShardPart, frame: HeaderFrame, seconds: Seconds, writers: int) -> Digests:
     """Write the data of a part behind its header's place and return what was hashed.
 
     Where the handle wants aligned memory, `writers` threads take segments in turn, else this one alone and in
@@ -418,12 +418,12 @@ def write_shard(
     return [write_part(storage, _path_of(part, directory, escape), part, writers) for part in parts]
 
 
-def _path_of(part: Part, directory: str, escape: str) -> str:
+def _path_of(part: ShardPart, directory: str, escape: str) -> str:
     name = shard_file_name(part.identity.file(part.number), escape=escape)
     return f"{directory}/{name}" if directory else name
 
 
-def write_part(storage: Storage, path: str, part: Part, writers: int = WRITERS) -> ShardReport:
+def write_part(storage: Storage, path: str, part: ShardPart, writers: int = WRITERS) -> ShardReport:
     """Write and sync one new file; raises as `write_shard` does, and leaves nothing behind then."""
     seconds = Seconds()
     try:
@@ -454,7 +454,7 @@ def write_part(storage: Storage, path: str, part: Part, writers: int = WRITERS) 
     )
 
 
-def _fill(handle: WriteHandle, part: Part, seconds: Seconds, writers: int) -> tuple[bytes, Digests]:
+def _fill(handle: WriteHandle, part: ShardPart, seconds: Seconds, writers: int) -> tuple[bytes, Digests]:
     frame = HeaderFrame(part)
     with seconds.spent("write"):
         handle.preallocate(frame.nbytes + frame.data_bytes)

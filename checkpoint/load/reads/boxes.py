@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any
 
 from torchrelay.checkpoint.format.dtypes import BLOCK
-from torchrelay.checkpoint.format.layouts import Near, PartForm, Target
+from torchrelay.checkpoint.format.layouts import LocalTarget, Near, PartForm
 from torchrelay.checkpoint.format.manifest.schema import LeafRow
 from torchrelay.checkpoint.format.mesh_geometry import (
     Bounds,
@@ -152,7 +152,7 @@ class BoxRead:
 
     leaf: LeafRow
     parts: Near
-    target: Target
+    target: LocalTarget
     destination: memoryview
 
 
@@ -246,7 +246,7 @@ class _Move:
 
 @lru_cache(maxsize=1 << 8)
 def moves(
-    forms: tuple[PartForm, ...], shape: tuple[int, ...], target: Target, width: int
+    forms: tuple[PartForm, ...], shape: tuple[int, ...], target: LocalTarget, width: int
 ) -> tuple[str | None, tuple[_Move, ...]]:
     """What is wrong with parts of these forms, in words, or how they fill a target; many leaves are alike."""
     copies = [list(_copies(form, shape, target)) for form in forms]
@@ -270,7 +270,7 @@ def _move(part: int, copies: Sequence[Copy], width: int) -> _Move:
     return _Move(part, tuple(straight), tuple(slabs))
 
 
-def _copies(form: PartForm, shape: tuple[int, ...], target: Target) -> Iterator[Copy]:
+def _copies(form: PartForm, shape: tuple[int, ...], target: LocalTarget) -> Iterator[Copy]:
     """What of a stored part belongs into the target."""
     flat, intervals = form
     sources = list(range_boxes(shape, *intervals[0])) if flat else [intervals]

@@ -19,8 +19,8 @@ from typing import Any
 import xxhash
 
 from torchrelay.checkpoint.format import values
-from torchrelay.checkpoint.format.layouts import Target, parts_near, parts_of, whole_target
-from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, Replicated, Split
+from torchrelay.checkpoint.format.layouts import LocalTarget, parts_near, parts_of, whole_target
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, ReplicatedLayout, Split
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.names import Flat, Key, encode_name, format_key
 from torchrelay.checkpoint.format.shard.reader import ShardHeader
@@ -53,7 +53,7 @@ class LeafRead:
     leaf: str
     destination: memoryview
     node: str | None = None
-    target: Target | None = None
+    target: LocalTarget | None = None
 
 
 class ReadPlan:
@@ -107,7 +107,7 @@ Json = Any
 
 
 @dataclass(frozen=True)
-class _Place:
+class _PieceLocation:
     """Where a piece is stored."""
 
     key: Key
@@ -179,7 +179,7 @@ class LeafReader:
         leaf = self.manifest.leaves[row]
         layout = self.manifest.layouts[leaf.layout]
         node = layout.whole.get(row) if isinstance(layout, Split) else None
-        node = layout.nodes[0] if isinstance(layout, Replicated) else node
+        node = layout.nodes[0] if isinstance(layout, ReplicatedLayout) else node
         whole = node is not None and leaf.kind == "tensor" and leaf.alias_of is None
         return (leaf.source, node, leaf.group) if whole and node is not None else None
 
@@ -309,11 +309,11 @@ class LeafReader:
         near = parts_near(self.manifest.layouts[spec.layout], row, spec, [w.box for w in target.windows])
         return BoxRead(spec, near if owner is None else near.of(owner), target, memory)
 
-    def _places(self, leaf: str, node: str | None) -> list[_Place]:
+    def _places(self, leaf: str, node: str | None) -> list[_PieceLocation]:
         row = find_row(self.manifest, leaf, node)
         found = self.manifest.leaves[row]
         parts = self._parts(row, holder_of(self.manifest, row, node))
-        return [_Place(key, self.header(found, number, format_key(key))) for number, key in parts]
+        return [_PieceLocation(key, self.header(found, number, format_key(key))) for number, key in parts]
 
     def _parts(self, row: int, owner: int | None) -> list[tuple[int, Key]]:
         leaf = self.manifest.leaves[row]

@@ -21,7 +21,7 @@ from itertools import groupby, zip_longest
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, memory_of
 from torchrelay.checkpoint.format.layouts import parts_of
-from torchrelay.checkpoint.format.manifest.schema import Manifest, Replicated, Split
+from torchrelay.checkpoint.format.manifest.schema import Manifest, ReplicatedLayout, Split
 from torchrelay.checkpoint.format.names import Flat, format_key
 from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest
@@ -41,7 +41,7 @@ Ranges = list[list[int]]
 
 
 @dataclass(frozen=True)
-class Part:
+class ReadSlice:
     """Bytes [start, stop) of a stored key in a file of `node`: those from byte `at` of leaf `row` on.
 
     It begins and ends with a block of the key.
@@ -60,7 +60,7 @@ class Part:
         return self.stop - self.start
 
 
-Batch = tuple[Part, ...]
+Batch = tuple[ReadSlice, ...]
 """What travels at once."""
 
 
@@ -116,7 +116,7 @@ def shares(manifest: Manifest, rows: Iterable[int], readers: Sequence[int]) -> S
     return Shares({reader: tuple(mine) for reader, mine in found.items()})
 
 
-def _parts(manifest: Manifest, rows: Iterable[int]) -> Iterator[Part]:
+def _parts(manifest: Manifest, rows: Iterable[int]) -> Iterator[ReadSlice]:
     for row in rows:
         leaf = manifest.leaves[row]
         for node, key in parts_of(manifest.layouts[leaf.layout], row, leaf):
@@ -124,17 +124,17 @@ def _parts(manifest: Manifest, rows: Iterable[int]) -> Iterator[Part]:
             base, size = first * leaf.item_bytes, (end - first) * leaf.item_bytes
             text = format_key(key)
             for start in range(0, size, PIECE):
-                yield Part(row, node, text, start, min(size, start + PIECE), base + start)
+                yield ReadSlice(row, node, text, start, min(size, start + PIECE), base + start)
 
 
-def _place(manifest: Manifest, part: Part) -> tuple[int, int, str, int, int]:
+def _place(manifest: Manifest, part: ReadSlice) -> tuple[int, int, str, int, int]:
     leaf = manifest.leaves[part.row]
     return (leaf.source, part.node, leaf.group, part.row, part.start)
 
 
-def _batches(parts: Iterable[Part]) -> Iterator[Batch]:
+def _batches(parts: Iterable[ReadSlice]) -> Iterator[Batch]:
     """Neighbours travel together up to the size of a piece."""
-    batch: list[Part] = []
+    batch: list[ReadSlice] = []
     size = 0
     for part in parts:
         if batch and size + part.nbytes > PIECE:
@@ -215,13 +215,13 @@ class SharedReads:
         except DamagedError:
             self.read(batch)
 
-    def _header(self, part: Part) -> ShardHeader:
+    def _header(self, part: ReadSlice) -> ShardHeader:
         return self._reader.header(self._reader.manifest.leaves[part.row], part.node, part.key)
 
-    def _request(self, part: Part) -> ReadRequest:
+    def _request(self, part: ReadSlice) -> ReadRequest:
         return ReadRequest(part.key, part.start, part.stop, self._target(part))
 
-    def _target(self, part: Part) -> memoryview:
+    def _target(self, part: ReadSlice) -> memoryview:
         return self._memory[part.row][part.at : part.at + part.nbytes]
 
 
@@ -322,7 +322,7 @@ def agreed(
 def _one_for_all(manifest: Manifest, row: int) -> bool:
     leaf = manifest.leaves[row]
     layout = manifest.layouts[leaf.layout]
-    return leaf.kind == "tensor" and leaf.nbytes > 0 and isinstance(layout, (Replicated, Split))
+    return leaf.kind == "tensor" and leaf.nbytes > 0 and isinstance(layout, (ReplicatedLayout, Split))
 
 
 def _memory(manifest: Manifest, row: int, read: Read) -> memoryview:

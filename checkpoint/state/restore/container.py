@@ -20,7 +20,7 @@ from torchrelay.checkpoint.format.value_decoding import decode, holds_only_tenso
 from torchrelay.checkpoint.format.values import encode, tagged
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role, is_sharded, learning, stand_in
 from torchrelay.checkpoint.state.reads import device_for, empty, same_form
-from torchrelay.checkpoint.state.restore.plan import Draft
+from torchrelay.checkpoint.state.restore.plan import RestorePlan
 from torchrelay.checkpoint.state.tensor_checks import admitted_in_place
 from torchrelay.checkpoint.state.wrappers import is_wrapper
 from torchrelay.errors import BlobError, DamagedError
@@ -146,7 +146,7 @@ class ContainerLoad:
 
 
 def draft_container(
-    draft: Draft, blob: str, live: Any, load: ContainerLoad, *, partial: bool = False
+    draft: RestorePlan, blob: str, live: Any, load: ContainerLoad, *, partial: bool = False
 ) -> Builder | None:
     """Plan to change a container to what is stored; the builder gives the container, once all is read.
 
@@ -189,7 +189,7 @@ def draft_container(
     return build
 
 
-def _shown(draft: Draft, name: str) -> Any:
+def _shown(draft: RestorePlan, name: str) -> Any:
     """What stands for a tensor in a plan; of an array or a list of numbers one like it, without content."""
     spec = draft.specs.get(name)
     if spec is None or spec.role is not Role.VALUE:
@@ -263,7 +263,7 @@ def _class_of(
 
 
 def _maker(
-    draft: Draft, load: ContainerLoad, blob: str, name: str, twin: torch.Tensor | None
+    draft: RestorePlan, load: ContainerLoad, blob: str, name: str, twin: torch.Tensor | None
 ) -> Callable[[], torch.Tensor]:
     """What gives a tensor of a container: the live one at its place, filled, or a new one."""
     if name in draft.kept:
@@ -295,7 +295,7 @@ def _maker(
     return lambda: load.as_saved(spec, make(device), twin)
 
 
-def fits_in_place(draft: Draft, spec: LeafSpec, twin: torch.Tensor) -> bool:
+def fits_in_place(draft: RestorePlan, spec: LeafSpec, twin: torch.Tensor) -> bool:
     """Whether a leaf can be read into a live tensor, whose memory nothing else of the load has."""
     if spec.role is Role.SUBCLASS or is_wrapper(twin):
         return spec.role is Role.SUBCLASS and is_wrapper(twin)

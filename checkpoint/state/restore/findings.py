@@ -26,7 +26,7 @@ _RULES = 4
 
 
 @dataclass
-class Findings:
+class Mismatches:
     """What differs. Each text of `unlike` begins with the name of a leaf or blob."""
 
     missing: list[str] = field(default_factory=list)

@@ -20,14 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchrelay.checkpoint.state.module_leaves import parts_of
 
 
-class Behind(Protocol):
+class PendingCopies(Protocol):
     """What the gate waits for."""
 
     def pass_gate(self) -> None:
         """Return when the copies are complete and were compared with their sources."""
 
 
-_copying: list[Behind] = []
+_copying: list[PendingCopies] = []
 _installed: list[Any] = []
 if hasattr(os, "register_at_fork"):  # the memory of a child is its own, and nobody copies there
     os.register_at_fork(after_in_child=_copying.clear)
@@ -44,7 +44,7 @@ def takes_gate(part: nn.Module) -> bool:
     return not isinstance(part, torch.jit.ScriptModule)
 
 
-def close(copying: Behind) -> None:
+def close(copying: PendingCopies) -> None:
     """Let everybody wait for these copies from now on."""
     if not _installed:
         # For the life of the process: hooks cannot be taken away while they run.
@@ -52,7 +52,7 @@ def close(copying: Behind) -> None:
     _copying.append(copying)
 
 
-def open_for(copied: Behind) -> None:
+def open_for(copied: PendingCopies) -> None:
     """These copies are complete: nobody waits for them any more."""
     if copied in _copying:
         _copying.remove(copied)

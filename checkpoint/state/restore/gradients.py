@@ -20,7 +20,7 @@ from torchrelay.checkpoint.state.gradients import (
 )
 from torchrelay.checkpoint.state.leaf import LeafSpec, is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.reads import Read
-from torchrelay.checkpoint.state.restore.plan import Draft
+from torchrelay.checkpoint.state.restore.plan import RestorePlan
 from torchrelay.errors import DamagedError
 from torchrelay.jobs.cluster import GRADIENTS
 
@@ -42,7 +42,7 @@ class Gradients:
         self._objects = dict(objects)
         self._parameters = learning_parameters(objects, names)
         self._held_back = held_back(objects, names)
-        draft = Draft(specs, stored, {})
+        draft = RestorePlan(specs, stored, {})
         self._made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
         self._pending: dict[str, Callable[[], torch.Tensor]] = {}
         forms = draft.value(specs[GRADIENTS]) if GRADIENTS in specs else {}
@@ -56,7 +56,7 @@ class Gradients:
         self.reads: Sequence[Read] = tuple(draft.reads)
         self.steps: Sequence[Callable[[], None]] = tuple(step for _, step in (*draft.fills, *draft.steps))
 
-    def _draft(self, draft: Draft, specs: Mapping[str, LeafSpec], forms: Any) -> None:
+    def _draft(self, draft: RestorePlan, specs: Mapping[str, LeafSpec], forms: Any) -> None:
         def memory(leaf: str) -> Callable[[], torch.Tensor]:
             return draft.fresh(specs[f"{GRADIENTS}.{leaf}"]).memory
 

@@ -29,7 +29,7 @@ from torchrelay.checkpoint.state.leaf import LeafSpec, Role, is_sharded
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, parts_of
 from torchrelay.checkpoint.state.names import Part
 from torchrelay.checkpoint.state.reads import dtype_name, empty, form, outside_inference_mode, take_memory_of
-from torchrelay.checkpoint.state.restore.plan import Draft
+from torchrelay.checkpoint.state.restore.plan import RestorePlan
 from torchrelay.records import dataclass
 
 _QUIET = (
@@ -65,7 +65,9 @@ def _overrides(kind: type[nn.Module]) -> bool:
     return any(own) and not kind.__module__.startswith("torch.")
 
 
-def draft_with_hooks(draft: Draft, blob: str, module: nn.Module, entries: Sequence[ModuleEntry]) -> bool:
+def draft_with_hooks(
+    draft: RestorePlan, blob: str, module: nn.Module, entries: Sequence[ModuleEntry]
+) -> bool:
     """Plan to load a module whose hooks know the stored form; False, with nothing noted, if they do not.
 
     What they leave missing or unexpected, and what they refuse, is noted as for any other module.
@@ -130,7 +132,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stored(
-    draft: Draft, blob: str, parts: Sequence[Part], entries: Sequence[ModuleEntry]
+    draft: RestorePlan, blob: str, parts: Sequence[Part], entries: Sequence[ModuleEntry]
 ) -> dict[str, LeafSpec]:
     """The stored leaves of a module by the state dict keys that they would have in it today."""
     found = {one.key: spec for one in entries if (spec := draft.known(one.name)) is not None}
@@ -157,7 +159,7 @@ def _above(path: str) -> str:
     return head + dot
 
 
-def _without_content(draft: Draft, spec: LeafSpec) -> Any:
+def _without_content(draft: RestorePlan, spec: LeafSpec) -> Any:
     if spec.kind == "value" and spec.role is not Role.SUBCLASS:
         return decode(draft.json(spec), tensor=lambda name: torch.empty(0, device="meta"))
     if spec.role is Role.SUBCLASS:
@@ -262,7 +264,7 @@ def _home(hook: object) -> str:
     return str(getattr(hook, "__module__", None))
 
 
-def draft_module(draft: Draft, blob: str, module: nn.Module) -> None:
+def draft_module(draft: RestorePlan, blob: str, module: nn.Module) -> None:
     """Plan to load a module.
 
     `load_state_dict` is called only where there is something that reading in place does not do: extra
@@ -303,7 +305,7 @@ def draft_module(draft: Draft, blob: str, module: nn.Module) -> None:
         draft.steps.append((blob, lambda: _tell_fsdp(module)))
 
 
-def _differs(draft: Draft, blob: str, made: _Made, entries: list[ModuleEntry]) -> bool:
+def _differs(draft: RestorePlan, blob: str, made: _Made, entries: list[ModuleEntry]) -> bool:
     """Whether what is stored has other names or shapes than a module, buffers that can be made aside."""
     found = {entry.name: draft.known(entry.name) for entry in entries}
     if any(spec is None and name not in draft.kept for name, spec in found.items()):
@@ -328,7 +330,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _note_differences(
-    draft: Draft, blob: str, made: _Made, entries: list[ModuleEntry], absent: list[ModuleEntry]
+    draft: RestorePlan, blob: str, made: _Made, entries: list[ModuleEntry], absent: list[ModuleEntry]
 ) -> None:
     """Say what only one side has; `absent` are the entries that are not stored."""
     for entry in absent:
@@ -443,7 +445,9 @@ class _Made:
         return torch.device("cpu")
 
 
-def _add_buffer(draft: Draft, spec: LeafSpec, owner: nn.Module, name: str, device: torch.device) -> None:
+def _add_buffer(
+    draft: RestorePlan, spec: LeafSpec, owner: nn.Module, name: str, device: torch.device
+) -> None:
     """Plan to read a leaf into a new buffer of a module; it is the one that the leaf is an alias of."""
     if (buffer := draft.live(spec)) is None:
         buffer = empty(spec, device)

@@ -37,7 +37,7 @@ from torchrelay.checkpoint.state.reads import (
     with_strides_of,
 )
 from torchrelay.checkpoint.state.restore.container import fits_in_place
-from torchrelay.checkpoint.state.restore.plan import Draft
+from torchrelay.checkpoint.state.restore.plan import RestorePlan
 from torchrelay.checkpoint.state.tree_leaves import container_tensors
 from torchrelay.checkpoint.state.wrappers import description, is_wrapper, made_state
 from torchrelay.errors import BlobError
@@ -46,7 +46,7 @@ Builder = Callable[[torch.device | None], Any]
 """Gives an entry once everything is read; new tensors go to the device."""
 
 
-def draft_optimizer(draft: Draft, blob: str, optimizer: Optimizer) -> None:
+def draft_optimizer(draft: RestorePlan, blob: str, optimizer: Optimizer) -> None:
     """Plan to load an optimizer."""
     groups = _stored_groups(draft, blob)
     if not groups:
@@ -59,7 +59,7 @@ def draft_optimizer(draft: Draft, blob: str, optimizer: Optimizer) -> None:
     _Load(draft, blob, optimizer, members, added).plan()
 
 
-def draft_shared_parameters(draft: Draft, blob: str, optimizer: Optimizer) -> None:
+def draft_shared_parameters(draft: RestorePlan, blob: str, optimizer: Optimizer) -> None:
     """Plan the parameters that no other blob holds and that an optimizer before this one shares, too."""
     for name, parameter in orphans(blob, optimizer) if draft.aliased else ():
         spec = draft.specs.get(name)
@@ -67,7 +67,7 @@ def draft_shared_parameters(draft: Draft, blob: str, optimizer: Optimizer) -> No
             draft.into(blob, spec, parameter)
 
 
-def _stored_groups(draft: Draft, blob: str) -> list[list[str]]:
+def _stored_groups(draft: RestorePlan, blob: str) -> list[list[str]]:
     """The parameter names of each stored group."""
     groups: list[list[str]] = []
     while (name := f"{group_prefix(blob, len(groups))}{PARAMS}") in draft.specs:
@@ -76,14 +76,16 @@ def _stored_groups(draft: Draft, blob: str) -> list[list[str]]:
     return groups
 
 
-def _note_absent(draft: Draft, blob: str) -> None:
+def _note_absent(draft: RestorePlan, blob: str) -> None:
     if draft.stored(blob):
         draft.unlike(f"{blob} is an optimizer here, and something else in the checkpoint")
     elif not any(name.startswith(group_prefix(blob, 0)) for name in draft.kept):
         draft.lacks(blob)
 
 
-def _added_groups(draft: Draft, optimizer: Optimizer, groups: list[list[str]]) -> list[list[torch.Tensor]]:
+def _added_groups(
+    draft: RestorePlan, optimizer: Optimizer, groups: list[list[str]]
+) -> list[list[torch.Tensor]]:
     """The parameters of stored groups that the program added while it trained; the load adds them again.
 
     They are known by their names, or lie in containers. None are where one is neither, or is in a group here.
@@ -98,7 +100,7 @@ def _added_groups(draft: Draft, optimizer: Optimizer, groups: list[list[str]]) -
     return known if list(map(len, known)) == list(map(len, added)) else []
 
 
-def _in_container(draft: Draft, name: str) -> torch.Tensor | None:
+def _in_container(draft: RestorePlan, name: str) -> torch.Tensor | None:
     """The tensor of this name in a container, which the load fills; None where no container has one.
 
     It is the live one where that has the stored form, else a new one.
@@ -116,13 +118,13 @@ def _in_container(draft: Draft, name: str) -> torch.Tensor | None:
     return found
 
 
-def _lies_in_container(draft: Draft, name: str) -> bool:
+def _lies_in_container(draft: RestorePlan, name: str) -> bool:
     spec = draft.specs.get(name)
     return spec is not None and spec.blob in draft.containers and spec.kind == "tensor"
 
 
 def _members(
-    draft: Draft,
+    draft: RestorePlan,
     blob: str,
     optimizer: Optimizer,
     groups: list[list[str]],
@@ -163,7 +165,7 @@ class _Load:
 
     def __init__(
         self,
-        draft: Draft,
+        draft: RestorePlan,
         blob: str,
         optimizer: Optimizer,
         members: dict[str, torch.Tensor],

@@ -1,6 +1,6 @@
 """The parts of a restoration: what is stored, what does not fit, what to read, what to do afterwards.
 
-A `Draft` collects these for all blobs while nothing is changed. Each kind of blob has a function that
+A `RestorePlan` collects these for all blobs while nothing is changed. Each kind of blob has a function that
 adds its share (`module_restore`, `optimizer_restore`, `stateful_restore`).
 """
 
@@ -28,8 +28,8 @@ from torchrelay.checkpoint.state.leaf import (
 )
 from torchrelay.checkpoint.state.module_leaves import named_parameters
 from torchrelay.checkpoint.state.names import Extents, Kind, TensorNames, current_names, kind_of, spellings
-from torchrelay.checkpoint.state.reads import Read, Tree, form, lay_as_saved, same_form, take_memory_of
-from torchrelay.checkpoint.state.restore.findings import Findings
+from torchrelay.checkpoint.state.reads import LeafValue, Read, form, lay_as_saved, same_form, take_memory_of
+from torchrelay.checkpoint.state.restore.findings import Mismatches
 from torchrelay.checkpoint.state.tensor_checks import admitted_in_place, all_torch_memory, unwritable
 from torchrelay.checkpoint.state.wrappers import description, inner_tensors, is_wrapper, rebuilder, told
 from torchrelay.errors import BlobError, DamagedError
@@ -38,7 +38,7 @@ Maker = Callable[[torch.device | None], torch.Tensor]
 """Gives a tensor once everything is read; plain ones go to the device."""
 
 
-class Draft:
+class RestorePlan:
     """A restoration in the making. Adding to it changes no object of the user's.
 
     Into the tensors `in_place` leaves of their names are read by others. What is `offered` may be taken by
@@ -83,7 +83,7 @@ class Draft:
         self._modules = {blob: one for blob, one in objects.items() if isinstance(one, nn.Module)}
         self._tensors = {blob: one for blob, one in objects.items() if isinstance(one, torch.Tensor)}
         self.containers = {blob: one for blob, one in objects.items() if kind_of(one) is Kind.CONTAINER}
-        self.findings = Findings()
+        self.findings = Mismatches()
         self.reads: list[Read] = []
         self.reshaped: list[str] = []
         self.late: dict[str, tuple[Callable[[], None], bool]] = {}
@@ -378,9 +378,9 @@ class Draft:
         """The live tensor that a leaf, or the leaf it is an alias of, is read into."""
         return self._live.get(_source(spec))
 
-    def tree(self, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None = None) -> Tree:
+    def tree(self, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None = None) -> LeafValue:
         """A stored value with tensors inside, built once everything is read."""
-        return Tree(self, spec, models)
+        return LeafValue(self, spec, models)
 
     @cached_property
     def aliased(self) -> frozenset[str]:

@@ -35,8 +35,8 @@ from torchrelay.checkpoint.state.names import (
 )
 from torchrelay.checkpoint.state.reads import form
 from torchrelay.checkpoint.state.restore.container import ContainerLoad
-from torchrelay.checkpoint.state.restore.findings import Findings
-from torchrelay.checkpoint.state.restore.plan import Draft, Maker, shared_across_files
+from torchrelay.checkpoint.state.restore.findings import Mismatches
+from torchrelay.checkpoint.state.restore.plan import Maker, RestorePlan, shared_across_files
 from torchrelay.checkpoint.state.restore.restoration import drafted
 from torchrelay.checkpoint.state.tensor_checks import InPlace, fitting
 from torchrelay.checkpoint.state.tree_leaves import container_tensors
@@ -56,7 +56,7 @@ class _Built:
     is_sharded: bool = False
 
 
-class Start:
+class NodeStructure:
     """What the modules, tensors and optimizers of a node consist of; holds none of them."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
@@ -109,7 +109,7 @@ class Start:
                     if buffer is not None and name not in passing:
                         yield f"{blob}.{path}{name}", buffer, True
 
-    def placed(self, now: Start) -> list[str]:
+    def placed(self, now: NodeStructure) -> list[str]:
         """The tensors that are sharded `now` and were not, or the other way round."""
         before = self.tensors
         return [
@@ -118,7 +118,7 @@ class Start:
             if name in before and built.is_sharded != before[name].is_sharded
         ]
 
-    def differences(self, now: Start) -> Iterator[tuple[str, str]]:
+    def differences(self, now: NodeStructure) -> Iterator[tuple[str, str]]:
         """What a load of what is there `now` would refuse where objects are as they were: names and texts."""
         for name, built in now.tensors.items():
             before = self.tensors.get(name)
@@ -277,7 +277,7 @@ def _in_place(objects: Mapping[str, Any], stored: Mapping[str, LeafSpec]) -> InP
     return fitting(objects, [spec.name for spec in specs], forms)
 
 
-def _lines(findings: Findings, kept: Collection[str]) -> list[str]:
+def _lines(findings: Mismatches, kept: Collection[str]) -> list[str]:
     """A line for each difference, as a save says it."""
     return [
         *findings.refused,
@@ -287,7 +287,7 @@ def _lines(findings: Findings, kept: Collection[str]) -> list[str]:
     ]
 
 
-class Rehearsal(Draft):
+class Rehearsal(RestorePlan):
     """A restoration of what was just listed, for the sake of what it would refuse. Makes no tensor.
 
     `listed` are tensors of objects with `state_dict`, by leaf name: these objects are not asked again.

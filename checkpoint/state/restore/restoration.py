@@ -32,7 +32,7 @@ from torchrelay.checkpoint.state.reads import Read, outside_inference_mode
 from torchrelay.checkpoint.state.restore.container import ContainerLoad, draft_container, regrouped
 from torchrelay.checkpoint.state.restore.module import draft_module
 from torchrelay.checkpoint.state.restore.optimizer import draft_optimizer, draft_shared_parameters
-from torchrelay.checkpoint.state.restore.plan import Draft, shared_across_files
+from torchrelay.checkpoint.state.restore.plan import RestorePlan, shared_across_files
 from torchrelay.checkpoint.state.tensor_checks import not_initialised
 from torchrelay.checkpoint.state.tree_leaves import container_tensors, tree_tensors
 from torchrelay.checkpoint.state.wrappers import made_by_an_optimizer
@@ -57,7 +57,7 @@ __all__ = [
 Builder = Callable[[], Any]
 
 
-def draft_stateful(draft: Draft, blob: str, value: Any) -> None:
+def draft_stateful(draft: RestorePlan, blob: str, value: Any) -> None:
     """Plan to hand the stored tree to `load_state_dict`.
 
     Its tensors are fresh and lie on the CPU, but where the object now has a DTensor or a wrapper
@@ -72,7 +72,7 @@ def draft_stateful(draft: Draft, blob: str, value: Any) -> None:
         draft.note_rest(blob)
 
 
-def _left_out(draft: Draft, value: Any, spec: LeafSpec) -> list[tuple[Any, ...]]:
+def _left_out(draft: RestorePlan, value: Any, spec: LeafSpec) -> list[tuple[Any, ...]]:
     """The paths of the state of excluded parameters, in the states of optimizers that an object gives.
 
     A `state_dict` of torch's says by its numbers whose state it is; the object has the optimizer.
@@ -166,7 +166,7 @@ def restore_learning_rates(objects: Mapping[str, Any], loaded: Container[str]) -
                 group["lr"] = float(rate)
 
 
-def _shown(draft: Draft, blob: str, value: Any) -> dict[str, torch.Tensor]:
+def _shown(draft: RestorePlan, blob: str, value: Any) -> dict[str, torch.Tensor]:
     """The tensors of the object's state by their names.
 
     An object whose `state_dict` leaves out what it does not have yet (the state of an optimizer before
@@ -184,7 +184,7 @@ def _shown(draft: Draft, blob: str, value: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def draft_tensor(draft: Draft, blob: str, value: torch.Tensor) -> None:
+def draft_tensor(draft: RestorePlan, blob: str, value: torch.Tensor) -> None:
     """Plan to load a tensor in place: it stays the object that closures hold."""
     spec = _root(draft, blob, value, (Role.TENSOR, Role.PARAMETER, Role.SUBCLASS))
     if spec is not None:
@@ -192,13 +192,13 @@ def draft_tensor(draft: Draft, blob: str, value: torch.Tensor) -> None:
         draft.note_rest(blob)
 
 
-def draft_value(draft: Draft, blob: str, value: Any) -> Builder | None:
+def draft_value(draft: RestorePlan, blob: str, value: Any) -> Builder | None:
     """Plan to make the tensor or value anew that takes the place of a value in the workspace."""
     spec = _root(draft, blob, value, (Role.VALUE, Role.TENSOR, Role.PARAMETER))
     return None if spec is None else _builder(draft, blob, spec)
 
 
-def draft_new(draft: Draft, blob: str) -> Builder | None:
+def draft_new(draft: RestorePlan, blob: str) -> Builder | None:
     """Plan to make a stored blob for which no object is given; only tensors and values can be made."""
     spec = draft.specs.get(blob)
     if spec is None or spec.role in NEEDS_OBJECT:
@@ -212,7 +212,7 @@ def draft_new(draft: Draft, blob: str) -> Builder | None:
     return _builder(draft, blob, spec)
 
 
-def _builder(draft: Draft, blob: str, spec: LeafSpec) -> Builder:
+def _builder(draft: RestorePlan, blob: str, spec: LeafSpec) -> Builder:
     if spec.kind == "value":
         tree = draft.tree(spec)
         draft.note_rest(blob)
@@ -223,7 +223,7 @@ def _builder(draft: Draft, blob: str, spec: LeafSpec) -> Builder:
     return lambda: learning(read.on(None), spec, None)
 
 
-def _root(draft: Draft, blob: str, value: Any, roles: tuple[Role, ...]) -> LeafSpec | None:
+def _root(draft: RestorePlan, blob: str, value: Any, roles: tuple[Role, ...]) -> LeafSpec | None:
     """The leaf that is called like its blob, if the stored blob is of the right sort."""
     spec = draft.specs.get(blob)
     if spec is not None and spec.role in roles:
@@ -236,7 +236,7 @@ def _root(draft: Draft, blob: str, value: Any, roles: tuple[Role, ...]) -> LeafS
     return None
 
 
-def _stored_kind(draft: Draft, blob: str) -> str:
+def _stored_kind(draft: RestorePlan, blob: str) -> str:
     spec = draft.specs.get(blob)
     if spec is None:
         return "a module or optimizer"
@@ -306,7 +306,7 @@ class Restoration:
     """
 
     def __init__(
-        self, draft: Draft, builders: Mapping[str, Callable[[], Any]], replaced: Collection[str] = ()
+        self, draft: RestorePlan, builders: Mapping[str, Callable[[], Any]], replaced: Collection[str] = ()
     ) -> None:
         self.reads: tuple[Read, ...] = tuple(draft.reads)
         self.missing: tuple[str, ...] = tuple(draft.findings.missing)
@@ -360,7 +360,7 @@ def restoration(
     `may_lack` the checkpoint may lack leaves, which stay too. `why_absent` says why the checkpoint lacks a
     leaf, where that is known. Objects in `in_place` are taken care of (see there). Buffers that a module has
     not made yet are made where everything else fits; without `strict` only if `late_buffers` says so.
-    `same_content`: see `Draft`. `exclude` is the caller's argument that leaves out leaves, `excluded` what
+    `same_content`: see `RestorePlan`. `exclude` is the argument that leaves out leaves, `excluded` what
     it was given, and `within` what the names of its `rename` are relative to, for messages. `cast` says to
     which floating-point type a leaf may be converted.
     Raises BlobError with a list of all leaves that are missing, unexpected (neither with
@@ -373,7 +373,7 @@ def restoration(
     stored = shared_across_files(stored, settled)
     alone = bool(stored) or len(settled) < len(objects)
     known, placed = (objects, settled) if alone else ({}, {})
-    draft = Draft(stored, values, known, kept, placed, offered, may_lack, same_content=same_content)
+    draft = RestorePlan(stored, values, known, kept, placed, offered, may_lack, same_content=same_content)
     draft.excluded, draft.cast = excluded, cast
     load = ContainerLoad(objects)
     given = [blob for blob in objects if not (blob in settled or blob in untouched)] if alone else []
@@ -394,7 +394,7 @@ def restoration(
 
 
 def drafted(
-    draft: Draft,
+    draft: RestorePlan,
     given: Mapping[str, Any],
     objects: Mapping[str, Any],
     load: ContainerLoad,
@@ -424,7 +424,7 @@ def drafted(
     return builders
 
 
-def _draft_blob(draft: Draft, blob: str, value: Any) -> Callable[[], Any] | None:
+def _draft_blob(draft: RestorePlan, blob: str, value: Any) -> Callable[[], Any] | None:
     kind = kind_of(value)
     if kind is Kind.MODULE:
         lazy = [name for name, one in draft.states.of(value).items() if is_lazy(one)]
@@ -447,7 +447,7 @@ def _draft_blob(draft: Draft, blob: str, value: Any) -> Callable[[], Any] | None
     return None
 
 
-_DRAFTERS: dict[Kind, Callable[[Draft, str, Any], None]] = {
+_DRAFTERS: dict[Kind, Callable[[RestorePlan, str, Any], None]] = {
     Kind.MODULE: draft_module,
     Kind.OPTIMIZER: draft_optimizer,
     Kind.STATEFUL: draft_stateful,

@@ -59,7 +59,7 @@ _PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Target:
+class ExportTarget:
     """A place for one file; `where` as people write it. Exactly one of `path` and `store` is there."""
 
     where: str
@@ -141,16 +141,16 @@ class Target:
             raise UsageError(_taken(self.where)) from None
 
 
-def target_of(where: str | os.PathLike[str], *, overwrite: bool) -> Target:
+def target_of(where: str | os.PathLike[str], *, overwrite: bool) -> ExportTarget:
     """What a user called a place; touches nothing. Raises UsageError."""
     text = os.fspath(where) if isinstance(where, (str, os.PathLike)) else where
     if isinstance(text, str) and is_url(text) and not text.startswith(FILE):
         parent, _, name = text.rpartition("/")
         if not name or parent.endswith("/"):
             raise UsageError(f"{_WHAT} {text!r} names no file: give a URL such as s3://bucket/model.onnx")
-        return Target(text, name, overwrite, store=ObjectStorage.open(parent, _WHAT, "external"))
+        return ExportTarget(text, name, overwrite, store=ObjectStorage.open(parent, _WHAT, "external"))
     path = local_directory(text.removeprefix(FILE) if isinstance(text, str) else text, _WHAT)
-    return Target(str(path), path.name, overwrite, path=path)
+    return ExportTarget(str(path), path.name, overwrite, path=path)
 
 
 def _weights_beside(path: Path) -> list[Path]:
@@ -330,7 +330,7 @@ def _describe(graph: ir.Model, signature: Signature, metadata: Mapping[str, str]
 
 
 def _written(
-    graph: ir.Model, signature: Signature, target: Target, cases: Sequence[Case], tolerance: Tolerance
+    graph: ir.Model, signature: Signature, target: ExportTarget, cases: Sequence[Case], tolerance: Tolerance
 ) -> OnnxFile:
     with target.scratch() as folder:
         weights = _save(graph, folder / target.name, target)
@@ -342,7 +342,7 @@ def _written(
     return OnnxFile(target.where, signature, graph.opset_imports[""], nbytes, extents, difference)
 
 
-def _save(graph: ir.Model, path: Path, target: Target) -> str | None:
+def _save(graph: ir.Model, path: Path, target: ExportTarget) -> str | None:
     """Write the file, and the weights beside it where they are too many; returns their name."""
     import onnx_ir as ir
 

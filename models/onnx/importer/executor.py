@@ -12,27 +12,27 @@ from typing import Any
 import torch
 
 from torchrelay.errors import RelayError, UsageError
-from torchrelay.models.onnx.importer.graph import Graph, Node
+from torchrelay.models.onnx.importer.graph import Graph, GraphNode
 from torchrelay.models.onnx.importer.limits import check_entered
-from torchrelay.models.onnx.importer.operator import Call, Ints, Operator, as_ints, as_numbers, on_ints
+from torchrelay.models.onnx.importer.operator import Ints, OpCall, Operator, as_ints, as_numbers, on_ints
 from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ExecutionPlan:
     """`steps` are operators, each with the values that nobody needs after it; `results` the values wanted.
 
     `needed` are the names of the graph's stored values and inputs that take part.
     """
 
-    steps: tuple[tuple[Node, tuple[str, ...]], ...]
+    steps: tuple[tuple[GraphNode, tuple[str, ...]], ...]
     results: tuple[str, ...]
     needed: frozenset[str]
 
 
 def plan_of(
     graph: Graph, outputs: Sequence[str] | None = None, aux: Sequence[str] = (), drop_last: int = 0
-) -> Plan:
+) -> ExecutionPlan:
     """The plan for `outputs` and then `aux`; by default the graph's own, as far as `drop_last` leaves them.
 
     Raises UsageError for a name that no value of the graph has, and where fewer operators are there than
@@ -51,10 +51,10 @@ def plan_of(
             raise UsageError(f"the model has no value {name!r}{hint}")
     nodes = _needed_nodes(graph, wanted)
     needed = {name for node in nodes for name in inputs_of(node)} | set(wanted)
-    return Plan(tuple(_with_ends(nodes, frozenset(wanted))), tuple(wanted), frozenset(needed))
+    return ExecutionPlan(tuple(_with_ends(nodes, frozenset(wanted))), tuple(wanted), frozenset(needed))
 
 
-def inputs_of(node: Node) -> set[str]:
+def inputs_of(node: GraphNode) -> set[str]:
     """The values that a node takes, also for the graphs inside of it."""
     inner = {name for one in node.attributes.values() if isinstance(one, Graph) for name in one.captured}
     return {name for name in node.inputs if name} | inner
@@ -85,7 +85,7 @@ def ends_without(graph: Graph, drop_last: int) -> tuple[str, ...]:
     return (*left, *loose)
 
 
-def _depending(graph: Graph, nodes: Sequence[Node]) -> set[str]:
+def _depending(graph: Graph, nodes: Sequence[GraphNode]) -> set[str]:
     """Values that depend on what the inputs hold, not only on their sizes."""
     found = set(graph.inputs)
     for node in nodes:
@@ -99,7 +99,7 @@ def _values(graph: Graph) -> set[str]:
     return made | {*graph.inputs, *graph.initializers, *graph.constants, *graph.captured}
 
 
-def _needed_nodes(graph: Graph, wanted: Sequence[str]) -> list[Node]:
+def _needed_nodes(graph: Graph, wanted: Sequence[str]) -> list[GraphNode]:
     needed, found = set(wanted), []
     for node in reversed(graph.nodes):
         if needed & set(node.outputs) - {""}:
@@ -108,7 +108,7 @@ def _needed_nodes(graph: Graph, wanted: Sequence[str]) -> list[Node]:
     return found[::-1]
 
 
-def _with_ends(nodes: Sequence[Node], wanted: frozenset[str]) -> list[tuple[Node, tuple[str, ...]]]:
+def _with_ends(nodes: Sequence[GraphNode], wanted: frozenset[str]) -> list[tuple[GraphNode, tuple[str, ...]]]:
     steps, later = [], set(wanted)
     for node in reversed(nodes):
         touched = inputs_of(node) | {name for name in node.outputs if name}
@@ -179,13 +179,15 @@ class Surroundings:
     """The tensor that the module has for a name of a graph."""
     known: Callable[[Graph, str], Ints | None]
     """The same as integers, where it is a small integer constant."""
-    plans: dict[int, Plan]
+    plans: dict[int, ExecutionPlan]
     """Plans of inner graphs, by their identity."""
     entered: Iterator[int] = field(default_factory=lambda: count(1))
     """How often inner graphs have been run."""
 
 
-def run_plan(graph: Graph, plan: Plan, given: Mapping[str, Any], around: Surroundings) -> tuple[Any, ...]:
+def run_plan(
+    graph: Graph, plan: ExecutionPlan, given: Mapping[str, Any], around: Surroundings
+) -> tuple[Any, ...]:
     """The results of a plan; `given` are the inputs, and what inner graphs take from around them."""
     values = dict(given)
     known: dict[str, Ints] = {}
@@ -203,7 +205,7 @@ def run_plan(graph: Graph, plan: Plan, given: Mapping[str, Any], around: Surroun
 
 
 def _run_node(
-    graph: Graph, node: Node, values: dict[str, Any], known: Mapping[str, Ints], around: Surroundings
+    graph: Graph, node: GraphNode, values: dict[str, Any], known: Mapping[str, Ints], around: Surroundings
 ) -> None:
     inputs = [values[name] if name else None for name in node.inputs]
     made = _on_host(node, inputs, known)
@@ -215,7 +217,7 @@ def _run_node(
             values[name] = value
 
 
-def _on_host(node: Node, inputs: list[Any], known: Mapping[str, Ints]) -> Ints | None:
+def _on_host(node: GraphNode, inputs: list[Any], known: Mapping[str, Ints]) -> Ints | None:
     """The result of arithmetic on sizes; None where tensors take part."""
     if node.domain or not any(isinstance(one, Ints) for one in inputs):
         return None
@@ -225,7 +227,7 @@ def _on_host(node: Node, inputs: list[Any], known: Mapping[str, Ints]) -> Ints |
 
 def _on_tensors(
     graph: Graph,
-    node: Node,
+    node: GraphNode,
     inputs: list[Any],
     values: Mapping[str, Any],
     known: Mapping[str, Ints],
@@ -234,7 +236,9 @@ def _on_tensors(
     operator = operators()[node.kind]
     own = frozenset(at for at, name in enumerate(node.inputs) if name in graph.initializers)
     fixed = own | {at for at, name in enumerate(node.inputs) if name in graph.constants}
-    call = Call(node, around.training, _device(inputs, around), own, fixed, _entering(values, known, around))
+    call = OpCall(
+        node, around.training, _device(inputs, around), own, fixed, _entering(values, known, around)
+    )
     if not operator.raw:
         inputs = [
             _input(
@@ -267,7 +271,7 @@ def _on_tensors(
 
 
 def _input(
-    graph: Graph, operator: Operator, at: int, name: str, value: Any, call: Call, around: Surroundings
+    graph: Graph, operator: Operator, at: int, name: str, value: Any, call: OpCall, around: Surroundings
 ) -> Any:
     """An input in the form in which the operator wants it."""
     if at in operator.ints:

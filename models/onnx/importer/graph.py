@@ -34,7 +34,7 @@ from torchrelay.records import dataclass
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
+class GraphNode:
     """One operator; an input or output that is left out has an empty name.
 
     `attributes` are numbers, texts, tuples of these, CPU tensors and graphs. `version` is the operator set's.
@@ -72,7 +72,7 @@ class Graph:
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
     initializers: Mapping[str, str]
     constants: Mapping[str, int]
     captured: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class Graph:
 
 
 @dataclass(frozen=True, eq=False)
-class Content:
+class ModelContent:
     """What a file says: the main graph, the tensors that it stores, what it takes and gives."""
 
     graph: Graph
@@ -172,7 +172,7 @@ def _sorted(graph: Any, makers: dict[str, int], needs: list[set[str]]) -> Iterab
     return done
 
 
-def content_of(model: Any, folder: Path | None, supported: Callable[[str, str], bool]) -> Content:
+def content_of(model: Any, folder: Path | None, supported: Callable[[str, str], bool]) -> ModelContent:
     """What a ModelProto says, in no more memory than the file has bytes; UsageError, DamagedError."""
     versions = opsets(model)
     _check_supported(model.graph, versions, supported)
@@ -225,10 +225,10 @@ class _Builder:
         self._narrow: dict[str, int] = {}
         self._dense = 0
 
-    def content(self, proto: Any) -> Content:
+    def content(self, proto: Any) -> ModelContent:
         graph = self.graph(proto, frozenset(), {})
         uses = {key: frozenset(found) for key, found in self._uses.items()}
-        return Content(graph, self._initializers, tuple(self._constants), _signature(proto, graph), uses)
+        return ModelContent(graph, self._initializers, tuple(self._constants), _signature(proto, graph), uses)
 
     def graph(self, proto: Any, outer: frozenset[str], outer_keys: dict[str, str]) -> Graph:
         """A graph and those inside of it; `outer` are the names that the graphs around it have."""
@@ -298,12 +298,12 @@ class _Builder:
         self._constants.append(value)
         return True
 
-    def _node(self, proto: Any, visible: frozenset[str], keys: dict[str, str]) -> Node:
+    def _node(self, proto: Any, visible: frozenset[str], keys: dict[str, str]) -> GraphNode:
         domain = _domain(proto)
         for at, name in enumerate(proto.input):
             if name in keys:
                 self._uses.setdefault(keys[name], set()).add((proto.op_type, at))
-        return Node(
+        return GraphNode(
             proto.op_type, domain, self._versions.get(domain, 1), proto.name, tuple(proto.input),
             tuple(proto.output), self._attributes(proto, visible, keys),
             {at: self._narrow[name] for at, name in enumerate(proto.input) if name in self._narrow},

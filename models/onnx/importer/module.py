@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchrelay.errors import UsageError
 from torchrelay.jobs.session import warn
 from torchrelay.models.onnx.importer import state
-from torchrelay.models.onnx.importer.executor import Plan, Surroundings, plan_of, run_plan, supported
+from torchrelay.models.onnx.importer.executor import ExecutionPlan, Surroundings, plan_of, run_plan, supported
 from torchrelay.models.onnx.importer.graph import Graph, content_of
 from torchrelay.models.onnx.importer.model_file import known_model, read_model
 from torchrelay.models.onnx.importer.operator import Ints, known_ints
@@ -55,8 +55,8 @@ class OnnxModule(nn.Module):
         content = content_of(known_model(model), Path(folder) if folder is not None else beside, supported)
         self._graph = content.graph
         self._ends: _Ends = (_names(outputs), (), drop_last)
-        self._plans: dict[_Ends, Plan] = {}
-        self._inner_plans: dict[int, Plan] = {}
+        self._plans: dict[_Ends, ExecutionPlan] = {}
+        self._inner_plans: dict[int, ExecutionPlan] = {}
         self._known: dict[int | str, tuple[torch.Tensor, int, Ints | None]] = {}
         self.signature = content.signature
         kept = state.kept_initializers(content, self._plan(self._ends))
@@ -138,7 +138,7 @@ class OnnxModule(nn.Module):
             if isinstance(tensor, nn.Parameter):
                 yield name, tensor
 
-    def _plan(self, ends: _Ends) -> Plan:
+    def _plan(self, ends: _Ends) -> ExecutionPlan:
         if ends not in self._plans:
             self._plans[ends] = plan_of(self._graph, *ends)
         plan = self._plans[ends]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchrelay.errors import UsageError
-from torchrelay.models.onnx.importer.graph import Graph, Node
+from torchrelay.models.onnx.importer.graph import Graph, GraphNode
 from torchrelay.records import dataclass
 
 MAX_KNOWN = 4096
@@ -176,13 +176,13 @@ class Operator:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class OpCall:
     """One run of one operator: its attributes, the mode of the module, a way to run graphs inside of it.
 
     `own` are the positions of inputs that are initializers, `fixed` those and of constants.
     """
 
-    node: Node
+    node: GraphNode
     training: bool
     device: torch.device
     own: frozenset[int]

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from torchrelay.errors import UsageError
-from torchrelay.models.onnx.importer.executor import Plan
-from torchrelay.models.onnx.importer.graph import Content, Graph, Node
+from torchrelay.models.onnx.importer.executor import ExecutionPlan
+from torchrelay.models.onnx.importer.graph import Graph, GraphNode, ModelContent
 
 Path = tuple[tuple[str, ...], str]
 """The containers that lead to a tensor, and its name in the last of them."""
@@ -144,7 +144,7 @@ _MADE_UP = re.compile(
 """Names that exporters of torch give to constants that they found in the code."""
 
 
-def kept_initializers(content: Content, plan: Plan) -> list[str]:
+def kept_initializers(content: ModelContent, plan: ExecutionPlan) -> list[str]:
     """State dict keys: all where the whole model was asked for, else what the plan needs."""
     whole = plan.results == content.graph.outputs
     inner = {key for node, _ in plan.steps for key in _inner_keys(node)}
@@ -152,7 +152,7 @@ def kept_initializers(content: Content, plan: Plan) -> list[str]:
     return [key for key in content.initializers if whole or key in needed]
 
 
-def _inner_keys(node: Node) -> Iterable[str]:
+def _inner_keys(node: GraphNode) -> Iterable[str]:
     for one in node.attributes.values():
         if isinstance(one, Graph):
             yield from one.initializers.values()
@@ -160,21 +160,23 @@ def _inner_keys(node: Node) -> Iterable[str]:
                 yield from _inner_keys(inside)
 
 
-def trained_initializers(content: Content, kept: Sequence[str], trainable: Sequence[str]) -> frozenset[str]:
+def trained_initializers(
+    content: ModelContent, kept: Sequence[str], trainable: Sequence[str]
+) -> frozenset[str]:
     """The keys that become parameters: floats that something uses where a gradient reaches them."""
     floats = {key: key for key in kept if content.initializers[key].dtype.is_floating_point}
     found = {key for key in floats if _gradient_reaches(content, key) and not _is_constant(content, key)}
     return frozenset(found | set(matching(floats, trainable)))
 
 
-def _gradient_reaches(content: Content, key: str) -> bool:
+def _gradient_reaches(content: ModelContent, key: str) -> bool:
     uses = content.uses.get(key, frozenset())
     if content.initializers[key].itemsize == 1 or not uses:
         return False  # float8 has no arithmetic to be trained in
     return any(at not in _WITHOUT_GRADIENT.get(operator, ()) for operator, at in uses)
 
 
-def _is_constant(content: Content, key: str) -> bool:
+def _is_constant(content: ModelContent, key: str) -> bool:
     return content.initializers[key].numel() == 1 and _MADE_UP.fullmatch(key) is not None
 
 
@@ -198,7 +200,7 @@ def matching(named: Mapping[str, T], patterns: Sequence[str]) -> list[T]:
     return list(found.values())
 
 
-def begins_in_training(content: Content) -> bool:
+def begins_in_training(content: ModelContent) -> bool:
     """Whether the file was made for training: a batch normalization or a dropout that says so."""
     return any(
         (node.operator == "BatchNormalization" and node.attributes.get("training_mode") == 1)
@@ -207,7 +209,7 @@ def begins_in_training(content: Content) -> bool:
     )
 
 
-def _is_true(content: Content, name: str) -> bool:
+def _is_true(content: ModelContent, name: str) -> bool:
     graph = content.graph
     if name in graph.initializers:
         return bool(content.initializers[graph.initializers[name]].any())

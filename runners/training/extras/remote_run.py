@@ -24,7 +24,7 @@ from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.manager.base import Manager
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.storage.transfers import Patience
+from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.errors import FencedError, RelayError, StorageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import decide, together
@@ -34,7 +34,7 @@ from torchrelay.runners.distributed.launcher_status import forget_last_words, re
 from torchrelay.runners.remote_runs.download import Brought, RunFiles, bring, found_in, unlisted
 from torchrelay.runners.remote_runs.local_copies import WorkspaceLock, check_store, make_workspace, set_aside
 from torchrelay.runners.remote_runs.names import CHECKPOINTS, NEEDED, STOP, for_a_start, travels
-from torchrelay.runners.remote_runs.upload import EVERY_SECS, Behind, Putter, local_goes_on
+from torchrelay.runners.remote_runs.upload import EVERY_SECS, BackgroundUploader, Putter, local_goes_on
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.training.journal import Journal, finite
@@ -82,7 +82,7 @@ BEGIN_SECS, END_SECS = 30.0, 60.0
 FAILED_SECS, LAST_WORDS_SECS = 8.0, 4.0
 """The same after a failure, for launchers end a job soon; and where a thread ends the process."""
 _OTHERS_SECS = 60.0
-_BEHIND = Patience(deadline_secs=15.0, longest_pause_secs=2.0)
+_BEHIND = RetryTimeouts(deadline_secs=15.0, longest_pause_secs=2.0)
 _NAMED = 4
 BRINGING_SECS = 1800.0
 
@@ -102,7 +102,7 @@ class StoredRun:
         self._peers = session.peers
         self._run = run if run.url is not None else None
         self._files: RunFiles | None = None
-        self._behind: Behind | None = None
+        self._behind: BackgroundUploader | None = None
         self._putter: Putter | None = None
         self._lock: WorkspaceLock | None = None
         self._brought = Brought()
@@ -211,7 +211,7 @@ class StoredRun:
         self._putter = Putter(files, run.path, wanted)
         self._putter.kept.update(self._brought.left_out)
         look = self._look_around if self._peers.rank == 0 else lambda: None
-        self._behind = Behind(self._putter, may_put, look, every)
+        self._behind = BackgroundUploader(self._putter, may_put, look, every)
         remember_last_words(self._last_words)
 
     def _look_around(self) -> None:

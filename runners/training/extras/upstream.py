@@ -26,10 +26,10 @@ from torchrelay.metadata.lineage import check_alias
 from torchrelay.metadata.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.state.checkpoint_set import Form
+    from torchrelay.checkpoint.state.checkpoint_set import TensorForm
     from torchrelay.jobs.job import Job
     from torchrelay.runners.session.base import SessionBase
-    from torchrelay.runners.training.extras.warm_start import Source, WarmStart
+    from torchrelay.runners.training.extras.warm_start import WarmStart, WarmStartSource
     from torchrelay.runners.training.journal import Journal
 
 
@@ -89,7 +89,7 @@ class InitFrom:
 
 
 @dataclass(frozen=True)
-class Given:
+class UpstreamRuns:
     """The upstream runs by alias, and the warm starts in their order."""
 
     upstream: Mapping[str, Upstream] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Given:
         return {alias: os.fspath(one.run) for alias, one in self.upstream.items()}
 
 
-def given_of(upstream: Any, init_from: Any) -> Given:
+def given_of(upstream: Any, init_from: Any) -> UpstreamRuns:
     """Understand what a user wrote; raises UsageError."""
     if not isinstance(upstream, Mapping | None):
         raise UsageError(f'upstream is {upstream!r:.80}; give runs by alias: {{"expert": "runs/a@best"}}')
@@ -117,7 +117,7 @@ def given_of(upstream: Any, init_from: Any) -> Given:
     if not isinstance(wishes, Sequence | None):
         raise UsageError(f"init_from is {init_from!r:.80}; give aliases of upstream=, or InitFrom objects")
     starts = tuple(_of_known(_init_from(one), known) for one in wishes or ())
-    return Given(known, starts)
+    return UpstreamRuns(known, starts)
 
 
 def _of_known(start: InitFrom, known: dict[str, Upstream]) -> InitFrom:
@@ -154,19 +154,19 @@ def _init_from(one: Any) -> InitFrom:
     raise UsageError(f"init_from has {one!r:.80}; give an alias of upstream=, or an InitFrom")
 
 
-_Kept: TypeAlias = "Mapping[str, Mapping[str, Form]]"
+_Kept: TypeAlias = "Mapping[str, Mapping[str, TensorForm]]"
 
 
 class Stages:
     """Mutable; one per train call."""
 
-    def __init__(self, given: Given, run: RunDirectory | None, peers: Peers) -> None:
+    def __init__(self, given: UpstreamRuns, run: RunDirectory | None, peers: Peers) -> None:
         self.given = given
         self.warmed: tuple[WarmStart, ...] = ()
         """What was taken when the run began, in the order of `init_from`; empty after a resume."""
         self._run = run
         self._peers = peers
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, WarmStartSource] = {}
 
     def look(self) -> None:
         """Choose and open the upstream epochs of a run that begins; nothing is changed, here or there."""

@@ -28,11 +28,11 @@ from torchrelay.jobs.runtime import local_directory, split_run
 from torchrelay.jobs.session import Peers, together
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.metadata.code.imports import LoadedCode, load_code
-from torchrelay.metadata.lineage import Stage, StageRecord, check_alias
+from torchrelay.metadata.lineage import LineageStage, StageRecord, check_alias
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.remote_runs.resolve import parse_selector
-from torchrelay.runners.training.extras.upstream import Given, InitFrom, Upstream
+from torchrelay.runners.training.extras.upstream import InitFrom, Upstream, UpstreamRuns
 
 
 class LoadedUpstream:
@@ -109,11 +109,11 @@ def _absolute(one: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Source:
+class WarmStartSource:
     """One upstream run, opened: what is known of it, and the names of the tensors to keep."""
 
     checkpoint: Checkpoint
-    stage: Stage
+    stage: LineageStage
     kept: tuple[str, ...]
 
     @property
@@ -128,7 +128,7 @@ class Source:
         return {alias: self.stage.record.json(), **{f"{alias}/{path}": one for path, one in above.items()}}
 
 
-def open_sources(given: Given, peers: Peers) -> dict[str, Source]:
+def open_sources(given: UpstreamRuns, peers: Peers) -> dict[str, WarmStartSource]:
     """Open what was named, by alias, alike in every process; changes nothing anywhere.
 
     Raises the errors of `open_checkpoint`, and UsageError for names to keep that are none, on all ranks.
@@ -136,7 +136,7 @@ def open_sources(given: Given, peers: Peers) -> dict[str, Source]:
     _check_alike(given, peers)
     if not given:
         return {}
-    found: dict[str, Source] = {}
+    found: dict[str, WarmStartSource] = {}
 
     def choose_all() -> dict[str, list[str]] | None:
         return (
@@ -164,7 +164,7 @@ def _choice(alias: str, one: Upstream) -> list[str]:
     return [path, f"{found.epoch},branch={found.branch}"]
 
 
-def _opened(given: Given, alias: str, path: str, epoch: str) -> Source:
+def _opened(given: UpstreamRuns, alias: str, path: str, epoch: str) -> WarmStartSource:
     checkpoint = open_checkpoint(path, epoch=epoch)
     one = given.upstream[alias]
     kept = _kept(checkpoint, alias, one)
@@ -185,12 +185,14 @@ def _opened(given: Given, alias: str, path: str, epoch: str) -> Source:
         applied=tuple(start.json() for start in given.init_from if start.upstream == alias),
         kept=tuple(dict.fromkeys(checkpoint.manifest.leaves[row].blob for row in _rows(checkpoint, kept))),
     )
-    return Source(
-        checkpoint, Stage(alias, record, _blobs(checkpoint), run.path if identity and run else None), kept
+    return WarmStartSource(
+        checkpoint,
+        LineageStage(alias, record, _blobs(checkpoint), run.path if identity and run else None),
+        kept,
     )
 
 
-def _check_alike(given: Given, peers: Peers) -> None:
+def _check_alike(given: UpstreamRuns, peers: Peers) -> None:
     """Raise UsageError on all ranks where they would build on different runs."""
     told = peers.exchange("start: upstream", given.json())
     strange = [rank for rank, one in enumerate(told) if one != told[0]]
@@ -244,7 +246,7 @@ class WarmStart:
         return f"{len(self.loaded)} leaves of {self.upstream}{''.join(told)}"
 
 
-def warm(start: InitFrom, source: Source, workspace: Workspace) -> WarmStart:
+def warm(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> WarmStart:
     """Load what one `init_from` says into a node's objects; all or nothing of it.
 
     Raises BlobError with everything that does not fit, UsageError for names that are none.
@@ -273,7 +275,7 @@ def warm(start: InitFrom, source: Source, workspace: Workspace) -> WarmStart:
     return _told(source, result, misshapen)
 
 
-def fill_kept(source: Source, workspace: Workspace) -> None:
+def fill_kept(source: WarmStartSource, workspace: Workspace) -> None:
     """Load what is kept of an upstream into what holds it."""
     for blob in source.stage.record.kept:
         name = f"{UPSTREAM}{source.stage.alias}.{blob}"
@@ -282,11 +284,11 @@ def fill_kept(source: Source, workspace: Workspace) -> None:
             raise BlobError(f"{source.name} lacks {', '.join(result.missing)}, which was there a moment ago")
 
 
-def _told(source: Source, result: LoadResult, misshapen: tuple[str, ...]) -> WarmStart:
+def _told(source: WarmStartSource, result: LoadResult, misshapen: tuple[str, ...]) -> WarmStart:
     return WarmStart(source.name, result.loaded, result.missing, result.unexpected, misshapen)
 
 
-def _objects(start: InitFrom, source: Source, workspace: Workspace) -> dict[str, Any]:
+def _objects(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> dict[str, Any]:
     registered = {
         name: entry.target
         for name, entry in workspace.entries().items()
@@ -337,7 +339,7 @@ def _target(into: str, registered: Mapping[str, Any]) -> Any:
     return found
 
 
-def _check_prefix(start: InitFrom, source: Source, below: Below) -> None:
+def _check_prefix(start: InitFrom, source: WarmStartSource, below: Below) -> None:
     """Refuse a prefix that means nothing: without `strict` it would be a warm start that takes nothing."""
     names = list(source.checkpoint.manifest.rows)
     if start.into is not None and not any(below.of(name) for name in names):

@@ -20,7 +20,7 @@ from torch import nn
 
 import torchrelay
 from torchrelay.chaos.child.store_faults import strike_calls
-from torchrelay.checkpoint.format.manifest.position import Entry
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.checkpoint.load.open import place_of
 from torchrelay.checkpoint.load.verify import prove
@@ -282,7 +282,7 @@ def _begun(run: str) -> bool:
     return holds_job(where)
 
 
-def _tensors(run: str, entry: Entry) -> dict[str, torch.Tensor]:
+def _tensors(run: str, entry: CommittedPosition) -> dict[str, torch.Tensor]:
     return tensors_of(
         torchrelay.open_checkpoint(_where(run), f"{entry.position.epoch},branch={entry.branch}"),
         entry.resumable,

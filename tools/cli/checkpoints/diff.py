@@ -14,7 +14,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
-from torchrelay.checkpoint.inspect.diff import Kind, LeafChange, Wish, leaf_changes
+from torchrelay.checkpoint.inspect.diff import DiffOptions, Kind, LeafChange, leaf_changes
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import RelayError
 from torchrelay.runners.monitoring.console import Output, human_number
@@ -112,7 +112,7 @@ def diff(chosen: argparse.Namespace, output: Output) -> int:
     b, count_b = _opened(other)
     found: list[LeafChange] = []
     for number, change in enumerate(
-        leaf_changes(a, b, Wish(tuple(chosen.blobs or ()), figures, chosen.whole)), 1
+        leaf_changes(a, b, DiffOptions(tuple(chosen.blobs or ()), figures, chosen.whole)), 1
     ):
         found.append(change)
         if number % 100 == 0 or change.elements > 1 << 20:

@@ -20,7 +20,7 @@ from torchrelay.jobs.runtime import undisturbed
 from torchrelay.metadata.run_directory import FORMAT, RunDirectory
 from torchrelay.runners.monitoring.console import Output, finite, human_number
 from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.runners.remote_runs.resolve import Place, Selected, locate, select
+from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate, select
 from torchrelay.tools.cli.arguments import Add, add_blobs, add_epoch, add_place, add_single_writer
 from torchrelay.tools.cli.runs.ls import current_keys, entry_json, marks_of, metrics_text, states_of
 
@@ -171,7 +171,7 @@ def du(chosen: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _largest_blobs(place: Place, view: LogView) -> Mapping[str, int]:
+def _largest_blobs(place: RunLocation, view: LogView) -> Mapping[str, int]:
     """Of the newest epoch, on one node; empty where its manifest cannot be read, which `verify` tells."""
     newest = view.newest(boundary=True)
     try:
@@ -255,7 +255,7 @@ def _try_json(one: TryUse) -> dict[str, object]:
 REASON = "made again by repair: how the run ended is not known"
 
 
-def lost_notes(place: Place, view: LogView | None) -> tuple[Finding, ...]:
+def lost_notes(place: RunLocation, view: LogView | None) -> tuple[Finding, ...]:
     """`run.json` and `status.json`, where they are missing or damaged and the log is there."""
     if place.run is None or place.run.url is not None or view is None or view.slot < 0:
         return ()
@@ -270,7 +270,7 @@ def lost_notes(place: Place, view: LogView | None) -> tuple[Finding, ...]:
     return tuple(found)
 
 
-def write_notes(place: Place, view: LogView | None, notes: tuple[Finding, ...]) -> None:
+def write_notes(place: RunLocation, view: LogView | None, notes: tuple[Finding, ...]) -> None:
     """Write these anew. The times, the command and which parts of the end were done are lost."""
     if place.run is None or view is None:
         return

@@ -11,14 +11,14 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.format.manifest.position import Entry
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.inspect.anomalies import FACTOR, Jump, first_bad, first_jump
 from torchrelay.checkpoint.inspect.contents import check_chosen, open_epoch
 from torchrelay.checkpoint.load.info import glance_or_notes
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, human_number
-from torchrelay.runners.remote_runs.resolve import Place, Selected, locate_run, parse_selector, select
+from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate_run, parse_selector, select
 from torchrelay.tools.cli.arguments import Add, add_blobs, add_epoch
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Resume:
     """From where to go on: the newest epoch before the bad one that can be resumed from, None without any."""
 
-    entry: Entry | None
+    entry: CommittedPosition | None
     command: str
 
     def line(self) -> str:
@@ -50,7 +50,7 @@ class Resume:
         return {"epoch": number, "arguments": ["--resume-from-epoch", str(number)]}
 
 
-def resume_before(selected: Selected, earlier: Sequence[Entry]) -> Resume:
+def resume_before(selected: Selected, earlier: Sequence[CommittedPosition]) -> Resume:
     """The newest of the earlier epochs that a start may use: one that the current branch sees."""
     usable = {one.key for one in selected.view.candidates()}
     able = [one for one in earlier if one.key in usable]
@@ -213,7 +213,7 @@ def _find_nan(chosen: argparse.Namespace, output: Output) -> int:
     return 0 if at is None else FOUND
 
 
-def _whole_epochs(selected: Selected, output: Output) -> Sequence[Entry]:
+def _whole_epochs(selected: Selected, output: Output) -> Sequence[CommittedPosition]:
     """Epochs up to the selected one, on its branch; those that the log calls damaged are left out."""
     seen = selected.view.line(selected.entry.branch)
     line = [one for one in seen if one.position.boundary and one.position <= selected.entry.position]
@@ -223,7 +223,7 @@ def _whole_epochs(selected: Selected, output: Output) -> Sequence[Entry]:
     return [one for one in line if one.healthy] or [selected.entry]
 
 
-def _look(looker: Looker, place: Place, entry: Entry) -> list[BadLeaf]:
+def _look(looker: Looker, place: RunLocation, entry: CommittedPosition) -> list[BadLeaf]:
     try:
         return looker.bad_leaves(open_epoch(place.storage, entry))
     except DamagedError as error:
@@ -233,7 +233,7 @@ def _look(looker: Looker, place: Place, entry: Entry) -> list[BadLeaf]:
 def _say_nan(
     output: Output,
     chosen: argparse.Namespace,
-    entries: Sequence[Entry],
+    entries: Sequence[CommittedPosition],
     at: int | None,
     bad: Sequence[BadLeaf],
     resume: Resume | None,
@@ -267,7 +267,7 @@ def _index(index: Sequence[int]) -> str:
 
 
 def _nan_json(
-    entries: Sequence[Entry],
+    entries: Sequence[CommittedPosition],
     at: int | None,
     bad: Sequence[BadLeaf],
     resume: Resume | None,

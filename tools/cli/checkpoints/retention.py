@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torchrelay.checkpoint.coordinator.pruning import Loss, Pruned, plan_pruning, prune
-from torchrelay.checkpoint.format.manifest.position import Key, Mark, Position
-from torchrelay.checkpoint.log.chain import Draft
+from torchrelay.checkpoint.format.manifest.position import Key, Position, TagOrPin
+from torchrelay.checkpoint.log.chain import RecordDraft
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Best, Keeping
 from torchrelay.checkpoint.log.view import LogView, ranges
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft, unpin_draft
@@ -18,7 +18,7 @@ from torchrelay.checkpoint.storage.base import SingleWriter, Storage, check_excl
 from torchrelay.errors import DirectoryInUseError, UnknownEpochError, UsageError
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.runners.remote_runs.resolve import Place, Selected, locate, parse_selector, select
+from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate, parse_selector, select
 from torchrelay.tools.cli.arguments import Add, add_epoch, add_place, add_single_writer, whole_number
 
 _DRAFTS = {"tag": tag_draft, "pin": pin_draft}
@@ -27,12 +27,12 @@ _PATIENCE_SECS = 10.0
 """For so long `@last` is chosen again where a quick job's retention takes one epoch after the other."""
 
 
-def marks_of(view: LogView, kind: str) -> list[Mark]:
+def marks_of(view: LogView, kind: str) -> list[TagOrPin]:
     """The marks of a kind, by name."""
     return sorted((mark for mark in view.marks if mark.kind == kind), key=lambda mark: mark.name)
 
 
-def mark_json(mark: Mark) -> dict[str, Any]:
+def mark_json(mark: TagOrPin) -> dict[str, Any]:
     """A mark as an object of `--json`."""
     position = mark.target.position
     where = {"epoch": position.epoch, "step": position.step, "branch": mark.target.branch}
@@ -49,7 +49,7 @@ def add_mark(
     before = next((mark for mark in marks_of(selected.view, kind) if mark.name == name), None)
     moved = before if before is not None and before.target != key else None
     if output.json:
-        told = {**mark_json(Mark(kind, name, key)), "moved_from": mark_json(moved) if moved else None}
+        told = {**mark_json(TagOrPin(kind, name, key)), "moved_from": mark_json(moved) if moved else None}
         output.value(told)
     else:
         was = f" (it was epoch {moved.target.position})" if moved else ""
@@ -73,13 +73,13 @@ def _marked(kind: str, text: str, name_of: Callable[[Key], str], single_writer: 
         return selected
 
 
-def put(storage: Storage, draft: Draft) -> None:
+def put(storage: Storage, draft: RecordDraft) -> None:
     """Append a guest's record. Raises what `append_as_guest` does, UsageError where nobody could be sure."""
     check_exclusion(storage)
     append_as_guest(storage, draft)
 
 
-def without_epoch(text: str, what: str, single_writer: SingleWriter = None) -> Place:
+def without_epoch(text: str, what: str, single_writer: SingleWriter = None) -> RunLocation:
     """The place that a text names; UsageError where it names an epoch, which `what` has no use for."""
     selector = parse_selector(text)
     if selector.wish is not None:
@@ -275,7 +275,7 @@ def _rows(view: LogView) -> list[tuple[str, ...]]:
     ]
 
 
-def _marks(view: LogView) -> list[Mark]:
+def _marks(view: LogView) -> list[TagOrPin]:
     return [*marks_of(view, "tag"), *marks_of(view, "pin")]
 
 
@@ -321,7 +321,7 @@ def unpin(chosen: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _pins(path: str, name: str | None) -> list[Mark]:
+def _pins(path: str, name: str | None) -> list[TagOrPin]:
     """The pins that are meant; UsageError where neither an epoch nor a name says it."""
     selector = parse_selector(path)
     if selector.wish is None and name is None:

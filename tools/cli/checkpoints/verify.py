@@ -12,9 +12,15 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import Entry, Position
-from torchrelay.checkpoint.inspect.anomalies import Account, Start, explain, newest_and_chosen, start_now
-from torchrelay.checkpoint.load.verify import Level, Outcome, Proof, prove
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
+from torchrelay.checkpoint.inspect.anomalies import (
+    Account,
+    ResumePreview,
+    explain,
+    newest_and_chosen,
+    start_now,
+)
+from torchrelay.checkpoint.load.verify import Level, Proof, VerificationStatus, prove
 from torchrelay.checkpoint.log.state import History, read_history
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import check_exclusion
@@ -24,7 +30,7 @@ from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.monitoring.progress_bar import shown
 from torchrelay.runners.remote_runs.resolve import (
     LAST,
-    Place,
+    RunLocation,
     Selector,
     find_entry,
     locate,
@@ -87,7 +93,7 @@ def _replay(path: str, output: Output) -> int:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EpochVerdict:
     """What was found of one epoch; `states` are what the log says of it."""
 
     proof: Proof
@@ -134,25 +140,29 @@ def verify(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _verdicts(
-    place: Place, view: LogView, entries: Sequence[Entry], level: Level, output: Output
-) -> Iterator[Verdict]:
+    place: RunLocation, view: LogView, entries: Sequence[CommittedPosition], level: Level, output: Output
+) -> Iterator[EpochVerdict]:
     current = current_keys(view)
     for number, entry in enumerate(entries, 1):
         count = f"{number} of {len(entries)}"
         output.progress(f"epoch {entry.position}, {count}")
         with shown(lambda text, count=count: output.progress(f"{text} ({count})" if text else "")):  # type: ignore[misc]
-            verdict = Verdict(prove(place.storage, entry, level=level), tuple(states_of(entry, current)))
+            verdict = EpochVerdict(prove(place.storage, entry, level=level), tuple(states_of(entry, current)))
         if not output.json:
             output.line(verdict.line(), verdict.proof.outcome.value)
         yield verdict
 
 
-def _quarantine(place: Place, verdicts: Sequence[Verdict], level: Level, output: Output) -> list[str]:
+def _quarantine(
+    place: RunLocation, verdicts: Sequence[EpochVerdict], level: Level, output: Output
+) -> list[str]:
     """Take the log over and look again: damage counts when it is still there. Returns what was said."""
     from torchrelay.checkpoint.log.writer import LogWriter
 
     found = [
-        one.proof for one in verdicts if one.proof.outcome is Outcome.DAMAGED and one.proof.entry.healthy
+        one.proof
+        for one in verdicts
+        if one.proof.outcome is VerificationStatus.DAMAGED and one.proof.entry.healthy
     ]
     if not found:
         return []
@@ -164,7 +174,7 @@ def _quarantine(place: Place, verdicts: Sequence[Verdict], level: Level, output:
             if proof.entry not in writer.view.entries:
                 continue  # retired or changed meanwhile
             again = prove(place.storage, proof.entry, level=level)
-            if again.outcome is Outcome.DAMAGED:
+            if again.outcome is VerificationStatus.DAMAGED:
                 writer.quarantine(proof.entry.key, again.reason)
                 done.append(str(proof.entry.key))
                 output.notice(f"epoch {proof.entry.key} is quarantined: {again.reason}")
@@ -176,7 +186,7 @@ def _quarantine(place: Place, verdicts: Sequence[Verdict], level: Level, output:
 def _say(
     output: Output,
     view: LogView,
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[EpochVerdict],
     retired: Sequence[str],
     quarantined: Sequence[str],
 ) -> None:
@@ -204,7 +214,7 @@ def _code(view: LogView, proofs: Sequence[Proof], *, whole: bool) -> int:
         return 0
     usable = {entry.key for entry in view.candidates()}
     found = [proof.outcome for proof in proofs if proof.entry.key in usable]
-    none_left = whole and bool(proofs) and all(one is Outcome.DAMAGED for one in found)
+    none_left = whole and bool(proofs) and all(one is VerificationStatus.DAMAGED for one in found)
     return NONE_LEFT if none_left else NOT_PROVED
 
 
@@ -257,7 +267,7 @@ def _wanted(text: str) -> tuple[Position, int | None]:
 
 
 def _selected(
-    place: Place, view: LogView, selector: Selector, besides: str | None
+    place: RunLocation, view: LogView, selector: Selector, besides: str | None
 ) -> tuple[Position, int | None]:
     wish = selector.wish
     if besides is not None:
@@ -268,7 +278,7 @@ def _selected(
     return entry.position, entry.branch
 
 
-def _failures(place: Place, position: Position) -> Iterator[str]:
+def _failures(place: RunLocation, position: Position) -> Iterator[str]:
     """What the run noted of saves of this epoch that failed; notes that cannot be read say nothing."""
     if place.run is None or not position.boundary:
         return
@@ -283,7 +293,7 @@ def _failures(place: Place, position: Position) -> Iterator[str]:
 def _json(
     view: LogView,
     history: History,
-    start: Start,
+    start: ResumePreview,
     accounts: list[Account],
     failures: dict[Position, list[str]],
 ) -> dict[str, object]:
@@ -304,7 +314,7 @@ def _json(
 
 
 def _say_why(
-    output: Output, start: Start, accounts: list[Account], failures: dict[Position, list[str]]
+    output: Output, start: ResumePreview, accounts: list[Account], failures: dict[Position, list[str]]
 ) -> None:
     for account in accounts:
         where = "" if account.branch is None else f" (branch {account.branch})"

@@ -8,15 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import Entry
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.load.info import glance
 from torchrelay.checkpoint.load.open import Best
 from torchrelay.errors import UsageError
 from torchrelay.metadata.code.archive import (
     SHORT,
     Archive,
-    Changes,
     FileDiff,
+    SourceChanges,
     changes,
     file_diffs,
     open_archive,
@@ -26,7 +26,7 @@ from torchrelay.metadata.code.snapshot import of_manifest
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, finite, human_number, time_text
-from torchrelay.runners.remote_runs.resolve import Place, each_run, locate
+from torchrelay.runners.remote_runs.resolve import RunLocation, each_run, locate
 from torchrelay.tools.cli.arguments import Add, add_run
 from torchrelay.tools.cli.runs.ls import best_of, metrics_of
 from torchrelay.tools.cli.runs.run_library import add_library, find_run
@@ -36,7 +36,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Start:
+class CapturedStart:
     """One start of a run: what was captured, its archive where there is one, its configuration's texts."""
 
     text: str
@@ -49,9 +49,9 @@ class Start:
 class Difference:
     """What differs of B against A. `code` is None where one of them has no archive."""
 
-    a: Start
-    b: Start
-    code: Changes | None
+    a: CapturedStart
+    b: CapturedStart
+    code: SourceChanges | None
     files: tuple[FileDiff, ...]
     configs: tuple[FileDiff, ...]
     captured: Mapping[str, tuple[str, str]]
@@ -66,7 +66,7 @@ def difference(a: str, b: str, stack: ExitStack, runs: str | None = None) -> Dif
     return Difference(one, other, found, files, tuple(config_diffs(one, other)), captured)
 
 
-def start_of(text: str, stack: ExitStack, runs: str | None = None) -> Start:
+def start_of(text: str, stack: ExitStack, runs: str | None = None) -> CapturedStart:
     """What a start of a run was, `RUN` or `RUN#2`; the archive stays open with the stack.
 
     Raises UsageError for what is no run, or has no such record.
@@ -81,7 +81,7 @@ def start_of(text: str, stack: ExitStack, runs: str | None = None) -> Start:
         raise UsageError(f"{path} has no start {number}; it has {_numbers(found)}")
     code_id = code_id_of(chosen[-1])
     archive = None if code_id is None else stack.enter_context(open_archive(run / "code" / f"{code_id}.zip"))
-    return Start(text, chosen[-1], archive, config_texts(run, chosen[-1]))
+    return CapturedStart(text, chosen[-1], archive, config_texts(run, chosen[-1]))
 
 
 def _split(text: str) -> tuple[str, int | None]:
@@ -95,14 +95,14 @@ def _numbers(found: list[dict[str, Any]]) -> str:
     return ", ".join(str(one["number"]) for one in found)
 
 
-def code_changes(a: Start, b: Start) -> Changes | None:
+def code_changes(a: CapturedStart, b: CapturedStart) -> SourceChanges | None:
     """None where one of them has no archive."""
     if a.archive is None or b.archive is None:
         return None
     return changes(of_manifest(a.archive.manifest), of_manifest(b.archive.manifest))
 
 
-def code_diffs(a: Start, b: Start, found: Changes) -> Iterator[FileDiff]:
+def code_diffs(a: CapturedStart, b: CapturedStart, found: SourceChanges) -> Iterator[FileDiff]:
     """The files that differ, line by line."""
     if a.archive is None or b.archive is None:
         return iter(())
@@ -114,7 +114,7 @@ def _reader(archive: Archive) -> Any:
     return lambda name: f"link to {links[name]}\n".encode() if name in links else archive.read(name)
 
 
-def config_diffs(a: Start, b: Start) -> Iterator[FileDiff]:
+def config_diffs(a: CapturedStart, b: CapturedStart) -> Iterator[FileDiff]:
     """The texts of the two configurations, where they differ."""
     texts = [{f"config/{name}": data for name, data in one.config.items()} for one in (a, b)]
     found = changes(*({name: data.hex() for name, data in one.items()} for one in texts))
@@ -185,7 +185,7 @@ def compare(chosen: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _facts(place: Place) -> Facts:
+def _facts(place: RunLocation) -> Facts:
     """Everything that is compared of a run, by name, in the order in which it is shown."""
     run = place.run
     if run is None:
@@ -200,7 +200,7 @@ def _facts(place: Place) -> Facts:
     return {**facts, **_config(run)}
 
 
-def _epochs(place: Place) -> Facts:
+def _epochs(place: RunLocation) -> Facts:
     line = place.log().line()
     whole = [entry.position.epoch for entry in line if entry.position.boundary]
     return {
@@ -210,7 +210,7 @@ def _epochs(place: Place) -> Facts:
     }
 
 
-def _durations(place: Place, line: Sequence[Entry]) -> Facts:
+def _durations(place: RunLocation, line: Sequence[CommittedPosition]) -> Facts:
     """Seconds that were trained, over all attempts, as the newest readable manifest says."""
     for entry in reversed(line):
         try:
@@ -293,7 +293,7 @@ def say_difference(output: Output, found: Difference, *, stat: bool) -> None:
         output.line(what)
 
 
-def _say_code(output: Output, a: Start, b: Start, found: Changes | None) -> None:
+def _say_code(output: Output, a: CapturedStart, b: CapturedStart, found: SourceChanges | None) -> None:
     """A line on the two codes as a whole."""
     if found is None:
         for one in (a, b):
@@ -308,7 +308,7 @@ def _say_code(output: Output, a: Start, b: Start, found: Changes | None) -> None
         output.line(f"code {_short(a)} -> {_short(b)}: {counts}")
 
 
-def _short(start: Start) -> str:
+def _short(start: CapturedStart) -> str:
     return start.archive.code_id[:SHORT] if start.archive is not None else "none"
 
 

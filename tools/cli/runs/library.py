@@ -15,23 +15,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Entry
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.format.names import manifest_path, stats_path
 from torchrelay.checkpoint.log.view import LogView, branch_of
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError, StorageError, UsageError
-from torchrelay.metadata.code.archive import SHORT, Manifest, open_archive, unpack_source
+from torchrelay.metadata.code.archive import SHORT, SourceManifest, open_archive, unpack_source
 from torchrelay.metadata.code.capture import capture_with_code
 from torchrelay.metadata.fs import read_json
-from torchrelay.metadata.handlers import EPOCH, FILE_NAME, Holder, Note, notes_of_file, report_notes, times_of
+from torchrelay.metadata.handlers import (
+    EPOCH,
+    FILE_NAME,
+    HandlerEvent,
+    Holder,
+    notes_of_file,
+    report_notes,
+    times_of,
+)
 from torchrelay.metadata.sql.handler import BoundedCalls, parse_url, rows_in
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, time_text
 from torchrelay.runners.monitoring.status import STATES
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.names import is_remote, parent
-from torchrelay.runners.remote_runs.resolve import Place, each_run, locate
+from torchrelay.runners.remote_runs.resolve import RunLocation, each_run, locate
 from torchrelay.tools.cli.arguments import Add, add_run
 from torchrelay.tools.cli.runs.compare import Difference, difference, difference_json, say_difference
 from torchrelay.tools.cli.runs.run_library import (
@@ -206,7 +214,7 @@ def code(chosen: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _json(captured: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+def _json(captured: Mapping[str, Any], manifest: SourceManifest) -> dict[str, Any]:
     code = captured["code"]
     return {
         "code_id": code["id"],
@@ -221,7 +229,7 @@ def _json(captured: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def notes_of_place(place: Place) -> list[Note]:
+def notes_of_place(place: RunLocation) -> list[HandlerEvent]:
     """All that can be told; UsageError for a URL, StorageError where log or notes cannot be read."""
     if not isinstance(place.storage, LocalStorage):
         raise UsageError(f"{place.where} is a URL; index reads local or mounted directories: give a path")
@@ -264,23 +272,25 @@ class _Source:
         return replace(self.job, generation=generation, branch=branch, base=base)
 
 
-def _branches(source: _Source) -> Iterator[Note]:
+def _branches(source: _Source) -> Iterator[HandlerEvent]:
     """That a branch was begun is known although nothing was saved on it yet."""
     for branch in source.view.branches:
-        yield Note(source.holder(branch.id, source.view.generation), source.prefix, "branch", 0)
+        yield HandlerEvent(source.holder(branch.id, source.view.generation), source.prefix, "branch", 0)
 
 
-def _notes_of_entry(source: _Source, entry: Entry) -> Iterator[Note]:
+def _notes_of_entry(source: _Source, entry: CommittedPosition) -> Iterator[HandlerEvent]:
     """What an epoch's own files tell; nothing where its manifest cannot be read: `verify` says so."""
     with suppress(OSError):
         manifest = codec.read(source.storage, entry)
         holder = source.holder(entry.branch, manifest.generation)
         time = (source.directory / manifest_path(entry.try_name)).stat().st_mtime
-        yield Note(holder, source.prefix, EPOCH, entry.position.epoch, time, len(manifest.world.nodes))
+        yield HandlerEvent(
+            holder, source.prefix, EPOCH, entry.position.epoch, time, len(manifest.world.nodes)
+        )
         yield from _saving(source, holder, entry, time)
 
 
-def _saving(source: _Source, holder: Holder, entry: Entry, time: float) -> list[Note]:
+def _saving(source: _Source, holder: Holder, entry: CommittedPosition, time: float) -> list[HandlerEvent]:
     """How long the save took; nothing where that was lost, it is never synced."""
     try:
         stats = read_json(source.directory / stats_path(entry.try_name)) or {}
@@ -336,7 +346,7 @@ def index(chosen: argparse.Namespace, output: Output) -> int:
     return StorageError.exit_code if failed else 0
 
 
-def _store(calls: BoundedCalls, database: Database, notes: Sequence[Note]) -> None:
+def _store(calls: BoundedCalls, database: Database, notes: Sequence[HandlerEvent]) -> None:
     """Store notes in parts, each with a deadline: a server may be frozen in the middle of anything."""
     for part in _parts(notes):
         calls.make(
@@ -345,9 +355,9 @@ def _store(calls: BoundedCalls, database: Database, notes: Sequence[Note]) -> No
         )
 
 
-def _parts(notes: Sequence[Note]) -> Iterator[Sequence[Note]]:
+def _parts(notes: Sequence[HandlerEvent]) -> Iterator[Sequence[HandlerEvent]]:
     """At least one, for that makes the tables."""
-    part: list[Note] = []
+    part: list[HandlerEvent] = []
     rows = 0
     for note in notes:
         if part and rows + rows_in(note) > _ROWS_AT_ONCE:
@@ -358,7 +368,7 @@ def _parts(notes: Sequence[Note]) -> Iterator[Sequence[Note]]:
     yield part
 
 
-def _counts(notes: list[Note]) -> dict[str, int]:
+def _counts(notes: list[HandlerEvent]) -> dict[str, int]:
     epochs = {note.key for note in notes if note.kind == EPOCH}
     reports = {note.key for note in notes if note.times}
     return {"epochs": len(epochs), "reports": len(reports)}

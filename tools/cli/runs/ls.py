@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import Entry, Key
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key
 from torchrelay.checkpoint.load.info import Glance, glance_or_notes
 from torchrelay.checkpoint.load.open import best_of_run
 from torchrelay.checkpoint.log.tiered_storage import Notes, read_notes
@@ -25,7 +25,7 @@ from torchrelay.runners.remote_runs.resolve import locate, runs_below
 from torchrelay.tools.cli.arguments import Add, add_place
 
 
-def entry_json(entry: Entry) -> dict[str, Any]:
+def entry_json(entry: CommittedPosition) -> dict[str, Any]:
     """The first keys of an epoch in every `--json`."""
     return {
         "epoch": entry.position.epoch,
@@ -35,7 +35,7 @@ def entry_json(entry: Entry) -> dict[str, Any]:
     }
 
 
-def states_of(entry: Entry, current: Collection[Key]) -> list[str]:
+def states_of(entry: CommittedPosition, current: Collection[Key]) -> list[str]:
     """What keeps an epoch from being used, in words; `current` are the keys that the branch of now sees."""
     states = [] if entry.key in current else ["abandoned"]
     states += [] if entry.healthy else ["quarantined"]
@@ -47,7 +47,7 @@ def current_keys(view: LogView) -> frozenset[Key]:
     return frozenset(one.key for one in view.line())
 
 
-def marks_of(view: LogView, entry: Entry) -> list[str]:
+def marks_of(view: LogView, entry: CommittedPosition) -> list[str]:
     """The tags and pins of an epoch, `tag:paper`."""
     return [f"{mark.kind}:{mark.name}" for mark in view.marks if mark.target == entry.key]
 
@@ -180,7 +180,7 @@ _COLUMNS = ("epoch", "branch", "world", "bytes", "state", "metrics", "try")
 class EpochLine:
     """One committed epoch as `ls` shows it; what only a readable manifest tells is None without one."""
 
-    entry: Entry
+    entry: CommittedPosition
     states: tuple[str, ...]
     tags: tuple[str, ...]
     world_size: int | None
@@ -246,7 +246,7 @@ def _lines(storage: Storage, view: LogView) -> list[EpochLine]:
 
 
 def _line(
-    storage: Storage, view: LogView, entry: Entry, current: Collection[Key], notes: Notes | None
+    storage: Storage, view: LogView, entry: CommittedPosition, current: Collection[Key], notes: Notes | None
 ) -> EpochLine:
     seen = _seen(storage, entry)
     states = states_of(entry, current)
@@ -264,7 +264,7 @@ def _line(
     )
 
 
-def _seen(storage: Storage, entry: Entry) -> Glance | None:
+def _seen(storage: Storage, entry: CommittedPosition) -> Glance | None:
     try:
         return glance_or_notes(storage, entry)
     except OSError:  # `verify` says what is wrong with it

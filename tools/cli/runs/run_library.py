@@ -11,7 +11,7 @@ from typing import Any
 from torchrelay.checkpoint.load.open import best_of_run
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.metadata.code.capture import captures, code_id_of
-from torchrelay.metadata.experiments import Note, newest_result, read_note
+from torchrelay.metadata.experiments import ProgramRecord, newest_result, read_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import finite, human_number
@@ -211,7 +211,7 @@ def _read(path: Path, experiment: str) -> LibraryLine:
     )
 
 
-def _ids(path: Path, note: Note | None) -> tuple[str | None, str | None]:
+def _ids(path: Path, note: ProgramRecord | None) -> tuple[str | None, str | None]:
     """What the run is of; of a run without such a note, what its newest start was."""
     if note is not None:
         return note.code_id, note.config_id

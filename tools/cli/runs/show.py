@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import Entry
+from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.format.names import stats_path
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
@@ -16,10 +16,10 @@ from torchrelay.errors import StorageError, UnknownEpochError
 from torchrelay.metadata.fs import read_lines, read_note
 from torchrelay.metadata.handlers import FILE_NAME
 from torchrelay.metadata.lineage import KnownStage, find_stage, stages_of
-from torchrelay.metadata.statistics import NodeTimes, Summary, Verdict, node_times, summary
+from torchrelay.metadata.statistics import NodeTimes, StragglerSummary, StragglerVerdict, node_times, summary
 from torchrelay.runners.monitoring.console import Output, human_number, time_text
 from torchrelay.runners.monitoring.status import standing
-from torchrelay.runners.remote_runs.resolve import Place, find_entry, locate, locate_run, parse_selector
+from torchrelay.runners.remote_runs.resolve import RunLocation, find_entry, locate, locate_run, parse_selector
 from torchrelay.tools.cli.arguments import Add, add_epoch, add_run, whole_number
 
 _TIMES = ("created", "updated", "time")
@@ -220,7 +220,7 @@ def stats(chosen: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _noted(storage: Storage, entry: Entry) -> tuple[NodeTimes, ...]:
+def _noted(storage: Storage, entry: CommittedPosition) -> tuple[NodeTimes, ...]:
     """What the save of an epoch noted; nothing proves it, and what cannot be read says nothing."""
     path = stats_path(entry.try_name)
     try:
@@ -229,21 +229,21 @@ def _noted(storage: Storage, entry: Entry) -> tuple[NodeTimes, ...]:
         return ()
 
 
-def _loads(place: Place) -> Actions:
+def _loads(place: RunLocation) -> Actions:
     if place.run is None:
         return []
     lines = (line for line in read_lines(place.run.path / FILE_NAME) if line.get("kind") == "checkpoint_load")
     return [times for line in lines if (times := node_times(line))]
 
 
-def _none(place: Place, view: LogView, entries: Sequence[Entry]) -> str:
+def _none(place: RunLocation, view: LogView, entries: Sequence[CommittedPosition]) -> str:
     if view.empty:
         return f"nothing is committed in {place.where} yet"
     some = f"epoch {entries[0].position}" if len(entries) == 1 else "the epochs"
     return f"no save of {some} in {place.where} left notes of its times (stats.json)"
 
 
-def _say(output: Output, name: str, found: Summary) -> None:
+def _say(output: Output, name: str, found: StragglerSummary) -> None:
     output.line(f"{found.actions} {name}{'s' * (found.actions > 1)}, seconds: median (longest)")
     output.table(("node", f"{name}s", "own work", *found.phases), list(_rows(found)))
     if len(found.nodes) > _SHOWN:
@@ -251,7 +251,7 @@ def _say(output: Output, name: str, found: Summary) -> None:
     output.line(_verdict(name, found.verdict))
 
 
-def _rows(found: Summary) -> Iterator[tuple[str, ...]]:
+def _rows(found: StragglerSummary) -> Iterator[tuple[str, ...]]:
     for row in found.nodes[:_SHOWN]:
         spent = (row.phases.get(phase) for phase in found.phases)
         cells = ("-" if one is None else f"{one[0]:.3f} ({one[1]:.3f})" for one in spent)
@@ -259,7 +259,7 @@ def _rows(found: Summary) -> Iterator[tuple[str, ...]]:
     yield ("share", "", "", *(f"{100 * found.shares[phase]:.0f} %" for phase in found.phases))
 
 
-def _verdict(name: str, found: Verdict | None) -> str:
+def _verdict(name: str, found: StragglerVerdict | None) -> str:
     if found is None:
         return "one node: there is none to compare it with"
     times = "" if found.ratio is None else f" ({found.ratio:.1f} times as long)"
@@ -270,7 +270,7 @@ def _verdict(name: str, found: Verdict | None) -> str:
     return f"no node dominates: the slowest, {found.node}, takes {beside}; {slowest}"
 
 
-def _stats_json(found: Summary) -> dict[str, Any]:
+def _stats_json(found: StragglerSummary) -> dict[str, Any]:
     verdict = found.verdict
     return {
         "actions": found.actions,

@@ -26,10 +26,10 @@ from torchrelay.runners.monitoring.text import duration, human_bytes, per_second
 from torchrelay.runners.remote_runs.names import for_a_glance, is_remote
 from torchrelay.runners.remote_runs.resolve import existing_directory, locate_run
 from torchrelay.tools.cli.arguments import Add, add_run
-from torchrelay.tools.report.run_data import Limits
+from torchrelay.tools.report.run_data import ReadLimits
 
 if TYPE_CHECKING:
-    from torchrelay.tools.report.run_list import RunStore
+    from torchrelay.tools.report.run_list import RunIndex
     from torchrelay.tools.report.server import DashboardServer
 
 
@@ -197,7 +197,7 @@ def add_report(verb: Callable[..., argparse.ArgumentParser]) -> None:
     add_limits(parser)
 
 
-def add_limits(parser: argparse.ArgumentParser, most_bytes: int = Limits.norm_bytes) -> None:
+def add_limits(parser: argparse.ArgumentParser, most_bytes: int = ReadLimits.norm_bytes) -> None:
     """Add what bounds the bytes that are read of weights, by default `most_bytes`."""
     parser.add_argument("--no-norms", action="store_true", help="read no weights")
     parser.add_argument(
@@ -209,9 +209,9 @@ def add_limits(parser: argparse.ArgumentParser, most_bytes: int = Limits.norm_by
     )
 
 
-def limits_of(chosen: argparse.Namespace) -> Limits:
+def limits_of(chosen: argparse.Namespace) -> ReadLimits:
     """The limits that a command line asks for."""
-    return Limits(norm_bytes=0 if chosen.no_norms else chosen.max_bytes)
+    return ReadLimits(norm_bytes=0 if chosen.no_norms else chosen.max_bytes)
 
 
 def report(chosen: argparse.Namespace, output: Output) -> int:
@@ -325,17 +325,17 @@ def dashboard(chosen: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _store(text: str) -> RunStore:
+def _store(text: str) -> RunIndex:
     if is_remote(text):
         from torchrelay.tools.report.run_list import FarRuns
 
         return FarRuns(text)
-    from torchrelay.tools.report.run_list import RunStore
+    from torchrelay.tools.report.run_list import RunIndex
 
-    return RunStore(Path(text))
+    return RunIndex(Path(text))
 
 
-def _say(server: DashboardServer, store: RunStore, chosen: argparse.Namespace, output: Output) -> None:
+def _say(server: DashboardServer, store: RunIndex, chosen: argparse.Namespace, output: Output) -> None:
     if output.json:
         output.value({"url": server.url, "runs": store.names(), "token": chosen.token is not None})
         return

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrelay.models.onnx.importer.operator import Call
+from torchrelay.models.onnx.importer.operator import OpCall
 from torchrelay.models.onnx.importer.ops.elementwise import widened
 from torchrelay.models.onnx.importer.tensors import dtype_of
 
 
-def _heads(call: Call, x: Tensor, heads: str) -> Tensor:
+def _heads(call: OpCall, x: Tensor, heads: str) -> Tensor:
     """(batch, heads, length, size) of packed heads too."""
     if x.dim() == 4:
         return x
@@ -26,7 +26,7 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
 
 
 def _attention(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, past_key: Tensor | None = None,
+    call: OpCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, past_key: Tensor | None = None,
     past_value: Tensor | None = None, valid: Tensor | None = None,
 ) -> Any:  # fmt: skip
     packed = q.dim() == 3
@@ -51,7 +51,7 @@ def _attention(
     return (y, k, v, seen)[: max(call.outputs, 1)]
 
 
-def _weights(call: Call, scores: Tensor) -> Tensor:
+def _weights(call: OpCall, scores: Tensor) -> Tensor:
     precision = call.get("softmax_precision", 0)
     wide = scores.to(dtype_of(precision, str(call.node))) if precision else scores
     alone = torch.isneginf(wide).all(-1, keepdim=True)  # a row that attends to nothing gives 0
@@ -59,7 +59,9 @@ def _weights(call: Call, scores: Tensor) -> Tensor:
     return torch.where(alone, torch.zeros_like(found), found).to(scores.dtype)
 
 
-def _bias(call: Call, scores: Tensor, mask: Tensor | None, valid: Tensor | None, past: int) -> Tensor | None:
+def _bias(
+    call: OpCall, scores: Tensor, mask: Tensor | None, valid: Tensor | None, past: int
+) -> Tensor | None:
     """What is added to the scores, minus infinity where a key must not be seen; None for nothing."""
     rows, columns = scores.shape[-2:]
     total: Tensor | None = None
@@ -78,7 +80,7 @@ def _bias(call: Call, scores: Tensor, mask: Tensor | None, valid: Tensor | None,
 
 
 def _hidden(
-    call: Call, rows: Any, columns: Any, past: int, valid: Tensor | None, device: torch.device
+    call: OpCall, rows: Any, columns: Any, past: int, valid: Tensor | None, device: torch.device
 ) -> Tensor | None:
     left, right = call.get("left_window_size", -1), call.get("right_window_size", -1)
     causal = call.get("is_causal", 0)
@@ -96,7 +98,7 @@ def _hidden(
     return found
 
 
-def _flex(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _flex(call: OpCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scale = call.get("scale", 0.0) or 1 / math.sqrt(q.shape[-1])
     default = 11 if q.dtype == torch.float64 else 1
     wide = dtype_of(call.get("softmax_precision", default) or default, str(call.node))
@@ -107,7 +109,7 @@ def _flex(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.matmul(probabilities, values.to(wide)).to(q.dtype)
 
 
-def _modified(call: Call, name: str, x: Tensor) -> Tensor:
+def _modified(call: OpCall, name: str, x: Tensor) -> Tensor:
     if not call.has(name):
         return x
     graph = call.graph(name)
@@ -115,7 +117,7 @@ def _modified(call: Call, name: str, x: Tensor) -> Tensor:
     return found
 
 
-def _rotary(call: Call, x: Tensor, cos: Tensor, sin: Tensor, places: Tensor | None = None) -> Tensor:
+def _rotary(call: OpCall, x: Tensor, cos: Tensor, sin: Tensor, places: Tensor | None = None) -> Tensor:
     """Rotary positions (Su and others, 2021)."""
     four = x if x.dim() == 4 else _heads(call, x, "num_heads")
     four = four.transpose(1, 2)  # batch, length, heads, size
@@ -144,7 +146,7 @@ def _unpacked(x: Tensor, heads: int) -> Tensor:
 
 
 def _linear_attention(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, past: Tensor | None = None, decay: Tensor | None = None,
+    call: OpCall, q: Tensor, k: Tensor, v: Tensor, past: Tensor | None = None, decay: Tensor | None = None,
     beta: Tensor | None = None,
 ) -> Any:  # fmt: skip
     heads, inner = call.need("q_num_heads"), call.need("kv_num_heads")
@@ -175,7 +177,7 @@ def _linear_attention(
 
 
 def _causal_conv(
-    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None, past: Tensor | None = None
+    call: OpCall, x: Tensor, weight: Tensor, bias: Tensor | None = None, past: Tensor | None = None
 ) -> Any:
     length = weight.shape[2] - 1
     before = x.new_zeros(x.shape[0], x.shape[1], length) if past is None else past
@@ -191,11 +193,11 @@ RECURRENT_OPERATORS: dict[str, Any] = {
 }
 
 
-def _matmul(call: Call, one: Tensor, other: Tensor) -> Tensor:
+def _matmul(call: OpCall, one: Tensor, other: Tensor) -> Tensor:
     return torch.matmul(one, other)
 
 
-def _gemm(call: Call, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
+def _gemm(call: OpCall, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
     a = a.t() if call.get("transA", 0) else a
     b = b.t() if call.get("transB", 0) else b
     alpha, beta = call.get("alpha", 1.0), call.get("beta", 1.0)
@@ -208,7 +210,7 @@ def _gemm(call: Call, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
     return product + (c if beta == 1 else (c * beta).to(a.dtype))
 
 
-def _einsum(call: Call, *parts: Tensor) -> Tensor:
+def _einsum(call: OpCall, *parts: Tensor) -> Tensor:
     return torch.einsum(call.need("equation"), *parts)
 
 

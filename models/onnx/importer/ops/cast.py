@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrelay.models.onnx.importer.operator import Call
+from torchrelay.models.onnx.importer.operator import OpCall
 from torchrelay.models.onnx.importer.ops.conv import convolved
 from torchrelay.models.onnx.importer.tensors import (
     DTYPES,
@@ -29,13 +29,13 @@ _FINITE_ONLY = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnu
 """Types without an infinity: what is too large becomes NaN unless it saturates."""
 
 
-def _cast(call: Call, x: Tensor) -> Tensor:
+def _cast(call: OpCall, x: Tensor) -> Tensor:
     return cast(
         x, call.need("to"), bool(call.get("saturate", 1)), call.get("round_mode", "up"), str(call.node)
     )
 
 
-def _cast_like(call: Call, x: Tensor, like: Tensor) -> Tensor:
+def _cast_like(call: OpCall, x: Tensor, like: Tensor) -> Tensor:
     return cast(
         x,
         call.node.narrow.get(1) or number_of(like.dtype),
@@ -114,7 +114,7 @@ OPERATORS: dict[str, Any] = {"Cast": _cast, "CastLike": _cast_like}
 _WHOLE = (torch.uint8, torch.int8, torch.uint16, torch.int16)
 
 
-def _spread(call: Call, x: Tensor, scale: Tensor) -> Tensor:
+def _spread(call: OpCall, x: Tensor, scale: Tensor) -> Tensor:
     """Scales or zero points in a shape that fits `x`: one, one per row of an axis, or one per block."""
     if scale.dim() == 0 or (scale.dim() == 1 and scale.numel() == 1):
         return scale.reshape(())
@@ -125,7 +125,7 @@ def _spread(call: Call, x: Tensor, scale: Tensor) -> Tensor:
     return scale.repeat_interleave(size, axis).narrow(axis, 0, x.shape[axis])
 
 
-def _target(call: Call, zero: Tensor | None) -> int:
+def _target(call: OpCall, zero: Tensor | None) -> int:
     if call.get("output_dtype", 0):
         return int(call.get("output_dtype"))
     if zero is None:
@@ -133,11 +133,11 @@ def _target(call: Call, zero: Tensor | None) -> int:
     return call.node.narrow.get(2) or number_of(zero.dtype)
 
 
-def _quantize(call: Call, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+def _quantize(call: OpCall, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
     return quantized(call, x, scale, zero, _target(call, zero))
 
 
-def quantized(call: Call, x: Tensor, scale: Tensor, zero: Tensor | None, number: int) -> Tensor:
+def quantized(call: OpCall, x: Tensor, scale: Tensor, zero: Tensor | None, number: int) -> Tensor:
     """`x / scale + zero` as elements of the type with this number; too large is the greatest."""
     ratio = x.float() / _spread(call, x, scale).float()
     if number in NARROW_INTS or DTYPES.get(number) in _WHOLE:
@@ -154,7 +154,7 @@ def _bounds(dtype: torch.dtype) -> tuple[int, int]:
     return int(found.min), int(found.max)
 
 
-def _dequantize(call: Call, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+def _dequantize(call: OpCall, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
     wide = x.to(torch.int64).to(torch.float64) if not x.is_floating_point() else x.float()
     if zero is not None:
         wide = wide - _spread(call, x, zero.to(wide.dtype))
@@ -163,7 +163,7 @@ def _dequantize(call: Call, x: Tensor, scale: Tensor, zero: Tensor | None = None
     return found.to(DTYPES[number] if number else scale.dtype)
 
 
-def _dynamic(call: Call, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _dynamic(call: OpCall, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
     scale = (high - low) / 255
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -183,13 +183,13 @@ def _minus(x: Tensor, zero: Tensor | None, place: int) -> Tensor:
 
 
 def _matmul_integer(
-    call: Call, a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: Tensor | None = None
+    call: OpCall, a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: Tensor | None = None
 ) -> Tensor:
     return torch.matmul(_minus(a, a_zero, 0), _minus(b, b_zero, 1)).to(torch.int32)
 
 
 def _conv_integer(
-    call: Call, x: Tensor, w: Tensor, x_zero: Tensor | None = None, w_zero: Tensor | None = None
+    call: OpCall, x: Tensor, w: Tensor, x_zero: Tensor | None = None, w_zero: Tensor | None = None
 ) -> Tensor:
     return convolved(call, _minus(x, x_zero, 1), _of_channels(w, w_zero)).to(torch.int32)
 
@@ -199,7 +199,7 @@ def _of_channels(w: Tensor, zero: Tensor | None) -> Tensor:
     return wide if zero is None else wide - zero.to(torch.float64).reshape(-1, *(1,) * (w.dim() - 1))
 
 
-def _requantized(call: Call, total: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+def _requantized(call: OpCall, total: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     if zero.dtype in _WHOLE:
         low, high = _bounds(zero.dtype)
         return (
@@ -212,7 +212,7 @@ def _requantized(call: Call, total: Tensor, scale: Tensor, zero: Tensor) -> Tens
 
 
 def _q_matmul(
-    call: Call, a: Tensor, a_scale: Tensor, a_zero: Tensor, b: Tensor, b_scale: Tensor, b_zero: Tensor,
+    call: OpCall, a: Tensor, a_scale: Tensor, a_zero: Tensor, b: Tensor, b_scale: Tensor, b_zero: Tensor,
     y_scale: Tensor, y_zero: Tensor,
 ) -> Tensor:  # fmt: skip
     total = torch.matmul(_minus(a, a_zero, 0), _minus(b, b_zero, 1))
@@ -221,7 +221,7 @@ def _q_matmul(
 
 
 def _q_conv(
-    call: Call, x: Tensor, x_scale: Tensor, x_zero: Tensor, w: Tensor, w_scale: Tensor, w_zero: Tensor,
+    call: OpCall, x: Tensor, x_scale: Tensor, x_zero: Tensor, w: Tensor, w_scale: Tensor, w_zero: Tensor,
     y_scale: Tensor, y_zero: Tensor, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     total = convolved(

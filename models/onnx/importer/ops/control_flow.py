@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from torchrelay.models.onnx.importer.limits import check_turns
-from torchrelay.models.onnx.importer.operator import Call, Operator, as_ints
+from torchrelay.models.onnx.importer.operator import OpCall, Operator, as_ints
 
 
-def _if(call: Call, condition: Tensor) -> Any:
+def _if(call: OpCall, condition: Tensor) -> Any:
     return call.enter(call.graph("then_branch" if bool(condition) else "else_branch"), {})
 
 
-def _loop(call: Call, trips: list[int] | None, go_on: Tensor | None, *carried: Any) -> Any:
+def _loop(call: OpCall, trips: list[int] | None, go_on: Tensor | None, *carried: Any) -> Any:
     body = call.graph("body")
     count = len(carried)
     _check_arity(call, body, 2 + count, 1 + count)
@@ -36,24 +36,24 @@ def _loop(call: Call, trips: list[int] | None, go_on: Tensor | None, *carried: A
     return tuple(values) + tuple(_stacked(call, held) for held in scanned)
 
 
-def _stacked(call: Call, held: list[Tensor]) -> Tensor:
+def _stacked(call: OpCall, held: list[Tensor]) -> Tensor:
     return torch.stack(held) if held else torch.empty(0, device=call.device)
 
 
-def _check_arity(call: Call, body: Any, inputs: int, outputs: int) -> None:
+def _check_arity(call: OpCall, body: Any, inputs: int, outputs: int) -> None:
     if len(body.inputs) != inputs or len(body.outputs) < outputs:
         raise call.fail(
             f"its graph takes {len(body.inputs)} values and gives {len(body.outputs)}; {inputs} are there"
         )
 
 
-def _scan(call: Call, *given: Any) -> Any:
+def _scan(call: OpCall, *given: Any) -> Any:
     if call.version < 9:
         return _scan_in_batches(call, *given)
     return _scanned(call, list(given), offset=0)
 
 
-def _scanned(call: Call, given: list[Any], offset: int) -> tuple[Any, ...]:
+def _scanned(call: OpCall, given: list[Any], offset: int) -> tuple[Any, ...]:
     body, streams = call.graph("body"), call.need("num_scan_inputs")
     count = len(given) - streams
     if not 0 < streams <= len(given):
@@ -86,7 +86,7 @@ def _scanned(call: Call, given: list[Any], offset: int) -> tuple[Any, ...]:
     return (*values, *stacked)
 
 
-def _scan_in_batches(call: Call, lengths: Tensor | None, *given: Any) -> Any:
+def _scan_in_batches(call: OpCall, lengths: Tensor | None, *given: Any) -> Any:
     """Operator set 8: everything has a batch in front, each with a length of its own."""
     streams = call.need("num_scan_inputs")
     count = len(given) - streams
@@ -112,19 +112,19 @@ OPERATORS: dict[str, Any] = {
 }
 
 
-def _insert(call: Call, sequence: list[Any], one: Any, place: list[int] | None = None) -> list[Any]:
+def _insert(call: OpCall, sequence: list[Any], one: Any, place: list[int] | None = None) -> list[Any]:
     at = len(sequence) if place is None else place[0] + (len(sequence) if place[0] < 0 else 0)
     if not 0 <= at <= len(sequence):
         raise call.fail(f"place {at} of a sequence of {len(sequence)}")
     return [*sequence[:at], one, *sequence[at:]]
 
 
-def _erase(call: Call, sequence: list[Any], place: list[int] | None = None) -> list[Any]:
+def _erase(call: OpCall, sequence: list[Any], place: list[int] | None = None) -> list[Any]:
     at = range(len(sequence))[-1 if place is None else place[0]]
     return sequence[:at] + sequence[at + 1 :]
 
 
-def _split(call: Call, x: Tensor, sizes: Any = None) -> list[Tensor]:
+def _split(call: OpCall, x: Tensor, sizes: Any = None) -> list[Tensor]:
     axis = call.get("axis", 0)
     if sizes is None:
         parts = list(x.split(1, axis))
@@ -134,12 +134,12 @@ def _split(call: Call, x: Tensor, sizes: Any = None) -> list[Tensor]:
     return list(torch.split(x, sizes, axis))
 
 
-def _concat(call: Call, sequence: list[Tensor]) -> Tensor:
+def _concat(call: OpCall, sequence: list[Tensor]) -> Tensor:
     axis = call.need("axis")
     return torch.stack(sequence, axis) if call.get("new_axis", 0) else torch.cat(sequence, axis)
 
 
-def _map(call: Call, sequence: list[Any], *others: Any) -> Any:
+def _map(call: OpCall, sequence: list[Any], *others: Any) -> Any:
     body = call.graph("body")
     rows = []
     for at, one in enumerate(sequence):
@@ -148,7 +148,7 @@ def _map(call: Call, sequence: list[Any], *others: Any) -> Any:
     return tuple([call.tensor(row[at]) for row in rows] for at in range(len(body.outputs)))
 
 
-def _get(call: Call, value: Any) -> Any:
+def _get(call: OpCall, value: Any) -> Any:
     if value is None:
         raise call.fail("the value is missing")
     return value

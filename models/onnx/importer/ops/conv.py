@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchrelay.models.onnx.importer.limits import check_made
-from torchrelay.models.onnx.importer.operator import Call, Operator
+from torchrelay.models.onnx.importer.operator import OpCall, Operator
 from torchrelay.models.onnx.importer.ops.resize import bilinear
 from torchrelay.records import dataclass
 
@@ -38,7 +38,7 @@ class Windows:
         )
 
 
-def windows_of(call: Call, sizes: Sequence[Any], kernel: Sequence[int]) -> Windows:
+def windows_of(call: OpCall, sizes: Sequence[Any], kernel: Sequence[int]) -> Windows:
     """The windows of a convolution or pooling over an input with these spatial sizes."""
     rank = len(kernel)
     strides = tuple(call.get("strides", (1,) * rank))
@@ -83,13 +83,13 @@ _BACKWARD: dict[int, Callable[..., Tensor]] = {
 }
 
 
-def _of_rank(call: Call, table: dict[int, Callable[..., Tensor]], x: Tensor) -> Callable[..., Tensor]:
+def _of_rank(call: OpCall, table: dict[int, Callable[..., Tensor]], x: Tensor) -> Callable[..., Tensor]:
     if x.dim() - 2 not in table:
         raise call.fail(f"an input of {x.dim()} dimensions; torch convolves over 1 to 3 dimensions")
     return table[x.dim() - 2]
 
 
-def convolved(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def convolved(call: OpCall, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The convolution that the attributes of the call describe."""
     run = _of_rank(call, _FORWARD, x)
     windows = windows_of(call, x.shape[2:], call.get("kernel_shape", weight.shape[2:]))
@@ -100,7 +100,7 @@ def convolved(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None)
     return run(wide, weight, bias, windows.strides, 0, windows.dilations, groups)
 
 
-def _conv_transpose(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _conv_transpose(call: OpCall, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     run = _of_rank(call, _BACKWARD, x)
     rank = x.dim() - 2
     strides, dilations = call.get("strides", (1,) * rank), call.get("dilations", (1,) * rank)
@@ -123,7 +123,7 @@ def _conv_transpose(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None =
     return whole if bias is None else whole + bias.reshape(-1, *(1,) * rank)
 
 
-def _cut(call: Call, x: Tensor, full: list[Any], strides: Any) -> tuple[list[Any], list[Any]]:
+def _cut(call: OpCall, x: Tensor, full: list[Any], strides: Any) -> tuple[list[Any], list[Any]]:
     """How much of the full result goes at each side."""
     rank, mode = x.dim() - 2, call.get("auto_pad", "NOTSET")
     if call.has("output_shape"):
@@ -140,7 +140,7 @@ def _cut(call: Call, x: Tensor, full: list[Any], strides: Any) -> tuple[list[Any
 
 
 def _deform_conv(
-    call: Call,
+    call: OpCall,
     x: Tensor,
     weight: Tensor,
     offset: Tensor,
@@ -177,7 +177,7 @@ def _deform_conv(
     return found if bias is None else found + bias.reshape(-1, 1, 1)
 
 
-def _col2im(call: Call, x: Tensor, image: list[Any], block: list[Any]) -> Tensor:
+def _col2im(call: OpCall, x: Tensor, image: list[Any], block: list[Any]) -> Tensor:
     rank = len(block)
     strides, dilations = call.get("strides", (1,) * rank), call.get("dilations", (1,) * rank)
     pads = call.get("pads", (0,) * 2 * rank)
@@ -226,7 +226,7 @@ _AVERAGE: dict[int, Callable[..., Tensor]] = {
 }
 
 
-def _counts(call: Call, sizes: Any, windows: Windows) -> tuple[int, ...]:
+def _counts(call: OpCall, sizes: Any, windows: Windows) -> tuple[int, ...]:
     """Windows per dimension; with ceil_mode one more that begins inside and sticks out."""
     found = []
     for at, (size, span, stride) in enumerate(zip(sizes, windows.spans(), windows.strides, strict=True)):
@@ -261,7 +261,7 @@ def _views(x: Tensor, windows: Windows, counts: tuple[int, ...]) -> Tensor:
     return x.reshape(*x.shape[: 2 + rank], -1)
 
 
-def _max_pool(call: Call, x: Tensor) -> Any:
+def _max_pool(call: OpCall, x: Tensor) -> Any:
     windows = windows_of(call, x.shape[2:], call.need("kernel_shape"))
     fits = windows.even and all(
         type(one) is int and one <= size // 2
@@ -291,7 +291,7 @@ def _max_pool(call: Call, x: Tensor) -> Any:
     return best.values, seen.gather(-1, best.indices.unsqueeze(-1)).squeeze(-1)
 
 
-def _average_pool(call: Call, x: Tensor) -> Tensor:
+def _average_pool(call: OpCall, x: Tensor) -> Tensor:
     windows = windows_of(call, x.shape[2:], call.need("kernel_shape"))
     outside = bool(call.get("count_include_pad", 0))
     plain = all(one == 1 for one in windows.dilations) and not any(windows.before) and not any(windows.after)
@@ -308,26 +308,26 @@ def _average_pool(call: Call, x: Tensor) -> Tensor:
     return total / _views(_widened(ones, windows, counts, 0), windows, counts).sum(-1)
 
 
-def _lp_pool(call: Call, x: Tensor) -> Tensor:
+def _lp_pool(call: OpCall, x: Tensor) -> Tensor:
     windows = windows_of(call, x.shape[2:], call.need("kernel_shape"))
     counts, p = _counts(call, x.shape[2:], windows), call.get("p", 2)
     return _views(_widened(x, windows, counts, 0), windows, counts).abs().pow(p).sum(-1).pow(1 / p)
 
 
-def _global_max(call: Call, x: Tensor) -> Tensor:
+def _global_max(call: OpCall, x: Tensor) -> Tensor:
     return x.amax(list(range(2, x.dim())), keepdim=True)
 
 
-def _global_average(call: Call, x: Tensor) -> Tensor:
+def _global_average(call: OpCall, x: Tensor) -> Tensor:
     return x.mean(list(range(2, x.dim())), keepdim=True)
 
 
-def _global_lp(call: Call, x: Tensor) -> Tensor:
+def _global_lp(call: OpCall, x: Tensor) -> Tensor:
     found: Tensor = torch.linalg.vector_norm(x, call.get("p", 2), list(range(2, x.dim())), keepdim=True)
     return found
 
 
-def _max_unpool(call: Call, x: Tensor, places: Tensor, shape: list[Any] | None = None) -> Tensor:
+def _max_unpool(call: OpCall, x: Tensor, places: Tensor, shape: list[Any] | None = None) -> Tensor:
     kernel = call.need("kernel_shape")
     windows = windows_of(call, x.shape[2:], kernel)
     implied = [
@@ -348,7 +348,7 @@ def _max_unpool(call: Call, x: Tensor, places: Tensor, shape: list[Any] | None =
     )
 
 
-def _roi_pool(call: Call, x: Tensor, rois: Tensor) -> Tensor:
+def _roi_pool(call: OpCall, x: Tensor, rois: Tensor) -> Tensor:
     """Maxima over the cells of each region (Girshick, 2015)."""
     height, width = call.need("pooled_shape")
     scale = call.get("spatial_scale", 1.0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrelay.models.onnx.importer.operator import Call, Operator
+from torchrelay.models.onnx.importer.operator import OpCall, Operator
 from torchrelay.models.onnx.importer.tensors import NARROW_BITS, dtype_of
 
 WIDE = (torch.uint16, torch.uint32, torch.uint64)
@@ -24,7 +24,7 @@ def widened(run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(run)
-    def wide(call: Call, *inputs: Any) -> Any:
+    def wide(call: OpCall, *inputs: Any) -> Any:
         dtypes = [one.dtype for one in inputs if isinstance(one, torch.Tensor) and one.dtype in WIDE]
         if not dtypes:
             return run(call, *inputs)
@@ -36,7 +36,7 @@ def widened(run: Callable[..., Any]) -> Callable[..., Any]:
     return wide
 
 
-def _signed(call: Call, one: Any) -> Any:
+def _signed(call: OpCall, one: Any) -> Any:
     if not isinstance(one, torch.Tensor) or one.dtype not in WIDE:
         return one
     signed = one.view(torch.int64) if one.dtype == torch.uint64 else one.to(torch.int64)
@@ -61,31 +61,31 @@ def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tenso
     return widened(lambda call, *parts: functools.reduce(function, parts))
 
 
-def _div(call: Call, one: Tensor, other: Tensor) -> Tensor:
+def _div(call: OpCall, one: Tensor, other: Tensor) -> Tensor:
     if one.is_floating_point() or one.is_complex():
         return one / other
     return torch.div(one, other, rounding_mode="trunc")
 
 
-def _equal(call: Call, one: Any, other: Any) -> Tensor:
+def _equal(call: OpCall, one: Any, other: Any) -> Tensor:
     if isinstance(one, Tensor):
         return torch.eq(one, other)
     return torch.from_numpy(one == other)  # texts, which come as arrays of numpy
 
 
-def _mod(call: Call, one: Tensor, other: Tensor) -> Tensor:
+def _mod(call: OpCall, one: Tensor, other: Tensor) -> Tensor:
     return torch.fmod(one, other) if call.get("fmod", 0) else torch.remainder(one, other)
 
 
-def _pow(call: Call, base: Tensor, exponent: Tensor) -> Tensor:
+def _pow(call: OpCall, base: Tensor, exponent: Tensor) -> Tensor:
     return torch.pow(base, exponent).to(base.dtype)
 
 
-def _mean(call: Call, *parts: Tensor) -> Tensor:
+def _mean(call: OpCall, *parts: Tensor) -> Tensor:
     return functools.reduce(torch.add, parts) / len(parts)
 
 
-def _clip(call: Call, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
+def _clip(call: OpCall, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     low, high = call.get("min", low), call.get("max", high)
     for bound, keep in ((low, torch.maximum), (high, torch.minimum)):
         if bound is not None:
@@ -93,66 +93,66 @@ def _clip(call: Call, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     return x
 
 
-def _prelu(call: Call, x: Tensor, slope: Tensor) -> Tensor:
+def _prelu(call: OpCall, x: Tensor, slope: Tensor) -> Tensor:
     return torch.where(x < 0, x * slope, x)
 
 
-def _leaky_relu(call: Call, x: Tensor) -> Tensor:
+def _leaky_relu(call: OpCall, x: Tensor) -> Tensor:
     return functional.leaky_relu(x, call.get("alpha", 0.01))
 
 
-def _elu(call: Call, x: Tensor) -> Tensor:
+def _elu(call: OpCall, x: Tensor) -> Tensor:
     return functional.elu(x, call.get("alpha", 1.0))
 
 
-def _celu(call: Call, x: Tensor) -> Tensor:
+def _celu(call: OpCall, x: Tensor) -> Tensor:
     return functional.celu(x, call.get("alpha", 1.0))
 
 
-def _selu(call: Call, x: Tensor) -> Tensor:
+def _selu(call: OpCall, x: Tensor) -> Tensor:
     alpha, gamma = call.get("alpha", 1.6732632423543772), call.get("gamma", 1.0507009873554805)
     found: Tensor = gamma * torch.where(x > 0, x, alpha * torch.expm1(torch.minimum(x, torch.zeros_like(x))))
     return found
 
 
-def _hard_sigmoid(call: Call, x: Tensor) -> Tensor:
+def _hard_sigmoid(call: OpCall, x: Tensor) -> Tensor:
     return torch.clamp(x * call.get("alpha", 0.2) + call.get("beta", 0.5), 0, 1)
 
 
-def _hard_swish(call: Call, x: Tensor) -> Tensor:
+def _hard_swish(call: OpCall, x: Tensor) -> Tensor:
     return x * torch.clamp(x / 6 + 0.5, 0, 1)
 
 
-def _thresholded_relu(call: Call, x: Tensor) -> Tensor:
+def _thresholded_relu(call: OpCall, x: Tensor) -> Tensor:
     return torch.where(x > call.get("alpha", 1.0), x, torch.zeros_like(x))
 
 
-def _shrink(call: Call, x: Tensor) -> Tensor:
+def _shrink(call: OpCall, x: Tensor) -> Tensor:
     lambd, bias = call.get("lambd", 0.5), call.get("bias", 0.0)
     return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0)).to(x.dtype)
 
 
-def _gelu(call: Call, x: Tensor) -> Tensor:
+def _gelu(call: OpCall, x: Tensor) -> Tensor:
     return functional.gelu(x, approximate=call.get("approximate", "none"))
 
 
-def _swish(call: Call, x: Tensor) -> Tensor:
+def _swish(call: OpCall, x: Tensor) -> Tensor:
     return x * torch.sigmoid(call.get("alpha", 1.0) * x)
 
 
-def _swiglu(call: Call, x: Tensor, gate: Tensor | None = None) -> Tensor:
+def _swiglu(call: OpCall, x: Tensor, gate: Tensor | None = None) -> Tensor:
     if gate is None:
         raise call.fail("the second input is missing")
     return x * torch.sigmoid(call.get("alpha", 1.0) * x) * gate
 
 
-def _is_inf(call: Call, x: Tensor) -> Tensor:
+def _is_inf(call: OpCall, x: Tensor) -> Tensor:
     up, down = call.get("detect_positive", 1), call.get("detect_negative", 1)
     wide = x.float() if x.itemsize == 1 else x
     return (torch.isposinf(wide) & bool(up)) | (torch.isneginf(wide) & bool(down))
 
 
-def _is_nan(call: Call, x: Tensor) -> Tensor:
+def _is_nan(call: OpCall, x: Tensor) -> Tensor:
     return torch.isnan(x.float() if x.itemsize == 1 else x)
 
 
@@ -160,7 +160,7 @@ def _sign(x: Tensor) -> Tensor:
     return torch.where(torch.isnan(x), x, torch.sign(x)) if x.is_floating_point() else torch.sign(x)
 
 
-def _flattened(call: Call, x: Tensor, compute: Callable[[Tensor, int], Tensor]) -> Tensor:
+def _flattened(call: OpCall, x: Tensor, compute: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Along an axis; before operator set 13 everything from the axis on was one dimension."""
     if call.version >= 13:
         return compute(x, call.get("axis", -1))
@@ -169,15 +169,15 @@ def _flattened(call: Call, x: Tensor, compute: Callable[[Tensor, int], Tensor]) 
     return compute(flat, 1).reshape(x.shape)
 
 
-def _softmax(call: Call, x: Tensor) -> Tensor:
+def _softmax(call: OpCall, x: Tensor) -> Tensor:
     return _flattened(call, x, functional.softmax)
 
 
-def _log_softmax(call: Call, x: Tensor) -> Tensor:
+def _log_softmax(call: OpCall, x: Tensor) -> Tensor:
     return _flattened(call, x, functional.log_softmax)
 
 
-def _hardmax(call: Call, x: Tensor) -> Tensor:
+def _hardmax(call: OpCall, x: Tensor) -> Tensor:
     def first(one: Tensor, axis: int) -> Tensor:
         return torch.zeros_like(one).scatter_(axis, one.argmax(axis, keepdim=True), 1)
 
@@ -188,7 +188,7 @@ def _softplus(x: Tensor) -> Tensor:
     return torch.logaddexp(x, torch.zeros_like(x))
 
 
-def _dropout(call: Call, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
+def _dropout(call: OpCall, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
     """Follows the mode of the module; an input of the model that says otherwise is obeyed."""
     share = call.get("ratio", 0.5) if ratio is None else ratio[0]
     on = call.training if training is None or 2 in call.fixed else bool(training)
@@ -198,7 +198,7 @@ def _dropout(call: Call, x: Tensor, ratio: Any = None, training: Any = None) -> 
     return x * mask / (1 - share), mask
 
 
-def _where(call: Call, condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
+def _where(call: OpCall, condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
     return torch.where(condition, one, other)
 
 
@@ -254,11 +254,11 @@ OPERATORS: dict[str, Any] = {
 }
 
 
-def _shift(call: Call, x: Tensor, by: Tensor) -> Tensor:
+def _shift(call: OpCall, x: Tensor, by: Tensor) -> Tensor:
     return x << by if call.need("direction") == "LEFT" else x >> by
 
 
-def _shift_wide(call: Call, x: Tensor, by: Tensor) -> Tensor:
+def _shift_wide(call: OpCall, x: Tensor, by: Tensor) -> Tensor:
     wide = x.dtype == torch.uint64
     bits = x.view(torch.int64) if wide else x.to(torch.int64)
     turns = by.view(torch.int64) if wide else by.to(torch.int64)
@@ -268,7 +268,7 @@ def _shift_wide(call: Call, x: Tensor, by: Tensor) -> Tensor:
     return moved.view(torch.uint64) if wide else moved.to(x.dtype)
 
 
-def _bit_cast(call: Call, x: Tensor) -> Tensor:
+def _bit_cast(call: OpCall, x: Tensor) -> Tensor:
     number = call.need("to")
     if number in NARROW_BITS:
         raise call.fail("bits of numbers narrower than 8 bits are not packed here")

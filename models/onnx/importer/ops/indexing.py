@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrelay.models.onnx.importer.operator import Call, Operator
+from torchrelay.models.onnx.importer.operator import OpCall, Operator
 
 _REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
@@ -18,7 +18,7 @@ def _positive(places: Tensor, size: Any) -> Tensor:
     return torch.where(places < 0, places + size, places)
 
 
-def _gather(call: Call, x: Tensor, places: Tensor) -> Tensor:
+def _gather(call: OpCall, x: Tensor, places: Tensor) -> Tensor:
     axis = call.get("axis", 0) % x.dim()
     flat = _positive(places, x.shape[axis])
     if axis == 0:  # as an embedding looks up its rows
@@ -31,7 +31,7 @@ def _gather(call: Call, x: Tensor, places: Tensor) -> Tensor:
     return found.reshape(x.shape[:axis] + tuple(flat.shape) + x.shape[axis + 1 :])
 
 
-def _gather_elements(call: Call, x: Tensor, places: Tensor) -> Tensor:
+def _gather_elements(call: OpCall, x: Tensor, places: Tensor) -> Tensor:
     axis = call.get("axis", 0)
     return torch.gather(x, axis, _positive(places, x.shape[axis]))
 
@@ -50,11 +50,11 @@ def _places_nd(x: Tensor, places: Tensor, batch: int) -> tuple[Tensor, ...]:
     return (*counted, *given)
 
 
-def _gather_nd(call: Call, x: Tensor, places: Tensor) -> Tensor:
+def _gather_nd(call: OpCall, x: Tensor, places: Tensor) -> Tensor:
     return x[_places_nd(x, places, call.get("batch_dims", 0))]
 
 
-def _scatter_elements(call: Call, x: Tensor, places: Tensor, updates: Tensor) -> Tensor:
+def _scatter_elements(call: OpCall, x: Tensor, places: Tensor, updates: Tensor) -> Tensor:
     axis = call.get("axis", 0)
     places = _positive(places, x.shape[axis])
     how = call.get("reduction", "none")
@@ -63,7 +63,7 @@ def _scatter_elements(call: Call, x: Tensor, places: Tensor, updates: Tensor) ->
     return x.scatter_reduce(axis, places, updates, _REDUCTIONS[how], include_self=True)
 
 
-def _scatter_nd(call: Call, x: Tensor, places: Tensor, updates: Tensor) -> Tensor:
+def _scatter_nd(call: OpCall, x: Tensor, places: Tensor, updates: Tensor) -> Tensor:
     how = call.get("reduction", "none")
     where = _places_nd(x, places, 0)
     if how == "none":
@@ -82,7 +82,7 @@ def _scatter_nd(call: Call, x: Tensor, places: Tensor, updates: Tensor) -> Tenso
     return found.reshape(x.shape)
 
 
-def _tensor_scatter(call: Call, past: Tensor, update: Tensor, starts: Tensor | None = None) -> Tensor:
+def _tensor_scatter(call: OpCall, past: Tensor, update: Tensor, starts: Tensor | None = None) -> Tensor:
     axis = call.get("axis", -2) % past.dim()
     size, length = past.shape[axis], update.shape[axis]
     begin = torch.zeros(past.shape[0], dtype=torch.int64, device=past.device) if starts is None else starts
@@ -104,7 +104,7 @@ OPERATORS: dict[str, Any] = {
 }
 
 
-def _top_k(call: Call, x: Tensor, k: list[int] | None = None) -> tuple[Tensor, Tensor]:
+def _top_k(call: OpCall, x: Tensor, k: list[int] | None = None) -> tuple[Tensor, Tensor]:
     axis, largest = call.get("axis", -1), bool(call.get("largest", 1))
     count = call.get("k") if k is None else k[0]
     wide = x.to(torch.int64) if x.dtype in (torch.uint16, torch.uint32, torch.uint64) else x
@@ -112,18 +112,18 @@ def _top_k(call: Call, x: Tensor, k: list[int] | None = None) -> tuple[Tensor, T
     return order.values.narrow(axis, 0, count).to(x.dtype), order.indices.narrow(axis, 0, count)
 
 
-def _compress(call: Call, x: Tensor, condition: Tensor) -> Tensor:
+def _compress(call: OpCall, x: Tensor, condition: Tensor) -> Tensor:
     axis = call.get("axis")
     if axis is None:
         x, axis = x.reshape(-1), 0
     return x.index_select(axis, condition.reshape(-1).nonzero().reshape(-1))
 
 
-def _non_zero(call: Call, x: Tensor) -> Tensor:
+def _non_zero(call: OpCall, x: Tensor) -> Tensor:
     return x.nonzero().t() if x.dim() else (x.reshape(1) != 0).nonzero()[:, :0].t()
 
 
-def _unique(call: Call, x: Tensor) -> tuple[Tensor, ...]:
+def _unique(call: OpCall, x: Tensor) -> tuple[Tensor, ...]:
     axis = call.get("axis")
     rows = x.reshape(-1, 1) if axis is None else x.movedim(axis, 0).reshape(x.shape[axis], -1)
     _, inverse, counts = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
@@ -139,7 +139,7 @@ def _unique(call: Call, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _suppress(
-    call: Call,
+    call: OpCall,
     boxes: Tensor,
     scores: Tensor,
     most: list[int] | None = None,

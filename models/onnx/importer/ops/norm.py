@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrelay.models.onnx.importer.operator import Call
+from torchrelay.models.onnx.importer.operator import OpCall
 from torchrelay.models.onnx.importer.tensors import dtype_of
 
 
-def _batch_norm(call: Call, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Any:
+def _batch_norm(call: OpCall, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Any:
     """Follows the mode of the module. In training the running statistics of the module move as torch's do.
 
     With outputs for the statistics, these are as ONNX has them: of the whole population, momentum for the
@@ -42,7 +42,7 @@ def _batch_norm(call: Call, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor
     return (found, moved, widened, now, spread)[: call.outputs]
 
 
-def _layer_norm(call: Call, x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Any:
+def _layer_norm(call: OpCall, x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Any:
     axis, eps = call.get("axis", -1) % x.dim(), call.get("epsilon", 1e-5)
     shape = tuple(x.shape[axis:])
     if call.outputs == 1 and tuple(scale.shape) == shape and (bias is None or tuple(bias.shape) == shape):
@@ -55,18 +55,18 @@ def _layer_norm(call: Call, x: Tensor, scale: Tensor, bias: Tensor | None = None
     return (found if bias is None else found + bias, mean, inverse)
 
 
-def _rms_norm(call: Call, x: Tensor, scale: Tensor) -> Tensor:
+def _rms_norm(call: OpCall, x: Tensor, scale: Tensor) -> Tensor:
     axis, eps = call.get("axis", -1) % x.dim(), call.get("epsilon", 1e-5)
     wide = x.to(dtype_of(call.get("stash_type", 1), str(call.node)))
     size = torch.rsqrt(wide.pow(2).mean(list(range(axis, x.dim())), keepdim=True) + eps)
     return (wide * size).to(x.dtype) * scale
 
 
-def _instance_norm(call: Call, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+def _instance_norm(call: OpCall, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return functional.instance_norm(x, None, None, scale, bias, True, 0.0, call.get("epsilon", 1e-5))
 
 
-def _group_norm(call: Call, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+def _group_norm(call: OpCall, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     groups, eps = call.need("num_groups"), call.get("epsilon", 1e-5)
     if call.version >= 21 or scale.shape[0] == x.shape[1] != groups:
         return functional.group_norm(x, groups, scale, bias, eps)
@@ -74,7 +74,7 @@ def _group_norm(call: Call, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return functional.group_norm(x, groups, scale.repeat_interleave(each), bias.repeat_interleave(each), eps)
 
 
-def _lrn(call: Call, x: Tensor) -> Tensor:
+def _lrn(call: OpCall, x: Tensor) -> Tensor:
     size = call.need("size")
     low = (size - 1) // 2
     squares = functional.pad(x * x, [0, 0] * (x.dim() - 2) + [low, size - 1 - low])
@@ -84,14 +84,14 @@ def _lrn(call: Call, x: Tensor) -> Tensor:
     return x / divisor
 
 
-def _lp_norm(call: Call, x: Tensor) -> Tensor:
+def _lp_norm(call: OpCall, x: Tensor) -> Tensor:
     size = torch.linalg.vector_norm(x, call.get("p", 2), call.get("axis", -1), keepdim=True)
     return torch.where(
         size == 0, torch.zeros_like(x), x / torch.where(size == 0, torch.ones_like(size), size)
     )
 
 
-def _mean_variance(call: Call, x: Tensor) -> Tensor:
+def _mean_variance(call: OpCall, x: Tensor) -> Tensor:
     axes = list(call.get("axes", (0, 2, 3)))
     mean = x.mean(axes, keepdim=True)
     spread = torch.sqrt((x * x).mean(axes, keepdim=True) - mean * mean)
@@ -110,7 +110,7 @@ OPERATORS: dict[str, Any] = {
 }
 
 
-def _likelihood(call: Call, logs: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+def _likelihood(call: OpCall, logs: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
     ignored = call.get("ignore_index")
     places = target.to(torch.int64)
     out = torch.zeros_like(places, dtype=torch.bool) if ignored is None else places == ignored
@@ -127,7 +127,7 @@ def _likelihood(call: Call, logs: Tensor, target: Tensor, weight: Tensor | None 
     return loss.sum() / share.sum()
 
 
-def _cross_entropy(call: Call, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> Any:
+def _cross_entropy(call: OpCall, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> Any:
     logs = functional.log_softmax(scores, 1)
     return _likelihood(call, logs, labels, weights), logs
 
@@ -142,7 +142,7 @@ Step = Callable[..., tuple[Tensor, ...]]
 
 
 def _grouped(step: Step, states: int) -> Callable[..., Any]:
-    def run(call: Call, rate: Tensor, count: Tensor, *tensors: Tensor) -> Any:
+    def run(call: OpCall, rate: Tensor, count: Tensor, *tensors: Tensor) -> Any:
         each = len(tensors) // (2 + states)
         rows = [step(call, rate, count, *tensors[at::each]) for at in range(each)]
         return tuple(row[place] for place in range(1 + states) for row in rows)
@@ -150,7 +150,7 @@ def _grouped(step: Step, states: int) -> Callable[..., Any]:
     return run
 
 
-def _adagrad(call: Call, rate: Tensor, count: Tensor, x: Tensor, gradient: Tensor, squares: Tensor) -> Any:
+def _adagrad(call: OpCall, rate: Tensor, count: Tensor, x: Tensor, gradient: Tensor, squares: Tensor) -> Any:
     now = rate / (1 + count * call.get("decay_factor", 0.0))
     gradient = gradient + call.get("norm_coefficient", 0.0) * x
     squares = squares + gradient * gradient
@@ -158,7 +158,7 @@ def _adagrad(call: Call, rate: Tensor, count: Tensor, x: Tensor, gradient: Tenso
 
 
 def _adam(
-    call: Call, rate: Tensor, count: Tensor, x: Tensor, gradient: Tensor, mean: Tensor, squares: Tensor
+    call: OpCall, rate: Tensor, count: Tensor, x: Tensor, gradient: Tensor, mean: Tensor, squares: Tensor
 ) -> Any:
     a, b = call.get("alpha", 0.9), call.get("beta", 0.999)
     gradient = gradient + call.get("norm_coefficient", 0.0) * x
@@ -169,7 +169,7 @@ def _adam(
     return (1 - call.get("norm_coefficient_post", 0.0)) * x, mean, squares
 
 
-def _momentum(call: Call, rate: Tensor, count: Tensor, x: Tensor, gradient: Tensor, speed: Tensor) -> Any:
+def _momentum(call: OpCall, rate: Tensor, count: Tensor, x: Tensor, gradient: Tensor, speed: Tensor) -> Any:
     a = call.need("alpha")
     gradient = gradient + call.need("norm_coefficient") * x
     speed = a * speed + (call.need("beta") if int(count) > 0 else 1.0) * gradient
@@ -184,12 +184,12 @@ TRAINING_OPERATORS: dict[str, Any] = {
 }
 
 
-def _extract(call: Call, x: Tensor, places: Tensor) -> Tensor:
+def _extract(call: OpCall, x: Tensor, places: Tensor) -> Tensor:
     found = x.index_select(-1, places.reshape(-1))
     return found.reshape(1, -1) if x.dim() == 1 else found
 
 
-def _binarize(call: Call, x: Tensor) -> Tensor:
+def _binarize(call: OpCall, x: Tensor) -> Tensor:
     above: Tensor = x > call.get("threshold", 0.0)
     return above.to(x.dtype)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrelay.errors import UsageError
-from torchrelay.models.onnx.importer.operator import Call
+from torchrelay.models.onnx.importer.operator import OpCall
 from torchrelay.records import dataclass
 
 Activation = Callable[[Tensor], Tensor]
@@ -50,7 +50,7 @@ class _Direction:
 
 
 def _activations(
-    call: Call, each: int, default: tuple[str, ...], directions: int
+    call: OpCall, each: int, default: tuple[str, ...], directions: int
 ) -> list[tuple[Activation, ...]]:
     names = call.get("activations", default * directions)
     if len(names) != each * directions:
@@ -65,15 +65,15 @@ def _activations(
     return [tuple(made[at * each : (at + 1) * each]) for at in range(directions)]
 
 
-def _clipped(call: Call, x: Tensor) -> Tensor:
+def _clipped(call: OpCall, x: Tensor) -> Tensor:
     return x.clamp(-call.get("clip"), call.get("clip")) if call.has("clip") else x
 
 
-def _rnn_step(call: Call, at: _Direction, gates: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+def _rnn_step(call: OpCall, at: _Direction, gates: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return at.activations[0](_clipped(call, gates + h @ at.r.t() + at.rb)), c
 
 
-def _gru_step(call: Call, at: _Direction, gates: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+def _gru_step(call: OpCall, at: _Direction, gates: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     size = h.shape[-1]
     f, g = at.activations
     rz, rr, rh = at.r.split(size)
@@ -85,7 +85,7 @@ def _gru_step(call: Call, at: _Direction, gates: Tensor, h: Tensor, c: Tensor) -
     return (1 - z) * g(_clipped(call, xh + inner)) + z * h, c
 
 
-def _lstm_step(call: Call, at: _Direction, gates: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+def _lstm_step(call: OpCall, at: _Direction, gates: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     size = h.shape[-1]
     f, g, last = at.activations
     i, o, forget, cell = (gates + h @ at.r.t() + at.rb).split(size, -1)
@@ -103,7 +103,7 @@ _ORDER = {"RNN": (0,), "GRU": (1, 0, 2), "LSTM": (0, 2, 3, 1)}
 """Where torch's gates lie among those of ONNX."""
 
 
-def _is_plain(call: Call, lengths: Tensor | None, p: Tensor | None, default: tuple[str, ...]) -> bool:
+def _is_plain(call: OpCall, lengths: Tensor | None, p: Tensor | None, default: tuple[str, ...]) -> bool:
     """Whether torch has a kernel for exactly this."""
     odd = lengths is not None or p is not None or call.has("clip") or call.get("input_forget", 0)
     before = call.node.operator == "GRU" and not call.get("linear_before_reset", 0)
@@ -111,7 +111,7 @@ def _is_plain(call: Call, lengths: Tensor | None, p: Tensor | None, default: tup
     return not (odd or before) and all(one == default[at % len(default)] for at, one in enumerate(names))
 
 
-def _by_kernel(call: Call, x: Tensor, parts: list[_Direction]) -> tuple[Tensor, Tensor, Tensor]:
+def _by_kernel(call: OpCall, x: Tensor, parts: list[_Direction]) -> tuple[Tensor, Tensor, Tensor]:
     """The same by torch's own kernel: as fast as nn.LSTM, and exported again as one operator."""
     order = _ORDER[call.node.operator]
     weights = [
@@ -133,7 +133,7 @@ def _by_kernel(call: Call, x: Tensor, parts: list[_Direction]) -> tuple[Tensor, 
 
 
 def _walk(
-    call: Call, at: _Direction, x: Tensor, lengths: Tensor | None, backwards: bool
+    call: OpCall, at: _Direction, x: Tensor, lengths: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One direction over `x` (time, batch, input): all states, the last one, the last cell."""
     step = _STEPS[call.node.operator]
@@ -153,7 +153,7 @@ def _walk(
 
 
 def _walked(
-    call: Call, x: Tensor, parts: list[_Direction], lengths: Tensor | None
+    call: OpCall, x: Tensor, parts: list[_Direction], lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     backwards = call.get("direction", "forward") == "reverse"
     outs = [_walk(call, part, x, lengths, backwards or at == 1) for at, part in enumerate(parts)]
@@ -163,7 +163,7 @@ def _walked(
 
 def _recurrent(gates: int, each: int, default: tuple[str, ...]) -> Callable[..., Any]:
     def run(
-        call: Call, x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tensor | None = None,
+        call: OpCall, x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tensor | None = None,
         h: Tensor | None = None, c: Tensor | None = None, p: Tensor | None = None,
     ) -> Any:  # fmt: skip
         batch_first = bool(call.get("layout", 0))

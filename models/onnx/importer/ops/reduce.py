@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrelay.models.onnx.importer.limits import check_made
-from torchrelay.models.onnx.importer.operator import Call, Operator
+from torchrelay.models.onnx.importer.operator import OpCall, Operator
 from torchrelay.models.onnx.importer.ops.elementwise import widened
 from torchrelay.models.onnx.importer.tensors import dtype_of
 
@@ -18,7 +18,7 @@ Reduction = Callable[[Tensor, list[int], bool], Tensor]
 
 
 def _reducing(reduce: Reduction) -> Operator:
-    def run(call: Call, x: Tensor, axes: list[int] | None = None) -> Tensor:
+    def run(call: OpCall, x: Tensor, axes: list[int] | None = None) -> Tensor:
         chosen = list(call.get("axes", axes) or ())
         if not chosen:
             if call.get("noop_with_empty_axes", 0):
@@ -112,7 +112,7 @@ def _sum_square(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 
 def _extreme(name: str) -> Callable[..., Tensor]:
-    def run(call: Call, x: Tensor) -> Tensor:
+    def run(call: OpCall, x: Tensor) -> Tensor:
         axis, keep = call.get("axis", 0), bool(call.get("keepdims", 1))
         find = torch.argmax if name == "ArgMax" else torch.argmin
         if not call.get("select_last_index", 0):
@@ -123,7 +123,7 @@ def _extreme(name: str) -> Callable[..., Tensor]:
 
 
 def _cumulative(total: Callable[..., Tensor], neutral: int) -> Operator:
-    def run(call: Call, x: Tensor, axis: list[int]) -> Tensor:
+    def run(call: OpCall, x: Tensor, axis: list[int]) -> Tensor:
         at = axis[0]
         x = x.flip(at) if call.get("reverse", 0) else x
         if call.get("exclusive", 0):
@@ -157,7 +157,7 @@ def _complex(x: Tensor) -> Tensor:
     return torch.view_as_complex(x.contiguous()) if x.shape[-1] == 2 else x.squeeze(-1)
 
 
-def _dft(call: Call, x: Tensor, length: list[int] | None = None, axis: list[int] | None = None) -> Tensor:
+def _dft(call: OpCall, x: Tensor, length: list[int] | None = None, axis: list[int] | None = None) -> Tensor:
     inverse, onesided = call.get("inverse", 0), call.get("onesided", 0)
     at = call.get("axis", 1) if call.version < 20 else (axis[0] if axis else -2)
     at = at % x.dim()
@@ -174,7 +174,7 @@ def _dft(call: Call, x: Tensor, length: list[int] | None = None, axis: list[int]
 
 
 def _stft(
-    call: Call, x: Tensor, step: list[int], window: Tensor | None = None, length: list[int] | None = None
+    call: OpCall, x: Tensor, step: list[int], window: Tensor | None = None, length: list[int] | None = None
 ) -> Tensor:
     wave = _complex(x) if x.dim() == 3 else x
     size = length[0] if length else (window.shape[0] if window is not None else 0)
@@ -188,7 +188,7 @@ def _stft(
 
 
 def _window(*weights: float) -> Operator:
-    def run(call: Call, size: list[int]) -> Tensor:
+    def run(call: OpCall, size: list[int]) -> Tensor:
         check_made(str(call.node), size)
         count = size[0] if call.get("periodic", 1) else size[0] - 1
         turns = torch.arange(size[0], dtype=torch.float64, device=call.device) * (2 * math.pi / max(count, 1))
@@ -198,7 +198,7 @@ def _window(*weights: float) -> Operator:
     return Operator(run, ints=(0,))
 
 
-def _mel(call: Call, bins: Tensor, length: Tensor, rate: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def _mel(call: OpCall, bins: Tensor, length: Tensor, rate: Tensor, low: Tensor, high: Tensor) -> Tensor:
     count, spectrum = int(bins), int(length) // 2 + 1
     check_made(str(call.node), [spectrum, count])
     least, most = (2595 * math.log10(1 + float(edge) / 700) for edge in (low, high))

@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchrelay.models.onnx.importer.limits import check_made
-from torchrelay.models.onnx.importer.operator import Call, Operator
+from torchrelay.models.onnx.importer.operator import OpCall, Operator
 
 Numbers = list[Any] | None
 
 
-def _resize(call: Call, x: Tensor, roi: Numbers = None, scales: Numbers = None, sizes: Any = None) -> Tensor:
+def _resize(
+    call: OpCall, x: Tensor, roi: Numbers = None, scales: Numbers = None, sizes: Any = None
+) -> Tensor:
     if call.version < 11:  # scales were the second input, and places went without half pixels
         return _resized(call, x, list(range(x.dim())), roi or [], None, None, "asymmetric", "floor")
     axes = [at % x.dim() for at in call.get("axes", range(x.dim()))]
@@ -30,7 +32,7 @@ def _resize(call: Call, x: Tensor, roi: Numbers = None, scales: Numbers = None, 
     )
 
 
-def _by_policy(call: Call, x: Tensor, axes: list[int], sizes: list[Any]) -> tuple[list[float], list[Any]]:
+def _by_policy(call: OpCall, x: Tensor, axes: list[int], sizes: list[Any]) -> tuple[list[float], list[Any]]:
     factors = [size / x.shape[at] for at, size in zip(axes, sizes, strict=True)]
     policy = call.get("keep_aspect_ratio_policy", "stretch")
     if policy == "stretch":
@@ -39,13 +41,13 @@ def _by_policy(call: Call, x: Tensor, axes: list[int], sizes: list[Any]) -> tupl
     return [one] * len(axes), [math.floor(one * x.shape[at] + 0.5) for at in axes]
 
 
-def _upsample(call: Call, x: Tensor, scales: Numbers = None) -> Tensor:
+def _upsample(call: OpCall, x: Tensor, scales: Numbers = None) -> Tensor:
     factors = scales or list(call.get("scales", ()))
     return _resized(call, x, list(range(x.dim())), factors, None, None, "asymmetric", "floor")
 
 
 def _resized(
-    call: Call, x: Tensor, axes: list[int], factors: list[float], sizes: list[Any] | None,
+    call: OpCall, x: Tensor, axes: list[int], factors: list[float], sizes: list[Any] | None,
     roi: list[float] | None, places: str, nearest: str,
 ) -> Tensor:  # fmt: skip
     sizes = (
@@ -98,7 +100,7 @@ def _places(mode: str, size: int, length: int, factor: float, begin: float, end:
     return (at + 0.5) / factor - 0.5
 
 
-def _along(call: Call, x: Tensor, axis: int, where: Tensor, factor: float, nearest: str) -> Tensor:
+def _along(call: OpCall, x: Tensor, axis: int, where: Tensor, factor: float, nearest: str) -> Tensor:
     mode, length = call.get("mode", "nearest"), x.shape[axis]
     if mode == "nearest":
         return x.index_select(axis, _nearest(where, nearest).clamp(0, length - 1))
@@ -158,19 +160,19 @@ _MODES = {
 }
 
 
-def _grid_sample(call: Call, x: Tensor, grid: Tensor) -> Tensor:
+def _grid_sample(call: OpCall, x: Tensor, grid: Tensor) -> Tensor:
     mode, padding = _MODES[call.get("mode", "bilinear")], call.get("padding_mode", "zeros")
     if x.dim() == 5 and mode == "bicubic":
         raise call.fail("torch has no cubic samples of volumes")
     return functional.grid_sample(x, grid.to(x.dtype), mode, padding, bool(call.get("align_corners", 0)))
 
 
-def _affine_grid(call: Call, theta: Tensor, size: list[int]) -> Tensor:
+def _affine_grid(call: OpCall, theta: Tensor, size: list[int]) -> Tensor:
     check_made(str(call.node), [*size, 3])
     return functional.affine_grid(theta, size, bool(call.get("align_corners", 0)))
 
 
-def _roi_align(call: Call, x: Tensor, rois: Tensor, batches: Tensor) -> Tensor:
+def _roi_align(call: OpCall, x: Tensor, rois: Tensor, batches: Tensor) -> Tensor:
     """Means or maxima of samples in the cells of each region (He and others, 2017)."""
     height, width = call.get("output_height", 1), call.get("output_width", 1)
     half = call.get(

@@ -13,29 +13,29 @@ import torch
 from torch import Tensor
 
 from torchrelay.models.onnx.importer.limits import check_made
-from torchrelay.models.onnx.importer.operator import Call, Ints, Operator, as_ints
+from torchrelay.models.onnx.importer.operator import Ints, OpCall, Operator, as_ints
 from torchrelay.models.onnx.importer.tensors import dtype_of
 
 List = list[Any]
 
 
-def _shape(call: Call, x: Any) -> Ints:
+def _shape(call: OpCall, x: Any) -> Ints:
     shape = (len(x.values),) * (not x.scalar) if isinstance(x, Ints) else tuple(x.shape)
     return Ints(tuple(shape)[slice(call.get("start", 0), call.get("end"))])
 
 
-def _size(call: Call, x: Any) -> Ints:
+def _size(call: OpCall, x: Any) -> Ints:
     return Ints((len(x.values) if isinstance(x, Ints) else x.numel(),), scalar=True)
 
 
-def _reshape(call: Call, x: Tensor, shape: List | None = None) -> Tensor:
+def _reshape(call: OpCall, x: Tensor, shape: List | None = None) -> Tensor:
     sizes = list(call.get("shape", ())) if shape is None else shape
     if not call.get("allowzero", 0):
         sizes = [x.shape[at] if type(one) is int and one == 0 else one for at, one in enumerate(sizes)]
     return x.reshape(sizes)
 
 
-def _flatten(call: Call, x: Tensor) -> Tensor:
+def _flatten(call: OpCall, x: Tensor) -> Tensor:
     axis = call.get("axis", 1)
     axis = axis + x.dim() if axis < 0 else axis
     return (
@@ -45,11 +45,11 @@ def _flatten(call: Call, x: Tensor) -> Tensor:
     )
 
 
-def _transpose(call: Call, x: Tensor) -> Tensor:
+def _transpose(call: OpCall, x: Tensor) -> Tensor:
     return x.permute(call.get("perm") or tuple(reversed(range(x.dim()))))
 
 
-def _squeeze(call: Call, x: Tensor, axes: List | None = None) -> Tensor:
+def _squeeze(call: OpCall, x: Tensor, axes: List | None = None) -> Tensor:
     chosen = call.get("axes", axes)
     if chosen is None:
         chosen = [at for at, size in enumerate(x.shape) if size == 1]
@@ -59,7 +59,7 @@ def _squeeze(call: Call, x: Tensor, axes: List | None = None) -> Tensor:
     return torch.squeeze(x, tuple(chosen)) if chosen else x
 
 
-def _unsqueeze(call: Call, x: Tensor, axes: List | None = None) -> Tensor:
+def _unsqueeze(call: OpCall, x: Tensor, axes: List | None = None) -> Tensor:
     chosen = list(call.get("axes", axes) or ())
     rank = x.dim() + len(chosen)
     for at in sorted(at + rank if at < 0 else at for at in chosen):
@@ -67,7 +67,7 @@ def _unsqueeze(call: Call, x: Tensor, axes: List | None = None) -> Tensor:
     return x
 
 
-def _expand(call: Call, x: Tensor, shape: List) -> Tensor:
+def _expand(call: OpCall, x: Tensor, shape: List) -> Tensor:
     more = len(shape) - x.dim()
     x = x.reshape((1,) * max(more, 0) + tuple(x.shape))
     wanted = [1] * max(-more, 0) + list(shape)
@@ -78,17 +78,17 @@ def _is_one(size: Any) -> bool:
     return type(size) is int and size == 1
 
 
-def _tile(call: Call, x: Tensor, repeats: List) -> Tensor:
+def _tile(call: OpCall, x: Tensor, repeats: List) -> Tensor:
     check_made(str(call.node), [size * times for size, times in zip(x.shape, repeats, strict=True)])
     return x.repeat(repeats)
 
 
-def _concat(call: Call, *parts: Tensor) -> Tensor:
+def _concat(call: OpCall, *parts: Tensor) -> Tensor:
     axis = call.get("axis", 1)
     return torch.cat(parts, axis)
 
 
-def _split(call: Call, x: Tensor, sizes: List | None = None) -> tuple[Tensor, ...]:
+def _split(call: OpCall, x: Tensor, sizes: List | None = None) -> tuple[Tensor, ...]:
     axis, parts = call.get("axis", 0), call.get("split", sizes)
     if parts is None:
         count = call.get("num_outputs", len(call.node.outputs))
@@ -98,7 +98,7 @@ def _split(call: Call, x: Tensor, sizes: List | None = None) -> tuple[Tensor, ..
 
 
 def _slice(
-    call: Call,
+    call: OpCall,
     x: Tensor,
     starts: List | None = None,
     ends: List | None = None,
@@ -112,7 +112,7 @@ def _slice(
     return x
 
 
-def _sliced(call: Call, x: Tensor, axis: int, start: Any, end: Any, step: int) -> Tensor:
+def _sliced(call: OpCall, x: Tensor, axis: int, start: Any, end: Any, step: int) -> Tensor:
     if step == 0:
         raise call.fail("a step of 0")
     if step > 0:
@@ -123,7 +123,7 @@ def _sliced(call: Call, x: Tensor, axis: int, start: Any, end: Any, step: int) -
 
 
 def _pad(
-    call: Call, x: Tensor, pads: List | None = None, value: Any = None, axes: List | None = None
+    call: OpCall, x: Tensor, pads: List | None = None, value: Any = None, axes: List | None = None
 ) -> Tensor:
     widths = list(call.get("pads", pads))
     fill = value[0] if value else call.get("value", 0.0)
@@ -139,7 +139,7 @@ def _pad(
     return x
 
 
-def _padded(call: Call, x: Tensor, axis: int, before: Any, after: Any, mode: str, fill: Any) -> Tensor:
+def _padded(call: OpCall, x: Tensor, axis: int, before: Any, after: Any, mode: str, fill: Any) -> Tensor:
     if mode == "constant":
         widths = [0, 0] * (x.dim() - 1 - axis) + [before, after]
         return torch.nn.functional.pad(x, widths, value=fill)
@@ -158,7 +158,7 @@ def _padded(call: Call, x: Tensor, axis: int, before: Any, after: Any, mode: str
     return x.index_select(axis, places)
 
 
-def _depth_to_space(call: Call, x: Tensor) -> Tensor:
+def _depth_to_space(call: OpCall, x: Tensor) -> Tensor:
     n, c, h, w = x.shape
     b = call.need("blocksize")
     if call.get("mode", "DCR") == "DCR":
@@ -168,7 +168,7 @@ def _depth_to_space(call: Call, x: Tensor) -> Tensor:
     return parts.reshape(n, c // (b * b), h * b, w * b)
 
 
-def _space_to_depth(call: Call, x: Tensor) -> Tensor:
+def _space_to_depth(call: OpCall, x: Tensor) -> Tensor:
     n, c, h, w = x.shape
     b = call.need("blocksize")
     if call.get("mode", "DCR") == "DCR":
@@ -178,7 +178,7 @@ def _space_to_depth(call: Call, x: Tensor) -> Tensor:
     return parts.reshape(n, c * b * b, h // b, w // b)
 
 
-def _center_crop_pad(call: Call, x: Tensor, shape: List) -> Tensor:
+def _center_crop_pad(call: OpCall, x: Tensor, shape: List) -> Tensor:
     axes = [at % x.dim() for at in call.get("axes", range(x.dim()))]
     for at, wanted in zip(axes, shape, strict=True):
         check_made(str(call.node), [wanted])
@@ -190,7 +190,7 @@ def _center_crop_pad(call: Call, x: Tensor, shape: List) -> Tensor:
     return x
 
 
-def _reverse_sequence(call: Call, x: Tensor, lengths: Tensor) -> Tensor:
+def _reverse_sequence(call: OpCall, x: Tensor, lengths: Tensor) -> Tensor:
     batch, time = call.get("batch_axis", 1), call.get("time_axis", 0)
     steps = torch.arange(x.shape[time], device=x.device)
     ends = lengths[:, None]
@@ -200,7 +200,7 @@ def _reverse_sequence(call: Call, x: Tensor, lengths: Tensor) -> Tensor:
     return torch.gather(x, time, places.reshape(shape).expand(x.shape))
 
 
-def _trilu(call: Call, x: Tensor, k: List | None = None) -> Tensor:
+def _trilu(call: OpCall, x: Tensor, k: List | None = None) -> Tensor:
     diagonal = k[0] if k else 0
     return torch.triu(x, diagonal) if call.get("upper", 1) else torch.tril(x, diagonal)
 
@@ -227,13 +227,13 @@ OPERATORS: dict[str, Any] = {
 }
 
 
-def _constant_of_shape(call: Call, shape: list[Any]) -> Tensor:
+def _constant_of_shape(call: OpCall, shape: list[Any]) -> Tensor:
     check_made(str(call.node), shape)
     value = call.get("value", torch.zeros(1))
     return torch.full(shape, value.item(), dtype=value.dtype, device=call.device)
 
 
-def _range(call: Call, start: Any, limit: Any, step: Any) -> Tensor:
+def _range(call: OpCall, start: Any, limit: Any, step: Any) -> Tensor:
     dtype = start.dtype if isinstance(start, Tensor) else torch.int64
     if dtype in (torch.int64, torch.int32, torch.int16):
         (first,), (end,), (by,) = (as_ints(one) or [0] for one in (start, limit, step))
@@ -252,7 +252,7 @@ def _range(call: Call, start: Any, limit: Any, step: Any) -> Tensor:
     return (first + by * torch.arange(count, device=call.device, dtype=torch.float64)).to(dtype)
 
 
-def _eye_like(call: Call, x: Tensor) -> Tensor:
+def _eye_like(call: OpCall, x: Tensor) -> Tensor:
     dtype = dtype_of(call.get("dtype"), str(call.node)) if call.has("dtype") else x.dtype
     rows, columns = x.shape
     down = torch.arange(rows, device=x.device)[:, None]
@@ -261,7 +261,7 @@ def _eye_like(call: Call, x: Tensor) -> Tensor:
     return hit.to(dtype)
 
 
-def _one_hot(call: Call, places: Tensor, depth: list[Any], values: Tensor) -> Tensor:
+def _one_hot(call: OpCall, places: Tensor, depth: list[Any], values: Tensor) -> Tensor:
     axis, count = call.get("axis", -1), depth[0]
     check_made(str(call.node), [*places.shape, count])
     off, on = values[0], values[1]
@@ -276,14 +276,14 @@ def _one_hot(call: Call, places: Tensor, depth: list[Any], values: Tensor) -> Te
     return torch.where(hit, on, off)
 
 
-def _dtype(call: Call, like: Tensor | None = None) -> torch.dtype:
+def _dtype(call: OpCall, like: Tensor | None = None) -> torch.dtype:
     if call.has("dtype") or like is None:
         return dtype_of(call.get("dtype", 1), str(call.node))
     return like.dtype
 
 
 def _random(kind: str, like: bool) -> Any:
-    def run(call: Call, x: Tensor | None = None) -> Tensor:
+    def run(call: OpCall, x: Tensor | None = None) -> Tensor:
         shape = tuple(x.shape) if like and x is not None else call.need("shape")
         check_made(str(call.node), shape)
         made = torch.empty(shape, dtype=_dtype(call, x), device=call.device)
@@ -294,11 +294,11 @@ def _random(kind: str, like: bool) -> Any:
     return run
 
 
-def _bernoulli(call: Call, x: Tensor) -> Tensor:
+def _bernoulli(call: OpCall, x: Tensor) -> Tensor:
     return torch.bernoulli(x.float()).to(_dtype(call, x))
 
 
-def _multinomial(call: Call, x: Tensor) -> Tensor:
+def _multinomial(call: OpCall, x: Tensor) -> Tensor:
     count = call.get("sample_size", 1)
     check_made(str(call.node), [x.shape[0], count])
     found = torch.multinomial(torch.softmax(x, -1), count, replacement=True)
