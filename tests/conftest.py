@@ -23,6 +23,20 @@ def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None
     return lambda text: record_property("told", text)
 
 
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a verb in this process; returns its code, stdout and stderr."""
+    from torchrelay.tools.cli.main import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(one) for one in arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
 def durations() -> dict[str, float]:
     """Seconds by test or file, as durations.txt has them."""
     lines = Path(__file__).with_name("durations.txt").read_text().splitlines()

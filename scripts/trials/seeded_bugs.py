@@ -224,7 +224,7 @@ def _retention() -> Iterator[Bug]:
         "    for one in tuple(keeping.chosen(before, suspects)):\n"
         "        delete_try(writer.storage, one)\n"
         "    keeping.retire(writer, suspects, only_near(storage, before))\n",
-        ["tests/runners/test_prune.py", "-k", "killed"],
+        ["tests/tools/cli/test_prune.py", "-k", "killed"],
     )
     yield Bug(
         "files are deleted before the log says so",
