@@ -190,7 +190,7 @@ def _retention() -> Iterator[Bug]:
     )
     yield Bug(
         "what an epoch refers to is retired",
-        retention,
+        "checkpoint/log/view.py",
         "        further = set(entry.needs) - needed if entry else set()\n",
         "        further = set()\n",
         ["tests/checkpoint/test_reuse.py", "tests/checkpoint/test_log_retention.py"],
