@@ -1,4 +1,4 @@
-"""What every room uses: the garbage collector, turns of threads, signatures, directories, durations.
+"""What all rooms use: garbage collector, threads and their phases, signatures, directories, durations.
 
 A thread that computes in Python keeps it for 5 ms before another gets it, and gets its share of all that
 follows. What goes on behind the training (writing a save, deleting old epochs) has time, so it begins
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import os
 import re
+import sys
 import threading
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -291,3 +293,71 @@ def seconds_in(limit: object) -> float | None:
         return None
     days, hours, minutes, secs = (int(part or 0) for part in found.groups())
     return 86400.0 * days + 3600 * hours + 60 * minutes + secs
+
+
+_BYTES = 512
+
+
+class ProcessPhases:
+    """The phases of all threads of this process; `place` is where others read them, or empty."""
+
+    def __init__(self) -> None:
+        self.place = ""
+        self._memory: mmap.mmap | None = None
+        self._now: dict[int, str] = {}
+
+    def text(self) -> str:
+        """What the threads said that they are doing."""
+        return "; ".join(list(self._now.values())) or "nothing that it told of"
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Say that the calling thread does `what` until the block ends."""
+        thread = threading.get_ident()
+        before = self._now.get(thread)
+        self._say(thread, what if before is None else f"{before}, {what}")
+        try:
+            yield
+        finally:
+            self._say(thread, before)
+
+    def show(self) -> str:
+        """Make the phases readable for others from now on; return the place."""
+        if self._memory is None:
+            self._open()
+        self._write()
+        return self.place
+
+    def _open(self) -> None:
+        try:
+            number = os.memfd_create("torchrelay-phase")
+            os.ftruncate(number, _BYTES)
+            self._memory = mmap.mmap(number, _BYTES)
+        except (AttributeError, OSError):  # no Linux, or no memory for it: nobody can read it then
+            return
+        self.place = f"/proc/{os.getpid()}/fd/{number}"
+
+    def _say(self, thread: int, what: str | None) -> None:
+        if what is None:
+            self._now.pop(thread, None)
+        else:
+            self._now[thread] = what
+        self._write()
+
+    def _write(self) -> None:
+        if self._memory is not None:
+            self._memory[:_BYTES] = self.text().encode()[: _BYTES - 1].ljust(_BYTES, b"\0")
+
+
+phase = ProcessPhases()
+"""The phases of this process."""
+
+
+def stack_of_main_thread(most: int = 8) -> str:
+    """Return where the main thread is now, innermost call first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    calls: list[str] = []
+    while frame is not None and len(calls) < most:
+        calls.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(calls) or "unknown"

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
+from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.log.view import LeaseInfo
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save.agreement import SpecExchange

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from torchrelay.checkpoint.coordinator.retention import KnownMetrics, Lasting
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key, Retirement, State
+from torchrelay.checkpoint.format.position import CommittedPosition, Key, Retirement, State
 from torchrelay.checkpoint.load.verify import VerificationStatus
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import PATIENCE_SECS

@@ -8,7 +8,7 @@ from dataclasses import field, replace
 
 from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key
+from torchrelay.checkpoint.format.position import CommittedPosition, Key
 from torchrelay.checkpoint.load.verify import Proof, Share, VerificationStatus, prove
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Best, Keeping, Scores, delete_left
 from torchrelay.checkpoint.log.view import LogView

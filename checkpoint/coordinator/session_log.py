@@ -13,8 +13,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest import codec, position
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
+from torchrelay.checkpoint.format import position
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.load.verify import JointProof, Target, VerificationStatus, prove_together
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of

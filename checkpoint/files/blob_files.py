@@ -30,14 +30,8 @@ from torchrelay.checkpoint.files.publish import temporary_beside
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import logical_dtype
-from torchrelay.checkpoint.format.manifest.position import (
-    Patterns,
-    Position,
-    Selection,
-    matches,
-    selection_of,
-)
 from torchrelay.checkpoint.format.names import Key, Whole, nearest
+from torchrelay.checkpoint.format.position import Patterns, Position, Selection, matches, selection_of
 from torchrelay.checkpoint.format.shard.entries import Entries, form_of, whole_entries
 from torchrelay.checkpoint.format.shard.header import HeaderFrame, ShardIdentity, ShardLimits, ShardPart, cut
 from torchrelay.checkpoint.format.shard.writer import write_part

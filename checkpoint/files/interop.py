@@ -34,9 +34,9 @@ from torchrelay.checkpoint.files.tensor_files import (
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.dtypes import by_name, memory_of
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest, ShardRow
 from torchrelay.checkpoint.format.names import manifest_path, try_directory
+from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrelay.checkpoint.files.blob_files import read_blobs
 from torchrelay.checkpoint.files.blob_reader import BlobFile, open_blob_file
-from torchrelay.checkpoint.format.manifest.position import is_pattern, matches, matches_any
 from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.position import is_pattern, matches, matches_any
 from torchrelay.checkpoint.load.lookup import Rename, check_exclude_used, pattern_list, renamed, renamed_all
 from torchrelay.checkpoint.load.renaming import LoadResult, blob_of, checked_objects, of_objects, owner_of
 from torchrelay.checkpoint.load.tensors import Cast, Loading, TensorColumns, TensorRead, cast_of, checked_cast

@@ -23,7 +23,7 @@ from operator import eq, sub
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import unquote_to_bytes
 
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.errors import BlobError, DamagedError, UsageError
 from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.records import dataclass

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_count
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
+from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.inspect.contents import (
     CAN_BE_BAD,
     CHUNK_BYTES,

@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any
 
 from torchrelay.checkpoint.format.layouts import parts_of
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, matches
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, PerNode
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, Interval, range_boxes, runs, volume, whole
 from torchrelay.checkpoint.format.names import Box, Flat, Key, format_key, nearest
+from torchrelay.checkpoint.format.position import CommittedPosition, matches
 from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.format.shard.reads import ReadRequest
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader

@@ -14,7 +14,6 @@ from dataclasses import field
 from typing import Any, Literal
 
 from torchrelay.checkpoint.format.canonical_json import sealed_bytes
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Retirement
 from torchrelay.checkpoint.format.names import (
     DATA,
     MANIFEST,
@@ -23,6 +22,7 @@ from torchrelay.checkpoint.format.names import (
     parse_shard_file_name,
     try_directory,
 )
+from torchrelay.checkpoint.format.position import CommittedPosition, Retirement
 from torchrelay.checkpoint.log import lease
 from torchrelay.checkpoint.log import record as job_file
 from torchrelay.checkpoint.log.chain import HINT, Tail, open_log, read_hint, read_tail

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.format.manifest.position import Facts, Position, Selection
 from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.format.position import Facts, Position, Selection
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, verifies
 from torchrelay.checkpoint.load.info import Blobs, LeafInfo, Upstreams, leaf_info
 from torchrelay.checkpoint.load.lookup import (

@@ -28,7 +28,6 @@ from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields, dumps
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.codec import TableColumns
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Facts, facts_in
 from torchrelay.checkpoint.format.manifest.schema import BlobRow, LeafRow, Manifest
 from torchrelay.checkpoint.format.names import (
     manifest_path,
@@ -37,6 +36,7 @@ from torchrelay.checkpoint.format.names import (
     unpack_names,
     unpack_numbers,
 )
+from torchrelay.checkpoint.format.position import CommittedPosition, Facts, facts_in
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, UsageError

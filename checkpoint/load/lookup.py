@@ -9,9 +9,9 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from torchrelay.checkpoint.format.manifest.position import matches
 from torchrelay.checkpoint.format.manifest.schema import Layout, LeafRow, Manifest, PerNode
 from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.position import matches
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import GRADIENTS, RANDOM_STATES
 from torchrelay.records import dataclass

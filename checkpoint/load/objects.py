@@ -14,10 +14,10 @@ import torch
 
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.dtypes import by_name, memory_of, torch_dtype
-from torchrelay.checkpoint.format.manifest.position import EVERYTHING, CommittedPosition, matches_any
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, LeafRow, Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.position import EVERYTHING, CommittedPosition, matches_any
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.format.value_decoding import references
 from torchrelay.checkpoint.load.lookup import (

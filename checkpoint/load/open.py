@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition
+from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.load.info import glance
 from torchrelay.checkpoint.load.lookup import nearest_directory
 from torchrelay.checkpoint.load.verify import Proof, VerificationStatus, prove

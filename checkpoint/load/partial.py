@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import matches
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.position import matches
 from torchrelay.checkpoint.load.lookup import (
     check_owned,
     find_row,

@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Any
 
 from torchrelay.checkpoint.format.canonical_json import Json
-from torchrelay.checkpoint.format.manifest.position import Patterns, Position, matches_any
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, BlobRow, LeafRow, Manifest
+from torchrelay.checkpoint.format.position import Patterns, Position, matches_any
 from torchrelay.checkpoint.format.value_decoding import renamed_references
 from torchrelay.checkpoint.load.lookup import Rename, pattern_list, renamed
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader, ReadPlan

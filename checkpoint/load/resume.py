@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.format.dtypes import memory_of
-from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Facts, Selection
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.position import EVERYTHING, Facts, Selection
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.load.reads.shared_reads import SharedReads, agreed, offer, options_of, shareable
 from torchrelay.checkpoint.load.renaming import (

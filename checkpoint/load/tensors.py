@@ -27,9 +27,9 @@ import torch
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, by_name, memory_of, torch_dtype
 from torchrelay.checkpoint.format.layouts import LocalTarget, Window, whole_target
-from torchrelay.checkpoint.format.manifest.position import matches
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, halves, intersect, whole
 from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.position import matches
 from torchrelay.checkpoint.format.shard.reads import ReadOptions
 from torchrelay.checkpoint.load.reads.leaf_reader import NOWHERE, LeafRead, LeafReader, ReadPlan
 from torchrelay.checkpoint.state.names import overlaps_of

@@ -23,7 +23,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import read_sealed, sealed_bytes
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key, State
+from torchrelay.checkpoint.format.position import CommittedPosition, Key, State
 from torchrelay.checkpoint.log.record import (
     LOG,
     BaseRef,

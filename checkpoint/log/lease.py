@@ -24,8 +24,8 @@ from threading import Event, Thread
 from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.manifest.position import State
 from torchrelay.checkpoint.format.names import DATA
+from torchrelay.checkpoint.format.position import State
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.chain import OvertakenError, RecordDraft, Tail, append, mended, read_tail
 from torchrelay.checkpoint.log.record import LOG, JobFile, check_job

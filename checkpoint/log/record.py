@@ -30,7 +30,8 @@ from torchrelay.checkpoint.format.canonical_json import (
     stamp,
     unseal,
 )
-from torchrelay.checkpoint.format.manifest.position import (
+from torchrelay.checkpoint.format.names import TRY
+from torchrelay.checkpoint.format.position import (
     Branch,
     CommittedPosition,
     Key,
@@ -39,7 +40,6 @@ from torchrelay.checkpoint.format.manifest.position import (
     State,
     TagOrPin,
 )
-from torchrelay.checkpoint.format.names import TRY
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.records import dataclass

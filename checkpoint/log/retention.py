@@ -21,8 +21,8 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import DAMAGED, CommittedPosition, Key, Retirement, State
 from torchrelay.checkpoint.format.names import DATA, TRY, parse_shard_file_name, try_directory
+from torchrelay.checkpoint.format.position import DAMAGED, CommittedPosition, Key, Retirement, State
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.state import protected
 from torchrelay.checkpoint.log.view import LogView, best_first, needed_by

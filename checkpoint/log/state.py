@@ -19,16 +19,6 @@ from typing import Any
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields, sealed_bytes
 from torchrelay.checkpoint.format.manifest.codec import HINT_LIMIT_BYTES, decode
-from torchrelay.checkpoint.format.manifest.position import (
-    DAMAGED,
-    Branch,
-    CommittedPosition,
-    Key,
-    Position,
-    Retirement,
-    State,
-    TagOrPin,
-)
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.names import (
     DATA,
@@ -37,6 +27,16 @@ from torchrelay.checkpoint.format.names import (
     parse_shard_file_name,
     position_of,
     try_directory,
+)
+from torchrelay.checkpoint.format.position import (
+    DAMAGED,
+    Branch,
+    CommittedPosition,
+    Key,
+    Position,
+    Retirement,
+    State,
+    TagOrPin,
 )
 from torchrelay.checkpoint.log.record import (
     LOG,

@@ -18,7 +18,8 @@ from dataclasses import field
 from functools import cached_property
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import (
+from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.position import (
     Branch,
     CommittedPosition,
     Facts,
@@ -28,7 +29,6 @@ from torchrelay.checkpoint.format.manifest.position import (
     State,
     TagOrPin,
 )
-from torchrelay.checkpoint.format.names import nearest
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.records import dataclass
 

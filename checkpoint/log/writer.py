@@ -15,7 +15,8 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import (
+from torchrelay.checkpoint.format.names import check_mark_name
+from torchrelay.checkpoint.format.position import (
     CommittedPosition,
     Key,
     Position,
@@ -23,7 +24,6 @@ from torchrelay.checkpoint.format.manifest.position import (
     State,
     TagOrPin,
 )
-from torchrelay.checkpoint.format.names import check_mark_name
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.chain import (
     HINT,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from torchrelay.checkpoint.format.manifest.position import Patterns
+from torchrelay.checkpoint.format.position import Patterns
 from torchrelay.checkpoint.log.retention import BestEpochs
 from torchrelay.checkpoint.manager.base import Manager, db_name
 from torchrelay.checkpoint.save.change_detection import Verify

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Facts, Position, Selection, matches_any
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
+from torchrelay.checkpoint.format.position import EVERYTHING, Facts, Position, Selection, matches_any
 from torchrelay.checkpoint.load.renaming import ResumeOptions, gone_blobs, renamed_manifest
 from torchrelay.checkpoint.load.resume import LoadJob, load_all
 from torchrelay.checkpoint.load.verify import Target

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.save.assignments import SavePlan
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.change_detection import Verify

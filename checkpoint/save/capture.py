@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from torchrelay.checkpoint.format.dtypes import logical_name
 from torchrelay.checkpoint.format.layouts import place_of
-from torchrelay.checkpoint.format.manifest.position import EVERYTHING, Position, Selection
 from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.position import EVERYTHING, Position, Selection
 from torchrelay.checkpoint.save.assignments import Assignment
 from torchrelay.checkpoint.state.checkpoint_set import (
     RNG_BLOB,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import (
     BlobRow,
     EpochNodes,
@@ -26,6 +25,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
     table,
 )
 from torchrelay.checkpoint.format.names import Recent, manifest_path, try_directory
+from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.save.assignments import PlannedLeaf, SavePlan
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.storage.base import Storage, SupportsFreeSpace

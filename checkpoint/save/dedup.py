@@ -24,7 +24,6 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.manifest.schema import (
     OF_POSITION,
     BlobRow,
@@ -35,6 +34,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
 )
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import volume
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.format.shard.writer import ShardReport
 from torchrelay.checkpoint.log.view import LogView, kept_with
 from torchrelay.checkpoint.save.assignments import Assignment, PlannedLeaf, SavePlan, elements

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import ShardRow
 from torchrelay.checkpoint.format.names import DATA, stats_path, try_directory
+from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.shard import writer
 from torchrelay.checkpoint.format.shard.entries import Entries
 from torchrelay.checkpoint.format.shard.header import ShardIdentity

@@ -25,9 +25,9 @@ import xxhash
 
 from torchrelay.checkpoint.format import canonical_json, dtypes
 from torchrelay.checkpoint.format.canonical_json import Json
-from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import describe
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Value, local_of
 from torchrelay.errors import SaveFailedError, UsageError

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
-from torchrelay.checkpoint.format.manifest.position import Selection, matches
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
 from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.position import Selection, matches
 from torchrelay.checkpoint.state.flatten import leaves_of, parameter_names
 from torchrelay.checkpoint.state.gradients import parameter_of
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, is_sharded

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.manifest.position import Branch, CommittedPosition, Retirement, State
 from torchrelay.checkpoint.format.names import DATA, TRY
+from torchrelay.checkpoint.format.position import Branch, CommittedPosition, Retirement, State
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import delete_try
 from torchrelay.checkpoint.log.state import without

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position, Retirement, State
+from torchrelay.checkpoint.format.position import CommittedPosition, Position, Retirement, State
 from torchrelay.checkpoint.load.verify import (
     FULL_PROOF_SECS,
     JointProof,

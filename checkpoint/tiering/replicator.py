@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position, State
+from torchrelay.checkpoint.format.position import CommittedPosition, Position, State
 from torchrelay.checkpoint.load.verify import VerificationStatus, prove
 from torchrelay.checkpoint.log.record import entry_json
 from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, forgotten, read_notes, write_notes

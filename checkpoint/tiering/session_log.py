@@ -11,7 +11,7 @@ from typing import Any
 
 from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.coordinator.session_log import Ledger
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position, State
+from torchrelay.checkpoint.format.position import CommittedPosition, Position, State
 from torchrelay.checkpoint.load.verify import JointProof, Level, Target, VerificationStatus, prove_together
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping

@@ -15,8 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from torchrelay.errors import DeadlineError, PeerError, UsageError
-from torchrelay.jobs.runtime import undisturbed
-from torchrelay.runners.distributed.environment import phase
+from torchrelay.jobs.runtime import phase, undisturbed
 from torchrelay.runners.distributed.loops import Loops, Note, contradiction
 from torchrelay.runners.distributed.rendezvous import POLL_SECS, Deadline, Hosts, StoreClient, ranks_text
 

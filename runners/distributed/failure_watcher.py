@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import field
 
 from torchrelay.errors import PeerError, StorageError, UsageError
+from torchrelay.jobs.runtime import phase, stack_of_main_thread
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.environment import phase, stack_of_main_thread
 from torchrelay.runners.distributed.launcher_status import (
     Failure,
     end_process,

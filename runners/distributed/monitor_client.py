@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torchrelay
 from torchrelay.errors import DeadlineError, PeerError
-from torchrelay.runners.distributed.environment import phase
+from torchrelay.jobs.runtime import phase
 from torchrelay.runners.distributed.host_monitor import CONNECT_SECS, Orders
 from torchrelay.runners.distributed.launcher_status import Failure
 from torchrelay.runners.distributed.liveness import JsonLineSocket, Message, ProcessId, by_group, connect_to

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.format.manifest.position import Selection
+from torchrelay.checkpoint.format.position import Selection
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.log.tiered_storage import has_job
 from torchrelay.errors import NoProvableEpochError, NotAllowedNowError, UnknownEpochError, UsageError

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition
+from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.load import open as opening
 from torchrelay.checkpoint.load.lookup import nearest_directory
 from torchrelay.checkpoint.load.open import Best, best_of_run, place_of

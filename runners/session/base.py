@@ -20,10 +20,10 @@ from torchrelay.errors import NotAllowedNowError, UsageError, exit_code_of
 from torchrelay.jobs.cluster import Managed, NodePlace, selected
 from torchrelay.jobs.job import SessionGroup, TaskGroup
 from torchrelay.jobs.random import RandomStreams, current_seed
+from torchrelay.jobs.runtime import phase
 from torchrelay.jobs.session import Peers, Wire, is_told, together
 from torchrelay.jobs.task import Task, TaskOutput
 from torchrelay.jobs.workspace import Workspace, WorkspaceType
-from torchrelay.runners.distributed.environment import phase
 from torchrelay.runners.distributed.loops import ALL, Loops, first_contradiction
 from torchrelay.runners.session.context import Context
 from torchrelay.runners.session.executor import ByNode, bind, chosen, heard, run_node, told

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field, replace
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import Facts
 from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.position import Facts
 from torchrelay.errors import MissingMetricError
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import decide, together

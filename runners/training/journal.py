@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.log.lease import process_here
 from torchrelay.checkpoint.log.view import LeaseInfo, Look
 from torchrelay.errors import DirectoryInUseError, PreemptedError, StorageError, UsageError

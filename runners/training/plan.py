@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from signal import Signals
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchrelay.checkpoint.format.manifest.position import MAX_EPOCH
+from torchrelay.checkpoint.format.position import MAX_EPOCH
 from torchrelay.errors import NoProvableEpochError, UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.text import EVERY_SECS

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import Facts, Position, Selection
+from torchrelay.checkpoint.format.position import Facts, Position, Selection
 from torchrelay.checkpoint.state.checkpoint_set import members_of, select
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import Leaf, Value, spec_of

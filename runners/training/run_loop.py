@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.view import Look
 from torchrelay.checkpoint.storage.work import headway

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.load.open import place_of, proved_entry
 from torchrelay.checkpoint.log.view import wanted
 from torchrelay.checkpoint.manager.base import Manager

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from torchrelay.checkpoint.format.manifest.position import Position, is_pattern
+from torchrelay.checkpoint.format.position import Position, is_pattern
 from torchrelay.checkpoint.format.values import encode
 from torchrelay.checkpoint.log.view import Look
 from torchrelay.checkpoint.manager.base import Manager

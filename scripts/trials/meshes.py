@@ -16,10 +16,10 @@ import torch
 
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.layouts import LocalTarget, local_target
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded, local_intervals
+from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torchrelay import Job, JobRunner, LocalSession, Sources, max_epochs, open_checkpoint
-from torchrelay.checkpoint.format.manifest.position import Key, Position
+from torchrelay.checkpoint.format.position import Key, Position
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError

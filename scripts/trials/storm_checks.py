@@ -10,7 +10,7 @@ from fingerprint import state_sha256
 from storm_job import MARKS, STEPS
 
 import torchrelay
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition
+from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.chain import open_log

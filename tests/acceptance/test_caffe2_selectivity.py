@@ -20,8 +20,8 @@ from torchrelay import (
     save_blobs,
 )
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE
-from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Whole
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity, ShardLimits, cut
 from torchrelay.checkpoint.format.shard.reader import read_header
 from torchrelay.checkpoint.storage.local import LocalStorage

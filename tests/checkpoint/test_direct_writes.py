@@ -20,8 +20,8 @@ from safetensors.torch import load
 
 from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.checkpoint.format.dtypes import BLOCK, block_digests
-from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Whole
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.format.shard import writer
 from torchrelay.checkpoint.format.shard import writer as extents
 from torchrelay.checkpoint.format.shard.header import ShardIdentity

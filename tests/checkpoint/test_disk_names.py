@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import (
     Box,
     Flat,
@@ -21,6 +20,7 @@ from torchrelay.checkpoint.format.names import (
     parse_shard_file_name,
     shard_file_name,
 )
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.errors import BlobError, DamagedError, UsageError
 
 GOLDEN = Path(__file__).parents[1] / "golden"

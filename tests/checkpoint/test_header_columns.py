@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from torchrelay.checkpoint.files.blob_files import save_blobs
 from torchrelay.checkpoint.files.blob_reader import open_blob_file
-from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Box, Flat, Whole
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.format.shard import header as shard_header
 from torchrelay.checkpoint.format.shard.header import HeaderFrame, ShardIdentity, ShardPart
 from torchrelay.checkpoint.load.renaming import blob_of, of_objects

@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from log_helpers import MemoryStorage, entry, run_of, take
 
 from torchrelay.checkpoint.format.canonical_json import seal, sha256, unseal
-from torchrelay.checkpoint.format.manifest.position import Key, Position
+from torchrelay.checkpoint.format.position import Key, Position
 from torchrelay.checkpoint.log import record as job_file
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import JobFile, decode, encode, open_job, read_job, slot_path

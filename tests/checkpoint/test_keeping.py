@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_helpers import entry, run_of, take
 
-from torchrelay.checkpoint.format.manifest.position import (
-    DAMAGED,
-    CommittedPosition,
-    Key,
-    Position,
-    State,
-    TagOrPin,
-)
+from torchrelay.checkpoint.format.position import DAMAGED, CommittedPosition, Key, Position, State, TagOrPin
 from torchrelay.checkpoint.log.retention import (
     KEEP_ALL,
     Best,

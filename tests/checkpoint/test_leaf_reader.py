@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.checkpoint.format.dtypes import memory_of
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import DamagedError, UsageError

@@ -13,7 +13,7 @@ from log_helpers import entry, run_of, take
 
 from torchrelay import open_checkpoint
 from torchrelay.checkpoint.format import canonical_json, names
-from torchrelay.checkpoint.format.manifest.position import Key, Position
+from torchrelay.checkpoint.format.position import Key, Position
 from torchrelay.checkpoint.format.shard.header import ShardLimits
 from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.log.chain import open_log

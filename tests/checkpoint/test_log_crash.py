@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from log_helpers import CrashError, Fault, MemoryStorage, entry, take
 
-from torchrelay.checkpoint.format.manifest.position import Key, Position, Retirement
+from torchrelay.checkpoint.format.position import Key, Position, Retirement
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import keep_last, sweep
 from torchrelay.errors import StorageError

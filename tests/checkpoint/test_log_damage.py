@@ -6,7 +6,7 @@ import pytest
 from log_helpers import MemoryStorage, entry, run_of, take
 
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.manifest.position import Key, Position
+from torchrelay.checkpoint.format.position import Key, Position
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import decode, encode, slot_path
 from torchrelay.checkpoint.log.retention import keep_last, sweep

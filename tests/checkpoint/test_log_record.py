@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from log_helpers import entry
 
 from torchrelay.checkpoint.format.canonical_json import seal
-from torchrelay.checkpoint.format.manifest.position import Branch, Key, Position, Retirement, State, TagOrPin
+from torchrelay.checkpoint.format.position import Branch, Key, Position, Retirement, State, TagOrPin
 from torchrelay.checkpoint.log.record import BaseRef, Record, decode, encode, record_json, slot_path
 from torchrelay.errors import DamagedError, FormatError
 

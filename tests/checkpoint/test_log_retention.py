@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_helpers import MemoryStorage, entry, run_of, take
 
-from torchrelay.checkpoint.format.manifest.position import DAMAGED, Key, Position, Retirement, State, TagOrPin
+from torchrelay.checkpoint.format.position import DAMAGED, Key, Position, Retirement, State, TagOrPin
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import every_n_epochs, keep_all, keep_last, sweep, to_retire
 from torchrelay.checkpoint.log.state import retired

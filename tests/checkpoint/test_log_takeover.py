@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from log_helpers import MemoryStorage, entry, take
 
-from torchrelay.checkpoint.format.manifest.position import State
+from torchrelay.checkpoint.format.position import State
 from torchrelay.checkpoint.log import chain as log_append
 from torchrelay.checkpoint.log import lease
 from torchrelay.checkpoint.log import writer as log_writer

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from log_helpers import Fault, MemoryStorage, entry, run_of, take
 
-from torchrelay.checkpoint.format.manifest.position import Key, Position, Retirement
+from torchrelay.checkpoint.format.position import Key, Position, Retirement
 from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import WriterIdentity

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.manifest.validation import check
 from torchrelay.checkpoint.format.names import pack_names, pack_numbers, unpack_names, unpack_numbers
+from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
 from torchrelay.checkpoint.save.plan import plan_replicas
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Cut, Manifest, ShardRow, Split
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
+from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.save.assignments import NodeClass, leaves_digest
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes, plan_replicas

@@ -18,7 +18,7 @@ from log_helpers import entry, kinds_of, take
 from stores import QUICK, Faulty, OverloadedError, Terse, store_of
 
 import torchrelay
-from torchrelay.checkpoint.format.manifest.position import Retirement
+from torchrelay.checkpoint.format.position import Retirement
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage import object_store
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -11,7 +11,7 @@ import pytest
 import torch
 from epochs import Writing, buffer, moment, parameter, value
 
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle

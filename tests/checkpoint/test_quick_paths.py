@@ -11,8 +11,8 @@ from given_entries import ShardEntry, entries_of
 
 from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.checkpoint.format.canonical_json import dumps
-from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Flat, Whole, encode_name, format_key, parse_key
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity, ShardPart, cost_limit, entry_cost
 from torchrelay.checkpoint.format.shard.reads import EACH, each
 from torchrelay.checkpoint.storage import local_io

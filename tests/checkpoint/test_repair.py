@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from stage import warned
 
-from torchrelay.checkpoint.format.manifest.position import Key, Position, Retirement
+from torchrelay.checkpoint.format.position import Key, Position, Retirement
 from torchrelay.checkpoint.inspect.repair import repair, take_inventory
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log import chain

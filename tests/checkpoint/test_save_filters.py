@@ -8,7 +8,7 @@ from torch import nn
 
 import torchrelay
 from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, max_epochs, open_checkpoint
-from torchrelay.checkpoint.format.manifest.position import selection_of
+from torchrelay.checkpoint.format.position import selection_of
 from torchrelay.checkpoint.manager.checkpoint_manager import CheckpointManager
 from torchrelay.checkpoint.state.checkpoint_set import left_out, select
 from torchrelay.checkpoint.state.flatten import leaves_of

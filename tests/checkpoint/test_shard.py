@@ -15,8 +15,8 @@ from safetensors import safe_open
 
 from torchrelay.checkpoint.format import dtypes
 from torchrelay.checkpoint.format.dtypes import BLOCK
-from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Box, Flat, Whole, format_key
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity, ShardLimits
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
 from torchrelay.checkpoint.format.shard.reads import ReadRequest

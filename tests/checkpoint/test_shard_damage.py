@@ -11,8 +11,8 @@ from given_entries import ShardEntry, write_shard
 
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.dtypes import BLOCK
-from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Whole
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity, parse
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -16,10 +16,10 @@ from mesh_hunt import hunt
 from meshes import Saved, load, local_part, random_mesh, random_shape, target
 
 from torchrelay.checkpoint.format import mesh_geometry
-from torchrelay.checkpoint.format.manifest.position import Selection
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded, volume
+from torchrelay.checkpoint.format.position import Selection
 from torchrelay.checkpoint.save.assignments import NodeClass
 from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.save.replicas import lone_parts, shared_parts

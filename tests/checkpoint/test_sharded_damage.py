@@ -11,11 +11,11 @@ import torch
 from meshes import TRY, MemoryStorage, Saved, load, local_part, target
 
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.format.names import manifest_path
+from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.verify import VerificationStatus, prove
 from torchrelay.errors import RelayError

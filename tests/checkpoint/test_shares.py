@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torchrelay import CheckpointManager, JobRunner, MultiNodeCheckpointManager
 from torchrelay import Job as RelayJob
 from torchrelay.checkpoint.format.dtypes import BLOCK
-from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.names import Flat, parse_key
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.load.reads.shared_reads import PIECE, common_rows, readers_of, shares, to_ranges
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import NodePlace

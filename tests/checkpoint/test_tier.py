@@ -13,7 +13,7 @@ from tiers import WAIT_SECS, Away, Gate, Places, numbers_in, until
 
 from torchrelay.checkpoint.coordinator.pruning import prune
 from torchrelay.checkpoint.coordinator.retention import Retaining
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tiers import WAIT_SECS, Away, Places, Scheduled, numbers_in, until
 
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.tiered_storage import PATH, read_notes
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -14,7 +14,7 @@ from stores import Faulty
 from tiers import WAIT_SECS, Gate, Places, numbers_in
 
 from torchrelay import LocalSession, Tier
-from torchrelay.checkpoint.format.manifest.position import Retirement
+from torchrelay.checkpoint.format.position import Retirement
 from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.retention import KEEP_ALL
 from torchrelay.checkpoint.log.tiered_storage import TierStorage

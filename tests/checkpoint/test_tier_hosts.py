@@ -15,7 +15,7 @@ from near_places import NearPlaces, damage
 from tiers import WAIT_SECS, Away, Gate, Places, Scheduled, numbers_in, until
 
 from torchrelay.checkpoint.coordinator.pruning import prune
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.tiered_storage import read_notes

@@ -11,7 +11,7 @@ from stores import Faulty
 from tiers import Places, numbers_in
 
 from torchrelay.checkpoint.format.canonical_json import seal
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position, Retirement, State
+from torchrelay.checkpoint.format.position import CommittedPosition, Position, Retirement, State
 from torchrelay.checkpoint.log.tiered_storage import PATH, Notes, read_notes, refuse_part, write_notes
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage

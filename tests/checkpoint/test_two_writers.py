@@ -13,7 +13,7 @@ import pytest
 from log_helpers import MemoryStorage, entry, take
 from stores import Faulty, store_of
 
-from torchrelay.checkpoint.format.manifest.position import Retirement
+from torchrelay.checkpoint.format.position import Retirement
 from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import WriterIdentity

@@ -19,9 +19,9 @@ from given_entries import ShardEntry, write_shard
 
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.names import Flat, Whole, manifest_path, try_directory
+from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save.assignments import NodeClass, SavePlan

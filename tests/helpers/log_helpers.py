@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from threading import RLock
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
+from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.errors import StorageError

@@ -18,7 +18,7 @@ from paired_sessions import Meeting, PairedPeers
 from tiers import WAIT_SECS, until
 
 from torchrelay.checkpoint.coordinator.retention import Retaining
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
+from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
 from torchrelay.checkpoint.log.tiered_storage import TierStorage

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from epochs import Writing, parameter, tensor, value
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition
+from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping

@@ -23,7 +23,10 @@ from torchrelay.checkpoint.format import names as columns
 from torchrelay.checkpoint.format.canonical_json import FEATURES
 from torchrelay.checkpoint.format.layouts import local_target
 from torchrelay.checkpoint.format.manifest import codec, schema, validation
-from torchrelay.checkpoint.format.manifest.position import (
+from torchrelay.checkpoint.format.mesh import intervals_at, placements_of
+from torchrelay.checkpoint.format.mesh_geometry import describe
+from torchrelay.checkpoint.format.names import DATA, GROUP, NODE, Whole, format_key
+from torchrelay.checkpoint.format.position import (
     DAMAGED,
     HEALTHY,
     CommittedPosition,
@@ -33,9 +36,6 @@ from torchrelay.checkpoint.format.manifest.position import (
     facts_json,
     facts_of,
 )
-from torchrelay.checkpoint.format.mesh import intervals_at, placements_of
-from torchrelay.checkpoint.format.mesh_geometry import describe
-from torchrelay.checkpoint.format.names import DATA, GROUP, NODE, Whole, format_key
 from torchrelay.checkpoint.format.shard import header
 from torchrelay.checkpoint.format.shard import header as shard
 from torchrelay.checkpoint.format.shard import header as shard_parts

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
+from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import RelayError

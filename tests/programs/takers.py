@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
+from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import RelayError

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 
-from torchrelay.runners.distributed.environment import phase
+from torchrelay.jobs.runtime import phase
 from torchrelay.runners.distributed.liveness import connect_to
 
 

@@ -17,7 +17,7 @@ import torch
 from stories import FROZEN_ITEMS, NODES, Record, still
 from weak_disk import Tree, WeakDisk
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
+from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.chain import HINT, open_log, read_hint

@@ -11,7 +11,7 @@ from stories import ME, still
 from weak_disk import WeakDisk
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key, Position
+from torchrelay.checkpoint.format.position import CommittedPosition, Key, Position
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import Record, decode
 from torchrelay.checkpoint.log.retention import keep_last, to_retire

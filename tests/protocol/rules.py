@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import PropertyMock, patch
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key, State
+from torchrelay.checkpoint.format.position import CommittedPosition, Key, State
 from torchrelay.checkpoint.log import chain, lease, retention
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.chain import Base, Tail

@@ -23,7 +23,7 @@ from weak_disk import Snapshot, WeakDisk
 
 from torchrelay import LocalSession
 from torchrelay.checkpoint.coordinator.session_log import Deletions
-from torchrelay.checkpoint.format.manifest.position import Facts, Key, Position, Retirement, State
+from torchrelay.checkpoint.format.position import Facts, Key, Position, Retirement, State
 from torchrelay.checkpoint.log import chain, lease, view
 from torchrelay.checkpoint.log import chain as log_append
 from torchrelay.checkpoint.log import chain as thinning

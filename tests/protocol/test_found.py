@@ -5,7 +5,7 @@ from __future__ import annotations
 from stories import still
 from weak_disk import WeakDisk
 
-from torchrelay.checkpoint.format.manifest.position import Key, Position
+from torchrelay.checkpoint.format.position import Key, Position
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft, tag_draft, unpin_draft
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -19,7 +19,7 @@ from stories import ME, Record, Run, small_log, still
 from weak_disk import CrashError, WeakDisk
 
 from torchrelay.checkpoint.coordinator.retention import Retaining
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key, Position
+from torchrelay.checkpoint.format.position import CommittedPosition, Key, Position
 from torchrelay.checkpoint.log import writer
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping

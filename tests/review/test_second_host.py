@@ -12,7 +12,7 @@ from epochs import Writing, parameter
 from paired_sessions import Meeting, PairedPeers
 from ranks import on_ranks
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition
+from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.load.verify import JointProof, VerificationStatus, prove_together
 from torchrelay.checkpoint.storage.local import LocalStorage
 

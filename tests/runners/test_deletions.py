@@ -17,7 +17,7 @@ import torch
 import torchrelay
 from torchrelay import EpochLoader, Job, JobRunner, UploadTaskGroupBuilder, max_epochs
 from torchrelay.checkpoint.coordinator.session_log import Deletions
-from torchrelay.checkpoint.format.manifest.position import Position
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError

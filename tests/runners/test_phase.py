@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from torchrelay.runners.distributed.environment import ProcessPhases, stack_of_main_thread
+from torchrelay.jobs.runtime import ProcessPhases, stack_of_main_thread
 
 
 def read(place: str) -> str:

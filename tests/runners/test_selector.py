@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint.format.manifest.position import Facts, Key, Position
+from torchrelay.checkpoint.format.position import Facts, Key, Position
 from torchrelay.checkpoint.log.view import EpochQuery
 from torchrelay.errors import RelayError, UnknownEpochError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory

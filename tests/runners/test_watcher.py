@@ -13,7 +13,7 @@ import pytest
 from ranks import local_store
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.distributed.environment import phase
+from torchrelay.jobs.runtime import phase
 from torchrelay.runners.distributed.failure_watcher import Watcher, WatcherTimeouts, patience_of
 from torchrelay.runners.distributed.launcher_status import Failure
 from torchrelay.runners.distributed.liveness import LifeLines, own_process

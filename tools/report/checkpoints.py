@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, PerNode
 from torchrelay.checkpoint.format.names import stats_path
+from torchrelay.checkpoint.format.position import CommittedPosition, Key, Position
 from torchrelay.checkpoint.inspect.anomalies import ResumePreview, explain, start_now
 from torchrelay.checkpoint.inspect.contents import (
     CAN_BE_BAD,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition
+from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.load.open import candidates, place_of, read_log
 from torchrelay.checkpoint.load.tensors import checked_device

@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields
 from torchrelay.checkpoint.format.layouts import layout_json, layout_of
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position, facts_in, facts_json
 from torchrelay.checkpoint.format.manifest.schema import (
     BlobRow,
     EpochNodes,
@@ -47,6 +46,7 @@ from torchrelay.checkpoint.format.names import (
     unpack_names,
     unpack_numbers,
 )
+from torchrelay.checkpoint.format.position import CommittedPosition, Position, facts_in, facts_json
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.jobs.cluster import GRADIENTS

@@ -17,7 +17,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from torchrelay.checkpoint.format.dtypes import item_bytes_of
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, whole
 from torchrelay.checkpoint.format.names import (
@@ -29,6 +28,7 @@ from torchrelay.checkpoint.format.names import (
     format_key,
     suffix_of,
 )
+from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.records import dataclass
 
 

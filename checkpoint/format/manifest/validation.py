@@ -10,7 +10,6 @@ from itertools import groupby
 from operator import attrgetter, le
 
 from torchrelay.checkpoint.format import dtypes
-from torchrelay.checkpoint.format.manifest.position import MAX_EPOCH
 from torchrelay.checkpoint.format.manifest.schema import (
     BlobRow,
     Cut,
@@ -26,6 +25,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
 from torchrelay.checkpoint.format.mesh import MAX_SPLIT_FACTOR, Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.format.names import GROUP, LONGEST_NAME, NODE, check_try, first_of_each
+from torchrelay.checkpoint.format.position import MAX_EPOCH
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
 

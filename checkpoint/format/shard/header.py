@@ -22,8 +22,8 @@ from itertools import accumulate, pairwise
 from torchrelay.checkpoint.format import canonical_json, dtypes, names
 from torchrelay.checkpoint.format import dtypes as digest
 from torchrelay.checkpoint.format.canonical_json import Json
-from torchrelay.checkpoint.format.manifest.position import MAX_EPOCH, Position
 from torchrelay.checkpoint.format.names import Key, ShardName, encode_name, format_key
+from torchrelay.checkpoint.format.position import MAX_EPOCH, Position
 from torchrelay.checkpoint.format.shard.entries import (
     Entries,
     EntryForm,

@@ -13,7 +13,7 @@ from itertools import product
 
 import torch
 
-from torchrelay.checkpoint.format.manifest.position import LEFT_OUT
+from torchrelay.checkpoint.format.position import LEFT_OUT
 from torchrelay.checkpoint.state.leaf import LeafSpec
 from torchrelay.errors import BlobError
 from torchrelay.jobs.cluster import dotted_prefixes

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from torchrelay.checkpoint.format.manifest.position import matches_any
+from torchrelay.checkpoint.format.position import matches_any
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, is_sharded, learning
 from torchrelay.checkpoint.state.module_leaves import (
     PARAMS,

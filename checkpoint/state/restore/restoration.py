@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from torchrelay.checkpoint.format.canonical_json import Json
-from torchrelay.checkpoint.format.manifest.position import matches_any
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
+from torchrelay.checkpoint.format.position import matches_any
 from torchrelay.checkpoint.format.values import decode
 from torchrelay.checkpoint.state.flatten import ModuleStates
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role, learning, order_of

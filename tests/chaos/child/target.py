@@ -20,7 +20,7 @@ from torch import nn
 
 import torchrelay
 from torchrelay.chaos.child.store_faults import strike_calls
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition
+from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.checkpoint.load.open import place_of
 from torchrelay.checkpoint.load.verify import prove

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from meshes import Saved, random_mesh, random_shape
 
 from torchrelay.checkpoint.format.dtypes import BLOCK
-from torchrelay.checkpoint.format.manifest.position import Position
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
 from torchrelay.checkpoint.inspect.diff import DiffOptions, LeafChange, leaf_changes
 from torchrelay.checkpoint.storage.open import CountingStorage

@@ -12,9 +12,9 @@ from epochs import Writing, moment, parameter, value
 from meshes import Saved
 
 from torchrelay.checkpoint.format.dtypes import BLOCK
-from torchrelay.checkpoint.format.manifest.position import Key, Position
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
+from torchrelay.checkpoint.format.position import Key, Position
 from torchrelay.checkpoint.inspect.anomalies import Looker
 from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
 from torchrelay.checkpoint.storage.open import CountingStorage

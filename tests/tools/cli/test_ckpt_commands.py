@@ -16,7 +16,7 @@ import torch
 from epochs import Writing, moment, parameter
 
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs
-from torchrelay.checkpoint.format.manifest.position import Key, Position
+from torchrelay.checkpoint.format.position import Key, Position
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping, delete_left
 from torchrelay.checkpoint.log.writer import LogWriter

@@ -14,7 +14,7 @@ import pytest
 import torch
 from epochs import Writing, moment, parameter, value
 
-from torchrelay.checkpoint.format.manifest.position import Facts, Key, Position, Retirement
+from torchrelay.checkpoint.format.position import Facts, Key, Position, Retirement
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 from torchrelay.metadata.run_directory import RunDirectory

@@ -19,7 +19,7 @@ from torchrun import torchrun
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs, open_checkpoint
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Facts
+from torchrelay.checkpoint.format.position import Facts
 from torchrelay.checkpoint.load import info
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping, delete_left

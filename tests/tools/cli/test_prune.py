@@ -17,7 +17,7 @@ from frozen_job import train as train_frozen
 from struck_prune import copied, pruned, pruned_again, tries, whole
 
 from torchrelay.chaos.pytest_plugin import Chaos
-from torchrelay.checkpoint.format.manifest.position import Facts, Key, Position
+from torchrelay.checkpoint.format.position import Facts, Key, Position
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.chain import open_log

@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import Position, matches, matches_any
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.names import nearest, position_of
+from torchrelay.checkpoint.format.position import Position, matches, matches_any
 from torchrelay.checkpoint.inspect.repair import Finding, Inventory, TryUse, Usage, take_inventory, usage_of
 from torchrelay.checkpoint.load.info import BlobLine, EpochTable, largest, read_table
 from torchrelay.checkpoint.log.record import slot_path

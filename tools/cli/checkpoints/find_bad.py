@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition
+from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.inspect.anomalies import FACTOR, Jump, first_bad, first_jump
 from torchrelay.checkpoint.inspect.contents import check_chosen, open_epoch
 from torchrelay.checkpoint.load.info import glance_or_notes

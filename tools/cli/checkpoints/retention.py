@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchrelay.checkpoint.coordinator.pruning import Loss, Pruned, plan_pruning, prune
-from torchrelay.checkpoint.format.manifest.position import Key, Position, TagOrPin
+from torchrelay.checkpoint.format.position import Key, Position, TagOrPin
 from torchrelay.checkpoint.log.chain import RecordDraft
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Best, Keeping
 from torchrelay.checkpoint.log.view import LogView, ranges

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Position
+from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.inspect.anomalies import (
     Account,
     ResumePreview,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.format.names import manifest_path, stats_path
+from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.log.view import LogView, branch_of
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage

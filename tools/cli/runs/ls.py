@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition, Key
+from torchrelay.checkpoint.format.position import CommittedPosition, Key
 from torchrelay.checkpoint.load.info import Glance, glance_or_notes
 from torchrelay.checkpoint.load.open import best_of_run
 from torchrelay.checkpoint.log.tiered_storage import Notes, read_notes

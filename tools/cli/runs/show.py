@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import CommittedPosition
 from torchrelay.checkpoint.format.names import stats_path
+from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import StorageError, UnknownEpochError
