@@ -25,10 +25,10 @@ from torchrelay import open_checkpoint
 from torchrelay.checkpoint.coordinator.session_log import LeaseInfo
 from torchrelay.checkpoint.format.layouts import local_target
 from torchrelay.checkpoint.format.manifest.codec import encode
-from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.format.manifest.schema import Manifest, shard_path
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import uncovered, whole
-from torchrelay.checkpoint.format.names import manifest_path, shard_path
+from torchrelay.checkpoint.format.names import manifest_path
 from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
 from torchrelay.checkpoint.log.writer import LogWriter

@@ -29,7 +29,7 @@ from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
+    pass
 
 
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}", re.ASCII)
@@ -321,18 +321,6 @@ def position_of(try_name: str) -> Position:
     match = _STAMP.fullmatch(check_try(try_name))
     epoch, step = match.groups() if match else ("0", None)
     return Position(int(epoch), int(step or 0))
-
-
-def shard_path(manifest: Manifest, shard: ShardRow, *, escape: str = "") -> str:
-    """A shard's file; `escape` as in `names.shard_file_name`."""
-    try_name = manifest.tries[shard.source]
-    name = ShardName(manifest.world.names[shard.node], position_of(try_name), shard.group, shard.part)
-    return f"{try_directory(try_name)}/{shard_file_name(name, escape=escape)}"
-
-
-def shard_paths(manifest: Manifest, node: str) -> list[str]:
-    """All files of the node that is stored under this name."""
-    return [shard_path(manifest, one) for one in manifest.shards if manifest.world.names[one.node] == node]
 
 
 T = TypeVar("T")

@@ -33,8 +33,8 @@ from typing import Any, Literal, TypeVar
 
 from torchrelay.checkpoint.format.layouts import alike, holding
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, ShardRow
-from torchrelay.checkpoint.format.names import all_plain, position_of, shard_path
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, ShardRow, shard_path
+from torchrelay.checkpoint.format.names import all_plain, position_of
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.names import shard_paths
+from torchrelay.checkpoint.format.manifest.schema import shard_paths
 from torchrelay.checkpoint.format.position import Facts, Patterns, Position, selection_of
 from torchrelay.checkpoint.load.renaming import resume_options_of
 from torchrelay.checkpoint.load.verify import Target

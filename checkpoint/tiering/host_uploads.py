@@ -12,8 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
-from torchrelay.checkpoint.format.names import shard_path
+from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, shard_path
 from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
 from torchrelay.checkpoint.load.verify import seen_twice

@@ -22,8 +22,8 @@ from contextlib import suppress
 
 from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, sha256, unseal
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
-from torchrelay.checkpoint.format.names import DATA, manifest_path, shard_path, stats_path, try_directory
+from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, shard_path
+from torchrelay.checkpoint.format.names import DATA, manifest_path, stats_path, try_directory
 from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest

@@ -10,10 +10,9 @@ import pytest
 from meshes import random_mesh, random_shape
 
 from torchrelay.checkpoint.format.layouts import parts_of
-from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.format.manifest.schema import Manifest, shard_path
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded, intersect
-from torchrelay.checkpoint.format.names import shard_path
 from torchrelay.checkpoint.load.verify import holders_of
 from torchrelay.checkpoint.save import agreement
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role

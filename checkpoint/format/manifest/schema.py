@@ -23,10 +23,14 @@ from torchrelay.checkpoint.format.names import (
     Box,
     Flat,
     Key,
+    ShardName,
     Whole,
     encode_name,
     format_key,
+    position_of,
+    shard_file_name,
     suffix_of,
+    try_directory,
 )
 from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.records import dataclass
@@ -475,3 +479,15 @@ class Manifest:
         for (source, group, layout), some in rows.items():
             found.setdefault((source, group), {})[layout] = set(some)
         return found
+
+
+def shard_path(manifest: Manifest, shard: ShardRow, *, escape: str = "") -> str:
+    """A shard's file; `escape` as in `names.shard_file_name`."""
+    try_name = manifest.tries[shard.source]
+    name = ShardName(manifest.world.names[shard.node], position_of(try_name), shard.group, shard.part)
+    return f"{try_directory(try_name)}/{shard_file_name(name, escape=escape)}"
+
+
+def shard_paths(manifest: Manifest, node: str) -> list[str]:
+    """All files of the node that is stored under this name."""
+    return [shard_path(manifest, one) for one in manifest.shards if manifest.world.names[one.node] == node]
