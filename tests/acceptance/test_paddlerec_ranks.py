@@ -181,7 +181,7 @@ import os
 from torchrelay.jobs.config.config import load_config
 from torchrelay.lifecycle import StepFailedError, run_config
 from torchrelay.runners.programs.config_cli import perform_configuration as perform
-from torchrelay.runners.programs.request import Request
+from torchrelay.runners.programs.request import VerbRequest
 from torchrelay.runners.training.exit import run_and_leave
 
 unlike = load_config("config.yaml", ["+hyper_parameters.tag=" + os.environ["RANK"]])
@@ -193,13 +193,13 @@ assert not os.path.exists("unlike")
 overrides = ("mode=[train1,infer1]", "runner.infer1.init_model_path=null", "runner.train1.epochs=null")
 told = dict(config="config.yaml", overrides=(*overrides, "runner.train1.epochs_per_partition=1"))
 for request in (
-    Request("train", **told),
-    Request("test", **told),
-    Request("eval", paths=("data", "out/eval"), **told),
-    Request("status", **told),
+    VerbRequest("train", **told),
+    VerbRequest("test", **told),
+    VerbRequest("eval", paths=("data", "out/eval"), **told),
+    VerbRequest("status", **told),
 ):
     assert perform(request) == 0
-run_and_leave(lambda: perform(Request("amend", **told)))
+run_and_leave(lambda: perform(VerbRequest("amend", **told)))
 """
 
 

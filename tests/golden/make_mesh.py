@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.format.manifest.position import Facts, Position
+from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh, placements_json
 from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded

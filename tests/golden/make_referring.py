@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchrelay.checkpoint.format.manifest.position import Facts, Position, Selection
+from torchrelay.checkpoint.format.position import Facts, Position, Selection
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
