@@ -230,7 +230,7 @@ def test_a_module_in_the_memory_of_another_is_asked_for_its_own_buffers(
 ) -> None:
     """That DDP kept the buffers of a module alike says nothing of the next one with the same id."""
     sent: list[torch.Tensor] = []
-    monkeypatch.setattr("torchrelay.checkpoint.save.replicas.broadcast_buffers", lambda: sent)
+    monkeypatch.setattr("torchrelay.checkpoint.save.agreement.broadcast_buffers", lambda: sent)
     asked = BroadcastBuffers()
     for _ in range(1000):
         module = nn.BatchNorm1d(2)
