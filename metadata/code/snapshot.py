@@ -186,7 +186,7 @@ def _megabytes(count: int) -> str:
 
 _OWN = [
     Path(__file__).resolve().parents[2] / room
-    for room in ("jobs", "checkpoint", "runners", "metadata", "src/torchrelay")
+    for room in ("jobs", "metadata", "checkpoint", "models", "runners", "tools", "src/torchrelay")
 ]
 """This package's own programs, wherever it lies."""
 _PACKAGES = frozenset({"site-packages", "dist-packages"})

@@ -230,7 +230,7 @@ MAX_BYTES = 8 << 20
 """Of a file; one older file is kept beside it, so a rank takes at most 16 MiB in an attempt."""
 _KEPT = 1000
 """So many lines wait for the file to be known."""
-_OURS = Path(__file__).parents[1]
+_OURS = Path(__file__).parents[2]
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "E"}
 
 
