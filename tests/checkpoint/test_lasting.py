@@ -23,9 +23,9 @@ from torchrelay import (
     max_epochs,
     open_checkpoint,
 )
+from torchrelay.checkpoint.coordinator import retention
 from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.coordinator.session_log import Ledger
-from torchrelay.checkpoint.load import verify
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping
@@ -140,7 +140,7 @@ def test_a_storage_that_does_not_answer_is_asked_for_one_epoch_only(
 
 def test_many_nodes_are_looked_at_in_turns(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where headers would be too many, a share is read each time, another one the next time."""
-    monkeypatch.setattr(verify, "LOOKED_AT", 1)
+    monkeypatch.setattr(retention, "LOOKED_AT", 1)
     read, looked = LocalStorage.open_read, list[str]()
 
     def open_read(self: LocalStorage, path: str) -> LocalReadHandle:
@@ -149,7 +149,7 @@ def test_many_nodes_are_looked_at_in_turns(made: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(LocalStorage, "open_read", open_read)
     storage = LocalStorage(made)
-    view, looks = open_log(storage), verify.Lasting()
+    view, looks = open_log(storage), retention.Lasting()
     seen = []
     for _ in range(2):
         looked.clear()

@@ -13,8 +13,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import BlobRow, Manifest, ShardRow
+from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.save.assignments import NodeClass
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes, with_references

@@ -12,10 +12,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh, placements_json
 from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded
+from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.save.assignments import NodeClass
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchrelay.checkpoint.format.position import Facts, Position, Selection
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
+from torchrelay.checkpoint.format.position import Facts, Position, Selection
 from torchrelay.checkpoint.save.assignments import NodeClass
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes, with_references

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from given_entries import ShardEntry, write_shard
 
-from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.format.names import Box, Flat, Whole
+from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import ShardReport
 from torchrelay.checkpoint.format.values import encode

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
-from torchrelay.checkpoint.format import names
 from torchrelay.checkpoint.load import partial
 from torchrelay.checkpoint.save import pipeline
+from torchrelay.checkpoint.storage import work
 from torchrelay.jobs.session import Solo
 
 
@@ -33,7 +33,7 @@ def test_a_large_load_is_waited_for_as_a_large_save_is(
         made.peers = Noting()
         return made
 
-    monkeypatch.setattr(names, "SLOWEST_BYTES_PER_SEC", 1.0)
+    monkeypatch.setattr(work, "SLOWEST_BYTES_PER_SEC", 1.0)
     for epochs in (1, 2):
         job = Job("large", blobs={"weight": torch.zeros(10_000)})
         job.epoch(lambda ctx: None)
