@@ -24,5 +24,5 @@ def test_a_pydantic_model_checks_for_itself(tmp_path):
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, "hyper_parameters:\n  lr: x\n  inner: {a: y}\n").section("hyper_parameters", Model)
     assert [str(one.origin.place) for one in caught.value.problems] == [
-        "Place(line=2, column=3)", "Place(line=2, column=7)", "Place(line=3, column=14)"
+        "TextPosition(line=2, column=3)", "TextPosition(line=2, column=7)", "TextPosition(line=3, column=14)"
     ]  # fmt: skip
