@@ -23,7 +23,7 @@ from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.manager import engine as engine_module
 from torchrelay.checkpoint.save import pipeline as save_module
-from torchrelay.checkpoint.save import replicas
+from torchrelay.checkpoint.save import agreement
 from torchrelay.checkpoint.save.agreement import RepeatedPlans
 from torchrelay.errors import BlobError, FencedError, RelayError, SaveFailedError, UsageError
 from torchrelay.jobs.random import RandomStreams
@@ -104,7 +104,7 @@ def test_replicas_that_one_rank_cannot_digest_fail_the_save_of_all(
 ) -> None:
     """Out of memory in the comparison on one rank is a save that failed on all; the next epoch is saved."""
     broken: list[BaseException] = [MemoryError("no memory for a digest")]
-    monkeypatch.setattr(replicas, "digests_of", on_rank(1, broken, replicas.digests_of))
+    monkeypatch.setattr(agreement, "digests_of", on_rank(1, broken, agreement.digests_of))
     both = sessions()
     manager = [MultiNodeCheckpointManager(tmp_path) for _ in both]
     results = all_ranks(lambda rank: JobRunner(counting(), manager[rank]).train(both[rank]))
