@@ -1,4 +1,4 @@
-"""Epochs that are not as they should be: NaN and Inf, jumps of a metric, and why one is not used.
+"""Epochs that are not as they should be: the first bad one, jumps of a metric, and why one is not used.
 
 A change from one epoch to the next is a jump if it is further than `factor` spreads from the median of
 the changes before it (at most `WINDOW` of them, at least `LEAST`). The spread is their median absolute
@@ -11,23 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_count
 from torchrelay.checkpoint.format.position import CommittedPosition, Position
-from torchrelay.checkpoint.inspect.contents import (
-    CAN_BE_BAD,
-    CHUNK_BYTES,
-    Buffer,
-    Epoch,
-    LeafPart,
-    NodeLeaf,
-    parts,
-)
-from torchrelay.checkpoint.inspect.statistics import Array, np, steps
 from torchrelay.checkpoint.load.verify import Proof, VerificationStatus, prove
 from torchrelay.checkpoint.log.state import Happening, History, happened_to
 from torchrelay.checkpoint.log.view import LogView
@@ -98,115 +86,6 @@ def _usual(values: Sequence[float]) -> tuple[float, float]:
     deviation = median(abs(change - usual) for change in changes)
     level = median(abs(value) for value in values)
     return usual, max(_TO_STANDARD_DEVIATION * deviation, _LEVEL * level)
-
-
-@dataclass(frozen=True)
-class BadLeaf:
-    """A tensor with `nan` NaN and `inf` Inf; `first` is the number of the first in row-major order."""
-
-    name: str
-    blob: str
-    dtype: str
-    shape: tuple[int, ...]
-    nan: int
-    inf: int
-    first: int
-
-    @property
-    def index(self) -> tuple[int, ...]:
-        """The index of the first, one number per dimension."""
-        found, rest = [], self.first
-        for extent in reversed(self.shape):
-            rest, at = divmod(rest, extent)
-            found.append(at)
-        return tuple(reversed(found))
-
-
-class Looker:
-    """Looks through epochs of one run; blocks that it has seen to be good are not read again.
-
-    With `nan_only` an Inf is no sign: masks have some on purpose. `loads` counts the epochs.
-    """
-
-    def __init__(self, patterns: Sequence[str] = (), *, nan_only: bool = False) -> None:
-        self.loads = 0
-        self._patterns, self._nan_only = patterns, nan_only
-        self._good: set[tuple[str, bytes]] = set()
-        self._buffer = Buffer()
-
-    def bad_leaves(self, epoch: Epoch) -> list[BadLeaf]:
-        """All that have a NaN or Inf, in the order of the manifest; leaves that are gone are not looked at.
-
-        Raises DamagedError, naming file, leaf and block, or StorageError.
-        """
-        self.loads += 1
-        found = []
-        for item in epoch.chosen(self._patterns).values():
-            if item.tensor and item.leaf.dtype in CAN_BE_BAD and not epoch.gone(item):
-                found += [one for one in [self._look(epoch, item)] if one is not None]
-        return found
-
-    def _look(self, epoch: Epoch, item: NodeLeaf) -> BadLeaf | None:
-        leaf, found = item.leaf, None
-        for part in parts(epoch, item):
-            for start, stop in self._unknown(part, str(leaf.dtype)):
-                nan, inf, first = self._count(epoch, part, start, stop, str(leaf.dtype))
-                if first is None:
-                    self._good.update(_blocks(part, start, stop, str(leaf.dtype)))
-                    continue
-                bad = BadLeaf(
-                    item.name, leaf.blob, str(leaf.dtype), leaf.shape, nan, inf, part.index_of(first)
-                )
-                found = bad if found is None else _together(found, bad)
-        return found
-
-    def _unknown(self, part: LeafPart, dtype: str) -> Iterator[tuple[int, int]]:
-        """Bytes of blocks that were not seen to be good, at most a chunk at a time."""
-        start = stop = 0
-        for block in range(block_count(part.nbytes)):
-            first, last = block * BLOCK, min((block + 1) * BLOCK, part.nbytes)
-            known = (dtype, part.digests[block * SIZE : (block + 1) * SIZE]) in self._good
-            if start < stop and (known or last - start > CHUNK_BYTES):
-                yield start, stop
-                start = stop = first
-            start, stop = (last, last) if known else (start, last)
-        if start < stop:
-            yield start, stop
-
-    def _count(
-        self, epoch: Epoch, part: LeafPart, start: int, stop: int, dtype: str
-    ) -> tuple[int, int, int | None]:
-        """NaN, Inf, and the first bad element of a part within bytes [start, stop)."""
-        nan = inf = 0
-        first: int | None = None
-        at = start // part.item_bytes
-        for values in steps(self._buffer.filled(epoch, part, start, stop), part.item_bytes, dtype):
-            more_nan, more_inf, place = bad_in(values, nan_only=self._nan_only)
-            nan, inf = nan + more_nan, inf + more_inf
-            if first is None and place is not None:
-                first = at + place
-            at += values.size
-        return nan, inf, first
-
-
-def bad_in(values: Array, *, nan_only: bool) -> tuple[int, int, int | None]:
-    """How many NaN and Inf an array has (no Inf with `nan_only`), and where the first of these is."""
-    if not nan_only and np.isfinite(values).all():
-        return 0, 0, None
-    nans = np.isnan(values)
-    bad = nans if nan_only else ~np.isfinite(values)
-    count, nan = int(np.count_nonzero(bad)), int(np.count_nonzero(nans))
-    return nan, count - nan, int(bad.argmax()) if count else None
-
-
-def _blocks(part: LeafPart, start: int, stop: int, dtype: str) -> Iterator[tuple[str, bytes]]:
-    for block in range(start // BLOCK, block_count(stop)):
-        yield dtype, part.digests[block * SIZE : (block + 1) * SIZE]
-
-
-def _together(one: BadLeaf, other: BadLeaf) -> BadLeaf:
-    first = min(one.first, other.first)
-    return replace(one, nan=one.nan + other.nan, inf=one.inf + other.inf, first=first)
 
 
 Json = Any

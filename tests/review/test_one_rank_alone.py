@@ -22,8 +22,8 @@ from torchrelay import Job, JobRunner, MultiNodeCheckpointManager, Task, max_epo
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.manager import engine as engine_module
-from torchrelay.checkpoint.save import pipeline as save_module
 from torchrelay.checkpoint.save import agreement
+from torchrelay.checkpoint.save import pipeline as save_module
 from torchrelay.checkpoint.save.agreement import RepeatedPlans
 from torchrelay.errors import BlobError, FencedError, RelayError, SaveFailedError, UsageError
 from torchrelay.jobs.random import RandomStreams
