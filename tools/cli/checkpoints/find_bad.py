@@ -22,7 +22,7 @@ from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate
 from torchrelay.tools.cli.arguments import Add, add_blobs, add_epoch
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.inspect.anomalies import BadLeaf, Looker
+    from torchrelay.checkpoint.inspect.bad_elements import BadLeaf, Looker
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def find_bad(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _find_nan(chosen: argparse.Namespace, output: Output) -> int:
-    from torchrelay.checkpoint.inspect.anomalies import Looker
+    from torchrelay.checkpoint.inspect.bad_elements import Looker
 
     selected = select(chosen.path)
     entries = _whole_epochs(selected, output)
