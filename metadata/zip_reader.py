@@ -10,6 +10,7 @@ Source: PKWARE APPNOTE 6.3; Python's `zipfile` reads the directory.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -51,7 +52,8 @@ class ZipMembers:
     def read(self, name: str, limit_bytes: int) -> bytes:
         """The bytes of a member, their CRC checked.
 
-        Raises DamagedError where it is missing, larger than the limit, or not what was stored.
+        Raises DamagedError where it is missing, larger than the limit, or not what was stored, and StorageError
+        where the file cannot be read.
         """
         member = self.members.get(name)
         if member is None:
@@ -62,6 +64,8 @@ class ZipMembers:
             return self._zip.read(name)
         except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
             raise DamagedError(f"{self.what}: {name!r} is damaged ({error})") from None
+        except OSError as error:
+            raise _unreadable(self.what, error) from error
 
     def read_into(self, name: str, at: int, destination: memoryview) -> None:
         """Fill `destination` (1-D bytes) from byte `at` of a member; the CRC is not looked at.
@@ -76,7 +80,7 @@ class ZipMembers:
             try:
                 count = os.preadv(self._file.fileno(), [destination], at)
             except OSError as error:
-                raise StorageError(f"{self.what}: cannot be read ({error.strerror or error})") from error
+                raise _unreadable(self.what, error) from error
             if not count:
                 raise DamagedError(f"{self.what}: {name!r} is cut off")
             destination, at = destination[count:], at + count
@@ -92,22 +96,23 @@ def open_zip(path: str | os.PathLike[str]) -> Iterator[ZipMembers]:
     try:
         file = _regular(path)
     except (OSError, ValueError) as error:
-        raise StorageError(f"{what}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise _unreadable(what, error) from None
     with file:
         size = os.fstat(file.fileno()).st_size
         try:
             archive = zipfile.ZipFile(file)
-        except (
-            zipfile.BadZipFile,
-            EOFError,
-            NotImplementedError,
-            ValueError,
-            struct.error,
-            OSError,
-        ) as error:
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, struct.error) as error:
             raise DamagedError(f"{what}: is no zip archive ({error})") from None
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # the file names places that it does not have
+                raise DamagedError(f"{what}: is no zip archive ({error})") from None
+            raise _unreadable(what, error) from error
         with archive:
             yield ZipMembers(what, _checked(archive, file, size, what), file, archive)
+
+
+def _unreadable(what: str, error: Exception) -> StorageError:
+    return StorageError(f"{what}: cannot be read ({getattr(error, 'strerror', None) or error})")
 
 
 def _regular(path: str | os.PathLike[str]) -> BinaryIO:
