@@ -52,7 +52,7 @@ class ZipMembers:
     def read(self, name: str, limit_bytes: int) -> bytes:
         """The bytes of a member, their CRC checked.
 
-        Raises DamagedError where it is missing, larger than the limit, or not what was stored, and StorageError
+        Raises DamagedError where it is missing, larger than the limit, or not what was stored; StorageError
         where the file cannot be read.
         """
         member = self.members.get(name)
@@ -98,9 +98,11 @@ def open_zip(path: str | os.PathLike[str]) -> Iterator[ZipMembers]:
     except (OSError, ValueError) as error:
         raise _unreadable(what, error) from None
     with file:
-        size = os.fstat(file.fileno()).st_size
         try:
             archive = zipfile.ZipFile(file)
+            members = _checked(archive, file, os.fstat(file.fileno()).st_size, what)
+        except StorageError:
+            raise
         except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, struct.error) as error:
             raise DamagedError(f"{what}: is no zip archive ({error})") from None
         except OSError as error:
@@ -108,7 +110,7 @@ def open_zip(path: str | os.PathLike[str]) -> Iterator[ZipMembers]:
                 raise DamagedError(f"{what}: is no zip archive ({error})") from None
             raise _unreadable(what, error) from error
         with archive:
-            yield ZipMembers(what, _checked(archive, file, size, what), file, archive)
+            yield ZipMembers(what, members, file, archive)
 
 
 def _unreadable(what: str, error: Exception) -> StorageError:

@@ -140,10 +140,10 @@ def test_other_things_than_files(tmp_path: Path) -> None:
 def test_a_file_that_can_no_longer_be_read_is_no_damage(tmp_path: Path) -> None:
     """A disk that fails while members are read is told as that, and no archive is called damaged for it."""
     with zipfile.ZipFile(tmp_path / "good.zip", "w") as file:
-        file.writestr("a", b"x" * 10)
+        file.writestr("a", b"x" * 1_000_000)
     with open_zip(tmp_path / "good.zip") as found:
         folder = os.open(tmp_path, os.O_RDONLY)
         os.dup2(folder, found._file.fileno())  # reads of a directory fail
         os.close(folder)
         with pytest.raises(StorageError, match=r"good.zip: cannot be read \(Is a directory\)"):
-            found.read("a", 100)
+            found.read("a", 2_000_000)
