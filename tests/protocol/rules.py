@@ -98,12 +98,16 @@ def _base_unsynced(storage: Storage, entries: tuple[CommittedPosition, ...]) -> 
     return Base(ref, {entry.key: entry for entry in entries})
 
 
+_advance = chain.advance
+"""What the two below stand for while they are in its place."""
+
+
 def _seen_by_none(storage: Storage, tail: Tail) -> tuple[Tail, Record | None]:
-    return chain.advance(storage, tail)[0], None
+    return _advance(storage, tail)[0], None
 
 
 def _unsynced(storage: Any, tail: Tail) -> tuple[Tail, Record | None]:
-    found = chain.advance(storage, tail)
+    found = _advance(storage, tail)
     storage.deaf = True
     return found
 
