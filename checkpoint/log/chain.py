@@ -24,6 +24,7 @@ from typing import Any
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import read_sealed, sealed_bytes
 from torchrelay.checkpoint.format.position import CommittedPosition, Key, State
+from torchrelay.checkpoint.log.job_file import outvoted
 from torchrelay.checkpoint.log.record import (
     LOG,
     BaseRef,
@@ -41,7 +42,6 @@ from torchrelay.checkpoint.log.record import (
     whole_entries,
 )
 from torchrelay.checkpoint.log.state import LostBase, lost_bases, read_history
-from torchrelay.checkpoint.log.tiered_storage import outvoted
 from torchrelay.checkpoint.log.view import STRIDE, LogView, chain_end, find_tail, floor
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, StorageError, UsageError

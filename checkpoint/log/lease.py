@@ -28,9 +28,9 @@ from torchrelay.checkpoint.format.names import DATA
 from torchrelay.checkpoint.format.position import State
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.chain import OvertakenError, RecordDraft, Tail, append, mended, read_tail
+from torchrelay.checkpoint.log.job_file import write_again
 from torchrelay.checkpoint.log.record import LOG, JobFile, check_job
 from torchrelay.checkpoint.log.state import restore
-from torchrelay.checkpoint.log.tiered_storage import write_again
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Leftovers, Storage, Unfinished
 from torchrelay.errors import DirectoryInUseError, StorageError
