@@ -359,7 +359,6 @@ def _new_id(now: float) -> str:
 
 
 VALUES = "values.jsonl"
-STREAMS = ("train", "val", "test")
 
 
 def metric_rows(run: str | os.PathLike[str], stream: str) -> list[dict[str, Any]]:

@@ -76,17 +76,6 @@ def loads(
     return value
 
 
-def decoded_at(text: str, start: int) -> tuple[Json, int]:
-    """The JSON that begins there, no key twice in it, and where it ends; nothing else is checked.
-
-    Raises ValueError for what is none.
-    """
-    try:
-        return _DECODER.raw_decode(text, start)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-
-
 def dumps_read(value: Json) -> bytes:
     """What `dumps` writes, of values that `loads` gave or small numbers, which need no second look."""
     return _ENCODER.encode(value).encode("utf-8")

@@ -1,4 +1,4 @@
-"""Split off."""
+"""Registered objects as leaves: their names, each memory once, with roles and groups of files."""
 
 from __future__ import annotations
 
