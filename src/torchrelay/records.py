@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from dataclasses import dataclass as declared
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from operator import attrgetter, ge, gt, le, lt
 from reprlib import recursive_repr
@@ -26,19 +26,12 @@ def _dataclass(
         return lambda cls: _dataclass(cls, frozen=frozen, eq=eq, order=order, kw_only=kw_only)
     cls.__doc__ = cls.__doc__ or cls.__name__  # or Python would derive one from the signature
     declared(init=False, repr=False, eq=False, kw_only=kw_only)(cls)
-
-    _declared.append(cls)
-    made = count()
-    bind = cache(partial(_binder, cls))
-
-    def first(self: Any, *args: Any, **kwargs: Any) -> None:
-        if next(made) >= _FEW or not bind()(self, args, kwargs):
-            cls.__init__ = _initializer(cls)
-            cls.__init__(self, *args, **kwargs)
-
-    methods = {"__init__": first, "__repr__": _repr}
+    _declared.add(cls)
+    methods: dict[str, Any] = {"__init__": _first_init, "__repr__": _repr}
     if eq:
-        methods |= _comparisons(cls, frozen=frozen, order=order)
+        methods |= {"__eq__": _equal, "__hash__": _hash if frozen else None}
+    if order:
+        methods |= _ORDER
     for name, method in methods.items():
         if vars(cls).get(name) is None:  # a class with an `__eq__` of its own has None as its hash
             setattr(cls, name, method)
@@ -51,7 +44,7 @@ else:
     dataclass = _dataclass
 
 __all__ = ["dataclass", "make_initializers"]
-_declared: list[Any] = []
+_declared: set[Any] = set()
 _FEW = 100
 """Objects of a class that are made without an `__init__` of its own: compiling costs as much as a hundred."""
 
@@ -59,12 +52,24 @@ _FEW = 100
 def make_initializers() -> None:
     """Make every `__init__` now: for a process whose forks would each make their own."""
     for cls in _declared:
-        if vars(cls)["__init__"].__name__ == "first":
+        if vars(cls)["__init__"] is _first_init:
             cls.__init__ = _initializer(cls)
 
 
-def _binder(cls: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], bool]:
-    """What sets the fields of an object as Python's own `__init__`; it gives False where that would raise."""
+def _first_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    cls, bind = _binder(type(self))
+    if not bind(self, args, kwargs):
+        cls.__init__ = _initializer(cls)
+        cls.__init__(self, *args, **kwargs)
+
+
+@cache
+def _binder(of: type[Any]) -> tuple[Any, Callable[[Any, Sequence[Any], dict[str, Any]], bool]]:
+    """The class that declares the fields, and what sets them as Python's own `__init__`.
+
+    It gives False where that would raise, and when some objects have been made.
+    """
+    cls = next(one for one in of.__mro__ if one in _declared)
     declared = fields(cls)
     places = [one.name for one in declared if one.init and not one.kw_only]
     taken = {one.name for one in declared if one.init}
@@ -72,8 +77,11 @@ def _binder(cls: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], bool]:
     factories = [(one.name, one.default_factory) for one in declared if one.default_factory is not MISSING]
     size = len({*taken, *defaults, *(name for name, _ in factories)})
     ends = hasattr(cls, "__post_init__")
+    made = count()
 
     def bind(self: Any, args: Sequence[Any], given: dict[str, Any]) -> bool:
+        if next(made) >= _FEW:
+            return False
         values = self.__dict__
         values.update(defaults)
         values.update(zip(places, args, strict=False))
@@ -90,7 +98,7 @@ def _binder(cls: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], bool]:
             self.__post_init__()
         return True
 
-    return bind
+    return cls, bind
 
 
 def _initializer(cls: Any) -> Callable[..., None]:
@@ -106,25 +114,38 @@ def _repr(self: Any) -> str:
     return f"{type(self).__qualname__}({', '.join(shown)})"
 
 
-def _comparisons(cls: type[Any], *, frozen: bool, order: bool) -> dict[str, Any]:
-    key = _values([one.name for one in fields(cls) if one.compare])
-    hashed = _values([one.name for one in fields(cls) if (one.compare if one.hash is None else one.hash)])
+def _equal(self: Any, other: object) -> Any:
+    if other.__class__ is not self.__class__:
+        return NotImplemented
+    key = _key(self.__class__)
+    return key(self) == key(other)
 
-    def equal(self: Any, other: object) -> Any:
-        return key(self) == key(other) if other.__class__ is self.__class__ else NotImplemented
 
-    def compared(operator: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        def compare(self: Any, other: Any) -> Any:
-            return operator(key(self), key(other)) if other.__class__ is self.__class__ else NotImplemented
+def _hash(self: Any) -> int:
+    return hash(_hashed(self.__class__)(self))
 
-        return compare
 
-    methods: dict[str, Any] = {"__eq__": equal, "__hash__": None}
-    if frozen:
-        methods["__hash__"] = lambda self: hash(hashed(self))
-    if order:
-        methods |= {f"__{one.__name__}__": compared(one) for one in (lt, le, gt, ge)}
-    return methods
+def _comparison(operator: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def compare(self: Any, other: Any) -> Any:
+        if other.__class__ is not self.__class__:
+            return NotImplemented
+        key = _key(self.__class__)
+        return operator(key(self), key(other))
+
+    return compare
+
+
+_ORDER = {f"__{one.__name__}__": _comparison(one) for one in (lt, le, gt, ge)}
+
+
+@cache
+def _key(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    return _values([one.name for one in fields(cls) if one.compare])
+
+
+@cache
+def _hashed(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    return _values([one.name for one in fields(cls) if (one.compare if one.hash is None else one.hash)])
 
 
 def _values(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
