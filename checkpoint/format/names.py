@@ -20,17 +20,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from operator import eq, sub
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from torchrelay.checkpoint.format.position import Position
 from torchrelay.errors import BlobError, DamagedError, UsageError
 from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.records import dataclass
-
-if TYPE_CHECKING:
-    pass
-
 
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}", re.ASCII)
 GROUP = re.compile(r"[a-z][a-z_]*", re.ASCII)
@@ -50,6 +46,10 @@ _FORMS = 1 << 10
 _METADATA = "__metadata__"
 LONGEST_NAME = 4096
 """Characters of the name of a leaf or a blob."""
+UPSTREAM = "upstream."
+"""What the names of blobs of upstream runs begin with."""
+LINEAGE = f"{UPSTREAM}lineage"
+"""The blob that holds their records."""
 
 
 @dataclass(frozen=True)

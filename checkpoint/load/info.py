@@ -30,6 +30,8 @@ from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.codec import TableColumns
 from torchrelay.checkpoint.format.manifest.schema import BlobRow, LeafRow, Manifest
 from torchrelay.checkpoint.format.names import (
+    LINEAGE,
+    UPSTREAM,
     manifest_path,
     nearest,
     stats_path,
@@ -389,12 +391,6 @@ def _content(reader: LeafReader, name: str, node: str | None) -> bytes:
     if reader.spec(name, node).kind == "value":
         return dumps(reader.value_json(name, node))
     return bytes.fromhex(reader.digest(name, node))
-
-
-UPSTREAM = "upstream."
-"""What the names of these blobs begin with."""
-LINEAGE = f"{UPSTREAM}lineage"
-"""The blob of records."""
 
 
 def records_in(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, BlobRow, L
 from torchrelay.checkpoint.format.position import Patterns, Position, matches_any
 from torchrelay.checkpoint.format.value_decoding import renamed_references
 from torchrelay.checkpoint.load.lookup import Rename, pattern_list, renamed
-from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader, ReadPlan
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
 from torchrelay.checkpoint.state.module_leaves import PARAMS, groups_prefix, state_prefix
@@ -186,30 +185,6 @@ class Renaming:
         parameter, _ = self.owner(leaf)
         names = [self.name(leaf), *([renamed(parameter, self.rename)] if parameter else [])]
         return any(matches_any(name, patterns) for name in names)
-
-
-class RenamedReader(LeafReader):
-    """Reads an epoch by the names of today."""
-
-    def __init__(self, reader: LeafReader, renaming: Renaming) -> None:
-        self._stored = reader
-        self._renaming = renaming
-        self.manifest = renaming.renamed_manifest
-        self.options, self.shards = reader.options, reader.shards
-
-    def plan(self, reads: Iterable[LeafRead]) -> ReadPlan:
-        """See `LeafReader.plan`."""
-        old = self._renaming.stored
-        return self._stored.plan(replace(read, leaf=old.get(read.leaf, read.leaf)) for read in reads)
-
-    def value_json(self, leaf: str, node: str | None = None) -> Json:
-        """A value in its typed form, with the names of today in it."""
-        old = self._renaming.stored.get(leaf, leaf)
-        return self._renaming.value(old, self._stored.value_json(old, node))
-
-    def digest(self, leaf: str, node: str | None = None) -> str:
-        """See `LeafReader.digest`."""
-        return self._stored.digest(self._renaming.stored.get(leaf, leaf), node)
 
 
 def owner_of(name: str, blob: str, parameters: Collection[str]) -> tuple[str, str]:

@@ -5,22 +5,22 @@ All processes check first and agree; only then bytes are read, verified on arriv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.position import EVERYTHING, Facts, Selection
-from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader, ReadPlan
 from torchrelay.checkpoint.load.reads.shared_reads import SharedReads, agreed, offer, options_of, shareable
 from torchrelay.checkpoint.load.renaming import (
     LoadChanges,
-    RenamedReader,
     Renaming,
     ResumeOptions,
     excluded_leaves,
@@ -60,6 +60,30 @@ from torchrelay.jobs.session import Session, together, warn
 from torchrelay.jobs.workspace import Entry
 from torchrelay.metadata.statistics import NodeStats, NodeTimes
 from torchrelay.records import dataclass
+
+
+class RenamedReader(LeafReader):
+    """Reads an epoch by the names of today."""
+
+    def __init__(self, reader: LeafReader, renaming: Renaming) -> None:
+        self._stored = reader
+        self._renaming = renaming
+        self.manifest = renaming.renamed_manifest
+        self.options, self.shards = reader.options, reader.shards
+
+    def plan(self, reads: Iterable[LeafRead]) -> ReadPlan:
+        """See `LeafReader.plan`."""
+        old = self._renaming.stored
+        return self._stored.plan(replace(read, leaf=old.get(read.leaf, read.leaf)) for read in reads)
+
+    def value_json(self, leaf: str, node: str | None = None) -> Json:
+        """A value in its typed form, with the names of today in it."""
+        old = self._renaming.stored.get(leaf, leaf)
+        return self._renaming.value(old, self._stored.value_json(old, node))
+
+    def digest(self, leaf: str, node: str | None = None) -> str:
+        """See `LeafReader.digest`."""
+        return self._stored.digest(self._renaming.stored.get(leaf, leaf), node)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from enum import Enum
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torchrelay.checkpoint.format.layouts import alike, holding
 from torchrelay.checkpoint.format.manifest import codec
@@ -37,12 +37,14 @@ from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, Shar
 from torchrelay.checkpoint.format.names import all_plain, position_of
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
-from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.work import headway
 from torchrelay.errors import DamagedError, FormatError, StorageError
 from torchrelay.jobs.session import Peers
 from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.format.shard.reader import ShardHeader
 
 Json = Any
 Holder = tuple[int, int, str]
@@ -111,6 +113,8 @@ class ShardSet:
         return sum(row.header_bytes for row in opened)
 
     def _header(self, row: ShardRow, vouched: bool) -> ShardHeader:
+        from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
+
         path = shard_path(self.manifest, row, escape=self._escape)
         expected = ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
         header = read_header(self.storage, path, expected, vouched=vouched)

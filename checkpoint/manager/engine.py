@@ -16,7 +16,6 @@ from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
 from torchrelay.checkpoint.format.position import EVERYTHING, Facts, Position, Selection, matches_any
 from torchrelay.checkpoint.load.renaming import ResumeOptions, gone_blobs, renamed_manifest
-from torchrelay.checkpoint.load.resume import LoadJob, load_all
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
 from torchrelay.checkpoint.save.agreement import ReplicaCheck, SpecExchange
@@ -401,6 +400,8 @@ class Engine:
         Random states and gradients wait in `take_streams` and `take_gradients` for the runner to restore
         them, last.
         """
+        from torchrelay.checkpoint.load.resume import LoadJob, load_all
+
         self.wait(unguarded=True)
         members, selection = self._members or {}, self.selection
         job = LoadJob(

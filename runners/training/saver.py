@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format.position import Facts, Position
-from torchrelay.checkpoint.load.open import place_of, proved_entry
 from torchrelay.checkpoint.log.view import wanted
 from torchrelay.checkpoint.manager.base import Manager
 from torchrelay.errors import FencedError, LostDirectoryError, PeerError, SaveFailedError, UsageError
@@ -272,6 +271,8 @@ def load_best(life: Life, manager: Manager) -> int:
 
     A session that holds them not yet is set up first, as by any start. Random states and gradients stay.
     """
+    from torchrelay.checkpoint.load.open import place_of, proved_entry
+
     session, engine, run, best = life.session, manager.engine, life.run_directory, life.plan.best
     if best is None:
         raise UsageError("load_best needs to know what is best: give JobRunner best=('val/acc', 'max')")

@@ -57,14 +57,15 @@ def make_initializers() -> None:
 
 
 def _first_init(self: Any, *args: Any, **kwargs: Any) -> None:
-    cls, bind = _binder(type(self))
+    of: Any = type(self)
+    cls, bind = _binder(of)
     if not bind(self, args, kwargs):
         cls.__init__ = _initializer(cls)
         cls.__init__(self, *args, **kwargs)
 
 
 @cache
-def _binder(of: type[Any]) -> tuple[Any, Callable[[Any, Sequence[Any], dict[str, Any]], bool]]:
+def _binder(of: Any) -> tuple[Any, Callable[[Any, Sequence[Any], dict[str, Any]], bool]]:
     """The class that declares the fields, and what sets them as Python's own `__init__`.
 
     It gives False where that would raise, and when some objects have been made.
@@ -117,8 +118,9 @@ def _repr(self: Any) -> str:
 def _equal(self: Any, other: object) -> Any:
     if other.__class__ is not self.__class__:
         return NotImplemented
-    key = _key(self.__class__)
-    return key(self) == key(other)
+    cls: Any = self.__class__
+    key = _key(cls)
+    return bool(key(self) == key(other))
 
 
 def _hash(self: Any) -> int:
@@ -139,12 +141,12 @@ _ORDER = {f"__{one.__name__}__": _comparison(one) for one in (lt, le, gt, ge)}
 
 
 @cache
-def _key(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+def _key(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
     return _values([one.name for one in fields(cls) if one.compare])
 
 
 @cache
-def _hashed(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+def _hashed(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
     return _values([one.name for one in fields(cls) if (one.compare if one.hash is None else one.hash)])
 
 

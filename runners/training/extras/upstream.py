@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchrelay.checkpoint.format.manifest.schema import Manifest
-from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.load.info import LINEAGE, UPSTREAM
+from torchrelay.checkpoint.format.names import LINEAGE, UPSTREAM, nearest
 from torchrelay.checkpoint.load.lookup import pattern_list
 from torchrelay.errors import UsageError
 from torchrelay.jobs.session import Peers, decide, together

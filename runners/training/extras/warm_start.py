@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
-from torchrelay.checkpoint.format.names import nearest
+from torchrelay.checkpoint.format.names import UPSTREAM, nearest
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
-from torchrelay.checkpoint.load.info import UPSTREAM, records_in
+from torchrelay.checkpoint.load.info import records_in
 from torchrelay.checkpoint.load.lookup import Below, choose, pattern_list
 from torchrelay.checkpoint.load.renaming import LoadResult
 from torchrelay.checkpoint.state.flatten import leaves_of
