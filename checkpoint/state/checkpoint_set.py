@@ -149,7 +149,12 @@ def select(leaves: Sequence[Leaf], objects: Mapping[str, Any], selection: Select
         return list(leaves)
     units = _units(leaves, objects)
     wanted = {unit for unit, members in units.items() if _wanted(unit, members, selection)}
-    _check_optimizers(objects, units, wanted)
+    for unit in wanted:
+        blob = units[unit][0].blob
+        if blob in units and blob not in wanted and kind_of(objects[blob]) is Kind.OPTIMIZER:
+            raise BlobError(
+                f"the groups of {blob!r} are left out and {unit!r} is not: leave out all of {blob!r}"
+            )
     chosen = [leaf for unit, members in units.items() if unit in wanted for leaf in members]
     if leaves and not chosen:
         known = nearest((selection.include or ("",))[0], [leaf.name for leaf in leaves])
@@ -233,17 +238,6 @@ def _wanted(unit: str, members: Sequence[Leaf], selection: Selection) -> bool:
             f"means the whole, such as {unit!r}"
         )
     return votes.pop()
-
-
-def _check_optimizers(
-    objects: Mapping[str, Any], units: Mapping[str, Sequence[Leaf]], wanted: Collection[str]
-) -> None:
-    for unit in wanted:
-        blob = units[unit][0].blob
-        if blob in units and blob not in wanted and kind_of(objects[blob]) is Kind.OPTIMIZER:
-            raise BlobError(
-                f"the groups of {blob!r} are left out and {unit!r} is not: leave out all of {blob!r}"
-            )
 
 
 def _with_own_content(leaves: Sequence[Leaf]) -> list[Leaf]:

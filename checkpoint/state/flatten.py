@@ -148,7 +148,8 @@ def named_leaves(
         return first if is_held else None
 
     for blob, state in asked.items():  # last: what is read into place has the name that stands for its bytes
-        value, group = objects[blob], group_of(objects[blob])
+        value = objects[blob]
+        group = OPTIM_GROUP if isinstance(value, torch.optim.Optimizer) else MAIN_GROUP  # of any make
         found[blob], *inner[blob] = stateful_leaves(blob, value, state, group, partial(alias_of, group))
     leaves = _in_order(found, inner)
     if same_as:
@@ -231,11 +232,6 @@ def parameter_names(objects: Mapping[str, Any], states: ModuleStates | None = No
         for name, orphan in orphans(blob, value):
             found.setdefault(id(orphan), name)
     return found
-
-
-def group_of(value: Any) -> str:
-    """The file group of a blob's state: `optim` for optimizers of any make, else `main`."""
-    return OPTIM_GROUP if isinstance(value, torch.optim.Optimizer) else MAIN_GROUP
 
 
 def _leaves(

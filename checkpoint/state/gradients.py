@@ -155,13 +155,6 @@ def unsaved_optimizers(
             yield optimizer, name
 
 
-def left_behind() -> dict[int, int]:
-    """What steps left behind, by id, with how often each had been written."""
-    return {
-        id(grad): version for step in STEPS.values() if step.begins_anew for grad, version in step.living()
-    }
-
-
 def is_left(grad: torch.Tensor, left: Mapping[int, int]) -> bool:
     """Whether a gradient is what a step left behind, not written since."""
     memory = written_memory(grad)
@@ -193,7 +186,9 @@ def gradient_leaves(
     Only those of `wanted` parameters; of containers, only in those that are `learning`, which hold tensors
     with gradients. A kind that cannot be stored is left out, with a warning.
     """
-    listing = _Listing(left_behind())
+    listing = _Listing(
+        {id(grad): version for step in STEPS.values() if step.begins_anew for grad, version in step.living()}
+    )
     held = {blob: objects[blob] for blob in learning if kind_of(objects[blob]) is Kind.CONTAINER}
     parameters = learning_parameters(objects, names)
     for name, parameter in {**parameters, **learning_in_containers(held, parameters.values())}.items():
@@ -219,7 +214,10 @@ def parameter_of(leaf: str) -> str:
 
 @dataclass
 class _Listing:
-    """Gradients as they become leaves; `forms` tells of those that are not one tensor of their own."""
+    """Gradients as they become leaves; `forms` tells of those that are not one tensor of their own.
+
+    `left` is what steps left behind, by id, with how often each had been written.
+    """
 
     left: Mapping[int, int]
     leaves: list[Leaf] = field(default_factory=list)

@@ -93,17 +93,13 @@ def _zero_redundancy(optimizer: Optimizer) -> type[Optimizer]:
     return Optimizer
 
 
-def is_recreatable(value: Any) -> bool:
-    """Whether a load can make this without an object to load into."""
-    return kind_of(value) in RECREATABLE and not (isinstance(value, torch.Tensor) and is_wrapper(value))
-
-
 def check_recreatable(objects: Mapping[str, Any], registered: Collection[str]) -> None:
     """Refuse, by BlobError, objects that nobody registered and that no load could make again."""
     lost = [
         f"{name!r} ({type(value).__name__})"
         for name, value in objects.items()
-        if name not in registered and not is_recreatable(value)
+        if name not in registered
+        and (kind_of(value) not in RECREATABLE or (isinstance(value, torch.Tensor) and is_wrapper(value)))
     ]
     if lost:
         raise BlobError(

@@ -48,7 +48,9 @@ class Read:
         self.spec = spec
         self.live = live
         as_stored = live is not None and spec.dtype == dtype_name(live.dtype)
-        self.destination = _own_memory(live) if live is not None and as_stored else None
+        in_order = live is not None and live.is_cpu and live.is_contiguous()
+        flipped = live is not None and (live.is_conj() or live.is_neg())
+        self.destination = live if as_stored and in_order and not flipped else None
         self.target = target
         self.becomes = becomes
         self._placed: dict[str, torch.Tensor] | None = None
@@ -165,12 +167,6 @@ def form(tensor: torch.Tensor) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """Torch's own name, as a `LeafSpec` has it."""
     return str(dtype).removeprefix("torch.")
-
-
-def _own_memory(plain: torch.Tensor) -> torch.Tensor | None:
-    """The detached tensor itself where its memory is what is stored, in order."""
-    direct = plain.is_cpu and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
-    return plain if direct else None
 
 
 def put(live: torch.Tensor, content: torch.Tensor) -> None:

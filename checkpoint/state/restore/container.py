@@ -154,8 +154,10 @@ def draft_container(
     among `load.replaced`. `partial`: what of a dict is not stored stays.
     """
     spec = draft.specs.get(blob)
-    if spec is None and not draft.stored(blob) and _holds_only_blobs(live):
-        return None
+    if spec is None and not draft.stored(blob):
+        inside = [found for _, found in found_inside(live, "", lambda _, found: not is_container(found))]
+        if inside and all(is_stateful(found) or is_factory(found) for found in inside):
+            return None  # blobs, and nothing else
     if (spec := draft.take(blob)) is None:
         return None
     if spec.role is not Role.VALUE:
@@ -195,12 +197,6 @@ def _shown(draft: RestorePlan, name: str) -> Any:
     if spec is None or spec.role is not Role.VALUE:
         return _Tensor(name)
     return empty(spec)
-
-
-def _holds_only_blobs(live: Any) -> bool:
-    """Whether a container holds objects with state or factories, and nothing else."""
-    inside = list(found_inside(live, "", lambda _, found: not is_container(found)))
-    return bool(inside) and all(is_stateful(found) or is_factory(found) for _, found in inside)
 
 
 def _alike(live: Any, shown: Any) -> bool:

@@ -49,11 +49,7 @@ def has_load_code(parts: Sequence[nn.Module]) -> bool:
     if any(map(_overrides, kinds)):
         return True
     hooks = (hook for part in parts for name in _HOOKS for hook in getattr(part, name).values())
-    return not all(map(_is_quiet, hooks))
-
-
-def _is_quiet(hook: object) -> bool:
-    return _home(hook).startswith(_QUIET)
+    return not all(_home(hook).startswith(_QUIET) for hook in hooks)
 
 
 def _overrides(kind: type[nn.Module]) -> bool:

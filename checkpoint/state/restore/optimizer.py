@@ -48,9 +48,15 @@ Builder = Callable[[torch.device | None], Any]
 
 def draft_optimizer(draft: RestorePlan, blob: str, optimizer: Optimizer) -> None:
     """Plan to load an optimizer."""
-    groups = _stored_groups(draft, blob)
+    groups: list[list[str]] = []  # the parameter names of each stored group
+    while (name := f"{group_prefix(blob, len(groups))}{PARAMS}") in draft.specs:
+        spec = draft.take(name)
+        groups.append(draft.value(spec) if spec else [])
     if not groups:
-        _note_absent(draft, blob)
+        if draft.stored(blob):
+            draft.unlike(f"{blob} is an optimizer here, and something else in the checkpoint")
+        elif not any(name.startswith(group_prefix(blob, 0)) for name in draft.kept):
+            draft.lacks(blob)
         return
     added = _added_groups(draft, optimizer, groups)
     members = _members(draft, blob, optimizer, groups, added)
@@ -67,22 +73,6 @@ def draft_shared_parameters(draft: RestorePlan, blob: str, optimizer: Optimizer)
             draft.into(blob, spec, parameter)
 
 
-def _stored_groups(draft: RestorePlan, blob: str) -> list[list[str]]:
-    """The parameter names of each stored group."""
-    groups: list[list[str]] = []
-    while (name := f"{group_prefix(blob, len(groups))}{PARAMS}") in draft.specs:
-        spec = draft.take(name)
-        groups.append(draft.value(spec) if spec else [])
-    return groups
-
-
-def _note_absent(draft: RestorePlan, blob: str) -> None:
-    if draft.stored(blob):
-        draft.unlike(f"{blob} is an optimizer here, and something else in the checkpoint")
-    elif not any(name.startswith(group_prefix(blob, 0)) for name in draft.kept):
-        draft.lacks(blob)
-
-
 def _added_groups(
     draft: RestorePlan, optimizer: Optimizer, groups: list[list[str]]
 ) -> list[list[torch.Tensor]]:
@@ -93,7 +83,7 @@ def _added_groups(
     mine = {id(one) for group in optimizer.param_groups for one in group[PARAMS]}
 
     def found(name: str) -> torch.Tensor | None:
-        return _in_container(draft, name) if (known := draft.parameter(name)) is None else known
+        return _in_container(draft, name) if (known := draft.parameters.get(name)) is None else known
 
     added = [list(map(found, names)) for names in groups[len(optimizer.param_groups) :]]
     known = [[one for one in group if one is not None and id(one) not in mine] for group in added]
@@ -146,7 +136,7 @@ def _members(
             known = draft.names.get(id(parameter), orphan := f"{blob}.param.{index}.{place}")
             held = names[place] == orphan and orphan in draft.specs  # no blob had it when it was saved
             name = names[place] if known == orphan or held else draft.called(parameter, stored)
-            if name is None and draft.parameter(known) is None and _lies_in_container(draft, names[place]):
+            if name is None and known not in draft.parameters and _lies_in_container(draft, names[place]):
                 name = names[place]  # it came into the container, or got another place in it, since the start
             if name is None:
                 draft.unlike(text := f"{blob} has {known} in group {index} here, and not in the checkpoint")
@@ -190,7 +180,10 @@ class _Load:
             self._check_joint_state()
         if self.draft.kept or self.draft.cast is not None:
             self._look_at_owners()
-        trees = self._trees()
+        rest = self.draft.rest(self.blob)
+        values = [spec for spec in rest if spec.kind == "value" and spec.role is not Role.SUBCLASS]
+        # Building them takes the tensors inside, which are no entries themselves.
+        trees: dict[str, Builder] = {spec.name: self.draft.tree(spec) for spec in values}
         groups = self._groups(trees)
         state = self._state(trees)
         self.draft.note_rest(self.blob)
@@ -255,12 +248,6 @@ class _Load:
             return lambda device: {}
         self.draft.take(spec.name)
         return self.draft.tree(spec)
-
-    def _trees(self) -> dict[str, Builder]:
-        """The values; building them takes the tensors inside, which are no entries themselves."""
-        rest = self.draft.rest(self.blob)
-        values = [spec for spec in rest if spec.kind == "value" and spec.role is not Role.SUBCLASS]
-        return {spec.name: self.draft.tree(spec) for spec in values}
 
     def _groups(self, trees: Mapping[str, Builder]) -> list[dict[str, Builder]]:
         keyed: dict[str, list[tuple[str, LeafSpec]]] = {}
@@ -360,7 +347,9 @@ class _Load:
             return lambda device: live
         if subclass:
             return self.draft.alike(spec, self._model(spec, key, owner))
-        if owner is not None and is_sharded(owner) and _of_its_parts(spec, owner):
+        # State of a sharded parameter is sharded too, unless it is one value for all of it.
+        in_parts = spec.sharding is not None or (owner is not None and () != spec.shape == tuple(owner.shape))
+        if owner is not None and is_sharded(owner) and in_parts:
             made = self.draft.fresh_like(spec, owner)
             return lambda device: made
         read = self.draft.fresh(spec)
@@ -397,7 +386,7 @@ class _Load:
         if shared is live:
             return lambda device: shared
         plain = all(type(one) in (torch.Tensor, torch.nn.Parameter) for one in (shared, live))
-        free = fits and plain and self.draft.name_of(live) is None and self.draft.is_untouched(live)
+        free = fits and plain and self.draft.names.get(id(live)) is None and self.draft.is_untouched(live)
         if free and live.device == shared.device:
             self.draft.fills.append((self.blob, lambda: take_memory_of(shared, live)))
             return lambda device: live
@@ -413,7 +402,9 @@ class _Load:
         for group, entries in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({key: build(None) for key, build in entries.items()})
         devices = {
-            id(parameter): torch.device("cpu") if _steps_on_cpu(group) else parameter.device
+            id(parameter): parameter.device  # where kernels read `step`; else torch keeps it on the CPU
+            if group.get("capturable") or group.get("fused")
+            else torch.device("cpu")
             for group in self.optimizer.param_groups
             for parameter in group[PARAMS]
         }
@@ -439,20 +430,7 @@ class _Load:
             kept.update(built)
             self.local.state[parameter] = kept
         for name, parameter in self.members.items():
-            if name not in state and parameter in before and self._stays(name):
+            prefix = f"{state_prefix(self.blob)}{name}."
+            stays = name not in state and parameter in before
+            if stays and any(kept.startswith(prefix) for kept in self.draft.kept):
                 self.local.state[parameter] = before[parameter]
-
-    def _stays(self, name: str) -> bool:
-        """Whether the state of a parameter is among what keeps its content."""
-        prefix = f"{state_prefix(self.blob)}{name}."
-        return any(kept.startswith(prefix) for kept in self.draft.kept)
-
-
-def _of_its_parts(spec: LeafSpec, parameter: torch.Tensor) -> bool:
-    """Whether state of a sharded parameter is sharded too, and not one value for all of it."""
-    return spec.sharding is not None or (spec.shape == tuple(parameter.shape) and spec.shape != ())
-
-
-def _steps_on_cpu(group: Mapping[str, Any]) -> bool:
-    """Where torch's optimizers keep `step`: on the CPU unless kernels on the device read it."""
-    return not (group.get("capturable") or group.get("fused"))

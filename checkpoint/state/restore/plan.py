@@ -93,12 +93,9 @@ class RestorePlan:
         self.steps: list[tuple[str, Callable[[], None]]] = []
         self._by_blob: dict[str, list[LeafSpec]] = {}
         self._taken: set[str] = set()
-        self._read_into = TensorNames()
+        self._read_into, self._extents = TensorNames(), Extents()
         self._absent: list[tuple[str, torch.Tensor | None]] = []
         self._twofold: list[tuple[str, str]] = []
-        self._renamed: dict[str, LeafSpec] | None = None
-        self._parameters: dict[str, torch.Tensor] | None = None
-        self._spellings: dict[int, set[str]] | None = None
         self._called: dict[int, str] = {}
         self._fresh: dict[str, Read] = {}
         self.shared_tensors: dict[tuple[str, bool, bool | None], torch.Tensor] = {}
@@ -149,7 +146,7 @@ class RestorePlan:
         """The same, and not accounted for."""
         spec = self.specs.get(name)
         if spec is None and name not in self.kept:
-            spec = self._renamed_specs().get(name)
+            spec = self._renamed.get(name)
         return spec
 
     def renamed(self, live: torch.Tensor, stored: str) -> None:
@@ -172,33 +169,28 @@ class RestorePlan:
             return name
         if self._called.get(id(parameter)) in stored:
             return self._called[id(parameter)]
-        if self._spellings is None:
-            self._spellings = {}
-            for blob, module in self._modules.items():
-                for number, names in spellings(module).items():
-                    self._spellings.setdefault(number, set()).update(f"{blob}.{one}" for one in names)
         own = {*self._spellings.get(id(parameter), ()), *([name] if name else [])}
         return next((one for one in stored if one in own or not own.isdisjoint(current_names(one))), None)
 
-    def name_of(self, parameter: torch.Tensor) -> str | None:
-        """What a parameter is called among the given objects; None where it is in none."""
-        return self.names.get(id(parameter))
+    @cached_property
+    def _spellings(self) -> Mapping[int, set[str]]:
+        found: dict[int, set[str]] = {}
+        for blob, module in self._modules.items():
+            for number, names in spellings(module).items():
+                found.setdefault(number, set()).update(f"{blob}.{one}" for one in names)
+        return found
 
-    def parameter(self, name: str) -> torch.Tensor | None:
-        """The parameter of a given module, or the registered one, that is called so; None where none is."""
-        if self._parameters is None:
-            found = (named_parameters(blob, module, ModuleStates()) for blob, module in self._modules.items())
-            self._parameters = {**self._tensors, **{name: one for named in found for name, one in named}}
-        return self._parameters.get(name)
+    @cached_property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The parameters of given modules, and the registered ones, by their names."""
+        found = (named_parameters(blob, module, ModuleStates()) for blob, module in self._modules.items())
+        return {**self._tensors, **{name: one for named in found for name, one in named}}
 
-    def _renamed_specs(self) -> Mapping[str, LeafSpec]:
+    @cached_property
+    def _renamed(self) -> Mapping[str, LeafSpec]:
         """Stored leaves by what they are called today, where an older version named them otherwise."""
-        if self._renamed is None:
-            self._renamed = {}
-            for spec in self.specs.values():
-                for name in current_names(spec.name):
-                    self._renamed.setdefault(name, spec)
-        return self._renamed
+        names = ((name, spec) for spec in self.specs.values() for name in current_names(spec.name))
+        return dict(reversed(list(names)))  # the first of one name counts
 
     def rest(self, blob: str) -> list[LeafSpec]:
         """The stored leaves of a blob that nobody has taken."""
@@ -232,7 +224,8 @@ class RestorePlan:
         except BlobError as error:
             self.findings.refused.append(str(error))
             return
-        if not self._fits(spec, live):
+        if not self.fits(spec, live):
+            self.unlike(f"{spec.name} is {form(live)} here, {spec} in the checkpoint")
             return
         known = self._read_into.earlier(live, source)
         if source not in self._live:
@@ -295,10 +288,6 @@ class RestorePlan:
         """Whether some byte of a tensor is one that a leaf is read into."""
         return self._extents.overlap(tensor, self.live_tensors)
 
-    @cached_property
-    def _extents(self) -> Extents:
-        return Extents()
-
     def _is_read(self, live: torch.Tensor) -> bool:
         if is_wrapper(live):
             return all(self._is_read(part) for part in inner_tensors(live, "").values())
@@ -308,7 +297,7 @@ class RestorePlan:
         self, spec: LeafSpec, live: torch.Tensor, add: Callable[[LeafSpec, torch.Tensor], None]
     ) -> bool:
         """Take the inner leaves of a wrapper; False, noted, where the live tensor is another one."""
-        stored = self._value(spec) if spec.role is Role.SUBCLASS else None
+        stored = self.json(spec) if spec.role is Role.SUBCLASS else None
         here = description(live, spec.name) if is_wrapper(live) else None
         known = spec.role is Role.SUBCLASS and isinstance(stored, dict)
         for name in stored.get("inner", ()) if known and stored != here and isinstance(stored, dict) else ():
@@ -341,7 +330,7 @@ class RestorePlan:
         """The same for a wrapper subclass; noted where the model is none of its description."""
         if model is None or not is_wrapper(model):
             self.unlike(
-                f"{spec.name} is {told(self._value(spec))} in the checkpoint, and there is no such tensor "
+                f"{spec.name} is {told(self.json(spec))} in the checkpoint, and there is no such tensor "
                 "here that it could be made like"
             )
             return lambda device: torch.empty(0)
@@ -389,13 +378,10 @@ class RestorePlan:
 
     def value(self, spec: LeafSpec) -> Any:
         """A stored value without tensors in it."""
-        return decode(self._value(spec))
+        return decode(self.json(spec))
 
     def json(self, spec: LeafSpec) -> Json:
         """The typed form of a stored value."""
-        return self._value(spec)
-
-    def _value(self, spec: LeafSpec) -> Json:
         if _source(spec) not in self.values:
             raise DamagedError(f"the checkpoint describes value {spec.name!r} and does not hold it")
         return self.values[_source(spec)]
@@ -410,12 +396,6 @@ class RestorePlan:
         self.findings.types[spec.name] = live.dtype
         wanted = self.cast(spec.name) if self.cast is not None else None
         return live.dtype in (wanted, self.converted.get(spec.name))
-
-    def _fits(self, spec: LeafSpec, live: torch.Tensor) -> bool:
-        if not self.fits(spec, live):
-            self.unlike(f"{spec.name} is {form(live)} here, {spec} in the checkpoint")
-            return False
-        return True
 
 
 def shared_across_files(specs: dict[str, LeafSpec], in_place: Collection[str] = ()) -> dict[str, LeafSpec]:

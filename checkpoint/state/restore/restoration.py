@@ -79,7 +79,7 @@ def _left_out(draft: RestorePlan, value: Any, spec: LeafSpec) -> list[tuple[Any,
     """
     if not draft.excluded:
         return []
-    optimizers = [[*map(draft.name_of, parameters(one))] for one in optimizers_in(value)]
+    optimizers = [[draft.names.get(id(it)) for it in parameters(one)] for one in optimizers_in(value)]
     found: list[tuple[Any, ...]] = []
     tree = decode(draft.json(spec), tensor=_Inner)
     for path, state, groups in _optimizer_states(tree):
