@@ -151,14 +151,6 @@ def _unproved(storage: Storage, view: LogView) -> tuple[frozenset[Key], list[str
 
 def _losses(storage: Storage, before: LogView, after: State) -> Iterator[Loss]:
     entries = {entry.try_name: entry for entry in before.entries}
-    for one in sorted(after.retiring, key=_by_try):
+    for one in sorted(after.retiring, key=lambda one: (one.try_name, one.groups or ())):
         entry = None if one in before.retiring else entries.get(one.try_name)
-        yield Loss(one, entry, _bytes(storage, files_of(storage, one)))
-
-
-def _by_try(one: Retirement) -> tuple[str, tuple[str, ...]]:
-    return one.try_name, one.groups or ()
-
-
-def _bytes(storage: Storage, paths: Collection[str]) -> int:
-    return sum(storage.stat(path) or 0 for path in paths)
+        yield Loss(one, entry, sum(storage.stat(path) or 0 for path in files_of(storage, one)))

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.manifest.schema import Manifest
@@ -202,7 +203,7 @@ class Checkpoint:
                 dtype=dtype,
             )
         self._checked += checked
-        return result.costing(self.bytes_read - before)
+        return replace(result, bytes_read=self.bytes_read - before)
 
     def __getitem__(self, name: str) -> TensorHandle:
         """A tensor that is read when it is asked for, whole or in part: `ckpt["model.weight"][10:20]`.
@@ -253,7 +254,9 @@ class Checkpoint:
         if nodes is not None:
             own = {name: node for name, node in chosen if node and several_owners(self.manifest, name)}
             if own:
-                warnings.warn(_told_own(own), stacklevel=2)
+                some = ", ".join(f"{name} of {node}" for name, node in list(own.items())[:5])
+                more = f", ... ({len(own)} in all)" if len(own) > 5 else ""
+                warnings.warn(f"taken of what differs between nodes: {some}{more}", stacklevel=2)
         return loaded
 
     def load_saved(
@@ -316,9 +319,3 @@ class Checkpoint:
                 f"epoch {self.position} in {self._storage.url} is damaged: {error}; open another epoch, or "
                 "restore the file from a copy"
             ) from error
-
-
-def _told_own(own: Mapping[str, str]) -> str:
-    some = ", ".join(f"{name} of {node}" for name, node in list(own.items())[:5])
-    more = f", ... ({len(own)} in all)" if len(own) > 5 else ""
-    return f"taken of what differs between nodes: {some}{more}"

@@ -72,7 +72,9 @@ def holder_of(manifest: Manifest, row: int, node: str | None) -> int | None:
         )
     number = manifest.world.number.get(node)
     if leaf.scope == "host" and number is not None and number < len(manifest.world.host_of):
-        number = _lowest_on_host(manifest, layout, number)
+        host_of = manifest.world.host_of
+        here = [one for one in layout.nodes if one < len(host_of) and host_of[one] == host_of[number]]
+        number = here[0] if here else None  # the lowest on that host
     if number is None or number not in layout.members:
         raise UsageError(
             f"{node!r} has no {leaf.name!r} of its own; there is {own_names(manifest, leaf, layout)}"
@@ -210,12 +212,6 @@ def _of_node(manifest: Manifest, name: str, rows: tuple[int, ...], node: str | N
     )
 
 
-def _lowest_on_host(manifest: Manifest, layout: PerNode, number: int) -> int | None:
-    host_of = manifest.world.host_of
-    here = [one for one in layout.nodes if one < len(host_of) and host_of[one] == host_of[number]]
-    return here[0] if here else None
-
-
 NOWHERE = ""
 """The new name of what belongs nowhere."""
 
@@ -279,11 +275,13 @@ def choose(
             for name in manifest.rows
             if name.startswith(GRADIENTS) == gradients
             and matches(name, text)
-            and _has_kind(manifest, name, kind)
+            and manifest.leaves[manifest.rows[name][0]].kind == kind
         ]
         if node is None:
             if nodes is None and not (text == RANDOM_STATES or text.startswith(f"{RANDOM_STATES}.")):
-                matching = [name for name in matching if not _is_random_of_several(manifest, name)]
+                randoms = {name for name in matching if manifest.leaves[manifest.rows[name][0]].role == "rng"}
+                several = {name for name in randoms if several_owners(manifest, name)}
+                matching = [name for name in matching if name not in several]
             check_decided(manifest, matching, nodes)
             chosen = [(name, node_for(manifest, name, nodes)) for name in matching]
         else:
@@ -294,11 +292,6 @@ def choose(
             raise UsageError(f"no {kind} matches {pattern!r}{_instead(manifest, text, kind)}")
         found.update(dict.fromkeys(chosen))
     return list(found)
-
-
-def _is_random_of_several(manifest: Manifest, name: str) -> bool:
-    leaf = manifest.leaves[manifest.rows[name][0]]
-    return leaf.role == "rng" and bool(several_owners(manifest, name))
 
 
 def renamed(name: str, rename: Rename | None) -> str:
@@ -349,10 +342,6 @@ def renamed_all(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
             other = f"{found[new]!r} and {name!r} both" if new else repr(name)
             raise UsageError(f"rename={rename!r} makes {other} {new!r}: choose other names")
     return found
-
-
-def _has_kind(manifest: Manifest, name: str, kind: str) -> bool:
-    return manifest.leaves[manifest.rows[name][0]].kind == kind
 
 
 def _has(manifest: Manifest, name: str, node: str | None) -> bool:

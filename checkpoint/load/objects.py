@@ -98,7 +98,10 @@ def load_objects(
         lambda in_place: _plan(reader, entry, objects, in_place, wish),
         _in_place(reader, entry, objects) if rename is None and not exclude else NOTHING,
     )
-    loading = _loading(reader, plan, found, in_place, atomic=atomic)
+    rows = [reader.manifest.rows[name][0] for name in in_place.tensors]
+    columns = TensorColumns(in_place, partial(reader.check_rows, rows), partial(reader.read_rows, rows))
+    wanted = [TensorRead(read, found[read.leaf].stored, found[read.leaf].node) for read in plan.reads]
+    loading = Loading(reader, wanted, columns, atomic=atomic)
     loading.first()
     gate()
     loading.second()
@@ -358,12 +361,3 @@ def _check_blobs(
         if name not in known:
             there = [renamed(blob.name, rename) for blob in reader.manifest.blobs]
             raise UsageError(f"there is no blob {name!r}{nearest(name, there)}")
-
-
-def _loading(
-    reader: LeafReader, plan: Restoration, found: Mapping[str, _NamedLeaf], in_place: InPlace, *, atomic: bool
-) -> Loading:
-    rows = [reader.manifest.rows[name][0] for name in in_place.tensors]
-    columns = TensorColumns(in_place, partial(reader.check_rows, rows), partial(reader.read_rows, rows))
-    wanted = [TensorRead(read, found[read.leaf].stored, found[read.leaf].node) for read in plan.reads]
-    return Loading(reader, wanted, columns, atomic=atomic)

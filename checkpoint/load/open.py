@@ -90,25 +90,18 @@ def _place_at_url(url: str) -> CheckpointLocation:
 
 def _best_at(run: Storage) -> Best | None:
     try:
-        return _best_in(run.read_range("run.json", 0, run.stat("run.json") or 0))
-    except OSError:
-        return None
-
-
-def best_of_run(run: Path) -> Best | None:
-    """The metric in `run.json`; a file that is odd or absent says nothing."""
-    return _best_at(LocalStorage(run))
-
-
-def _best_in(data: bytes) -> Best | None:
-    try:
-        said = json.loads(data).get("best")
-    except (ValueError, AttributeError, RecursionError):
+        said = json.loads(run.read_range("run.json", 0, run.stat("run.json") or 0)).get("best")
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
     good = (
         isinstance(said, list) and len(said) == 2 and isinstance(said[0], str) and said[1] in ("min", "max")
     )
     return (said[0], said[1]) if good else None
+
+
+def best_of_run(run: Path) -> Best | None:
+    """The metric in `run.json`; a file that is odd or absent says nothing."""
+    return _best_at(LocalStorage(run))
 
 
 def proved_entry(

@@ -199,7 +199,8 @@ def _plan(
     registered = {name: entry.target for name, entry in entries.items() if entry.blob is not None}
     objects = registered if owners.intersection(registered) else {}
     for leaf, spec in specs.items():  # a tensor of a container that nobody holds here comes alone
-        if spec.blob not in objects and spec.blob not in specs and _is_value(reader.manifest, spec.blob):
+        above = () if spec.blob in objects or spec.blob in specs else reader.manifest.rows.get(spec.blob, ())
+        if above and reader.manifest.leaves[above[0]].role == "value":
             specs[leaf] = replace(spec, blob=leaf)
     plan = restoration(
         objects,
@@ -212,10 +213,6 @@ def _plan(
         same_content=lambda one, other: reader.same_content((one, node), (other, node)),
     )
     return _Plan(workspace, blob, target, node, plan)
-
-
-def _is_value(manifest: Manifest, blob: str) -> bool:
-    return blob in manifest.rows and manifest.leaves[manifest.rows[blob][0]].role == "value"
 
 
 def _install(loading: Loading, plans: Sequence[_Plan]) -> None:

@@ -47,10 +47,6 @@ class LoadResult:
     misshapen: tuple[str, ...] = ()
     nodes: Mapping[str, str] = field(default_factory=dict)
 
-    def costing(self, nbytes: int) -> LoadResult:
-        """The result with the bytes that it took."""
-        return replace(self, bytes_read=nbytes)
-
 
 def checked_objects(objects: Mapping[str, Any]) -> dict[str, Any]:
     """The objects, and those with state inside containers, by blob name; raises UsageError for no mapping."""

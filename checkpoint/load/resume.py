@@ -263,7 +263,7 @@ def _prepare(
             specs = {name: spec for name, spec in specs.items() if name not in changes.excluded}
             kept |= changes.excluded
         turned = stay_as_built(objects, specs)
-        node = node_of(job, stored)
+        node, selection = node_of(job, stored), job.manifest.facts.selection
         found = restoration(
             objects,
             specs,
@@ -274,7 +274,7 @@ def _prepare(
             exclude="resume_exclude",
             excluded=exclude,
             may_lack=assigned.may_lack,
-            why_absent=partial(_why_absent, job.manifest, assigned),
+            why_absent=lambda name: selection.why_absent(name) or assigned.why_absent(name),
             same_content=lambda one, other: reader.same_content((one, node), (other, node)),
         )
         changes.excluded.update(found.left_out)
@@ -354,10 +354,6 @@ def _check_computed(place: NodePlace, entries: Mapping[str, Entry], computed: Ma
                 f"blob {name!r} of {place}: its reshard callable gave a {gave}, and a {has} is registered: "
                 "return one of that form"
             )
-
-
-def _why_absent(manifest: Manifest, assigned: Assigned, name: str) -> str:
-    return manifest.facts.selection.why_absent(name) or assigned.why_absent(name)
 
 
 def _read_all(

@@ -300,7 +300,9 @@ def prove(
     try:
         manifest = seen_twice(lambda: codec.read(storage, entry))
         shards = ShardSet(storage, manifest)
-        rows = [row for row in _wanted_rows(manifest, want) if _is_kept(manifest.leaves[row], entry)]
+        rows = _wanted_rows(manifest, want)
+        if entry.groups:
+            rows = [row for row in rows if manifest.leaves[row].group in entry.groups]
         size = sum(leaf.nbytes for leaf in manifest.leaves) if level == "full" else None
         with headway(f"verifying epoch {entry.position}", size):
             holders = frozenset(holders_of(manifest, rows))
@@ -324,10 +326,6 @@ def _look_at(shards: ShardSet, holder: Holder, level: Level) -> None:
     files = seen_twice(lambda: shards.open(holder))
     for header in files.headers if level == "full" else ():
         seen_twice(header.verify)
-
-
-def _is_kept(leaf: LeafRow, entry: CommittedPosition) -> bool:
-    return not entry.groups or leaf.group in entry.groups
 
 
 def _wanted_rows(manifest: Manifest, want: Collection[str] | None) -> list[int]:

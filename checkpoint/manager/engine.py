@@ -263,7 +263,9 @@ class Engine:
             states, failed = self._capture(session)
         everybody = self._job(session, states, position, facts)
         with clock.spent("plan"):
-            demoted, whole = self._replicas.run(everybody, self._forced(), failed=failed)
+            members = [one for known in (self._members or {}).values() for one in known.values()]
+            forced = frozenset(one.name for one in members if one.scope is Scope.REPLICATED)
+            demoted, whole = self._replicas.run(everybody, forced, failed=failed)
             self._unsaved.patterns(session, states, position)
             self._demote(demoted, say=session.peers.rank == 0)
             saved = self._saved(session)
@@ -363,10 +365,6 @@ class Engine:
     def _resumes(self, name: str) -> bool:
         """Whether a resume loads a leaf of this name."""
         return not matches_any(name, self.resume.exclude)
-
-    def _forced(self) -> frozenset[str]:
-        members = [one for known in (self._members or {}).values() for one in known.values()]
-        return frozenset(one.name for one in members if one.scope is Scope.REPLICATED)
 
     def _demote(self, names: frozenset[str], *, say: bool) -> None:
         """Leaves that differ are kept per node from now on; said once, by one process.

@@ -282,14 +282,7 @@ def _copies(form: PartForm, shape: tuple[int, ...], target: LocalTarget) -> Iter
                 moved = zip(part, window.box, window.place, strict=True)
                 place = tuple((a - low + at, b - low + at) for (a, b), (low, _), (at, _) in moved)
                 yield Copy(source, first, part, place, target.shape)
-        first += _count(source)
-
-
-def _count(source: tuple[tuple[int, int], ...]) -> int:
-    count = 1
-    for start, stop in source:
-        count *= stop - start
-    return count
+        first += volume(source)
 
 
 @dataclass
@@ -318,7 +311,8 @@ class _Batch:
 
 def _batches(order: Iterable[_Placed]) -> Iterator[_Batch]:
     """All slabs, in their order."""
-    for (_, large, _), some in groupby(order, _together):
+    by_entry = groupby(order, lambda one: (one.header.path, one.is_large, one.key if one.is_large else ""))
+    for (_, large, _), some in by_entry:
         batch = _Batch(large)
         for one in some:
             if not batch.takes(one):
@@ -326,10 +320,6 @@ def _batches(order: Iterable[_Placed]) -> Iterator[_Batch]:
                 batch = _Batch(large)
                 batch.takes(one)
         yield batch
-
-
-def _together(one: _Placed) -> tuple[str, bool, str]:
-    return one.header.path, one.is_large, one.key if one.is_large else ""
 
 
 def _read_large(batch: _Batch, handle: ReadHandle, memory: Passing, options: ReadOptions) -> None:
@@ -342,22 +332,12 @@ def _read_large(batch: _Batch, handle: ReadHandle, memory: Passing, options: Rea
 
 def _read_small(batch: _Batch, handle: ReadHandle, memory: Passing, options: ReadOptions) -> None:
     """Put slabs of some entries, each of a block at most, into place, when all are read."""
-    cut = list(_cut(memory.room(batch.nbytes), batch.slabs))
-    for portion in batch.slabs[0].header.portions([_request(one, data) for one, data in cut], options):
-        portion.read(handle)
-    for one, data in cut:
-        one.slab.put(data, one.destination)
-
-
-def _cut(memory: memoryview, batch: Iterable[_Placed]) -> Iterator[tuple[_Placed, memoryview]]:
-    """Each slab with its part of the memory."""
-    at = 0
-    for one in batch:
+    room, at, requests = memory.room(batch.nbytes), 0, list[ReadRequest]()
+    for one in batch.slabs:
         start, end = one.span
-        stop = at + end - start
-        yield one, memory[at:stop]
-        at = stop
-
-
-def _request(one: _Placed, data: memoryview) -> ReadRequest:
-    return ReadRequest(one.key, *one.span, data)
+        requests.append(ReadRequest(one.key, start, end, room[at : at + end - start]))
+        at += end - start
+    for portion in batch.slabs[0].header.portions(requests, options):
+        portion.read(handle)
+    for one, request in zip(batch.slabs, requests, strict=True):
+        one.slab.put(request.destination, one.destination)
