@@ -226,7 +226,9 @@ class BlobRegistry:
                 "declare it where the job is built or in a task of @job.setup"
             )
         forced = _scope(scope)
-        _check_reshard(reshard)
+        if not (reshard is None or callable(reshard) or reshard in RESHARD_POLICIES):
+            policies = _listed(RESHARD_POLICIES)
+            raise UsageError(f"{reshard!r} is not a reshard policy: use {policies} or a callable")
         merged = dict(self._blobs)
         for given in (mapping or {}, named):
             for name, source, container in _flat(given):
@@ -305,12 +307,6 @@ def _scope(scope: Scope | str | None) -> Scope | None:
         raise UsageError(f"{scope!r} is not a scope: use one of {_listed(s.value for s in Scope)}") from None
 
 
-def _check_reshard(reshard: Reshard) -> None:
-    if reshard is None or callable(reshard) or reshard in RESHARD_POLICIES:
-        return
-    raise UsageError(f"{reshard!r} is not a reshard policy: use {_listed(RESHARD_POLICIES)} or a callable")
-
-
 def _checked_source(name: str, source: object) -> object:
     if isinstance(source, type):
         raise UsageError(
@@ -318,20 +314,16 @@ def _checked_source(name: str, source: object) -> object:
             f"lambda ctx: {source.__name__}(...)"
         )
     if is_factory(source):
-        _check_factory(name, source)
+        try:
+            call_style(source)  # type: ignore[arg-type]
+        except UsageError as error:
+            raise UsageError(f"blob {name!r} is a function, so it must make the blob: {error}") from error
     if is_fixed(source) and holds_live(source):
         raise UsageError(
             f"blob {name!r} is a {type(source).__name__} that holds tensors or objects, and what the program "
             "puts in its place later cannot be followed: give a list, a dict or a dataclass (not frozen)"
         )
     return source
-
-
-def _check_factory(name: str, source: Any) -> None:
-    try:
-        call_style(source)
-    except UsageError as error:
-        raise UsageError(f"blob {name!r} is a function, so it must make the blob: {error}") from error
 
 
 def _check_objects(blobs: Any) -> None:

@@ -64,6 +64,7 @@ _PYTHON, _NUMPY, _TORCH, _CUDA = 1, 2, 3, 4  # which stream a derived seed is fo
 _NUMPY_GENERATORS = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})
 _EXACT = 2**53  # JSON readers elsewhere keep integers exactly only below this
 _WORDS = 624  # of the Mersenne Twister
+_TWISTER = {"bit_generator": "MT19937", "has_gauss": 0, "gauss": 0.0}
 _PADDED = 1024  # a twister's decimal words take 6.1 to 7 KiB as good as always
 
 
@@ -84,7 +85,15 @@ class RandomStreams:
     @classmethod
     def capture(cls) -> RandomStreams:
         """Take all streams as they are; none is moved, nothing is initialised or imported for it."""
-        return cls(_python_state(), _numpy_state(), _torch_state(), _cuda_states())
+        import torch
+
+        state, cuda = torch.get_rng_state(), torch.cuda.is_initialized()
+        return cls(
+            _python_bytes(random.getstate()),
+            _numpy_state(),
+            ctypes.string_at(state.data_ptr(), state.nbytes),
+            tuple(bytes(torch.cuda.get_rng_state(one).tolist()) for one in _cuda_order()) if cuda else (),
+        )
 
     @classmethod
     def derive(cls, seed: int, rank: int, epoch: int = 0) -> RandomStreams:
@@ -96,9 +105,10 @@ class RandomStreams:
         import torch
 
         words = random.Random(mix(seed, epoch, rank, _NUMPY)).getstate()[1][:_WORDS]  # noqa: S311
+        key = {"dtype": "uint32", "values": list(words)}
         return cls(
             _python_bytes(random.Random(mix(seed, epoch, rank, _PYTHON)).getstate()),  # noqa: S311
-            _canonical(_twister(words)),
+            _canonical({**_TWISTER, "state": {"key": key, "pos": _WORDS}}),
             bytes(torch.Generator().manual_seed(mix(seed, epoch, rank, _TORCH)).get_state().tolist()),
             # a CUDA state is the seed and the offset of a Philox generator
             tuple(
@@ -113,11 +123,15 @@ class RandomStreams:
         numpy is imported for its state where it is installed. States of CUDA devices that this
         machine lacks are left out; devices without a state here are left as they are.
         """
+        import torch
+
         random.setstate(_python_from(self.python))
         if self.numpy is not None:
             _restore_numpy(self.numpy)
-        _restore_torch(self.torch)
-        _restore_cuda(self.cuda)
+        torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
+        # not initialised yet, torch keeps a state until it is
+        for device, state in zip(_cuda_order() if self.cuda else (), self.cuda, strict=False):
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), device)
 
     def encode(self) -> dict[str, bytes]:
         """Return the stored form: keys `python`, `numpy`, `torch`, `cuda.<i>`, without absent ones."""
@@ -171,10 +185,6 @@ def _parsed(data: bytes, stream: str) -> dict[str, Any]:
     return value
 
 
-def _python_state() -> bytes:
-    return _python_bytes(random.getstate())
-
-
 def _python_bytes(state: Any) -> bytes:
     version, words, gauss = state
     return _python_text(words, json.dumps([version, gauss]))
@@ -192,11 +202,6 @@ def _python_from(data: bytes) -> Any:
         return value["version"], tuple(value["words"]), value["gauss"]
     except (KeyError, TypeError) as error:
         raise FormatError(f"the random state of python lacks {error}") from error
-
-
-def _twister(words: Any) -> dict[str, Any]:
-    key = {"dtype": "uint32", "values": [int(word) for word in words]}
-    return {"bit_generator": "MT19937", "state": {"key": key, "pos": _WORDS}, "has_gauss": 0, "gauss": 0.0}
 
 
 def _numpy_state() -> bytes | None:
@@ -270,19 +275,6 @@ def _restore_numpy(data: bytes) -> None:
     numpy.random.set_state(state)
 
 
-def _torch_state() -> bytes:
-    import torch
-
-    state = torch.get_rng_state()
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
-
-
-def _restore_torch(data: bytes) -> None:
-    import torch
-
-    torch.set_rng_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
 def _cuda_devices() -> int:
     import torch
 
@@ -296,22 +288,6 @@ def _cuda_order() -> list[int]:
     count = _cuda_devices()
     current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     return [(current + offset) % count for offset in range(count)]
-
-
-def _cuda_states() -> tuple[bytes, ...]:
-    import torch
-
-    if not torch.cuda.is_initialized():
-        return ()
-    return tuple(bytes(torch.cuda.get_rng_state(device).tolist()) for device in _cuda_order())
-
-
-def _restore_cuda(states: tuple[bytes, ...]) -> None:
-    import torch
-
-    # not initialised yet, torch keeps a state until it is
-    for device, state in zip(_cuda_order(), states, strict=False):
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), device)
 
 
 _seed: int | None = None

@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -54,14 +54,9 @@ def undisturbed() -> Iterator[None]:
         with _lock:
             _inside = max(0, _inside - 1)  # a child that was forked inside begins anew
             if _inside == 0 and _was_on:
-                _settle()
+                if gc.get_count()[0] > gc.get_threshold()[0] > 0:  # enough to set off a collection
+                    gc.collect(0)
                 gc.enable()
-
-
-def _settle() -> None:
-    """Collect what was made meanwhile, if it is enough to set off a collection; no older objects."""
-    if gc.get_count()[0] > gc.get_threshold()[0] > 0:
-        gc.collect(0)
 
 
 def _begin_anew() -> None:
@@ -181,7 +176,8 @@ class Signature:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON has it."""
-        return {"inputs": _listed(self.inputs), "outputs": _listed(self.outputs)}
+        inputs, outputs = ([one.to_json() for one in side] for side in (self.inputs, self.outputs))
+        return {"inputs": inputs, "outputs": outputs}
 
     @classmethod
     def from_json(cls, found: Any) -> Signature:
@@ -196,10 +192,6 @@ class Signature:
 
 def _is_size(size: object) -> bool:
     return isinstance(size, str) or (isinstance(size, int) and not isinstance(size, bool) and size >= 0)
-
-
-def _listed(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
-    return [spec.to_json() for spec in specs]
 
 
 IMPOSSIBLE = (errno.ELOOP, errno.ENAMETOOLONG)

@@ -108,7 +108,8 @@ def together(
         outcome = {"error": type(error).__name__, "message": str(error)}
         outcome["consequence"] = getattr(error, "consequence", False)
     try:
-        told, meanwhile = _without_value if for_first else None, None if own is not None else meanwhile
+        told = (lambda other: other if "error" in other else _NOTHING) if for_first else None
+        meanwhile = None if own is not None else meanwhile
         outcomes = peers.exchange(topic, outcome, deadline_secs=deadline_secs, told=told, meanwhile=meanwhile)
     except PeerError:
         if own is None:
@@ -133,10 +134,6 @@ def together(
 
 _NOTHING = {"value": None}
 """One object for all, which costs nothing to compare with itself."""
-
-
-def _without_value(outcome: Json) -> Json:
-    return outcome if "error" in outcome else _NOTHING
 
 
 def decide(

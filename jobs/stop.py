@@ -45,37 +45,6 @@ class StopAnswer:
     reason: str = ""
 
 
-class StopContext(Protocol):
-    """What a condition may look at: the `ctx` of the node, after the epoch and before its save.
-
-    A limit is also asked about a saved position before anything is loaded; then there is no `workspace`.
-    """
-
-    @property
-    def epoch(self) -> int:
-        """Epochs done."""
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of all epochs and attempts."""
-
-    @property
-    def elapsed_secs(self) -> float:
-        """Seconds of running over all attempts."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics with their last reduced values, of whatever epoch."""
-
-    @property
-    def measured(self) -> Mapping[str, float]:
-        """Those that the epoch which is over has logged."""
-
-    @property
-    def workspace(self) -> Any:
-        """The node's GLOBAL workspace."""
-
-
 class StopCondition(Protocol):
     """Asked on every node after every epoch.
 
@@ -103,7 +72,10 @@ class StopCondition(Protocol):
         """Whether the position alone decides."""
 
     def ask(self, ctx: Any) -> StopAnswer:
-        """Answer for one node; does not communicate."""
+        """Answer for one node, by its `ctx` after the epoch and before its save; does not communicate.
+
+        A limit is also asked about a saved position before anything is loaded; then there is no `workspace`.
+        """
 
 
 def combine(answers_by_node: Mapping[str, StopAnswer], rule: str) -> StopAnswer:
@@ -389,8 +361,13 @@ class EarlyStopping:
             text = f"early_stopping waits for the metric {self.metric!r}; there are: {known}"
             raise MissingMetricError(text, self.metric)
         if self.metric in measured and ctx.epoch != self._asked_in:
-            self._take(float(measured[self.metric]))
-            self._asked_in = ctx.epoch
+            self._asked_in, value = ctx.epoch, float(measured[self.metric])
+            sign = 1 if self.mode == "min" else -1
+            better = self.best is None or sign * (self.best - value) > self.min_delta
+            if math.isfinite(value) and better:
+                self.best, self.waited = value, 0
+            else:
+                self.waited += 1
         if self.waited < self.patience:
             return StopAnswer(False)
         best = "never had a finite value" if self.best is None else f"did not get better than {self.best:g}"
@@ -419,20 +396,6 @@ class EarlyStopping:
         same = best == state["best"] and state.get("min_delta", self.min_delta) == self.min_delta
         self.waited, self._asked_in = int(state["waited"]) if same else 0, int(state["epoch"])
 
-    def _take(self, value: float) -> None:
-        if self._improves(value):
-            self.best, self.waited = value, 0
-        else:
-            self.waited += 1
-
-    def _improves(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False
-        if self.best is None:
-            return True
-        gain = self.best - value if self.mode == "min" else value - self.best
-        return gain > self.min_delta
-
 
 def early_stopping(
     metric: str, mode: Mode = "min", patience: int = 3, min_delta: float = 0.0
@@ -451,11 +414,7 @@ def early_stopping(
         raise UsageError(f"early_stopping's mode is 'min' or 'max', not {mode!r}")
     if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
         raise UsageError(f"early_stopping's patience is an integer from 1, not {patience!r}")
-    if not _is_distance(min_delta):
+    number = isinstance(min_delta, (int, float)) and not isinstance(min_delta, bool)
+    if not (number and math.isfinite(min_delta) and min_delta >= 0):
         raise UsageError(f"early_stopping's min_delta is a number from 0, not {min_delta!r}")
     return EarlyStopping(metric, mode, patience, float(min_delta))
-
-
-def _is_distance(value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]

@@ -94,8 +94,15 @@ def condition_of(given: Any, job: Job | None = None) -> StopCondition:
     condition = _as_condition(given)
     if job is None:
         return condition
-    _register(condition, job)
-    return _with_own_name(condition, job)
+    if is_stateful(condition) and not any(blob.source is condition for blob in job.blobs):
+        # Its memory is a blob, so that a resumed run goes on with it.
+        blob_name = getattr(condition, "blob_name", None) or f"stop/{condition.name}"
+        job.blobs.add({free_name(blob_name, set(job.blobs.names)): condition})
+    known = job.stop_conditions
+    if any(condition is one or condition is getattr(one, "condition", None) for one in known):
+        raise UsageError(f"stop condition {condition.name!r} was added to the job already")
+    name = free_name(condition.name, {one.name for one in known})
+    return condition if name == condition.name else Renamed(condition, name)
 
 
 def _as_condition(given: Any) -> StopCondition:
@@ -103,14 +110,33 @@ def _as_condition(given: Any) -> StopCondition:
         return given  # type: ignore[no-any-return]
     if isinstance(given, TaskOutput):
         return AskedValue(f"output({given})", _OutputValue(given), f"{given} is true")
-    if isinstance(given, str):
-        return _of_blob(given)
+    if isinstance(given, str):  # `trainer_1:done`, or `done` on the current node, else on every node
+        node, _, name = given.rpartition(":")
+        current = Node.current(required=False)
+        where = check_node_name(node) if node else (current.name if current else None)
+        read = _BlobValue(check_blob_name(name), where)
+        return AskedValue(f"blob({given})", read, f"blob {given!r} is true")
     if isinstance(given, torch.Tensor):
-        return _of_tensor(given)
+        if given.numel() != 1:
+            raise UsageError(
+                f"a tensor of shape {tuple(given.shape)} cannot be a stop condition: it needs one element; "
+                "use a function, such as `lambda: done.all()`"
+            )
+        return AskedValue("tensor", lambda ctx: given, "the tensor given as stop condition is true")
     if not isinstance(given, type) and callable(getattr(given, "data_finished", None)):
-        return _of_data_finished(given)
+        finished, kind = given.data_finished(), _kind(given)
+        if not isinstance(finished, (bool, int)):
+            return _as_condition(finished)
+        return AskedValue(kind, lambda ctx: given.data_finished(), f"the data of {kind} is finished")
     if callable(given) and not isinstance(given, type):
-        return _of_callable(given)
+        call_style(given)
+        name = step_name(given) or "condition"
+        return AskedValue(
+            name,
+            lambda ctx: invoke(given, ctx.workspace, ctx),
+            f"{name} says so",
+            settings=function_settings(given),
+        )
     raise UsageError(f"{given!r:.80} cannot be a stop condition; it may be {_FORMS}")
 
 
@@ -123,44 +149,6 @@ def _is_condition(given: Any) -> bool:
     if given.rule not in RULES:
         raise UsageError(f"stop condition {given.name!r} has the rule {given.rule!r}, not {', '.join(RULES)}")
     return True
-
-
-def _of_blob(address: str) -> AskedValue:
-    """`done` is read on the current node, else on every node; `trainer_1:done` on that one."""
-    node, _, name = address.rpartition(":")
-    current = Node.current(required=False)
-    where = check_node_name(node) if node else (current.name if current else None)
-    return AskedValue(
-        f"blob({address})", _BlobValue(check_blob_name(name), where), f"blob {address!r} is true"
-    )
-
-
-def _of_tensor(tensor: torch.Tensor) -> AskedValue:
-    if tensor.numel() != 1:
-        raise UsageError(
-            f"a tensor of shape {tuple(tensor.shape)} cannot be a stop condition: it needs one element; "
-            "use a function, such as `lambda: done.all()`"
-        )
-    return AskedValue("tensor", lambda ctx: tensor, "the tensor given as stop condition is true")
-
-
-def _of_data_finished(given: Any) -> StopCondition:
-    finished = given.data_finished()
-    if isinstance(finished, (bool, int)):
-        return AskedValue(
-            _kind(given), lambda ctx: given.data_finished(), f"the data of {_kind(given)} is finished"
-        )
-    return _as_condition(finished)
-
-
-def _of_callable(given: Callable[..., Any]) -> AskedValue:
-    call_style(given)
-    name = step_name(given) or "condition"
-
-    def read(ctx: Any) -> Any:
-        return invoke(given, ctx.workspace, ctx)
-
-    return AskedValue(name, read, f"{name} says so", settings=function_settings(given))
 
 
 @dataclass(frozen=True)
@@ -199,23 +187,6 @@ def _truth(value: Any, name: str) -> bool:
         raise UsageError(
             f"stop condition {name!r} gave a {_kind(value)} that is neither true nor false: {error}"
         ) from error
-
-
-def _register(condition: Any, job: Job) -> None:
-    """Make the condition's memory a blob, so that a resumed run goes on with it."""
-    if not is_stateful(condition) or any(blob.source is condition for blob in job.blobs):
-        return
-    name = getattr(condition, "blob_name", None) or f"stop/{condition.name}"
-    job.blobs.add({free_name(name, set(job.blobs.names)): condition})
-
-
-def _with_own_name(condition: StopCondition, job: Job) -> StopCondition:
-    if any(
-        condition is known or condition is getattr(known, "condition", None) for known in job.stop_conditions
-    ):
-        raise UsageError(f"stop condition {condition.name!r} was added to the job already")
-    name = free_name(condition.name, {known.name for known in job.stop_conditions})
-    return condition if name == condition.name else Renamed(condition, name)
 
 
 def _kind(given: object) -> str:

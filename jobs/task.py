@@ -59,18 +59,19 @@ class TaskOutput:
         Raises NotAllowedNowError before a run and for a value that is too big to leave the process
         of its node, UsageError where the node is missing or unknown.
         """
-        value = self._chosen(node)
-        if isinstance(value, NotHere):
+        values = self._bound()
+        if node is None and len(values) > 1:
+            raise UsageError(
+                f"{self} exists on {_listed(values)}: say which with fetch(node), or use fetch_all()"
+            )
+        if node is None and not values:
+            raise NotAllowedNowError(f"{self} is not set: the last run selected no node for it")
+        name = next(iter(values)) if node is None else str(node)
+        if name not in values:
+            raise UsageError(f"{self} exists on {_listed(values)}, not on {name!r}")
+        if isinstance(value := values[name], NotHere):
             raise NotAllowedNowError(f"{value.reason}; fetch it there, or make it a blob")
         return value
-
-    def _chosen(self, node: str | Node | None) -> Any:
-        values = self._bound()
-        if node is None:
-            return self._only(values)
-        if str(node) in values:
-            return values[str(node)]
-        raise UsageError(f"{self} exists on {_listed(values)}, not on {str(node)!r}")
 
     def fetch_all(self) -> dict[str, Any]:
         """Return the values by the name of the node; raises NotAllowedNowError before a run.
@@ -83,15 +84,6 @@ class TaskOutput:
         if self._values is None:
             raise NotAllowedNowError(f"{self} is not set yet: run its group or task in a session first")
         return self._values
-
-    def _only(self, values: Mapping[str, Any]) -> Any:
-        if len(values) == 1:
-            return next(iter(values.values()))
-        if not values:
-            raise NotAllowedNowError(f"{self} is not set: the last run selected no node for it")
-        raise UsageError(
-            f"{self} exists on {_listed(values)}: say which with fetch(node), or use fetch_all()"
-        )
 
 
 def final_output(name: str) -> TaskOutput:
@@ -182,7 +174,11 @@ class Task(Managed):
         self.outputs = TaskOutputs()
         self.result = TaskOutput(None, self)
         self.add_outputs([outputs] if isinstance(outputs, str) else outputs)
-        self._join(group)
+        from torchrelay.jobs.job import TaskGroup
+
+        joined = TaskGroup.current(group, required=False)
+        if joined is not None:
+            joined.add(self)
 
     def __repr__(self) -> str:
         return f"Task({self.full_name!r})"
@@ -213,13 +209,6 @@ class Task(Managed):
             raise NotAllowedNowError(
                 f"task {self.full_name!r} was already used and cannot change: make a new one"
             )
-
-    def _join(self, group: TaskGroup | None) -> None:
-        from torchrelay.jobs.job import TaskGroup
-
-        group = TaskGroup.current(group, required=False)
-        if group is not None:
-            group.add(self)
 
 
 def _steps(given: Steps) -> list[Step]:

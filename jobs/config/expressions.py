@@ -93,17 +93,13 @@ def _parts(text: str) -> Iterator[Part]:
             yield Unreadable(
                 "`${` is not closed, or has a brace inside; `$${` stands for the characters", sign
             )
+        elif variable := _ENV.fullmatch(inside := found["inside"]):
+            yield Variable(variable["name"], variable["default"], sign)
+        elif not inside.strip() or ":" in inside:
+            yield Unreadable("expected `${key.path}`, `${env:NAME}` or `${env:NAME,default}`", sign)
         else:
-            yield _expression(found["inside"], sign)
+            yield Reference(inside.strip(), sign)
     yield text[at:]
-
-
-def _expression(inside: str, token: str) -> Part:
-    if found := _ENV.fullmatch(inside):
-        return Variable(found["name"], found["default"], token)
-    if not inside.strip() or ":" in inside:
-        return Unreadable("expected `${key.path}`, `${env:NAME}` or `${env:NAME,default}`", token)
-    return Reference(inside.strip(), token)
 
 
 def written(parts: list[str | WorkspaceToken]) -> str:

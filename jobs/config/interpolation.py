@@ -127,7 +127,10 @@ class _Interpolation:
 
     def wrong(self, where: Where, message: str, token: str = "", near: str | None = None) -> Any:
         """Complain of the text at `where`, or of a token in it; returns _BROKEN."""
-        origin = _of_token(self.tree.origin(where), token)
+        origin = self.tree.origin(where)
+        at = origin.text.find(token, origin.place.column - 1) if token else -1
+        if at >= 0:  # the token is to be seen in the line
+            origin = SourceSpan(origin.source, TextPosition(origin.place.line, at + 1))
         self.problems.append(ConfigProblem(origin, self.tree.path(where), message, near))
         self.broken.add(where)
         return _BROKEN
@@ -348,9 +351,3 @@ def _rendered(node: Any, workspace: str | None) -> Any:
         return written(list(one.parts)) if workspace is None else one.at(workspace)
 
     return with_leaves(node, of)
-
-
-def _of_token(origin: SourceSpan, token: str) -> SourceSpan:
-    """The place of a token behind `origin` in its line, where it is to be seen there."""
-    at = origin.text.find(token, origin.place.column - 1) if token else -1
-    return origin if at < 0 else SourceSpan(origin.source, TextPosition(origin.place.line, at + 1))

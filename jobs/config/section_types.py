@@ -263,8 +263,12 @@ def _dataclass(to: Any, value: Any, at: At) -> Any:
         else:
             message = f"{to.__name__} has no field `{name}`; {hint(name, fields)}"
             at.reading.wrong(inner.where, message, nearest(name, fields), key=True)
-    missing = [one.name for one in fields.values() if one.name not in made and _is_required(one)]
-    if missing:
+    required = [
+        one.name
+        for one in fields.values()
+        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+    ]
+    if missing := [name for name in required if name not in made]:
         at.wrong(f"{' and '.join(f'`{name}`' for name in missing)} missing, for {to.__name__}")
     if len(at.reading.problems) > before:
         return WRONG
@@ -272,10 +276,6 @@ def _dataclass(to: Any, value: Any, at: At) -> Any:
         return to(**made)
     except ValueError as error:  # what __post_init__ of the user refuses
         return at.wrong(str(error))
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _converted(hint_: Any, value: Any, at: At) -> Any:

@@ -73,8 +73,9 @@ class ConfigProblem:
         text, before = _window(self.origin.text, self.origin.place.column - 1)
         if not text.strip():
             return [str(self)]
-        number = str(self.origin.place.line)
-        return [str(self), f"  {number} | {text}", f"  {' ' * len(number)} | {_blank(text[:before])}^"]
+        number, wide = str(self.origin.place.line), unicodedata.east_asian_width
+        blank = "".join("\t" if c == "\t" else " " * (1 + (wide(c) in "WF")) for c in text[:before])
+        return [str(self), f"  {number} | {text}", f"  {' ' * len(number)} | {blank}^"]
 
     def json(self) -> dict[str, Any]:
         """As an object of `config check --json`."""
@@ -127,12 +128,6 @@ def _window(text: str, at: int) -> tuple[str, int]:
     at = min(at, len(text))
     begin = 0 if len(text) <= _WIDTH else max(0, min(at - _WIDTH // 2, len(text) - _WIDTH))
     return text[begin : begin + _WIDTH].rstrip(), at - begin
-
-
-def _blank(text: str) -> str:
-    """As wide as `text` on a terminal."""
-    wide = ("\t" if c == "\t" else " " * (1 + (unicodedata.east_asian_width(c) in "WF")) for c in text)
-    return "".join(wide)
 
 
 _DIGITS = re.compile(r"0|[1-9][0-9]{0,8}")

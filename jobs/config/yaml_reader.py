@@ -373,26 +373,13 @@ def scalar(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "{}" if isinstance(value, dict) else "[]"
     if isinstance(value, str):
-        return value if _is_bare(value) else _quoted(value)
-    if isinstance(value, float):
-        return _number(value)
+        bare = _BARE.fullmatch(value) and plain(value) == value and not _ELSEWHERE.fullmatch(value)
+        quoted = value if bare else json.dumps(value, ensure_ascii=False)
+        return "".join(one if one.isprintable() else _escaped(ord(one)) for one in quoted)
+    if isinstance(value, float):  # as Python writes it, but with a point: YAML 1.1 takes `1e-05` for a text
+        mantissa, exponent, power = repr(value).partition("e")
+        return f"{mantissa if '.' in mantissa else f'{mantissa}.0'}{exponent}{power}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _is_bare(text: str) -> bool:
-    return bool(_BARE.fullmatch(text)) and plain(text) == text and not _ELSEWHERE.fullmatch(text)
-
-
-def _number(value: float) -> str:
-    """As Python writes it, but always with a point: YAML 1.1 takes `1e-05` for a text."""
-    text = repr(value)
-    mantissa, exponent, power = text.partition("e")
-    return f"{mantissa if '.' in mantissa else f'{mantissa}.0'}{exponent}{power}"
-
-
-def _quoted(text: str) -> str:
-    quoted = json.dumps(text, ensure_ascii=False)
-    return "".join(one if one.isprintable() else _escaped(ord(one)) for one in quoted)
 
 
 def _escaped(code: int) -> str:

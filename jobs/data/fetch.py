@@ -104,20 +104,16 @@ class SampleFetch(Dataset[Any]):
 
     def __getitem__(self, request: FetchRequest) -> Any:
         if self._seeds:
-            samples = self._seeded(request)
+            samples = []
+            with streams_kept():
+                for index in request.indices:
+                    seed_cpu_streams(sample_seed(request.seed, request.epoch, index))
+                    samples.append(self._sample(index))
         elif hasattr(self._dataset, "__getitems__"):
             samples = self._dataset.__getitems__(list(request.indices))
         else:
             samples = [self._sample(index) for index in request.indices]
         return self._collate(samples)
-
-    def _seeded(self, request: FetchRequest) -> list[Any]:
-        samples = []
-        with streams_kept():
-            for index in request.indices:
-                seed_cpu_streams(sample_seed(request.seed, request.epoch, index))
-                samples.append(self._sample(index))
-        return samples
 
     def _sample(self, index: int) -> Any:
         try:
@@ -145,19 +141,15 @@ def make_fetch(
     if collate is None and isinstance(dataset, TensorDataset):
         return TensorFetch(dataset.tensors, bare=False)
     if isinstance(dataset, (tuple, list)) and dataset and all(isinstance(x, torch.Tensor) for x in dataset):
-        return _of_tensors(dataset, collate, sample_seeds=sample_seeds)
+        if collate is None:
+            return TensorFetch(dataset, bare=False)
+        dataset, sample_error = TensorDataset(*dataset), None  # a tuple of tensors is the fields of a dataset
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(
             f"EpochLoader needs a dataset with __getitem__ and __len__ (or tensors), not "
             f"{type(dataset).__name__}; a stream without indices cannot be resumed at a sample"
         )
     return SampleFetch(dataset, collate, seeds=sample_seeds, sample_error=sample_error)
-
-
-def _of_tensors(dataset: Sequence[Any], collate: Any, *, sample_seeds: bool) -> Fetch:
-    """A tuple of tensors is the fields of a dataset, as in TensorDataset."""
-    fetch = TensorFetch(dataset, bare=False)
-    return fetch if collate is None else SampleFetch(TensorDataset(*dataset), collate, seeds=sample_seeds)
 
 
 @contextmanager

@@ -135,7 +135,13 @@ class ReaderWithLimit:
             raise UsageError(f"ReaderWithLimit reads from an object with read(ws), not from {reader!r}")
         self.reader = reader
         self.name = getattr(reader, "name", "reader")
-        self.num_iter, self.seconds = _checked_count(num_iter), _checked_seconds(seconds)
+        whole = isinstance(num_iter, int) and not isinstance(num_iter, bool)
+        if num_iter is not None and not (whole and num_iter >= 0):
+            raise UsageError(f"num_iter is an integer from 0, or None for no limit, not {num_iter!r}")
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is not None and not (number and math.isfinite(seconds) and seconds >= 0):
+            raise UsageError(f"seconds is a number from 0, or None for no limit, not {seconds!r}")
+        self.num_iter, self.seconds = num_iter, seconds
         self._clock = clock
         self._runs: WeakKeyDictionary[Workspace, _Run] = WeakKeyDictionary()
         self._last_of_node: dict[str, _Run] = {}
@@ -253,18 +259,3 @@ def run_workspace(ws: Workspace) -> Workspace:
 def _until_none(read: Callable[[], Any]) -> Iterator[Any]:
     while (batch := read()) is not None:
         yield batch
-
-
-def _checked_count(num_iter: int | None) -> int | None:
-    if num_iter is not None and (isinstance(num_iter, bool) or not isinstance(num_iter, int) or num_iter < 0):
-        raise UsageError(f"num_iter is an integer from 0, or None for no limit, not {num_iter!r}")
-    return num_iter
-
-
-def _checked_seconds(seconds: float | None) -> float | None:
-    if seconds is None:
-        return None
-    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not number or not math.isfinite(seconds) or seconds < 0:
-        raise UsageError(f"seconds is a number from 0, or None for no limit, not {seconds!r}")
-    return seconds
