@@ -102,8 +102,8 @@ def named_leaves(
     """The same, and what `parameter_names` says of these objects now."""
     states = states or ModuleStates()
     names = parameter_names(objects, states)
-    first_names = {MAIN_GROUP: TensorNames(), OPTIM_GROUP: TensorNames()}
-    main = first_names[MAIN_GROUP]
+    main, optim = TensorNames(), TensorNames()
+    first_names = {MAIN_GROUP: main, OPTIM_GROUP: optim}
     found: dict[str, Leaf] = {}
     containers: list[str] = []
     asked: dict[str, Any] = {}
@@ -133,7 +133,6 @@ def named_leaves(
             _check_unused(leaf, found)
             found[leaf.name] = leaf
     inner: dict[str, list[Leaf]] = {}
-    optim = first_names[OPTIM_GROUP]
     same_as = dict(optim.shared_with(main))
     held = {*names, *_buffers(objects.values())} if asked else set()
     of_optimizers = cache(lambda: frozenset(_of_optimizers(objects.values())))
