@@ -87,12 +87,12 @@ class ZipMembers:
 
 
 @contextmanager
-def open_zip(path: str | os.PathLike[str]) -> Iterator[ZipMembers]:
-    """Open and check an archive: a regular file, whatever its name.
+def open_zip(path: str | os.PathLike[str], what: str = "") -> Iterator[ZipMembers]:
+    """Open and check an archive: a regular file, whatever its name; errors call it `what`, or by its path.
 
     Raises DamagedError for what is no such archive, StorageError where the file cannot be read.
     """
-    what = str(path)
+    what = what or str(path)
     try:
         file = _regular(path)
     except (OSError, ValueError) as error:
@@ -139,7 +139,7 @@ def _checked(archive: zipfile.ZipFile, file: BinaryIO, size: int, what: str) -> 
             raise DamagedError(
                 f"{what}: member {info.filename!r} does not begin where the one before it ends"
             )
-        start = _start(file, info)
+        start = _start(file, info, what)
         end = start + info.file_size
         if end > min(size, archive.start_dir):
             raise DamagedError(
@@ -178,16 +178,16 @@ def _wrong(info: zipfile.ZipInfo) -> str:
     return ""
 
 
-def _start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
+def _start(file: BinaryIO, info: zipfile.ZipInfo, what: str) -> int:
     """Where the bytes begin, by the header before them, which must say what the directory says."""
     file.seek(info.header_offset)
     raw = file.read(_LOCAL.size)
     if len(raw) < _LOCAL.size:
-        raise DamagedError(f"{file.name}: the header of {info.filename!r} is cut off")
+        raise DamagedError(f"{what}: the header of {info.filename!r} is cut off")
     magic, _, flags, method, _, _, _, _, _, name_size, extra_size = _LOCAL.unpack(raw)
     name = file.read(name_size)
     if magic != b"PK\x03\x04" or method != zipfile.ZIP_STORED or flags & _ENCRYPTED:
-        raise DamagedError(f"{file.name}: the header of {info.filename!r} is not that of a stored member")
+        raise DamagedError(f"{what}: the header of {info.filename!r} is not that of a stored member")
     if name != info.filename.encode("ascii"):
-        raise DamagedError(f"{file.name}: the header of {info.filename!r} has another name")
+        raise DamagedError(f"{what}: the header of {info.filename!r} has another name")
     return info.header_offset + _LOCAL.size + int(name_size) + int(extra_size)

@@ -7,8 +7,7 @@ model.load_state_dict(load_blobs("weights.safetensors", "model", prefix="model."
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
@@ -19,14 +18,13 @@ import torch
 from torchrelay.checkpoint.files.blob_reader import (
     LEAVES,
     BlobFile,
-    local_path,
     open_blob_file,
     openings,
     row,
     seal,
     tensor_rows,
 )
-from torchrelay.checkpoint.files.publish import temporary_beside
+from torchrelay.checkpoint.files.publish import Where, as_written, publish
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import logical_dtype
@@ -44,12 +42,9 @@ from torchrelay.checkpoint.state.names import Kind, kind_of
 from torchrelay.checkpoint.state.restore.restoration import restoration
 from torchrelay.checkpoint.state.tensor_checks import PlainTensors, plain_tensors
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.open import is_remote, object_at
-from torchrelay.checkpoint.storage.transfers import StagedFile
-from torchrelay.errors import BlobError, RelayError, StorageError, UsageError
+from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.cluster import check_blob_names
-from torchrelay.jobs.runtime import check_target, undisturbed
+from torchrelay.jobs.runtime import undisturbed
 from torchrelay.records import dataclass
 
 _IDENTITY = ShardIdentity("", Position(0), "blobs", MAIN_GROUP, "")
@@ -130,43 +125,17 @@ def _values_text(
     return canonical_json.object_of({**texts, LEAVES: own})
 
 
-def write_blob_file(where: str | os.PathLike[str], content: FileContent, *, overwrite: bool) -> None:
+def write_blob_file(where: Where, content: FileContent, *, overwrite: bool) -> None:
     """Write a file with this content.
 
     Raises UsageError where the name is taken, BlobError for what cannot be stored, StorageError.
     """
-    if is_remote(where):
-        _write_at(str(where), content.part(), overwrite=overwrite)
-        return
-    path = local_path(where)
-    check_target(path)
-    if path.exists() and not (overwrite and path.is_file()):
-        raise UsageError(_taken(path))
     part = content.part()
-    storage = LocalStorage(path.parent)
-    storage.mkdir("")
-    with _temporary(storage, path) as temporary:
-        write_part(storage, temporary.name, part)
-        _publish(temporary, path, overwrite)
-    storage.sync_dir("")
-
-
-def _write_at(url: str, part: ShardPart, *, overwrite: bool) -> None:
-    storage, name = object_at(url, "the blob file")
-    if not overwrite and storage.stat(name) is not None:
-        raise UsageError(f"{storage.url}/{name} exists already: choose another name, or overwrite=True")
-    write_part(_Replacing(storage.system, storage.root, storage.url), name, part)
-
-
-class _Replacing(ObjectStorage):
-    """An object store in which a new object takes the place of one of its name, when it is whole."""
-
-    def open_exclusive(self, path: str) -> StagedFile:
-        """Stage an object; that its name is free, or may be taken, was looked up before."""
-        return self.open_replacing(path)
-
-    def delete(self, path: str) -> None:
-        """Nothing: where writing fails, what lay there before stays."""
+    publish(
+        as_written(where, "a file of save_blobs"),
+        lambda at: write_part(LocalStorage(at.parent), at.name, part),
+        overwrite=overwrite,
+    )
 
 
 def file_bytes(content: FileContent) -> int:
@@ -175,37 +144,7 @@ def file_bytes(content: FileContent) -> int:
     return frame.nbytes + frame.data_bytes
 
 
-@contextmanager
-def _temporary(storage: LocalStorage, path: Path) -> Iterator[Path]:
-    """A name beside `path` that listings hide; nothing is left of it afterwards."""
-    temporary = temporary_beside(path)
-    try:
-        yield temporary
-    finally:
-        with suppress(RelayError):
-            storage.delete(temporary.name)
-
-
-def _publish(temporary: Path, path: Path, overwrite: bool) -> None:
-    """Give the file its name: a link never replaces, a rename does."""
-    try:
-        if overwrite:
-            temporary.replace(path)
-        else:
-            os.link(temporary, path)
-    except FileExistsError:
-        raise UsageError(_taken(path)) from None
-    except OSError as error:
-        raise StorageError(f"cannot give {path} its name: {error.strerror or error}") from error
-
-
-def _taken(path: Path) -> str:
-    if path.exists() and not path.is_file():
-        return f"{path} is no file and is never replaced: choose another name"
-    return f"{path} exists already: choose another name, or overwrite=True"
-
-
-Url = str | os.PathLike[str]
+Url = Where
 _CONVERTIBLE = (Kind.MODULE, Kind.TENSOR, Kind.CONTAINER, Kind.VALUE)
 
 
@@ -314,7 +253,7 @@ def load_blobs(
     return {new: placed[id(created[old])] for new, old in new_names.items()}
 
 
-def _open_all(urls: Url | Sequence[Url], verify: str) -> list[BlobFile]:
+def _open_all(urls: Where | Sequence[Where], verify: str) -> list[BlobFile]:
     if not isinstance(urls, (str, os.PathLike, Iterable)):
         raise UsageError(f"{urls!r} is no path: give a file of save_blobs")
     given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)

@@ -17,6 +17,7 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchrelay.checkpoint.files.publish import as_written
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import memory_of
@@ -35,7 +36,7 @@ from torchrelay.checkpoint.load.verify import seen_twice
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role
 from torchrelay.checkpoint.storage.base import Memory, Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.storage.open import is_remote, object_at
+from torchrelay.checkpoint.storage.open import object_at
 from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.jobs.runtime import check_file, undisturbed
 from torchrelay.records import dataclass
@@ -169,12 +170,12 @@ def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> Bl
 
 def _found(where: str | os.PathLike[str]) -> tuple[Path | str, Storage, str]:
     """What to call a file that is there, the storage that it lies in, and its name there."""
-    if is_remote(where):
-        storage, name = object_at(str(where), "the blob file")
+    path = as_written(where, "a file of save_blobs")
+    if isinstance(path, str):
+        storage, name = object_at(path, "the blob file")
         if storage.stat(name) is None:
             raise UsageError(f"{storage.url}/{name} is not there: give a file of save_blobs")
         return f"{storage.url}/{name}", storage, name
-    path = local_path(where)
     check_file(path, "a file of save_blobs")
     return path, LocalStorage(path.parent), path.name
 
@@ -227,16 +228,6 @@ def tensor_rows(opened: Iterable[str], forms: Sequence[EntryForm]) -> list[str]:
         for key, form in known.items()
     }
     return list(map(add, opened, map(ends.__getitem__, map(id, forms))))
-
-
-def local_path(where: str | os.PathLike[str]) -> Path:
-    """The path of a local blob file; raises UsageError for what is none."""
-    if not isinstance(where, (str, bytes, os.PathLike)):
-        raise UsageError(f"{where!r} is no path: give a file")
-    text = os.fspath(where)
-    if not isinstance(text, str) or "://" in text.removeprefix("file://"):
-        raise UsageError(f"{where!r} is no path of a local or mounted directory, where blob files lie")
-    return Path(text.removeprefix("file://")).absolute()
 
 
 class BlobLeaves(Mapping[str, LeafSpec]):

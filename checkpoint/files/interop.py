@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.files.publish import check_free, check_free_at, fetched_anywhere, publish_anywhere
+from torchrelay.checkpoint.files.publish import check_free, expanded, fetched, publish
 from torchrelay.checkpoint.files.tensor_files import (
     ExportContent,
     ExportedTensor,
@@ -60,10 +60,9 @@ from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, spec_of
 from torchrelay.checkpoint.state.names import without_reserved
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.storage.open import is_remote
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import NodePlace, check_blob_names
-from torchrelay.jobs.runtime import is_directory, local_directory
+from torchrelay.jobs.runtime import is_directory
 from torchrelay.records import dataclass
 
 
@@ -228,10 +227,8 @@ def export_checkpoint(
     if type(shard_bytes) is not int or shard_bytes < 1:
         raise UsageError(f"shard_bytes is {shard_bytes!r}; it is a whole number from 1")
     directory = to in ("hf", "dcp")
-    if is_remote(path):
-        check_free_at(str(path), overwrite=overwrite, directory=directory)
-    else:
-        check_free(Path(local_directory(path, "the target")), overwrite=overwrite, directory=directory)
+    place = expanded(path, "the target")
+    check_free(place, overwrite=overwrite, directory=directory)
     content = content_of(open_checkpoint(where, epoch), blobs, prefix, dtype, nodes)
     if not content.tensors and to in ("safetensors", "hf"):
         raise UsageError(f"there is no tensor to export, and {to} holds nothing else")
@@ -241,7 +238,7 @@ def export_checkpoint(
         "torch": lambda at: write_torch_file(at, _mapped(content, at)),
         "dcp": lambda at: _write_dcp(content, at),
     }
-    target = publish_anywhere(path, writers[to], overwrite=overwrite, directory=directory)
+    target = publish(place, writers[to], overwrite=overwrite, directory=directory)
     kept = content.values if to in ("torch", "dcp") else {}
     lost = [name for name in content.values if name not in kept]
     nbytes = sum(tensor.nbytes for tensor in content.tensors.values())
@@ -390,19 +387,15 @@ def import_checkpoint(
     """
     if format not in IMPORT_FORMATS:
         raise UsageError(f"format={format!r} is no format: give one of {', '.join(IMPORT_FORMATS)}")
-    if is_remote(prefix):
-        check_free_at(str(prefix), overwrite=False, directory=True)
-    else:
-        check_free(Path(local_directory(prefix, "the prefix")), overwrite=False, directory=True)
-    with fetched_anywhere(source, "the source") as path:
+    target = expanded(prefix, "the prefix")
+    check_free(target, directory=True)
+    with fetched(expanded(source, "the source"), "what shall be imported") as path:
         if is_directory(path) is None:
             raise UsageError(f"{source} is not there: give what shall be imported")
-        return _imported(path, prefix, format, blob, trust=trust)
+        return _imported(path, target, format, blob, trust=trust)
 
 
-def _imported(
-    path: Path, prefix: str | os.PathLike[str], format: str, blob: str | None, *, trust: bool
-) -> Imported:
+def _imported(path: Path, target: Path | str, format: str, blob: str | None, *, trust: bool) -> Imported:
     made: list[tuple[int, int, int]] = []
 
     def make(temporary: Path) -> None:
@@ -412,7 +405,7 @@ def _imported(
         stored = sum(spec.nbytes for spec in tensors if spec.alias_of is None)
         made.append((len(tensors), len(leaves) - len(tensors), stored))
 
-    return Imported(publish_anywhere(prefix, make, directory=True), *made[0])
+    return Imported(publish(target, make, directory=True), *made[0])
 
 
 def _read(path: Path, format: str, scratch: Path, *, trust: bool) -> Incoming:

@@ -20,16 +20,23 @@ from pathlib import Path
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.log.lease import WriterIdentity, process_start
 from torchrelay.checkpoint.storage.base import PRIVATE
+from torchrelay.checkpoint.storage.local import LocalStorage, give_name
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.open import is_remote, object_at
-from torchrelay.errors import StorageError, UsageError
+from torchrelay.checkpoint.storage.open import FILE, is_remote, object_at
+from torchrelay.checkpoint.storage.urls import shown
+from torchrelay.errors import DamagedError, FormatError, RelayError, StorageError, UsageError
 from torchrelay.jobs.runtime import check_target, local_directory
+from torchrelay.metadata.fs import sync_directory
 from torchrelay.records import dataclass
 
+Where = str | os.PathLike[str]
+_PIECE_BYTES = 32 << 20
 UNSEEN_SECS = 7 * 24 * 3600.0
 """So long nothing of a writer that cannot be seen has changed before it is taken for gone."""
 _DIGITS = 12
-_NAME = re.compile(rf"{re.escape(PRIVATE)}([0-9a-f]+)-([0-9a-f]+)-([0-9]{{1,9}})-([0-9]{{1,19}})-[0-9a-f]+")
+_NAME = re.compile(
+    rf"{re.escape(PRIVATE)}([0-9a-f]+)-([0-9a-f]+)-([0-9]{{1,9}})-([0-9]{{1,19}})-[0-9a-f]+(?:\..*)?"
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ def temporary_beside(path: Path) -> Path:
     sweep(path)
     me = Maker.here()
     return path.with_name(
-        f"{PRIVATE}{_digest(path.name)}-{me.place}-{me.pid}-{me.start}-{secrets.token_hex(6)}"
+        f"{PRIVATE}{_digest(path.name)}-{me.place}-{me.pid}-{me.start}-{secrets.token_hex(6)}{path.suffix}"
     )
 
 
@@ -101,124 +108,168 @@ def _digest(text: str) -> str:
     return sha256(os.fsencode(text))[:_DIGITS]
 
 
-def check_free(path: Path, *, overwrite: bool, directory: bool) -> None:
-    """Refuse, by UsageError, a name that is taken. A directory is never replaced."""
-    check_target(path)
-    if path.is_symlink() or path.exists():
-        if directory and path.is_dir() and not any(path.iterdir()):
+def as_written(where: Where, what: str) -> Path | str:
+    """A place as it was given: a URL, or the path, no `~` expanded. Raises UsageError for what is no file."""
+    if not isinstance(where, (str, os.PathLike)) or not isinstance(os.fspath(where), str):
+        raise UsageError(f"{' '.join(repr(where).split()):.80} is no path: give {what}, as str or Path")
+    if is_remote(where):
+        return str(where)
+    text = os.fspath(where).removeprefix(FILE)
+    if not text.strip() or "\0" in text or text.endswith("/") or "://" in text:
+        raise UsageError(f"{where!r} names no file: give {what}")
+    return Path(text).absolute()
+
+
+def expanded(where: Where, what: str) -> Path | str:
+    """The same with `~` expanded, as of directories of runs."""
+    if is_remote(where):
+        return str(where).rstrip("/")
+    return local_directory(where.removeprefix(FILE) if isinstance(where, str) else where, what)
+
+
+def check_free(place: Path | str, *, overwrite: bool = False, directory: bool = False) -> None:
+    """Refuse, by UsageError, a path or URL that is taken. A directory is never replaced."""
+    if isinstance(place, str):
+        storage, name = object_at(place, "the target")
+        if storage.list(name) or (storage.stat(name) is not None and (directory or not overwrite)):
+            raise _taken(f"{storage.url}/{name}")
+        return
+    check_target(place)
+    if place.is_symlink() or place.exists():
+        if directory and place.is_dir() and not any(place.iterdir()):
             return
-        if directory or not path.is_file():
-            raise UsageError(f"{path} exists already and is never replaced: choose another name")
+        if directory or not place.is_file():
+            raise UsageError(f"{place} exists already and is never replaced: choose another name")
         if not overwrite:
-            raise UsageError(f"{path} exists already: choose another name, or overwrite=True (--overwrite)")
+            raise _taken(place)
+
+
+def _taken(place: Path | str) -> UsageError:
+    return UsageError(f"{place} exists already: choose another name, or overwrite=True (--overwrite)")
 
 
 def publish(
-    path: Path, make: Callable[[Path], None], *, overwrite: bool = False, directory: bool = False
-) -> None:
-    """Let `make` write at a hidden name beside `path`, sync everything, and give it its name.
+    place: Path | str,
+    write: Callable[[Path], object],
+    *,
+    overwrite: bool = False,
+    directory: bool = False,
+    several: bool = False,
+) -> Path | str:
+    """Let `write` make a file, or a directory, that then appears as `place`, whole and durable; its name.
 
+    `write` gets a hidden name beside a path; what is for a URL lies in a temporary directory first. With
+    `several` it gets a directory, for a file of the name of `place` and others that this one names. They come
+    before it; of a directory in a store those that tell of others come last.
     Raises UsageError where the name is taken, StorageError where the disk refuses; nothing is left then. What
     a writer of this path left that was killed goes first.
     """
-    check_free(path, overwrite=overwrite, directory=directory)
-    temporary = temporary_beside(path)
+    check_free(place, overwrite=overwrite, directory=directory)
+    name = place if isinstance(place, Path) else shown(place)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if directory:
-            temporary.mkdir()
-        make(temporary)
-        _sync_tree(temporary)
-        if directory or overwrite:
-            temporary.rename(path)
-        else:
-            os.link(temporary, path)
-        _sync(path.parent)
-    except StorageError:
-        raise
+        if isinstance(place, str):
+            _send(place, write, overwrite=overwrite, directory=directory, several=several)
+            return name
+        parent, temporary = LocalStorage(place.parent), temporary_beside(place)
+        try:
+            parent.mkdir("")
+            if directory or several:
+                temporary.mkdir()
+            write(temporary)
+            _sync_tree(temporary)
+            if directory:
+                temporary.rename(place)
+            elif several:
+                _name_several(temporary, place, overwrite=overwrite)
+            else:
+                _name(temporary, place, overwrite=overwrite)
+            parent.sync_dir("")
+        finally:
+            _delete(temporary)
     except FileExistsError:
-        raise UsageError(
-            f"{path} exists already: choose another name, or overwrite=True (--overwrite)"
-        ) from None
+        raise _taken(name) from None
+    except RelayError:
+        raise
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        _remove(temporary)
+        raise StorageError(f"cannot write {name}: {error.strerror or error}") from error
+    return name
+
+
+def _name(temporary: Path, place: Path, *, overwrite: bool) -> None:
+    """Give a file its name: a link never replaces, a rename does."""
+    if overwrite:
+        temporary.replace(place)
+    else:
+        give_name(temporary, place)
+
+
+def _name_several(folder: Path, place: Path, *, overwrite: bool) -> None:
+    others = [one.rename(place.with_name(one.name)) for one in folder.iterdir() if one.name != place.name]
+    try:
+        _name(folder / place.name, place, overwrite=overwrite)
+    except OSError:
+        for one in others:
+            one.unlink()
+        raise
 
 
 def _sync_tree(path: Path) -> None:
     for folder, _, files in os.walk(path, topdown=False):
         for name in files:
             _sync(Path(folder, name))
-        _sync(Path(folder))
+        sync_directory(Path(folder))
     if path.is_file():
         _sync(path)
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-Where = str | os.PathLike[str]
-_PIECE_BYTES = 32 << 20
-
-
-def publish_anywhere(
-    where: Where, make: Callable[[Path], None], *, overwrite: bool = False, directory: bool = False
-) -> Path | str:
-    """`publish` for a path; at a URL what `make` writes lies in a temporary directory first, whole.
-
-    Objects of a directory appear one by one: those that tell of the others come last. Returns the place.
-    """
-    if not is_remote(where):
-        path = Path(local_directory(where, "the target"))
-        publish(path, make, overwrite=overwrite, directory=directory)
-        return path
-    url = str(where).rstrip("/")
-    check_free_at(url, overwrite=overwrite, directory=directory)
+def _send(
+    url: str, write: Callable[[Path], object], *, overwrite: bool, directory: bool, several: bool
+) -> None:
     storage, name = object_at(url, "the target")
     with tempfile.TemporaryDirectory(prefix="torchrelay-") as scratch:
         made = Path(scratch) / "made"
-        if directory:
+        if directory or several:
             made.mkdir()
-        make(made)
+        write(made)
         files = sorted((one for one in made.rglob("*") if one.is_file()), key=_told_last) or [made]
+        if several:
+            files.sort(key=lambda one: one.name == name)
         for file in files:
-            below = file.relative_to(made).parts
-            _send(storage, "/".join([name, *below]), file)
-    return f"{storage.url}/{name}"
+            path = "/".join([*([] if several else [name]), *file.relative_to(made).parts])
+            with file.open("rb") as data:
+                storage.put_file(path, data, file.stat().st_size, create=path == name and not overwrite)
 
 
-def check_free_at(url: str, *, overwrite: bool, directory: bool) -> None:
-    """Refuse, by UsageError, a name in a store that is taken. A directory is never replaced."""
-    storage, name = object_at(url.rstrip("/"), "the target")
-    if storage.list(name) or (storage.stat(name) is not None and (directory or not overwrite)):
-        raise UsageError(f"{storage.url}/{name} exists already: choose another name, or overwrite a file")
+def _told_last(file: Path) -> tuple[bool, bool, str]:
+    """An index after what it names, and the log of an epoch after its files."""
+    return file.parent.name == "log", file.suffix == ".json" or file.name == ".metadata", str(file)
 
 
 @contextmanager
-def fetched_anywhere(where: Where, what: str) -> Iterator[Path]:
-    """A path itself; of a URL a local copy, of the object there or of all that lie below it."""
-    if not is_remote(where):
-        yield Path(local_directory(where, what))
+def fetched(place: Path | str, what: str) -> Iterator[Path]:
+    """A path itself; of a URL a local copy, of the object there or of all that lie below it.
+
+    Errors that a copy was not what it should be tell of the URL. Raises UsageError where nothing is there.
+    """
+    if isinstance(place, Path):
+        yield place
         return
-    storage, name = object_at(str(where).rstrip("/"), what)
+    storage, name = object_at(place, what)
     with tempfile.TemporaryDirectory(prefix="torchrelay-") as scratch:
         copy = Path(scratch) / Path(name).name
         for path in _files(storage, name):
             _fetch(storage, path, copy.joinpath(*path.split("/")[1:]))
-        yield copy
+        if not copy.exists():
+            raise UsageError(f"{storage.url}/{name} is not there: give {what}")
+        try:
+            yield copy
+        except (DamagedError, FormatError) as error:
+            raise type(error)(str(error).replace(str(copy), f"{storage.url}/{name}")) from error
 
 
 def _files(storage: ObjectStorage, path: str) -> Iterator[str]:
@@ -227,16 +278,6 @@ def _files(storage: ObjectStorage, path: str) -> Iterator[str]:
         return
     for name in storage.list(path):
         yield from _files(storage, f"{path}/{name}")
-
-
-def _told_last(file: Path) -> tuple[bool, bool, str]:
-    """An index after what it names, and the log of an epoch after its files."""
-    return file.parent.name == "log", file.suffix == ".json" or file.name == ".metadata", str(file)
-
-
-def _send(storage: ObjectStorage, path: str, file: Path) -> None:
-    with file.open("rb") as data:
-        storage.put_file(path, data, file.stat().st_size)
 
 
 def _fetch(storage: ObjectStorage, path: str, target: Path) -> None:

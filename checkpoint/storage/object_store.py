@@ -125,26 +125,19 @@ class ObjectStorage:
         """Stage an object that takes the place of one of that name, if there is one, when it is put whole."""
         return StagedFile(f"{self.url}/{path}", partial(self._put_staged, path))
 
-    def open_creating(self, path: str) -> StagedFile:
-        """Stage an object that is put only where none of that name lies then; raises FileExistsError.
+    def put_file(self, path: str, file: IO[bytes], nbytes: int, *, create: bool = False) -> None:
+        """Put an open local file of so many bytes over what is there, or, with `create`, where nothing is.
 
-        The store decides where a file goes in one request to one whose client can ask so (`doubt`); of longer
-        ones the name is looked up before, for large uploads ignore conditions in some stores. Bytes that lie
-        there already, the very same, count as ours.
+        Raises FileExistsError where something is. The store decides where a file goes in one request to one
+        whose client can ask so (`doubt`); of longer ones the name is looked up before, for large uploads
+        ignore conditions in some stores. Bytes that lie there already, the very same, count as ours.
         """
-        return StagedFile(f"{self.url}/{path}", partial(self._create_staged, path))
-
-    def _create_staged(self, path: str, file: IO[bytes], nbytes: int) -> None:
-        if 0 < nbytes <= CREATE_IN_ONE_BYTES and not self.doubt and self.single_writer is None:
+        if create and 0 < nbytes <= CREATE_IN_ONE_BYTES and not self.doubt and self.single_writer is None:
             file.seek(0)
             self.link_exclusive(path, file.read())
             return
-        if self.stat(path) is not None:
+        if create and self.stat(path) is not None:
             raise FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}")
-        self._put_staged(path, file, nbytes)
-
-    def put_file(self, path: str, file: IO[bytes], nbytes: int) -> None:
-        """Put an open local file of so many bytes, over whatever is there."""
         self._put_staged(path, file, nbytes)
 
     def _put_staged(self, path: str, file: IO[bytes], nbytes: int) -> None:

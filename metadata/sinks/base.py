@@ -6,15 +6,13 @@ The law: after any sequence of `log` and `rewind` a sink shows what a dictionary
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from torchrelay.errors import StorageError
-from torchrelay.metadata.fs import append_bytes, open_regular, write_new
+from torchrelay.metadata.fs import append_bytes, open_regular, replace_file
 
 
 @dataclass(frozen=True)
@@ -105,12 +103,8 @@ def append_text(path: Path, text: str) -> None:
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:
     """Replace the file: old or new after a crash, never torn; raises StorageError."""
-    temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_new(temporary, "".join(f"{line}\n" for line in lines).encode(), durable=True)
-        temporary.replace(path)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
+    replace_file(path, "".join(f"{line}\n" for line in lines).encode(), sync="content")

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from torchrelay.checkpoint.files.publish import Where
 from torchrelay.checkpoint.format import dtypes, values
 from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import all_strided
@@ -50,7 +51,6 @@ from torchrelay.models.archive.states import (
     states_of,
     tie_again,
 )
-from torchrelay.models.archive.zip_writer import Where
 from torchrelay.records import dataclass
 
 

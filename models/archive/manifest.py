@@ -15,21 +15,28 @@ import base64
 import binascii
 import json
 import math
+import os
+import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrelay.checkpoint.files.publish import Where, as_written, fetched, publish
 from torchrelay.checkpoint.format import canonical_json, dtypes
 from torchrelay.checkpoint.format.canonical_json import Fields, Json, check_stamp, stamp
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, ElementType, block_count, block_digests
 from torchrelay.checkpoint.format.shard.reads import PLAIN, each
 from torchrelay.checkpoint.format.value_decoding import decode, references
 from torchrelay.checkpoint.storage.base import Memory
+from torchrelay.checkpoint.storage.local import MODE
+from torchrelay.checkpoint.storage.urls import shown
 from torchrelay.errors import BlobError, DamagedError, FormatError
-from torchrelay.metadata.zip_reader import ZipMembers, open_zip
-from torchrelay.models.archive.zip_writer import ALIGNMENT, Chunk, Where, ZipWriter, fetched, write_archive
+from torchrelay.jobs.runtime import check_file
+from torchrelay.metadata.zip_reader import ZipMembers, name_fits, open_zip
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
@@ -172,14 +179,45 @@ class TensorToStore:
     trainable: bool = False
 
 
-def write_tensors(writer: ZipWriter, member: str, tensors: Mapping[str, TensorToStore]) -> Json:
+ALIGNMENT = 64
+_PADDING_ID = 0xD935
+"""The extra field that other tools align members with."""
+_LONG = 1 << 30
+"""Members from this size on have the zip's field of long sizes, which takes bytes of the header."""
+_LONG_FIELD = 20
+
+
+def add_member(archive: zipfile.ZipFile, name: str, nbytes: int, pieces: Iterable[memoryview]) -> None:
+    """Write a stored member whose bytes are aligned; the same content gives the same archive."""
+    if not name_fits(name):
+        raise BlobError(f"an archive has no member {name[:100]!r}: it could not be opened again")
+    info = zipfile.ZipInfo(name)  # of 1980, the least that a zip can say
+    info.external_attr = 0o100644 << 16
+    long = nbytes >= _LONG
+    taken = archive.start_dir + 30 + len(name) + 4 + (_LONG_FIELD if long else 0)
+    padding = -taken % ALIGNMENT
+    info.extra = struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
+    with archive.open(info, "w", force_zip64=long) as member:
+        for piece in pieces:
+            member.write(piece)
+
+
+def write_tensors(archive: zipfile.ZipFile, member: str, tensors: Mapping[str, TensorToStore]) -> Json:
     """Write a member; what the manifest says of its tensors. Raises BlobError for what cannot be stored."""
     entries = {name: _entry(name, one) for name, one in tensors.items()}
-    header = Chunk(memoryview(header_bytes(entries, ALIGNMENT)))
-    order = ordered(entries)
-    chunks = [Chunk(dtypes.stored_bytes(tensors[name].tensor, name), True) for name in order]
-    writer.add(member, [header, *chunks])
-    digests = {name: chunk.digests for name, chunk in zip(order, chunks, strict=True)}
+    header = header_bytes(entries, ALIGNMENT)
+    digests = dict.fromkeys(entries, b"")
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(header)
+        for name in ordered(entries):
+            memory = dtypes.stored_bytes(tensors[name].tensor, name)
+            for at in range(0, len(memory), BLOCK):
+                block = memory[at : at + BLOCK]
+                digests[name] += block_digests(block)
+                yield block
+
+    add_member(archive, member, len(header) + sum(entry.nbytes for entry in entries.values()), pieces())
     return {name: replace(entry, digests=digests[name]).to_json() for name, entry in entries.items()}
 
 
@@ -311,20 +349,25 @@ class Contents:
 def write_contents(where: Where, contents: Contents, *, overwrite: bool) -> str:
     """Write an archive; returns where it lies. Raises UsageError, BlobError, StorageError."""
 
-    def fill(writer: ZipWriter) -> None:
-        said = {
-            group: write_tensors(writer, f"{group}.safetensors", tensors)
-            for group, tensors in contents.tensors.items()
-        }
-        for name, data in {
-            **contents.members,
-            MANIFEST: canonical_json.dumps(_manifest(contents, said)),
-        }.items():
-            if len(data) > MEMBER_LIMIT:
-                raise BlobError(f"{name} has {len(data)} bytes, more than the {MEMBER_LIMIT} that are read")
-            writer.add(name, [Chunk(memoryview(data))])
+    def write(temporary: Path) -> None:
+        with temporary.open("xb") as file, zipfile.ZipFile(file, "w") as archive:
+            os.fchmod(file.fileno(), MODE)
+            said = {
+                group: write_tensors(archive, f"{group}.safetensors", tensors)
+                for group, tensors in contents.tensors.items()
+            }
+            manifest = canonical_json.dumps(_manifest(contents, said))
+            for name, data in {**contents.members, MANIFEST: manifest}.items():
+                if len(data) > MEMBER_LIMIT:
+                    raise BlobError(
+                        f"{name} has {len(data)} bytes, more than the {MEMBER_LIMIT} that are read"
+                    )
+                add_member(archive, name, len(data), [memoryview(data)])
 
-    return write_archive(where, fill, overwrite=overwrite)
+    return str(publish(as_written(where, _WANTED), write, overwrite=overwrite))
+
+
+_WANTED = "an archive, such as 'model.zip'"
 
 
 def _manifest(contents: Contents, said: Json) -> Json:
@@ -414,19 +457,11 @@ def open_archive_file(where: Where) -> Iterator[ArchiveFile]:
 
     Raises UsageError, FormatError for a foreign file, DamagedError, StorageError.
     """
-    with fetched(where) as (path, shown), _named(path, shown), open_zip(path) as members:
-        yield ArchiveFile(members)
-
-
-@contextmanager
-def _named(path: str, shown: str) -> Iterator[None]:
-    """Errors of what was fetched tell where it came from."""
-    try:
-        yield
-    except (DamagedError, FormatError) as error:
-        if path == shown:
-            raise
-        raise type(error)(str(error).replace(path, shown)) from None
+    place = as_written(where, _WANTED)
+    with fetched(place, _WANTED) as path:
+        check_file(path, _WANTED)
+        with open_zip(path, str(path) if place == path else shown(str(place))) as members:
+            yield ArchiveFile(members)
 
 
 def _texts(fields: Fields) -> dict[str, str]:

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.files.publish import Where, as_written, fetched
 from torchrelay.errors import DamagedError, FormatError, RelayError
-from torchrelay.models.archive.zip_writer import Where, fetched
+from torchrelay.jobs.runtime import check_file
 
 ARRAYS, INDEX = "tensor_dict.npz", "states_attr.json"
 LIMIT = 16 << 30
 """Bytes that members may unpack to; theirs are compressed."""
 _NUMBERS = "biufc"
+_WANTED = "an archive of SINGA"
 
 
 def read_singa_states(path: Where) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -30,16 +32,17 @@ def read_singa_states(path: Where) -> tuple[dict[str, torch.Tensor], dict[str, t
 
     Raises UsageError where there is no file, FormatError for another file, DamagedError, StorageError.
     """
-    with fetched(path) as (place, shown):
+    with fetched(as_written(path, _WANTED), _WANTED) as place:
+        check_file(place, _WANTED)
         try:
-            arrays, kinds = _read(Path(place), shown)
+            arrays, kinds = _read(place, str(place))
         except RelayError:
             raise
         except (zipfile.BadZipFile, OSError, ValueError, KeyError, EOFError, NotImplementedError) as error:
-            raise DamagedError(f"{shown} is no archive of SINGA that can be read: {error}") from error
+            raise DamagedError(f"{place} is no archive of SINGA that can be read: {error}") from error
     if arrays.keys() != kinds.keys():
         odd = sorted(arrays.keys() ^ kinds.keys())[0]
-        raise DamagedError(f"{shown}: {odd!r} is in one of {ARRAYS} and {INDEX} only")
+        raise DamagedError(f"{path}: {odd!r} is in one of {ARRAYS} and {INDEX} only")
     model, aux = ({name: one for name, one in arrays.items() if kinds[name] == kind} for kind in (0, 1))
     return model, aux
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrelay.checkpoint.files.publish import Where
 from torchrelay.checkpoint.format import canonical_json, values
 from torchrelay.checkpoint.format.canonical_json import Fields, Json
 from torchrelay.checkpoint.format.value_decoding import decode
@@ -39,7 +40,6 @@ from torchrelay.models.archive.manifest import (
     write_contents,
 )
 from torchrelay.models.archive.states import States, checked, recorded_call, states_of
-from torchrelay.models.archive.zip_writer import Where
 from torchrelay.models.package import reader
 from torchrelay.models.package.export import export, parts_that_train_otherwise
 from torchrelay.models.package.graph_lowering import Dynamic, LoweredProgram

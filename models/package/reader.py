@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+from torchrelay.checkpoint.files.publish import Where
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields, Json
 from torchrelay.checkpoint.format.value_decoding import decode, references
@@ -22,7 +23,6 @@ from torchrelay.models.archive.manifest import (
     ArchiveFile,
     open_archive_file,
 )
-from torchrelay.models.archive.zip_writer import Where
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.storage.open import FILE
 from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
-from torchrelay.models.onnx.exporter.to_onnx import OnnxFile, check_packages, target_of, to_onnx
+from torchrelay.models.onnx.exporter.to_onnx import OnnxFile, check_packages, place_of, to_onnx
 from torchrelay.records import dataclass
 from torchrelay.runners.artifacts.rebuild import BuiltModel, rebuilt
 from torchrelay.runners.training.extras.onnx_export import run_facts
@@ -180,7 +180,7 @@ def run_to_onnx(
     id and metrics. Raises what `open_checkpoint`, its `load` and `to_onnx` raise.
     """
     check_packages()
-    target_of(path, overwrite=overwrite).check()
+    place_of(path, overwrite=overwrite)
     with loaded_model(where, epoch, model=model, blob=blob, inputs=inputs) as found:
         options.setdefault("drop_unused", found.of_batches)
         known = run_facts(found.run, str(found.opened.position), found.opened.metrics)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from torchrelay.checkpoint.files.publish import publish
 from torchrelay.checkpoint.storage.urls import is_url
-from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
+from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
 from torchrelay.jobs.config.schema import Dataset, Settings
@@ -21,7 +22,6 @@ from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.metadata.code.snapshot import place_of
 from torchrelay.metadata.experiments import Evaluated, note_evaluated
-from torchrelay.metadata.fs import sync_directory
 from torchrelay.models.package.reader import Package
 from torchrelay.runners.config_runs.class_loading import Loader, load_classes
 from torchrelay.runners.config_runs.context import PhaseState, StepContext, place_of_process, step_named
@@ -168,20 +168,7 @@ def _all(program: Program, work: Sequence[tuple[Path, Path]]) -> None:
 def _one(program: Program, path: Path, out: Path) -> None:
     """Evaluate a file; its result is written beside its place and put there whole."""
     result = program.eval(path)
-    temporary = out.with_name(f".tmp-{secrets.token_hex(6)}-{out.name}")
-    try:
-        program.store_result(result, temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(out)
-        sync_directory(out.parent)
-    except OSError as error:
-        if isinstance(error, RelayError):
-            raise
-        raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+    publish(out, lambda temporary: program.store_result(result, temporary), overwrite=True)
 
 
 SUFFIX = ".jsonl"

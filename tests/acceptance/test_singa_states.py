@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -21,7 +22,6 @@ from package_models import Tied, inputs, trained
 from torch import nn
 
 import torchrelay
-from torchrelay.checkpoint.storage.local import LocalWriteHandle
 from torchrelay.errors import (
     BlobError,
     DamagedError,
@@ -31,6 +31,7 @@ from torchrelay.errors import (
     StorageError,
     UsageError,
 )
+from torchrelay.models.archive import manifest
 from torchrelay.models.archive.manifest import StoredTensors
 from torchrelay.models.archive.singa import read_singa_states
 
@@ -183,17 +184,17 @@ def test_sng_4_a_target_is_refused_or_replaced_whole(tmp_path: Path, monkeypatch
     before = path.read_bytes()
     with pytest.raises(UsageError, match="exists already"):
         torchrelay.save_states(path, model, {"epoch": 2})
-    written, real = [], LocalWriteHandle.write_at
+    written, real = [], manifest.add_member
 
-    def full_disk(self: LocalWriteHandle, offset: int, data: memoryview) -> None:
+    def full_disk(archive: Any, name: str, *rest: Any) -> None:
         if written:
-            raise StorageError("no space left")
-        written.append(offset)
-        real(self, offset, data)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(name)
+        real(archive, name, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalWriteHandle, "write_at", full_disk)
-        with pytest.raises(StorageError, match="no space left"):
+        patch.setattr(manifest, "add_member", full_disk)
+        with pytest.raises(StorageError, match="No space left"):
             torchrelay.save_states(path, model, {"epoch": 2}, overwrite=True)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == [path.name]

@@ -17,19 +17,17 @@ from torchrelay.checkpoint.files.publish import Maker, sweep, temporary_beside
 
 _WRITES = """
 import sys, torch, torchrelay
-from torchrelay.checkpoint.format.shard import writer as shard_writer
-from torchrelay.models.archive.zip_writer import ZipWriter
+from torchrelay.checkpoint.files import publish
 
-def stop(*_):
+def stop(*given, **options):
     print("there", flush=True)
     sys.stdin.readline()
+    real(*given, **options)
 
+real, publish._name = publish._name, stop
 if sys.argv[1] == "archive":
-    real, ZipWriter.finish = ZipWriter.finish, lambda self: (stop(), real(self))
     torchrelay.save_states(sys.argv[2], torch.nn.Linear(300, 300))
 else:
-    from torchrelay.checkpoint.files import blob_files as blob_file_writing
-    real, blob_file_writing._publish = blob_file_writing._publish, lambda *words: (stop(), real(*words))
     torchrelay.save_blobs(sys.argv[2], {"w": torch.ones(1000)})
 """
 

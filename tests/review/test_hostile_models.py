@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 import zipfile
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 import torchrelay
 from torchrelay import load_states, save_states
 from torchrelay.errors import DamagedError, FormatError, UsageError
-from torchrelay.models.onnx.exporter.to_onnx import target_of
+from torchrelay.models.onnx.exporter import to_onnx
 from torchrelay.models.onnx.importer import limits
 from torchrelay.models.package.program import operator_of
 
@@ -130,27 +131,30 @@ def test_programs_have_no_operator_that_writes_where_numbers_say(name: str) -> N
         operator_of(f"aten.{name}")
 
 
-def test_exports_at_one_time_leave_the_weights_of_both(tmp_path: Path) -> None:
+def test_exports_at_one_time_leave_the_weights_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An export does not take another's weights away, which lie there before the file that names them."""
     pytest.importorskip("onnx")
+    monkeypatch.setattr(to_onnx, "EXTERNAL_FROM_BYTES", 1)
+    real, late = to_onnx._weights_beside, torch.nn.Linear(40, 3)
 
-    def export(text: str, between: Callable[[], None] = lambda: None) -> None:
-        target = target_of(tmp_path / "m.onnx", overwrite=True)
-        with target.scratch() as folder:
-            weights = target.weights
-            (folder / weights).write_text(text)
-            (folder / "m.onnx").write_text(f"{text} {weights}")
-            if text == "late":
-                (tmp_path / weights).write_text(text)  # as in the middle of publish
-                between()
-            target.publish(folder, weights)
+    def export(model: torch.nn.Module) -> None:
+        torchrelay.to_onnx(model, torch.ones(1, 40), tmp_path / "m.onnx", compare=False, overwrite=True)
 
-    export("first")
-    export("late", lambda: export("between"))
-    text, weights = (tmp_path / "m.onnx").read_text().split()
-    assert text == "late"
-    assert (tmp_path / weights).read_text() == "late"
-    assert len(list(tmp_path.glob("*.data"))) == 1
+    def between(path: Path) -> list[Path]:
+        monkeypatch.setattr(to_onnx, "_weights_beside", real)
+        for weights in tmp_path.glob(".tmp-*/*.data"):
+            shutil.copy(weights, tmp_path)  # as in the middle of publish
+        export(torch.nn.Linear(40, 3))
+        return real(path)
+
+    export(torch.nn.Linear(40, 3))
+    monkeypatch.setattr(to_onnx, "_weights_beside", between)
+    export(late)
+    (weights,) = tmp_path.glob("*.data")
+    assert weights.name.encode() in (tmp_path / "m.onnx").read_bytes()
+    assert torchrelay.from_onnx(tmp_path / "m.onnx")(torch.ones(1, 40)).equal(late(torch.ones(1, 40)))
 
 
 def unfolding(levels: int) -> Any:

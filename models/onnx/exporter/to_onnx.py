@@ -11,10 +11,8 @@ import mmap
 import os
 import re
 import secrets
-import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import torchrelay
-from torchrelay.checkpoint.files.publish import check_free
-from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.open import FILE
-from torchrelay.checkpoint.storage.urls import is_url
-from torchrelay.errors import StorageError, UsageError
-from torchrelay.jobs.runtime import Signature, TensorSpec, local_directory
+from torchrelay.checkpoint.files.publish import Where, check_free, expanded, publish
+from torchrelay.errors import UsageError
+from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.models.archive.states import recorded_call
 from torchrelay.models.onnx.exporter.graph import (
     bare_module,
@@ -54,103 +49,11 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-_WHAT = "the ONNX file"
-_PIECE_BYTES = 8 << 20
-
-
-@dataclass(frozen=True)
-class ExportTarget:
-    """A place for one file; `where` as people write it. Exactly one of `path` and `store` is there."""
-
-    where: str
-    name: str
-    overwrite: bool
-    path: Path | None = None
-    store: ObjectStorage | None = None
-
-    @property
-    def weights(self) -> str:
-        """A new name for weights beside the file."""
-        return f"{self.name}.{secrets.token_hex(6)}.data"
-
-    def check(self) -> None:
-        """Raise UsageError where the name is taken."""
-        if self.path is not None:
-            check_free(self.path, overwrite=self.overwrite, directory=False)
-        elif self.store is not None and not self.overwrite and self.store.stat(self.name) is not None:
-            raise UsageError(_taken(self.where))
-
-    @contextmanager
-    def scratch(self) -> Iterator[Path]:
-        """A directory for the files to be; on the same file system, for a local target."""
-        if self.path is None:
-            with tempfile.TemporaryDirectory(prefix="torchrelay-onnx-") as text:
-                yield Path(text)
-            return
-        folder = self.path.with_name(f".tmp-{secrets.token_hex(8)}")
-        try:
-            folder.mkdir(parents=True)
-            yield folder
-        except OSError as error:
-            if isinstance(error, (StorageError, UsageError)):
-                raise
-            raise StorageError(f"cannot write {self.path}: {error.strerror or error}") from error
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def publish(self, folder: Path, weights: str | None) -> None:
-        """Put the file in the folder, and its `weights`, in place; raises UsageError, StorageError."""
-        if self.path is not None:
-            self._move(self.path, folder, weights)
-        elif self.store is not None:
-            self._send(self.store, folder, weights)
-
-    def _move(self, path: Path, folder: Path, weights: str | None) -> None:
-        made, old = folder / path.name, _weights_beside(path)
-        for name in (path.name, weights):
-            if name is not None:
-                _sync(folder / name)
-        if weights is not None:
-            (folder / weights).rename(path.with_name(weights))
-        try:
-            made.replace(path) if self.overwrite else os.link(made, path)
-        except FileExistsError:
-            path.with_name(weights).unlink() if weights is not None else None
-            raise UsageError(_taken(self.where)) from None
-        _sync(path.parent)
-        for one in old:
-            one.unlink(missing_ok=True)
-
-    def _send(self, store: ObjectStorage, folder: Path, weights: str | None) -> None:
-        if weights is not None:
-            handle = store.open_exclusive(weights)
-            with (folder / weights).open("rb") as file:
-                at = 0
-                while piece := file.read(_PIECE_BYTES):
-                    handle.write_at(at, memoryview(piece))
-                    at += len(piece)
-            handle.sync_file()
-            handle.close()
-        data = (folder / self.name).read_bytes()
-        if self.overwrite:
-            store.replace(self.name, data)
-            return
-        try:
-            store.link_exclusive(self.name, data)
-        except FileExistsError:
-            raise UsageError(_taken(self.where)) from None
-
-
-def target_of(where: str | os.PathLike[str], *, overwrite: bool) -> ExportTarget:
-    """What a user called a place; touches nothing. Raises UsageError."""
-    text = os.fspath(where) if isinstance(where, (str, os.PathLike)) else where
-    if isinstance(text, str) and is_url(text) and not text.startswith(FILE):
-        parent, _, name = text.rpartition("/")
-        if not name or parent.endswith("/"):
-            raise UsageError(f"{_WHAT} {text!r} names no file: give a URL such as s3://bucket/model.onnx")
-        return ExportTarget(text, name, overwrite, store=ObjectStorage.open(parent, _WHAT, "external"))
-    path = local_directory(text.removeprefix(FILE) if isinstance(text, str) else text, _WHAT)
-    return ExportTarget(str(path), path.name, overwrite, path=path)
+def place_of(where: Where, *, overwrite: bool) -> Path | str:
+    """Where an ONNX file is to lie, which is free; touches nothing. Raises UsageError."""
+    place = expanded(where, "the ONNX file")
+    check_free(place, overwrite=overwrite)
+    return place
 
 
 def _weights_beside(path: Path) -> list[Path]:
@@ -164,18 +67,6 @@ def _weights_beside(path: Path) -> list[Path]:
         return []
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return [one for one in found if content.find(os.fsencode(one.name)) >= 0]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _taken(where: str) -> str:
-    return f"{where} exists already: choose another name, or overwrite=True (--overwrite)"
 
 
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -251,8 +142,7 @@ def to_onnx(
         return _proto(model, inputs, dynamic=dynamic, input_names=input_names, output_names=output_names,
                       opset=opset, rtol=rtol, atol=atol, compare=compare, drop_unused=drop_unused,
                       metadata=metadata)  # fmt: skip
-    target = target_of(path, overwrite=overwrite)
-    target.check()
+    place = place_of(path, overwrite=overwrite)
     example = example_of(bare_module(model), inputs, input_names, dynamic)
     tolerance = _checked(rtol, atol)
     _check_texts(metadata or {})
@@ -263,7 +153,8 @@ def to_onnx(
         check_apart(example.names, tuple(cases[0].outputs))
         graph, signature = _graph(copied, example, cases, opset, drop_unused=drop_unused)
         _describe(graph, signature, metadata or {})
-        return _written(graph, signature, target, cases if compare else (), tolerance)
+        content = _OnnxContent(graph, signature, cases if compare else (), tolerance)
+        return _published(place, content, overwrite=overwrite)
 
 
 def _recorded(model: torch.nn.Module) -> tuple[Any, Any]:
@@ -329,30 +220,44 @@ def _describe(graph: ir.Model, signature: Signature, metadata: Mapping[str, str]
         initializer.metadata_props.clear()
 
 
-def _written(
-    graph: ir.Model, signature: Signature, target: ExportTarget, cases: Sequence[Case], tolerance: Tolerance
-) -> OnnxFile:
-    with target.scratch() as folder:
-        weights = _save(graph, folder / target.name, target)
-        _check(folder / target.name)
-        difference = compare(folder / target.name, cases, tolerance) if cases else 0.0
-        nbytes = sum(one.stat().st_size for one in folder.iterdir())
-        target.publish(folder, weights)
-    extents = tuple(dict(case.extents) for case in cases)
-    return OnnxFile(target.where, signature, graph.opset_imports[""], nbytes, extents, difference)
+@dataclass(frozen=True)
+class _OnnxContent:
+    graph: ir.Model
+    signature: Signature
+    cases: Sequence[Case]
+    tolerance: Tolerance
 
 
-def _save(graph: ir.Model, path: Path, target: ExportTarget) -> str | None:
-    """Write the file, and the weights beside it where they are too many; returns their name."""
+def _published(place: Path | str, content: _OnnxContent, *, overwrite: bool) -> OnnxFile:
+    name = place.name if isinstance(place, Path) else place.rpartition("/")[2]
+    found: list[Any] = []
+    old: list[Path] = []
+
+    def write(folder: Path) -> None:
+        _save(content.graph, folder / name)
+        _check(folder / name)
+        cases = content.cases
+        difference = compare(folder / name, cases, content.tolerance) if cases else 0.0
+        found.extend((sum(one.stat().st_size for one in folder.iterdir()), difference))
+        old.extend(_weights_beside(place) if isinstance(place, Path) else [])
+
+    where = str(publish(place, write, overwrite=overwrite, several=True))
+    for one in old:
+        one.unlink(missing_ok=True)
+    extents = tuple(dict(case.extents) for case in content.cases)
+    nbytes, difference = found
+    return OnnxFile(where, content.signature, content.graph.opset_imports[""], nbytes, extents, difference)
+
+
+def _save(graph: ir.Model, path: Path) -> None:
+    """Write the file, and the weights beside it where they are too many."""
     import onnx_ir as ir
 
     tensors = [one.const_value for one in graph.graph.initializers.values()]
     if sum(one.nbytes for one in tensors if one is not None) < EXTERNAL_FROM_BYTES:
         ir.save(graph, path)
-        return None
-    weights = target.weights
-    ir.save(graph, path, external_data=weights)
-    return weights
+    else:
+        ir.save(graph, path, external_data=f"{path.name}.{secrets.token_hex(6)}.data")
 
 
 def _check(path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.storage.open import is_remote as in_store
 from torchrelay.checkpoint.storage.open import object_at
 from torchrelay.errors import StorageError, UsageError
-from torchrelay.metadata.fs import write_new
+from torchrelay.metadata.fs import replace_file
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.monitoring.console import Output, human_number
 from torchrelay.runners.monitoring.status import RunLook, look_at, runs_at, standing
@@ -229,7 +228,7 @@ def report(chosen: argparse.Namespace, output: Output) -> int:
         storage, name = object_at(chosen.output, "the page")
         storage.replace(name, page)
     else:
-        _replace(target, page)
+        replace_file(target, page, sync="nothing")
     trouble = [text for run in facts for text in run.trouble]
     if output.json:
         output.value(
@@ -264,18 +263,6 @@ def _check_target(target: Path, runs: list[RunDirectory]) -> None:
     for run in runs:
         if target.resolve().is_relative_to((run.path / "checkpoints").resolve()):
             raise UsageError(f"{target} lies among the checkpoints of {run.where}: give -o another place")
-
-
-def _replace(target: Path, page: bytes) -> None:
-    """Old or new, never torn: a page that is being looked at may be written again."""
-    temporary = target.with_name(f".tmp-{secrets.token_hex(6)}")
-    try:
-        write_new(temporary, page, durable=False)
-        temporary.replace(target)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise StorageError(f"cannot write {target}: {error.strerror}; give -o another place") from error
 
 
 def _size(text: str) -> int:
