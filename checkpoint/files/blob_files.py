@@ -39,7 +39,7 @@ from torchrelay.checkpoint.state.checkpoint_set import check_patterns_used, sele
 from torchrelay.checkpoint.state.flatten import leaves_of, tensor_role
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value, is_sharded, spec_of
 from torchrelay.checkpoint.state.names import Kind, kind_of
-from torchrelay.checkpoint.state.restore.restoration import restoration
+from torchrelay.checkpoint.state.restore.restoration import RestoreOptions, restoration
 from torchrelay.checkpoint.state.tensor_checks import PlainTensors, plain_tensors
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import BlobError, UsageError
@@ -321,7 +321,7 @@ def read_blobs(file: BlobFile, names: Sequence[str]) -> dict[str, Any]:
     for name, tree in within.items():
         if tree in specs:
             specs.setdefault(name, _alone(file.specs[name], tree))
-    plan = restoration({}, specs, file.values, strict=False, exclude=None)
+    plan = restoration({}, specs, file.values, RestoreOptions(strict=False, exclude=None))
     file.fill((read.leaf, read.memory()) for read in plan.reads)
     return plan.finish()
 

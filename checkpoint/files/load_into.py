@@ -20,7 +20,7 @@ from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role
 from torchrelay.checkpoint.state.restore.container import check_changed
 from torchrelay.checkpoint.state.restore.gate import gate
-from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
+from torchrelay.checkpoint.state.restore.restoration import Restoration, RestoreOptions, restoration
 from torchrelay.checkpoint.state.tensor_checks import NOTHING, InPlace, fitting, planned
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import kind_of
@@ -279,10 +279,7 @@ class FileSource:
         def same_content(one: str, other: str) -> bool:
             return self.file.same_content(stored[one], stored[other])
 
-        plan = restoration(
-            objects,
-            specs,
-            values,
+        options = RestoreOptions(
             strict=strict,
             kept=kept,
             in_place=in_place.tensors,
@@ -290,6 +287,7 @@ class FileSource:
             same_content=same_content,
             cast=lambda name: cast_of(name, dtype),
         )
+        plan = restoration(objects, specs, values, options)
         check_changed(plan.replaced, objects, "torchrelay.load_blobs(path, {0})[{0}]")
         return stored, specs, plan
 

@@ -51,7 +51,7 @@ from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.restore.container import check_changed
 from torchrelay.checkpoint.state.restore.gate import gate
-from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
+from torchrelay.checkpoint.state.restore.restoration import Restoration, RestoreOptions, restoration
 from torchrelay.checkpoint.state.tensor_checks import NOTHING, InPlace, fitting, planned
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import dotted_prefixes
@@ -168,10 +168,7 @@ def _plan(
         ]
         return reader.same_content(*sources)
 
-    plan = restoration(
-        objects,
-        specs,
-        json,
+    options = RestoreOptions(
         strict=wish.strict,
         kept=kept,
         why_absent=why,
@@ -181,6 +178,7 @@ def _plan(
         within=within,
         cast=None if isinstance(rename, Below) else lambda name: cast_of(name, wish.dtype),
     )
+    plan = restoration(objects, specs, json, options)
     check_changed(plan.replaced, objects, "ckpt.value({0})")
     return found, plan
 

@@ -30,7 +30,7 @@ from torchrelay.checkpoint.load.resume import spec_of_row
 from torchrelay.checkpoint.load.tensors import Loading, TensorRead
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.checkpoint.state.restore.gate import gate
-from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
+from torchrelay.checkpoint.state.restore.restoration import Restoration, RestoreOptions, restoration
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.work import Clock, patience_secs
 from torchrelay.errors import MissingShardError, UsageError
@@ -202,17 +202,14 @@ def _plan(
         above = () if spec.blob in objects or spec.blob in specs else reader.manifest.rows.get(spec.blob, ())
         if above and reader.manifest.leaves[above[0]].role == "value":
             specs[leaf] = replace(spec, blob=leaf)
-    plan = restoration(
-        objects,
-        specs,
-        values,
+    options = RestoreOptions(
         strict=False,
         untouched=[name for name in objects if name not in owners],  # they name parameters
         late_buffers=True,
         exclude=None,
         same_content=lambda one, other: reader.same_content((one, node), (other, node)),
     )
-    return _Plan(workspace, blob, target, node, plan)
+    return _Plan(workspace, blob, target, node, restoration(objects, specs, values, options))
 
 
 def _install(loading: Loading, plans: Sequence[_Plan]) -> None:

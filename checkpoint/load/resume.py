@@ -45,6 +45,7 @@ from torchrelay.checkpoint.state.restore.container import change_container
 from torchrelay.checkpoint.state.restore.gradients import Gradients
 from torchrelay.checkpoint.state.restore.restoration import (
     Restoration,
+    RestoreOptions,
     restoration,
     restore_learning_rates,
     restore_requires_grad,
@@ -264,10 +265,7 @@ def _prepare(
             kept |= changes.excluded
         turned = stay_as_built(objects, specs)
         node, selection = node_of(job, stored), job.manifest.facts.selection
-        found = restoration(
-            objects,
-            specs,
-            assigned.values,
+        options = RestoreOptions(
             kept=kept,
             offered=assigned.offered,
             untouched=changes.new,
@@ -277,6 +275,7 @@ def _prepare(
             why_absent=lambda name: selection.why_absent(name) or assigned.why_absent(name),
             same_content=lambda one, other: reader.same_content((one, node), (other, node)),
         )
+        found = restoration(objects, specs, assigned.values, options)
         changes.excluded.update(found.left_out)
         changes.retyped.update(name for name in found.replaced if is_container(objects[name]))
         held = _gradients(job, place, objects, assigned, kept)

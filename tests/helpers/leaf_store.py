@@ -9,7 +9,7 @@ from typing import Any
 from torchrelay.checkpoint.format import canonical_json, dtypes
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Value, spec_of
-from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
+from torchrelay.checkpoint.state.restore.restoration import Restoration, RestoreOptions, restoration
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def save(objects: Mapping[str, Any]) -> Saved:
 
 def plan(saved: Saved, objects: Mapping[str, Any], **options: Any) -> Restoration:
     same = {"same_content": lambda one, other: saved.tensors[one] == saved.tensors[other], **options}
-    return restoration(objects, saved.specs, saved.values, **same)
+    return restoration(objects, saved.specs, saved.values, RestoreOptions(**same))
 
 
 def load(saved: Saved, objects: Mapping[str, Any], **options: Any) -> dict[str, object]:

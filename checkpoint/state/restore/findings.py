@@ -25,6 +25,41 @@ _RULES = 4
 """Renames that are proposed at once."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RestoreOptions:
+    """What a restoration may make of differences, and what messages say of them."""
+
+    strict: bool = True
+    """Whether leaves that are missing or unexpected are refused."""
+    kept: Collection[str] = ()
+    """Leaves that stay as the program made them."""
+    offered: Collection[str] = ()
+    """Leaves that may be taken by an object, and need not be."""
+    untouched: Collection[str] = ()
+    """Objects that stay as they are, too, and only name parameters."""
+    may_lack: Collection[str] = ()
+    """Blobs of which the checkpoint may lack leaves, which stay."""
+    in_place: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Objects that are taken care of: leaves of their names are read into them by others."""
+    late_buffers: bool = False
+    """Whether, without `strict` too, buffers are made that a module has not made yet, where all else fits."""
+    why_absent: Callable[[str], str] = lambda name: ""
+    """Why the checkpoint lacks a leaf, where that is known."""
+    same_content: Callable[[str, str], bool] = lambda one, other: False
+    """Whether two stored tensors of one form have the same bytes."""
+    cast: Callable[[str], torch.dtype | None] | None = None
+    """To which floating-point type a leaf may be converted; None where there is no argument `dtype`."""
+    exclude: str | None = "exclude"
+    """What the argument is called by which leaves stay as they are; None where there is none."""
+    excluded: Sequence[str] = ()
+    """What that argument was given."""
+    within: str = ""
+    """The blob or part that names of the argument `rename` are relative to."""
+
+
+USUAL = RestoreOptions()
+
+
 @dataclass
 class Mismatches:
     """What differs. Each text of `unlike` begins with the name of a leaf or blob."""
@@ -52,30 +87,15 @@ class Mismatches:
         missing = strict and not all(name in kept for name in self.missing)
         return bool(self.unlike or self.refused or missing or (strict and self.unexpected))
 
-    def check(
-        self,
-        stored: Mapping[str, LeafSpec],
-        *,
-        strict: bool,
-        kept: Collection[str] = (),
-        why_absent: Callable[[str], str] = lambda name: "",
-        exclude: str | None = "exclude",
-        excluded: Sequence[str] = (),
-        within: str = "",
-        converts: bool = False,
-    ) -> None:
-        """Raise one BlobError that lists all differences; without `strict` only the unlike ones count.
-
-        `exclude` is what the argument is called by which leaves stay as they are; None where there is none;
-        `excluded` is what it was given.
-        The argument `rename` is of names `within` a blob or part. `converts`: there is an argument `dtype`.
-        """
+    def check(self, stored: Mapping[str, LeafSpec], options: RestoreOptions) -> None:
+        """Raise one BlobError that lists all differences; without `strict` only the unlike ones count."""
+        why_absent = options.why_absent
         lines = [f"cannot be loaded into: {text}" for text in self.refused]
         lines += [f"differs: {text}" for text in self.unlike]
         missing: list[str] = []
         reasons: dict[str, str] = {}
-        if strict:
-            missing = [name for name in self.missing if name not in kept]
+        if options.strict:
+            missing = [name for name in self.missing if name not in options.kept]
             near = missing[:_NEAREST_FOR]
             reasons = {name: f" ({why})" for name in missing if (why := why_absent(name))}
             hints = {**{name: _nearest(name, stored) for name in near if name not in reasons}, **reasons}
@@ -85,7 +105,7 @@ class Mismatches:
             reasons.update(whose)
         if not lines:
             return
-        lines = [line.replace(" exclude=[", f" {exclude or 'exclude'}=[") for line in lines]
+        lines = [line.replace(" exclude=[", f" {options.exclude or 'exclude'}=[") for line in lines]
         if len(lines) == len(self.refused):
             raise BlobError("nothing was loaded or changed:\n  " + "\n  ".join(lines))
         remedy = (
@@ -93,7 +113,7 @@ class Mismatches:
             if any(LEFT_OUT in why for why in reasons.values())
             else ""  # they say themselves what helps
             if reasons
-            else self._remedy(stored, missing, exclude, excluded, within, strict=strict, converts=converts)
+            else self._remedy(stored, missing, options)
         )
         raise BlobError(
             "the checkpoint does not fit the given objects; nothing was changed:\n  "
@@ -101,20 +121,10 @@ class Mismatches:
             + (f"\n{remedy}" if remedy else "")
         )
 
-    def _remedy(
-        self,
-        stored: Mapping[str, LeafSpec],
-        missing: Sequence[str],
-        exclude: str | None,
-        excluded: Sequence[str],
-        within: str,
-        *,
-        strict: bool,
-        converts: bool,
-    ) -> str:
-        if exclude is None:
+    def _remedy(self, stored: Mapping[str, LeafSpec], missing: Sequence[str], options: RestoreOptions) -> str:
+        if options.exclude is None:
             return "Build the objects as they were when it was saved, or ask for other names"
-        unexpected = self.unexpected if strict else []
+        unexpected = self.unexpected if options.strict else []
 
         def fits(old: str, new: str) -> bool:
             there, here = stored.get(old), self.shapes.get(new)
@@ -123,14 +133,14 @@ class Mismatches:
         lacking = list(dict.fromkeys([*missing, *self.members.values()]))
         spare = list(dict.fromkeys([*unexpected, *self.strangers]))
         named_otherwise = all(text in self.members for text in self.unlike)
-        if named_otherwise and (rename := _likely_rename(lacking, spare, within, fits)):
+        if named_otherwise and (rename := _likely_rename(lacking, spare, options.within, fits)):
             return f"If these are the same leaves under other names: rename={rename!r}"
         different = [text.split(" ", 1)[0] for text in self.unlike]
         types = {self.types.get(name) for name in (*different, *missing, *unexpected)}
-        if converts and len(types) == 1 and (only := types.pop()) is not None:
+        if options.cast is not None and len(types) == 1 and (only := types.pop()) is not None:
             return f"To convert them to the type that they have here: dtype={only}"
-        names = list(dict.fromkeys([*excluded, *_covering([*different, *missing, *unexpected])]))
-        return f"To leave out what is to stay as the program made it: {exclude}={names!r}"
+        names = list(dict.fromkeys([*options.excluded, *_covering([*different, *missing, *unexpected])]))
+        return f"To leave out what is to stay as the program made it: {options.exclude}={names!r}"
 
 
 def _likely_rename(

@@ -178,7 +178,7 @@ class _Load:
         shared = self._shared()
         if isinstance(self.local, LBFGS):
             self._check_joint_state()
-        if self.draft.kept or self.draft.cast is not None:
+        if self.draft.kept or self.draft.options.cast is not None:
             self._look_at_owners()
         rest = self.draft.rest(self.blob)
         values = [spec for spec in rest if spec.kind == "value" and spec.role is not Role.SUBCLASS]
@@ -192,7 +192,7 @@ class _Load:
     def _check_joint_state(self) -> None:
         """LBFGS keeps one vector for all parameters, under the first: it goes with any that is left out."""
         begun = self._beginning(state_prefix(self.blob))
-        if any(matches_any(name, self.draft.excluded) for name in self.members):
+        if any(matches_any(name, self.draft.options.excluded) for name in self.members):
             self.draft.left_out += [spec.name for spec in begun if self.draft.find(spec.name)]
             self.draft.kept = self.draft.kept.union(self.draft.left_out)
             return

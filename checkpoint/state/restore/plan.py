@@ -29,7 +29,7 @@ from torchrelay.checkpoint.state.leaf import (
 from torchrelay.checkpoint.state.module_leaves import named_parameters
 from torchrelay.checkpoint.state.names import Extents, Kind, TensorNames, current_names, kind_of, spellings
 from torchrelay.checkpoint.state.reads import LeafValue, Read, form, lay_as_saved, same_form, take_memory_of
-from torchrelay.checkpoint.state.restore.findings import Mismatches
+from torchrelay.checkpoint.state.restore.findings import USUAL, Mismatches, RestoreOptions
 from torchrelay.checkpoint.state.tensor_checks import admitted_in_place, all_torch_memory, unwritable
 from torchrelay.checkpoint.state.wrappers import description, inner_tensors, is_wrapper, rebuilder, told
 from torchrelay.errors import BlobError, DamagedError
@@ -41,12 +41,10 @@ Maker = Callable[[torch.device | None], torch.Tensor]
 class RestorePlan:
     """A restoration in the making. Adding to it changes no object of the user's.
 
-    Into the tensors `in_place` leaves of their names are read by others. What is `offered` may be taken by
-    an object, and need not be. `late` has plans for stored buffers that a module has not made yet, and
-    whether it has a place for them; `reshaped` describes those that it has in another shape. Both are
-    differences if there are any others. `names` are those of the parameters of the given objects, by id. Of
-    the blobs `may_lack` leaves may be absent; `states` are those of modules that were asked before.
-    `same_content` says whether two stored tensors of one form have the same bytes.
+    `late` has plans for stored buffers that a module has not made yet, and whether it has a place for them;
+    `reshaped` describes those that it has in another shape. Both are differences if there are any others.
+    `names` are those of the parameters of the given objects, by id; `states` those of modules that were asked
+    before.
     """
 
     rehearsed = False
@@ -57,27 +55,19 @@ class RestorePlan:
         specs: Mapping[str, LeafSpec],
         values: Mapping[str, Json],
         objects: Mapping[str, Any],
-        kept: Collection[str] = (),
-        in_place: Mapping[str, torch.Tensor] | None = None,
-        offered: Collection[str] = (),
-        may_lack: Collection[str] = (),
+        options: RestoreOptions = USUAL,
         states: ModuleStates | None = None,
-        same_content: Callable[[str, str], bool] | None = None,
     ) -> None:
-        settled = in_place or {}
-        self._offered = frozenset(offered)
-        self._same_content = same_content or (lambda one, other: False)
-        self._may_lack = tuple(f"{blob}." for blob in may_lack)  # no blob's name begins another's
+        settled, self.options = options.in_place, options
+        self._offered = frozenset(options.offered)
+        self._may_lack = tuple(f"{blob}." for blob in options.may_lack)  # no blob's name begins another's
         self.specs = specs
         self.values = values
-        self.kept = frozenset(kept)
-        self.cast: Callable[[str], torch.dtype | None] | None = None
-        """To which floating-point type a leaf may be converted."""
+        self.kept = frozenset(options.kept)
         self.converted: dict[str, torch.dtype] = {}
         """New tensors that get another type than the stored one, by the leaf's name."""
-        self.excluded: Collection[str] = ()
         self.left_out: list[str] = []
-        """Stored leaves that cannot be loaded without those that the patterns `excluded` mean."""
+        """Stored leaves that cannot be loaded without those that the patterns of `exclude` mean."""
         self.states = states or ModuleStates()
         self.names = parameter_names(objects, self.states)
         self._modules = {blob: one for blob, one in objects.items() if isinstance(one, nn.Module)}
@@ -245,17 +235,19 @@ class RestorePlan:
         elif spec.order_changed and (first := self._live[source]) is not live:
             self.fills.append((blob, partial(take_memory_of, first, live)))
 
-    def conclude(self, *, strict: bool, late_buffers: bool) -> None:
+    def conclude(self) -> None:
         """Decide what could not be decided while leaves were still coming.
 
         A tensor that two stored leaves are for can be loaded if they have the same bytes. A leaf that is not
         stored is not missing where its tensor is read by another name. Buffers that a module has not made yet
         are planned where nothing else differs.
         """
+        strict = self.options.strict
+        late_buffers = strict or self.options.late_buffers
         for plan in self.pending_aliases:  # now it is known which tensors are live
             plan()
         for source, known in self._twofold:
-            if not self._same_content(source, known):
+            if not self.options.same_content(source, known):
                 self.unlike(
                     f"{source} and {known} are one tensor here and two in the checkpoint, which differ: "
                     f"leave out one of them, exclude=[{source!r}]"
@@ -278,7 +270,7 @@ class RestorePlan:
     def is_free_for(self, spec: LeafSpec, live: torch.Tensor) -> bool:
         """Whether no other leaf is read into a tensor, unless it has the same bytes."""
         known, source = self._read_into.of(live), _source(spec)
-        return known in (None, source) or (known is not None and self._same_content(source, known))
+        return known in (None, source) or (known is not None and self.options.same_content(source, known))
 
     def is_untouched(self, live: torch.Tensor) -> bool:
         """Whether no leaf is read into a tensor."""
@@ -394,7 +386,7 @@ class RestorePlan:
         if not number or not live.is_floating_point() or spec.shape != live.shape:
             return False
         self.findings.types[spec.name] = live.dtype
-        wanted = self.cast(spec.name) if self.cast is not None else None
+        wanted = self.options.cast(spec.name) if self.options.cast is not None else None
         return live.dtype in (wanted, self.converted.get(spec.name))
 
 

@@ -35,7 +35,7 @@ from torchrelay.checkpoint.state.names import (
 )
 from torchrelay.checkpoint.state.reads import form
 from torchrelay.checkpoint.state.restore.container import ContainerLoad
-from torchrelay.checkpoint.state.restore.findings import Mismatches
+from torchrelay.checkpoint.state.restore.findings import Mismatches, RestoreOptions
 from torchrelay.checkpoint.state.restore.plan import Maker, RestorePlan, shared_across_files
 from torchrelay.checkpoint.state.restore.restoration import drafted
 from torchrelay.checkpoint.state.tensor_checks import InPlace, fitting
@@ -237,9 +237,14 @@ def rehearse(
     in_place = _in_place(objects, stored)
     stored = {name: spec for name, spec in stored.items() if name not in in_place.tensors}
     stored = shared_across_files(stored, in_place.tensors)
-    draft = Rehearsal(stored, values, objects, kept, in_place.tensors, listed, shown, states)
+    options = RestoreOptions(
+        kept=kept,
+        in_place=in_place.tensors,
+        same_content=lambda one, other: True,  # of one memory
+    )
+    draft = Rehearsal(stored, values, objects, options, listed, shown, states)
     drafted(draft, in_place.rest(objects), objects, ContainerLoad(objects), ())
-    draft.conclude(strict=True, late_buffers=True)
+    draft.conclude()
     draft.steps.clear()  # they refer to what made them
     lines = [*_lines(draft.findings, kept), *changed]
     refused = [
@@ -301,14 +306,12 @@ class Rehearsal(RestorePlan):
         specs: Mapping[str, LeafSpec],
         values: Mapping[str, Json],
         objects: Mapping[str, Any],
-        kept: Collection[str],
-        in_place: Mapping[str, torch.Tensor],
+        options: RestoreOptions,
         listed: Mapping[str, torch.Tensor],
         shown: Collection[str] | None,
         states: ModuleStates,
     ) -> None:
-        one_content = lambda one, other: True  # noqa: E731 - of one memory
-        super().__init__(specs, values, objects, kept, in_place, states=states, same_content=one_content)
+        super().__init__(specs, values, objects, options, states)
         self._listed = listed
         self._shown = shown
         self._shows: dict[str, bool] = {}

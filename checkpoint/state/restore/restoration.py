@@ -30,6 +30,7 @@ from torchrelay.checkpoint.state.module_leaves import match_strides, named_param
 from torchrelay.checkpoint.state.names import Kind, kind_of, optimizers_in
 from torchrelay.checkpoint.state.reads import Read, outside_inference_mode
 from torchrelay.checkpoint.state.restore.container import ContainerLoad, draft_container, regrouped
+from torchrelay.checkpoint.state.restore.findings import USUAL, RestoreOptions
 from torchrelay.checkpoint.state.restore.module import draft_module
 from torchrelay.checkpoint.state.restore.optimizer import draft_optimizer, draft_shared_parameters
 from torchrelay.checkpoint.state.restore.plan import RestorePlan, shared_across_files
@@ -42,6 +43,7 @@ __all__ = [
     "Builder",
     "Read",
     "Restoration",
+    "RestoreOptions",
     "draft_new",
     "draft_stateful",
     "draft_tensor",
@@ -77,7 +79,7 @@ def _left_out(draft: RestorePlan, value: Any, spec: LeafSpec) -> list[tuple[Any,
 
     A `state_dict` of torch's says by its numbers whose state it is; the object has the optimizer.
     """
-    if not draft.excluded:
+    if not draft.options.excluded:
         return []
     optimizers = [[draft.names.get(id(it)) for it in parameters(one)] for one in optimizers_in(value)]
     found: list[tuple[Any, ...]] = []
@@ -90,7 +92,7 @@ def _left_out(draft: RestorePlan, value: Any, spec: LeafSpec) -> list[tuple[Any,
             left = {
                 number
                 for number, name in zip(numbers, fitting[0], strict=True)
-                if name and matches_any(name, draft.excluded) and state.get(number)
+                if name and matches_any(name, draft.options.excluded) and state.get(number)
             }
             found += [(*path, "state", number) for number in state if number in left]
             draft.left_out += [one.name for number in left for one in _inner_tensors(state[number])]
@@ -336,59 +338,30 @@ def restoration(
     objects: Mapping[str, Any],
     specs: Mapping[str, LeafSpec],
     values: Mapping[str, Json],
-    *,
-    strict: bool = True,
-    kept: Collection[str] = (),
-    offered: Collection[str] = (),
-    untouched: Collection[str] = (),
-    may_lack: Collection[str] = (),
-    why_absent: Callable[[str], str] = lambda name: "",
-    in_place: Mapping[str, torch.Tensor] | None = None,
-    late_buffers: bool = False,
-    same_content: Callable[[str, str], bool] | None = None,
-    exclude: str | None = "exclude",
-    excluded: Sequence[str] = (),
-    within: str = "",
-    cast: Callable[[str], torch.dtype | None] | None = None,
+    options: RestoreOptions = USUAL,
 ) -> Restoration:
     """Plan to load the stored leaves `specs`, with the content `values` of values, into `objects`.
 
     Modules, optimizers, tensors and containers are loaded in place. Stored blobs without an object are
     created, if they are tensors or values; so leave out of `specs` what is not wanted, and out of `objects`
-    tensors that may be replaced. Leaves named in `kept` stay as the program made them, and so do the objects
-    in `untouched`, which only name parameters; leaves in `offered` may have no object, and of the blobs
-    `may_lack` the checkpoint may lack leaves, which stay too. `why_absent` says why the checkpoint lacks a
-    leaf, where that is known. Objects in `in_place` are taken care of (see there). Buffers that a module has
-    not made yet are made where everything else fits; without `strict` only if `late_buffers` says so.
-    `same_content`: see `RestorePlan`. `exclude` is the argument that leaves out leaves, `excluded` what
-    it was given, and `within` what the names of its `rename` are relative to, for messages. `cast` says to
-    which floating-point type a leaf may be converted.
+    tensors that may be replaced.
     Raises BlobError with a list of all leaves that are missing, unexpected (neither with
     `strict=False`) or of another form, and DamagedError for malformed values. No object has changed
     then, nor after success: that begins with the reads.
     """
     stored = {name: spec for name, spec in specs.items() if spec.role not in OF_POSITION}
     stored, values, partial = regrouped(objects, stored, values)
-    settled = in_place or {}
+    settled = options.in_place
     stored = shared_across_files(stored, settled)
-    alone = bool(stored) or len(settled) < len(objects)
-    known, placed = (objects, settled) if alone else ({}, {})
-    draft = RestorePlan(stored, values, known, kept, placed, offered, may_lack, same_content=same_content)
-    draft.excluded, draft.cast = excluded, cast
+    if stored or len(settled) < len(objects):
+        draft = RestorePlan(stored, values, objects, options)
+        given = [blob for blob in objects if not (blob in settled or blob in options.untouched)]
+    else:  # all is in place
+        draft, given = RestorePlan(stored, values, {}, replace(options, in_place={})), []
     load = ContainerLoad(objects)
-    given = [blob for blob in objects if not (blob in settled or blob in untouched)] if alone else []
     builders = drafted(draft, {blob: objects[blob] for blob in given}, objects, load, partial)
-    draft.conclude(strict=strict, late_buffers=strict or late_buffers)
-    draft.findings.check(
-        stored,
-        strict=strict,
-        kept=kept,
-        why_absent=why_absent,
-        exclude=exclude,
-        excluded=excluded,
-        within=within,
-        converts=cast is not None,
-    )
+    draft.conclude()
+    draft.findings.check(stored, options)
     fixed = [blob for blob in given if blob in builders and kind_of(objects[blob]) is Kind.VALUE]
     return Restoration(draft, builders, [*load.replaced, *fixed])
 
