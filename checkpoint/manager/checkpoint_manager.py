@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torchrelay.checkpoint.format.position import Patterns
 from torchrelay.checkpoint.log.retention import BestEpochs
@@ -17,6 +18,9 @@ from torchrelay.jobs.cluster import check_node_name
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.metadata.handlers import MetadataHandler
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 class CheckpointManager(Manager):
     """Stores its job's only node under `node_name`, whatever the job calls it."""
@@ -27,48 +31,11 @@ class CheckpointManager(Manager):
         node_name: str,
         metadata_handler: MetadataHandler | None = None,
         *of_caffe2: Any,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: BestEpochs = None,
-        keep_optimizer_last: int | None = None,
         takeover_secs: float = 15.0,
-        asynchronous: bool = False,
-        staging_limit: int | None = None,
-        verify_staging: Verify = "samples",
-        reuse: bool | None = None,
-        include: Patterns = None,
-        exclude: Patterns = None,
-        share_reads: bool | None = None,
-        compare_every: int | None = None,
-        single_writer: SingleWriter = None,
-        tier: Tier | None = None,
-        rename: Mapping[str, str] | None = None,
-        resume_exclude: Patterns = None,
-        resume_strict: bool = False,
+        **options: Unpack[ManagerOptions],
     ) -> None:
-        super().__init__(
-            db_prefix,
-            metadata_handler,
-            *of_caffe2,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_best=keep_best,
-            keep_optimizer_last=keep_optimizer_last,
-            takeover_secs=takeover_secs,
-            asynchronous=asynchronous,
-            staging_limit=staging_limit,
-            verify_staging=verify_staging,
-            reuse=reuse,
-            include=include,
-            exclude=exclude,
-            share_reads=share_reads,
-            compare_every=compare_every,
-            single_writer=single_writer,
-            tier=tier,
-            rename=rename,
-            resume_exclude=resume_exclude,
-            resume_strict=resume_strict,
-        )
+        others: dict[str, Any] = {"takeover_secs": takeover_secs, **options}
+        super().__init__(db_prefix, metadata_handler, *of_caffe2, **others)
         self.node_name = check_node_name(node_name)
 
     def stored_name(self, node: str) -> str:
@@ -93,6 +60,16 @@ class CheckpointManager(Manager):
     def files(self, node: str, epoch: int) -> list[str]:
         """The committed files of an epoch, asked by either name of the node; none for any other name."""
         return super().files(node, epoch) if self.get_ckpt_db_name(node, epoch) else []
+
+
+_own, _base = (inspect.signature(one.__init__) for one in (CheckpointManager, Manager))
+CheckpointManager.__init__.__signature__ = _own.replace(  # type: ignore[attr-defined]
+    parameters=[
+        *(one for one in _own.parameters.values() if one.kind < one.KEYWORD_ONLY),
+        *(one for one in _base.parameters.values() if one.kind is one.KEYWORD_ONLY),
+    ]
+)
+"""As it is shown: the options are those of `Manager`."""
 
 
 class MultiNodeCheckpointManager(Manager):
