@@ -188,19 +188,6 @@ class BlobRegistry:
         """The declared names in order."""
         return tuple(self._blobs)
 
-    def __call__(
-        self,
-        mapping: Mapping[str, Any] | None = None,
-        /,
-        *,
-        scope: Scope | str | None = None,
-        reshard: Reshard = None,
-        rebuilt: bool = False,
-        **named: Any,
-    ) -> None:
-        """Do the same as `add`."""
-        self.add(mapping, scope=scope, reshard=reshard, rebuilt=rebuilt, **named)
-
     def add(
         self,
         mapping: Mapping[str, Any] | None = None,
@@ -238,6 +225,8 @@ class BlobRegistry:
         check_blob_names(merged, {blob.name: blob.container for blob in merged.values() if blob.container})
         _check_objects(merged.values())
         self._blobs = merged
+
+    __call__ = add
 
     def begin_setup(self) -> None:
         """Open the registry for the `setup` of a start and forget what an earlier `setup` added."""

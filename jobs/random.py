@@ -24,7 +24,6 @@ import random
 import struct
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -187,13 +186,7 @@ def _parsed(data: bytes, stream: str) -> dict[str, Any]:
 
 def _python_bytes(state: Any) -> bytes:
     version, words, gauss = state
-    return _python_text(words, json.dumps([version, gauss]))
-
-
-@lru_cache(maxsize=2)  # most programs draw from few streams: words that stay are not written again
-def _python_text(words: tuple[int, ...], rest: str) -> bytes:
-    version, gauss = json.loads(rest)
-    return _canonical({"version": version, "words": list(words), "gauss": gauss})
+    return _canonical({"version": version, "words": words, "gauss": gauss})
 
 
 def _python_from(data: bytes) -> Any:
@@ -209,32 +202,7 @@ def _numpy_state() -> bytes | None:
     # a half-imported numpy has no random yet
     if numpy is None or not hasattr(numpy, "random"):
         return None
-    return _numpy_text(_frozen(numpy.random.get_state(legacy=False)))
-
-
-def _frozen(value: Any) -> Any:
-    """Numpy's state as what compares and never changes: items of tables, bytes of arrays, texts of the rest.
-
-    Equal texts are equal bits, which equal numbers are not (0.0 and -0.0).
-    """
-    if isinstance(value, dict):
-        return tuple((key, _frozen(item)) for key, item in value.items())
-    if getattr(value, "shape", ()):
-        return str(value.dtype), value.tobytes()
-    return json.dumps(_plain(value))
-
-
-@lru_cache(maxsize=2)
-def _numpy_text(state: Any) -> bytes:
-    return _canonical(_thawed(state))
-
-
-def _thawed(value: Any) -> Any:
-    if isinstance(value, str):
-        return json.loads(value)
-    if isinstance(value[-1], bytes):
-        return _plain(sys.modules["numpy"].frombuffer(value[1], value[0]))
-    return {key: _thawed(item) for key, item in value}
+    return _canonical(_plain(numpy.random.get_state(legacy=False)))
 
 
 def _plain(value: Any) -> Any:

@@ -25,6 +25,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torchrelay.errors import MissingMetricError, UsageError
+from torchrelay.jobs.runtime import seconds_in
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
@@ -173,9 +174,6 @@ def free_name(name: str, taken: set[str]) -> str:
     return candidate
 
 
-_TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,5}):([0-5]\d):([0-5]\d)")
-
-
 @dataclass(frozen=True)
 class MaxEpochs:
     """Stop after so many epochs."""
@@ -261,7 +259,12 @@ def max_time(limit: str | float | timedelta) -> MaxTime:
 
     The running epoch ends at its next step and counts as a short one.
     """
-    return MaxTime(_seconds(limit))
+    secs = None if isinstance(limit, str) and ":" not in limit else seconds_in(limit)
+    if secs is None or not math.isfinite(secs) or secs <= 0:
+        raise UsageError(
+            f"max_time is 'HH:MM:SS', 'D-HH:MM:SS', seconds above 0 or a timedelta, not {limit!r}"
+        )
+    return MaxTime(secs)
 
 
 def epoch_limiter(job: Job, num_epochs: int) -> EpochLimit:
@@ -299,29 +302,6 @@ def _count(what: str, n: int) -> int:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise UsageError(f"{what} is an integer from 1, not {n!r}")
     return n
-
-
-def _seconds(limit: str | float | timedelta) -> float:
-    secs = _plain_seconds(limit)
-    if secs is None or not math.isfinite(secs) or secs <= 0:
-        raise UsageError(
-            f"max_time is 'HH:MM:SS', 'D-HH:MM:SS', seconds above 0 or a timedelta, not {limit!r}"
-        )
-    return secs
-
-
-def _plain_seconds(limit: object) -> float | None:
-    if isinstance(limit, timedelta):
-        return limit.total_seconds()
-    if isinstance(limit, str):
-        match = _TIME.fullmatch(limit.strip())
-        if match is None:
-            return None
-        days, hours, minutes, secs = (int(part or 0) for part in match.groups())
-        return float(timedelta(days=days, hours=hours, minutes=minutes, seconds=secs).total_seconds())
-    if isinstance(limit, (int, float)) and not isinstance(limit, bool):
-        return float(limit)
-    return None
 
 
 Mode = Literal["min", "max"]

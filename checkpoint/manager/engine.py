@@ -156,33 +156,35 @@ class Engine:
 
         Raises BlobError on all processes for an object that no later start could make again.
         """
-        watch_steps()
 
-        def look(found: Members) -> set[str]:
-            made: set[str] = set()
-            saved = self._saved(session)
-            for place in session.local_nodes:
-                workspace = session.workspace(place.name)
-                found[place.name] = members_of(workspace)
-                if place.name not in saved:
-                    continue
-                held = workspace.entries()  # a copy of all
-                entries = {name: held[name] for name in found[place.name]}
-                registered = {name for name, entry in entries.items() if entry.blob is not None}
-                check_recreatable({name: entry.value for name, entry in entries.items()}, registered)
-                check_remade(entries, registered, self.selection)
-                self._check_placed(place, workspace)
-                made.update(entries.keys() - registered)
-            return made
+        def look(place: NodePlace, workspace: Workspace, members: dict[str, SetMember]) -> set[str]:
+            held = workspace.entries()  # a copy of all
+            entries = {name: held[name] for name in members}
+            registered = {name for name, entry in entries.items() if entry.blob is not None}
+            check_recreatable({name: entry.value for name, entry in entries.items()}, registered)
+            check_remade(entries, registered, self.selection)
+            self._check_placed(place, workspace)
+            return entries.keys() - registered
 
         self._fix(session, look)
 
-    def _fix(self, session: Session, look: Callable[[Members], set[str]]) -> None:
-        """Tell all processes what `look` finds: it fills in the names, and returns those that `init` made."""
+    def _fix(
+        self, session: Session, look: Callable[[NodePlace, Workspace, dict[str, SetMember]], set[str]]
+    ) -> None:
+        """Fix what hosted nodes hold now, and tell all processes.
+
+        Of a node that is saved `look` adds what else it saves, and returns the names that `init` made.
+        """
+        watch_steps()
         found: Members = {}
 
         def told() -> list[list[str]]:
-            made = look(found)
+            made, saved = set[str](), self._saved(session)
+            for place in session.local_nodes:
+                workspace = session.workspace(place.name)
+                found[place.name] = members_of(workspace)
+                if place.name in saved:
+                    made |= look(place, workspace, found[place.name])
             here = {name for members in found.values() for name, one in members.items() if one.registered}
             return [sorted(made), sorted(here)]
 
@@ -208,33 +210,23 @@ class Engine:
         self._seal_like(session, ledger.prove(session.peers, epoch).manifest)
 
     def _seal_like(self, session: Session, manifest: Manifest) -> None:
-        watch_steps()
 
-        def look(found: Members) -> set[str]:
-            made: set[str] = set()
-            saved = self._saved(session)
-            for place in session.local_nodes:
-                workspace = session.workspace(place.name)
-                registered = found[place.name] = members_of(workspace)
-                if place.name not in saved:
-                    continue
-                today = renamed_manifest(manifest, self.resume.rename, registered)
-                gone = frozenset() if self.resume.strict else gone_blobs(today, registered)
-                # Entries of dicts were blobs of their own once.
-                stored = [
-                    name
-                    for name in stored_blobs(today, self._stored(place.name))
-                    if name in registered or not (name in gone or workspace.lies_inside(name))
-                ]
-                check_remade(stored, registered, self.selection)
-                found[place.name] = {**{name: SetMember(name) for name in stored}, **registered}
-                made.update(set(stored).difference(registered))
-                self._demoted |= {
-                    leaf.name
-                    for leaf in today.leaves
-                    if leaf.scope == "rank" and leaf.role not in OF_POSITION
-                }
-            return made
+        def look(place: NodePlace, workspace: Workspace, members: dict[str, SetMember]) -> set[str]:
+            registered = dict(members)
+            today = renamed_manifest(manifest, self.resume.rename, registered)
+            gone = frozenset() if self.resume.strict else gone_blobs(today, registered)
+            # Entries of dicts were blobs of their own once.
+            stored = [
+                name
+                for name in stored_blobs(today, self._stored(place.name))
+                if name in registered or not (name in gone or workspace.lies_inside(name))
+            ]
+            check_remade(stored, registered, self.selection)
+            members.clear()
+            members.update({**{name: SetMember(name) for name in stored}, **registered})
+            own = (one for one in today.leaves if one.scope == "rank" and one.role not in OF_POSITION)
+            self._demoted.update(leaf.name for leaf in own)
+            return set(stored).difference(registered)
 
         self._demoted = set()
         self._fix(session, look)
