@@ -237,11 +237,8 @@ def rehearse(
     in_place = _in_place(objects, stored)
     stored = {name: spec for name, spec in stored.items() if name not in in_place.tensors}
     stored = shared_across_files(stored, in_place.tensors)
-    options = RestoreOptions(
-        kept=kept,
-        in_place=in_place.tensors,
-        same_content=lambda one, other: True,  # of one memory
-    )
+    # What is one tensor here has one content.
+    options = RestoreOptions(kept=kept, in_place=in_place.tensors, same_content=lambda *_: True)
     draft = Rehearsal(stored, values, objects, options, listed, shown, states)
     drafted(draft, in_place.rest(objects), objects, ContainerLoad(objects), ())
     draft.conclude()
