@@ -150,12 +150,7 @@ class RandomStreams:
         for key in set(coded) - known:
             raise FormatError(f"unknown random state {key!r}: a newer version of torchrelay wrote it")
         _python_from(coded["python"])
-        return cls(
-            coded["python"],
-            coded.get("numpy"),
-            coded["torch"],
-            tuple(coded[key] for key in cuda),
-        )
+        return cls(coded["python"], coded.get("numpy"), coded["torch"], tuple(coded[key] for key in cuda))
 
 
 def numpy_module(*, load: bool) -> ModuleType | None:

@@ -131,11 +131,7 @@ _BLOBS = ("tensor", "parameter")
 
 
 def _plan(
-    reader: LeafReader,
-    entry: CommittedPosition,
-    objects: Mapping[str, Any],
-    in_place: InPlace,
-    wish: _Wish,
+    reader: LeafReader, entry: CommittedPosition, objects: Mapping[str, Any], in_place: InPlace, wish: _Wish
 ) -> tuple[dict[str, _NamedLeaf], Restoration]:
     """The stored leaves of all objects that are not in place, and what to do."""
     settled, rename = in_place.tensors, wish.rename

@@ -115,12 +115,7 @@ _Part = tuple[Workspace, str, str, str | None, Collection[str]]
 
 
 def _parts(
-    session: Session,
-    manifest: Manifest,
-    name: str,
-    stored_name: Callable[[str], str],
-    *,
-    strict: bool,
+    session: Session, manifest: Manifest, name: str, stored_name: Callable[[str], str], *, strict: bool
 ) -> list[_Part]:
     """What the hosted nodes get of a name; raises UsageError where the epoch has nothing of it, or several.
 

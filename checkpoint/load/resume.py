@@ -233,12 +233,7 @@ def _warn_of_order(told: Sequence[list[str]]) -> None:
         )
 
 
-def _prepare(
-    job: LoadJob,
-    reader: LeafReader,
-    place: NodePlace,
-    exclude: tuple[str, ...],
-) -> _NodeLoad:
+def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace, exclude: tuple[str, ...]) -> _NodeLoad:
     """Plan the load of one node; leaves that `exclude` means stay as they are."""
     stored = job.stored_name(place.name)
     members = job.members.get(place.name, {})
@@ -305,11 +300,7 @@ def _assigned(
 
 
 def _gradients(
-    job: LoadJob,
-    place: NodePlace,
-    objects: Mapping[str, Any],
-    assigned: Assigned,
-    kept: Collection[str],
+    job: LoadJob, place: NodePlace, objects: Mapping[str, Any], assigned: Assigned, kept: Collection[str]
 ) -> Gradients:
     """Those of the window that was open; a warning where they belong to other nodes."""
     if assigned.lost_gradients and place.rank == 0:

@@ -447,9 +447,7 @@ class Engine:
             return self._nothing_loaded(session, f"epoch {epoch} is not committed in {self.storage.url}")
         read: list[Manifest] = []
         together(
-            session.peers,
-            "partial load: manifest",
-            lambda: read.append(codec.read(self.storage, entry)),
+            session.peers, "partial load: manifest", lambda: read.append(codec.read(self.storage, entry))
         )
         from torchrelay.checkpoint.load.partial import load_some
 

@@ -29,14 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.dtypes import is_storable
-from torchrelay.checkpoint.state.leaf import (
-    OPTIM_GROUP,
-    Leaf,
-    Role,
-    Value,
-    is_sharded,
-    memory_of_shard,
-)
+from torchrelay.checkpoint.state.leaf import OPTIM_GROUP, Leaf, Role, Value, is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.module_leaves import FsdpState, parts_of
 from torchrelay.checkpoint.state.names import Kind, kind_of, local_part, memory_place
 from torchrelay.checkpoint.state.tree_leaves import container_tensors

@@ -26,14 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchrelay.checkpoint.format.dtypes import AT_ONCE
-from torchrelay.checkpoint.state.leaf import (
-    MAIN_GROUP,
-    OPTIM_GROUP,
-    Leaf,
-    Role,
-    Value,
-    frozen_of,
-)
+from torchrelay.checkpoint.state.leaf import MAIN_GROUP, OPTIM_GROUP, Leaf, Role, Value, frozen_of
 from torchrelay.checkpoint.state.names import (
     Part,
     TensorNames,

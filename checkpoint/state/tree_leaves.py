@@ -53,11 +53,7 @@ def state_of(blob: str, value: Any) -> Any:
 
 
 def stateful_leaves(
-    blob: str,
-    value: Any,
-    state: Any,
-    group: str,
-    alias_of: Callable[[torch.Tensor, str], str | None],
+    blob: str, value: Any, state: Any, group: str, alias_of: Callable[[torch.Tensor, str], str | None]
 ) -> list[Leaf]:
     """The leaves of an object with this `state`; raises BlobError naming what cannot be stored.
 

@@ -102,10 +102,7 @@ class _TreeEditor:
         if isinstance(here, list) and isinstance(form, Section):
             return f"`{path}` is a list, not {form.word}: there is no `{missing.rest[0]}` in it", None
         for at, word in enumerate(missing.rest):
-            known = {
-                *(missing.known if at == 0 else ()),
-                *(form.keys if isinstance(form, Section) else ()),
-            }
+            known = {*(missing.known if at == 0 else ()), *(form.keys if isinstance(form, Section) else ())}
             if isinstance(form, Section) and word in form.refused:
                 return f"`{word}` is not supported: {form.refused[word]}", None
             if isinstance(form, Section) and word in form.keys:
