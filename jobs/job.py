@@ -6,6 +6,7 @@ import logging
 import math
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -75,7 +76,13 @@ class TaskGroup(Managed):
         before = self._defined_before(task)
         if before is None:
             self._check_open(f"task {task.full_name!r}")
-        self._adopt_type(task)
+        if task.workspace_type is not None:
+            if self._type not in (None, task.workspace_type):
+                raise UsageError(
+                    f"task {task.full_name!r} wants a {task.workspace_type.value} workspace, but group "
+                    f"{self.name!r} is {self.workspace_type.value}: put it into a group of its own"
+                )
+            self._type = task.workspace_type
         if before is not None:
             logger.warning(
                 "%s: %r is defined again, and takes the place of the one before", self.name, task.name
@@ -83,7 +90,8 @@ class TaskGroup(Managed):
             task.full_name = before.full_name
             self._tasks[self._tasks.index(before)] = task
             return task
-        task.full_name = self._unused(task.full_name)
+        names = chain([task.full_name], (f"{task.full_name}:{number}" for number in count(1)))
+        task.full_name = next(name for name in names if name not in self._names)
         self._names.add(task.full_name)
         self._tasks.append(task)
         return task
@@ -175,23 +183,6 @@ class TaskGroup(Managed):
                 if self.frozen or places[0] == places[1] or places[0][0] != places[1][0]:
                     return one
         return None
-
-    def _adopt_type(self, task: Task) -> None:
-        if task.workspace_type is None:
-            return
-        if self._type not in (None, task.workspace_type):
-            raise UsageError(
-                f"task {task.full_name!r} wants a {task.workspace_type.value} workspace, but group "
-                f"{self.name!r} is {self.workspace_type.value}: put it into a group of its own"
-            )
-        self._type = task.workspace_type
-
-    def _unused(self, name: str) -> str:
-        candidate, number = name, 0
-        while candidate in self._names:
-            number += 1
-            candidate = f"{name}:{number}"
-        return candidate
 
 
 @dataclass(frozen=True)

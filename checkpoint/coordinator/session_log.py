@@ -431,8 +431,9 @@ class Ledger:
             proof = self._joint_proof(peers, entry)
             if proof.outcome is not VerificationStatus.DAMAGED:
                 target = self._target(entry, proof)
-                if told["passed"]:
-                    self._fall_back(peers, entry.position)
+                if told["passed"]:  # the new branch keeps the old one's request: the same command goes on
+                    request = decide(peers, "fallback", lambda: dict(self.required().view.begun_by or {}))
+                    self.rewind(peers, entry.position, {**request, "fallback": True})
                 return target
             tried.append(self._give_up(peers, entry, proof.reason, say))
 
@@ -460,11 +461,6 @@ class Ledger:
 
     def _quarantine(self, entry: CommittedPosition, reason: str) -> None:
         self.required().quarantine(entry.key, reason)
-
-    def _fall_back(self, peers: Peers, base: Position) -> None:
-        """The new branch keeps the request of the old one, so that the same command continues it."""
-        request = decide(peers, "fallback", lambda: dict(self.required().view.begun_by or {}))
-        self.rewind(peers, base, {**request, "fallback": True})
 
     def _target(self, entry: CommittedPosition, proof: JointProof) -> Target:
         """What was proved, with the manifest that was: reading it anew could fail on one rank alone."""

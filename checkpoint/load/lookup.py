@@ -44,18 +44,15 @@ def find_row(manifest: Manifest, name: str, node: str | None = None) -> int:
     UsageError naming what there is.
     """
     rows = manifest.rows.get(name)
+    if rows is None and any(blob.name == name for blob in manifest.blobs):
+        remedy = f"load it into an object, or ask for {name + '.*'!r}"
+        raise UsageError(f"{name!r} is a blob and no leaf by itself: {remedy}")
     if rows is None:
-        raise UsageError(_no_leaf(manifest, name))
+        raise UsageError(f"there is no leaf {name!r}{nearest(name, manifest.rows)}")
     if len(rows) > 1:
         rows = _of_node(manifest, name, rows, node)
     leaf = manifest.leaves[rows[0]]
     return rows[0] if leaf.alias_of is None else find_row(manifest, leaf.alias_of, node)
-
-
-def _no_leaf(manifest: Manifest, name: str) -> str:
-    if any(blob.name == name for blob in manifest.blobs):
-        return f"{name!r} is a blob and no leaf by itself: load it into an object, or ask for {name + '.*'!r}"
-    return f"there is no leaf {name!r}{nearest(name, manifest.rows)}"
 
 
 def holder_of(manifest: Manifest, row: int, node: str | None) -> int | None:

@@ -253,7 +253,12 @@ def _find(
     names = _names(Renaming(manifest, wish.rename), objects, wish)
     check_decided(manifest, names.values(), nodes)
     if nodes is not None:
-        names = {new: stored for new, stored in names.items() if _is_meant(manifest, stored, nodes)}
+        whose = {new: node_of(manifest, stored, nodes) for new, stored in names.items()}
+        names = {
+            new: stored
+            for new, stored in names.items()
+            if whose[new] not in manifest.world.number or is_owned(manifest, stored, whose[new])
+        }
     first = {name: name for name in settled}
     found: dict[str, _NamedLeaf] = {}
     for new, stored in names.items():
@@ -268,12 +273,6 @@ def _find(
         if one.spec.same_as is not None:
             found[new] = replace(one, spec=replace(one.spec, same_as=first.get(one.spec.same_as)))
     return found
-
-
-def _is_meant(manifest: Manifest, name: str, nodes: Nodes) -> bool:
-    """Whether a leaf is among those of the node that is meant, if one is."""
-    node = node_of(manifest, name, nodes)
-    return node not in manifest.world.number or is_owned(manifest, name, node)
 
 
 def _inner_unrenamed(found: Mapping[str, _NamedLeaf], json: Mapping[str, Any]) -> dict[str, _NamedLeaf]:

@@ -49,7 +49,11 @@ def place_of(where: str | os.PathLike[str] | Storage) -> CheckpointLocation:
     if not isinstance(where, (str, os.PathLike)):
         raise UsageError(f"{where!r} is no path: give a run directory")
     if isinstance(where, str) and is_url(where) and not where.startswith(FILE):
-        return _place_at_url(where)
+        here = storage_of(where, "the place")
+        for one in (here, storage_of(joined(where, "checkpoints"), "the place")):
+            if holds_job(one):  # a prefix, or a run
+                return CheckpointLocation(CountingStorage(one), None if one is here else _best_at(here))
+        raise UsageError(f"{where} holds no checkpoints: give the prefix that the manager was given")
     if where == "":
         raise UsageError("an empty text names no run: give a run directory")
     path = Path(where.removeprefix(FILE) if isinstance(where, str) else where)
@@ -77,15 +81,6 @@ def _meant(path: Path) -> str:
     if at and run and Path(run).is_dir():
         return f" (did you mean {run}, and {epoch!r} as the epoch?)"
     return nearest_directory(path)
-
-
-def _place_at_url(url: str) -> CheckpointLocation:
-    """The checkpoints of a run, or at a prefix, in a store."""
-    here = storage_of(url, "the place")
-    for one in (here, storage_of(joined(url, "checkpoints"), "the place")):
-        if holds_job(one):
-            return CheckpointLocation(CountingStorage(one), None if one is here else _best_at(here))
-    raise UsageError(f"{url} holds no checkpoints: give the prefix that the manager was given")
 
 
 def _best_at(run: Storage) -> Best | None:

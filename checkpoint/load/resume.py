@@ -16,7 +16,7 @@ from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
-from torchrelay.checkpoint.format.position import EVERYTHING, Facts, Selection
+from torchrelay.checkpoint.format.position import EVERYTHING, Selection
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader, ReadPlan
 from torchrelay.checkpoint.load.reads.shared_reads import SharedReads, agreed, offer, options_of, shareable
 from torchrelay.checkpoint.load.renaming import (
@@ -187,50 +187,38 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradient
         _read_all(job, reader, loads, shared)
         changed = [name for load in loads for name in load.relearning]
         new = [f"{name} of {load.place}" for load in loads for name in load.new_generators]
-        times = [_times(job, load) for load in loads]
+        path = f"{job.storage.url}/{{}}.{job.manifest.position}"
+        times = [
+            {"node": one.stored, "path": path.format(one.stored), "bytes": one.bytes, "secs": one.clock.secs}
+            for one in loads
+        ]
         turned = [name for load in loads for name in load.turned]
         return {"times": times, "requires_grad": changed, "turned": turned, "new_generators": new}
 
     done = together(job.session.peers, "load: read", read, deadline_secs=patience_secs(size))
     times = [part["times"] for part in done]
     if job.session.peers.rank == 0:
-        _warn_of_gradients([part["requires_grad"] for part in done])
-        _warn_of_order([part["turned"] for part in done])
-        if new := [name for part in done for name in part["new_generators"]]:
-            warn(f"{', '.join(new)} begins as the program made it: the node is new", stacklevel=2)
+        for what, text in _TOLD.items():
+            names = list(dict.fromkeys(name for part in done for name in part[what]))
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                warn(text.format(", ".join(names[:3]) + more), stacklevel=2)
     reader.shards.forget()  # the target may be kept as long as the run
     streams = {load.place.name: load.streams for load in loads}
     gradients = {load.place.name: load.gradients for load in loads}
     return streams, gradients, NodeStats(NodeTimes(**row) for part in times for row in part), changes
 
 
-def _each_once(told: Sequence[list[str]]) -> str:
-    """The first names of those that any process told, in words; empty where there are none."""
-    names = list(dict.fromkeys(name for part in told for name in part))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _warn_of_gradients(told: Sequence[list[str]]) -> None:
-    """Say once which parameters learn, or do not, other than the program had built them."""
-    if names := _each_once(told):
-        warn(
-            f"requires_grad of {names} is as it was saved, and not as the program built "
-            "it; to change it, set it at the top of an epoch's task. DistributedDataParallel averages "
-            "gradients only of parameters that required them when it was made",
-            stacklevel=2,
-        )
-
-
-def _warn_of_order(told: Sequence[list[str]]) -> None:
-    """Say once which parameters do not lie as they were saved."""
-    if names := _each_once(told):
-        warn(
-            f"the memory order of {names} is as the program built it, and not as a task "
-            "or init had changed it before the save: steps may round otherwise. Call "
-            "model.to(memory_format=...) where the model is built or in @job.setup, before "
-            "DistributedDataParallel: behind it, its next gradients would be wrong",
-            stacklevel=2,
-        )
+_TOLD = {
+    "requires_grad": "requires_grad of {} is as it was saved, and not as the program built it; to change "
+    "it, set it at the top of an epoch's task. DistributedDataParallel averages gradients only of parameters "
+    "that required them when it was made",
+    "turned": "the memory order of {} is as the program built it, and not as a task or init had changed it "
+    "before the save: steps may round otherwise. Call model.to(memory_format=...) where the model is built "
+    "or in @job.setup, before DistributedDataParallel: behind it, its next gradients would be wrong",
+    "new_generators": "{} begins as the program made it: the node is new",
+}
+"""What a load says once of the names that any process found."""
 
 
 def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace, exclude: tuple[str, ...]) -> _NodeLoad:
@@ -274,7 +262,7 @@ def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace, exclude: tuple[
         changes.excluded.update(found.left_out)
         changes.retyped.update(name for name in found.replaced if is_container(objects[name]))
         held = _gradients(job, place, objects, assigned, kept)
-        streams = _checked_streams(job, reader, assigned, place, stored)
+        streams = _streams(job, reader, assigned, place, stored)
     new = [name for name in sorted(assigned.kept) if name in members and members[name].generator]
     learn = partial(restore_requires_grad, objects, specs)
     rates = partial(restore_learning_rates, registered, specs)
@@ -398,42 +386,26 @@ def node_of(job: LoadJob, stored: str) -> str | None:
     return stored if stored in job.manifest.world.number else None
 
 
-def _checked_streams(
-    job: LoadJob, reader: LeafReader, assigned: Assigned, place: NodePlace, stored: str
-) -> RandomStreams:
-    try:
-        return _streams(job, reader, assigned, place, stored)
-    except StorageError as error:
-        raise type(error)(
-            f"epoch {job.manifest.position} in {job.storage.url} cannot be loaded, nothing was changed: "
-            f"{error}; choose another epoch, or restore the file from a copy"
-        ) from error
-
-
 def _streams(
     job: LoadJob, reader: LeafReader, assigned: Assigned, place: NodePlace, stored: str
 ) -> RandomStreams:
     """The node's own random states; a node that is new derives its streams."""
-    names = [name for name in assigned.random if name.startswith(f"{RNG_BLOB}.")]
-    if not names:
-        facts, position = job.manifest.facts, job.manifest.position
-        return RandomStreams.derive(_seed(job.manifest, facts), place.rank, position.epoch)
-    found = {}
-    for name in names:
-        data = bytearray(reader.spec(name, stored).nbytes)
-        reader.read_into(name, memoryview(data), stored)
-        found[name.removeprefix(f"{RNG_BLOB}.")] = bytes(data)
-    return RandomStreams.decode(found)
-
-
-def _seed(manifest: Manifest, facts: Facts) -> int:
-    """The run's seed; of a run without one a number that all its nodes agree on."""
-    return facts.seed if facts.seed is not None else int(manifest.job_uuid.replace("-", "")[:15], 16)
-
-
-def _times(job: LoadJob, load: _NodeLoad) -> dict[str, Any]:
-    path = f"{job.storage.url}/{load.stored}.{job.manifest.position}"
-    return {"node": load.stored, "path": path, "bytes": load.bytes, "secs": load.clock.secs}
+    manifest, found = job.manifest, dict[str, bytes]()
+    try:
+        for name in (name for name in assigned.random if name.startswith(f"{RNG_BLOB}.")):
+            data = bytearray(reader.spec(name, stored).nbytes)
+            reader.read_into(name, memoryview(data), stored)
+            found[name.removeprefix(f"{RNG_BLOB}.")] = bytes(data)
+        if found:
+            return RandomStreams.decode(found)
+    except StorageError as error:
+        raise type(error)(
+            f"epoch {manifest.position} in {job.storage.url} cannot be loaded, nothing was changed: "
+            f"{error}; choose another epoch, or restore the file from a copy"
+        ) from error
+    seed = manifest.facts.seed  # without one, all nodes agree on the number of the run
+    seed = seed if seed is not None else int(manifest.job_uuid.replace("-", "")[:15], 16)
+    return RandomStreams.derive(seed, place.rank, manifest.position.epoch)
 
 
 def spec_of_row(row: LeafRow, manifest: Manifest) -> LeafSpec:

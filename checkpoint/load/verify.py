@@ -418,15 +418,13 @@ def _look_again(
     storage: Storage, entry: CommittedPosition, level: Level, shares: Sequence[int], size: int
 ) -> list[list[Any]]:
     """Prove the shares of others, until one proves damaged: more would change nothing."""
-
-    def looks() -> Iterator[list[Any]]:
-        for rank in shares:
-            proof = prove(storage, entry, level=level, share=Share(rank, size))
-            yield [rank, proof.outcome.value, proof.reason]
-            if proof.outcome is VerificationStatus.DAMAGED:
-                return
-
-    return list(looks())
+    found: list[list[Any]] = []
+    for rank in shares:
+        proof = prove(storage, entry, level=level, share=Share(rank, size))
+        found.append([rank, proof.outcome.value, proof.reason])
+        if proof.outcome is VerificationStatus.DAMAGED:
+            break
+    return found
 
 
 def _judged(seen: Sequence[_Seen], damaged: Sequence[_Seen], again: dict[int, Any]) -> JointProof:

@@ -250,8 +250,13 @@ class _Interpolation:
             self.broken.add(where)
             return _BROKEN
         alias, path = str(missing.where[1]), text if "://" in text else str(local_path(text, self.workspace))
-        try:
-            found = self._values_of(alias, path, ".".join(missing.rest))
+        own, folders = self._own_runs(self.workspace), dict[Path, None]()
+        for one in own:
+            with suppress(UpstreamValueError):
+                folders[stage_folder(alias, path, [one])] = None
+        try:  # each of this configuration's runs takes it of one of them
+            chosen = list(folders) or [stage_folder(alias, path, own)]
+            found = [(folder, value_of(alias, folder, ".".join(missing.rest))) for folder in chosen]
         except UpstreamValueError as error:
             return self.wrong(where, str(error), part.written, error.near)
         (folder, value), *others = found
@@ -260,15 +265,6 @@ class _Interpolation:
                 message = f"`{part.path}` is {value!r:.40} in {folder} and {differing!r:.40} in {other}"
                 return self.wrong(where, f"{message}: run one profile at a time, by `mode`", part.written)
         return with_leaves(value, lambda one: _Text((one,)) if isinstance(one, str) else one)  # literal ones
-
-    def _values_of(self, alias: str, path: str, key: str) -> list[tuple[Path, Any]]:
-        """What each of this configuration's runs takes of an upstream, and from where."""
-        own, folders = self._own_runs(self.workspace or Path()), dict[Path, None]()
-        for one in own:
-            with suppress(UpstreamValueError):
-                folders[stage_folder(alias, path, [one])] = None
-        chosen = list(folders) or [stage_folder(alias, path, own)]
-        return [(folder, value_of(alias, folder, key)) for folder in chosen]
 
     def _own_runs(self, workspace: Path) -> list[Path]:
         """Where the runs of the profiles that run lie, as far as that can be told without an upstream."""
