@@ -41,17 +41,22 @@ def plan_of(
     if drop_last and outputs is not None:
         raise UsageError("outputs= and drop_last= both say where the model ends: give one of them")
     wanted = [*(ends_without(graph, drop_last) if outputs is None else outputs), *aux]
-    known = _values(graph)
+    known = {name for node in graph.nodes for name in node.outputs if name}
+    known |= {*graph.inputs, *graph.initializers, *graph.constants, *graph.captured}
     for name in wanted:
         if name not in known:
-            near = get_close_matches(name, known, 3)
-            hint = (
-                f"; near it: {', '.join(map(repr, near))}" if near else "; values() of the model lists them"
-            )
-            raise UsageError(f"the model has no value {name!r}{hint}")
-    nodes = _needed_nodes(graph, wanted)
-    needed = {name for node in nodes for name in inputs_of(node)} | set(wanted)
-    return ExecutionPlan(tuple(_with_ends(nodes, frozenset(wanted))), tuple(wanted), frozenset(needed))
+            near = ", ".join(map(repr, get_close_matches(name, known, 3)))
+            hint = f"near it: {near}" if near else "values() of the model lists them"
+            raise UsageError(f"the model has no value {name!r}; {hint}")
+    needed, later, steps = set(wanted), set(wanted), []
+    for node in reversed(graph.nodes):
+        if needed & set(node.outputs) - {""}:
+            needed |= inputs_of(node)
+            touched = inputs_of(node) | {name for name in node.outputs if name}
+            steps.append((node, tuple(touched - later)))
+            later |= touched
+    taken = {name for node, _ in steps for name in inputs_of(node)} | set(wanted)
+    return ExecutionPlan(tuple(steps[::-1]), tuple(wanted), frozenset(taken))
 
 
 def inputs_of(node: GraphNode) -> set[str]:
@@ -75,7 +80,10 @@ def ends_without(graph: Graph, drop_last: int) -> tuple[str, ...]:
         return graph.outputs
     kept, dropped = graph.nodes[:-drop_last], graph.nodes[-drop_last:]
     made = [name for node in kept for name in node.outputs if name]
-    living = _depending(graph, kept)
+    living = set(graph.inputs)  # values that depend on what the inputs hold, not only on their sizes
+    for node in kept:
+        if node.operator not in ("Shape", "Size") and inputs_of(node) & living:
+            living |= {name for name in node.outputs if name}
     taken = {name for node in kept if living & set(node.outputs) for name in inputs_of(node)}
     wanted = {name for node in dropped for name in inputs_of(node)}
     left = [name for name in graph.outputs if name in {*made, *graph.inputs}]
@@ -85,58 +93,12 @@ def ends_without(graph: Graph, drop_last: int) -> tuple[str, ...]:
     return (*left, *loose)
 
 
-def _depending(graph: Graph, nodes: Sequence[GraphNode]) -> set[str]:
-    """Values that depend on what the inputs hold, not only on their sizes."""
-    found = set(graph.inputs)
-    for node in nodes:
-        if node.operator not in ("Shape", "Size") and inputs_of(node) & found:
-            found |= {name for name in node.outputs if name}
-    return found
-
-
-def _values(graph: Graph) -> set[str]:
-    made = {name for node in graph.nodes for name in node.outputs if name}
-    return made | {*graph.inputs, *graph.initializers, *graph.constants, *graph.captured}
-
-
-def _needed_nodes(graph: Graph, wanted: Sequence[str]) -> list[GraphNode]:
-    needed, found = set(wanted), []
-    for node in reversed(graph.nodes):
-        if needed & set(node.outputs) - {""}:
-            found.append(node)
-            needed |= inputs_of(node)
-    return found[::-1]
-
-
-def _with_ends(nodes: Sequence[GraphNode], wanted: frozenset[str]) -> list[tuple[GraphNode, tuple[str, ...]]]:
-    steps, later = [], set(wanted)
-    for node in reversed(nodes):
-        touched = inputs_of(node) | {name for name in node.outputs if name}
-        steps.append((node, tuple(touched - later)))
-        later |= touched
-    return steps[::-1]
-
-
 PREVIEW, TRAINING, ML = "ai.onnx.preview", "ai.onnx.preview.training", "ai.onnx.ml"
 
 
 @cache
 def operators() -> Mapping[tuple[str, str], Operator]:
     """(domain, name) -> what runs it."""
-    found: dict[tuple[str, str], Operator] = {}
-    for domain, tables in _families().items():
-        for table in tables:
-            for name, run in table.items():
-                found[domain, name] = run if isinstance(run, Operator) else Operator(run)
-    return found
-
-
-def supported(domain: str, name: str) -> bool:
-    """Whether this operator can be imported."""
-    return (domain, name) in operators() or (domain, name) == ("", "Constant")
-
-
-def _families() -> dict[str, tuple[Mapping[str, Operator | Callable[..., Any]], ...]]:
     # Imported when the first model is read, because together they are not small.
     from torchrelay.models.onnx.importer.ops import (
         attention,
@@ -151,22 +113,22 @@ def _families() -> dict[str, tuple[Mapping[str, Operator | Callable[..., Any]], 
         resize,
         shape,
     )
-    from torchrelay.models.onnx.importer.ops import conv as pooling
 
-    main = (
-        attention.OPERATORS, attention.RECURRENT_OPERATORS, attention.MATRIX_OPERATORS, cast.OPERATORS,
-        cast.QUANTIZED_OPERATORS, control_flow.OPERATORS, control_flow.SEQUENCE_OPERATORS, conv.OPERATORS,
-        elementwise.OPERATORS, elementwise.BIT_OPERATORS, indexing.OPERATORS, indexing.SELECT_OPERATORS,
-        norm.OPERATORS, norm.LOSS_OPERATORS, pooling.POOL_OPERATORS, recurrent.OPERATORS, reduce.OPERATORS,
-        reduce.SIGNAL_OPERATORS, resize.OPERATORS, resize.SAMPLE_OPERATORS, shape.OPERATORS,
-        shape.MAKE_OPERATORS,
+    families = (
+        attention, cast, control_flow, conv, elementwise, indexing, norm, recurrent, reduce, resize, shape,
     )  # fmt: skip
+    tables: list[tuple[str, Mapping[str, Any]]] = [("", family.OPERATORS) for family in families]
+    tables += [(PREVIEW, attention.PREVIEW_OPERATORS), (TRAINING, norm.TRAINING_OPERATORS)]
     return {
-        "": main,
-        PREVIEW: (attention.PREVIEW_OPERATORS,),
-        TRAINING: (norm.TRAINING_OPERATORS,),
-        ML: (norm.ML_OPERATORS,),
+        (domain, name): run if isinstance(run, Operator) else Operator(run)
+        for domain, table in [*tables, (ML, norm.ML_OPERATORS)]
+        for name, run in table.items()
     }
+
+
+def supported(domain: str, name: str) -> bool:
+    """Whether this operator can be imported."""
+    return (domain, name) in operators() or (domain, name) == ("", "Constant")
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,21 +170,16 @@ def _run_node(
     graph: Graph, node: GraphNode, values: dict[str, Any], known: Mapping[str, Ints], around: Surroundings
 ) -> None:
     inputs = [values[name] if name else None for name in node.inputs]
-    made = _on_host(node, inputs, known)
+    made: Any = None
+    if not node.domain and any(isinstance(one, Ints) for one in inputs):  # arithmetic on sizes
+        given = [known.get(name, one) for name, one in zip(node.inputs, inputs, strict=True)]
+        made = on_ints(node.operator, dict(node.attributes), given)
     if made is None:
         made = _on_tensors(graph, node, inputs, values, known, around)
     results = made if isinstance(made, tuple) else (made,)
     for name, value in zip(node.outputs, results, strict=False):
         if name:
             values[name] = value
-
-
-def _on_host(node: GraphNode, inputs: list[Any], known: Mapping[str, Ints]) -> Ints | None:
-    """The result of arithmetic on sizes; None where tensors take part."""
-    if node.domain or not any(isinstance(one, Ints) for one in inputs):
-        return None
-    given = [known.get(name, one) for name, one in zip(node.inputs, inputs, strict=True)]
-    return on_ints(node.operator, dict(node.attributes), given)
 
 
 def _on_tensors(
@@ -236,50 +193,27 @@ def _on_tensors(
     operator = operators()[node.kind]
     own = frozenset(at for at, name in enumerate(node.inputs) if name in graph.initializers)
     fixed = own | {at for at, name in enumerate(node.inputs) if name in graph.constants}
-    call = OpCall(
-        node, around.training, _device(inputs, around), own, fixed, _entering(values, known, around)
-    )
+    device = _device(inputs, around)
+    call = OpCall(node, around.training, device, own, fixed, _entering(values, known, around))
+
+    def wanted(at: int, name: str, value: Any) -> Any:
+        """An input in the form in which the operator wants it."""
+        if at in operator.ints:
+            return as_ints(known.get(name, value))
+        if at not in operator.numbers:
+            return call.tensor(value)
+        return as_numbers((around.known(graph, name) if at in fixed else None) or value)
+
     if not operator.raw:
-        inputs = [
-            _input(
-                graph,
-                operator,
-                at,
-                name,
-                known.get(name, value) if at in operator.ints else value,
-                call,
-                around,
-            )
-            for at, (name, value) in enumerate(zip(node.inputs, inputs, strict=True))
-        ]
+        inputs = [wanted(*one) for one in zip(count(), node.inputs, inputs)]
     try:
         return operator.run(call, *inputs)
     except RelayError:
         raise
-    except (
-        RuntimeError,
-        ValueError,
-        IndexError,
-        TypeError,
-        OverflowError,
-        ZeroDivisionError,
-        KeyError,
-    ) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError) as error:
         if type(error).__module__.startswith("torch."):
             raise  # what tracing raises is meant for whoever traces
         raise UsageError(f"{node} failed on {_told(inputs)}: {error}") from error
-
-
-def _input(
-    graph: Graph, operator: Operator, at: int, name: str, value: Any, call: OpCall, around: Surroundings
-) -> Any:
-    """An input in the form in which the operator wants it."""
-    if at in operator.ints:
-        return as_ints(value)
-    if at not in operator.numbers:
-        return call.tensor(value)
-    stored = name in graph.initializers or name in graph.constants
-    return as_numbers((around.known(graph, name) if stored else None) or value)
 
 
 def _device(inputs: list[Any], around: Surroundings) -> torch.device:
@@ -287,10 +221,10 @@ def _device(inputs: list[Any], around: Surroundings) -> torch.device:
 
 
 def _told(inputs: list[Any]) -> str:
-    shapes = [
+    shapes = (
         f"{tuple(one.shape)} {one.dtype}" if isinstance(one, torch.Tensor) else str(one)[:60]
         for one in inputs
-    ]
+    )
     return ", ".join(shapes) or "no inputs"
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchrelay.models.onnx.importer.operator import OpCall
-from torchrelay.models.onnx.importer.ops.elementwise import widened
 from torchrelay.models.onnx.importer.tensors import dtype_of
 
 
@@ -71,7 +70,7 @@ def _bias(
             total = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -math.inf)
         else:
             total = mask.to(scores.dtype)
-        total = torch.nn.functional.pad(total, [0, missing], value=-math.inf) if missing else total
+        total = functional.pad(total, [0, missing], value=-math.inf) if missing else total
     hidden = _hidden(call, rows, columns, past, valid, scores.device)
     if hidden is None:
         return total
@@ -136,10 +135,6 @@ def _rotary(call: OpCall, x: Tensor, cos: Tensor, sin: Tensor, places: Tensor | 
     return found.transpose(1, 2) if x.dim() == 4 else found.reshape(x.shape)
 
 
-OPERATORS: dict[str, Any] = {"Attention": _attention, "RotaryEmbedding": _rotary}
-PREVIEW_OPERATORS: dict[str, Any] = {"FlexAttention": _flex}
-
-
 def _unpacked(x: Tensor, heads: int) -> Tensor:
     """(batch, length, heads * size) as (batch, heads, length, size) in float32."""
     return x.reshape(x.shape[0], x.shape[1], heads, -1).transpose(1, 2).float()
@@ -187,22 +182,12 @@ def _causal_conv(
     return found, wide[:, :, wide.shape[2] - length :]
 
 
-RECURRENT_OPERATORS: dict[str, Any] = {
-    "LinearAttention": _linear_attention,
-    "CausalConvWithState": _causal_conv,
-}
-
-
-def _matmul(call: OpCall, one: Tensor, other: Tensor) -> Tensor:
-    return torch.matmul(one, other)
-
-
 def _gemm(call: OpCall, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
     a = a.t() if call.get("transA", 0) else a
     b = b.t() if call.get("transB", 0) else b
     alpha, beta = call.get("alpha", 1.0), call.get("beta", 1.0)
     if c is not None and c.dim() == 1 and alpha == beta == 1 and a.is_floating_point():
-        return torch.nn.functional.linear(a, b.t(), c) if c.shape[0] == b.shape[1] else a @ b + c
+        return functional.linear(a, b.t(), c) if c.shape[0] == b.shape[1] else a @ b + c
     product = a @ b
     product = product if alpha == 1 else (product * alpha).to(a.dtype)
     if c is None:
@@ -210,13 +195,13 @@ def _gemm(call: OpCall, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor
     return product + (c if beta == 1 else (c * beta).to(a.dtype))
 
 
-def _einsum(call: OpCall, *parts: Tensor) -> Tensor:
-    return torch.einsum(call.need("equation"), *parts)
-
-
-MATRIX_OPERATORS: dict[str, Any] = {
-    "MatMul": widened(_matmul),
+OPERATORS: dict[str, Any] = {
+    "Attention": _attention,
+    "RotaryEmbedding": _rotary,
+    "LinearAttention": _linear_attention,
+    "CausalConvWithState": _causal_conv,
     "Gemm": _gemm,
-    "Einsum": _einsum,
+    "Einsum": lambda call, *parts: torch.einsum(call.need("equation"), *parts),
     "Det": lambda call, x: torch.linalg.det(x),
 }
+PREVIEW_OPERATORS: dict[str, Any] = {"FlexAttention": _flex}

@@ -29,20 +29,9 @@ _FINITE_ONLY = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnu
 """Types without an infinity: what is too large becomes NaN unless it saturates."""
 
 
-def _cast(call: OpCall, x: Tensor) -> Tensor:
-    return cast(
-        x, call.need("to"), bool(call.get("saturate", 1)), call.get("round_mode", "up"), str(call.node)
-    )
-
-
-def _cast_like(call: OpCall, x: Tensor, like: Tensor) -> Tensor:
-    return cast(
-        x,
-        call.node.narrow.get(1) or number_of(like.dtype),
-        bool(call.get("saturate", 1)),
-        call.get("round_mode", "up"),
-        str(call.node),
-    )
+def _cast(call: OpCall, x: Tensor, like: Tensor | None = None) -> Tensor:
+    number = call.need("to") if like is None else call.node.narrow.get(1) or number_of(like.dtype)
+    return cast(x, number, bool(call.get("saturate", 1)), call.get("round_mode", "up"), str(call.node))
 
 
 def cast(
@@ -108,9 +97,6 @@ def _to_e8m0(x: Tensor, saturate: bool, round_mode: str) -> Tensor:
     return code.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-OPERATORS: dict[str, Any] = {"Cast": _cast, "CastLike": _cast_like}
-
-
 _WHOLE = (torch.uint8, torch.int8, torch.uint16, torch.int16)
 
 
@@ -134,11 +120,8 @@ def _target(call: OpCall, zero: Tensor | None) -> int:
 
 
 def _quantize(call: OpCall, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-    return quantized(call, x, scale, zero, _target(call, zero))
-
-
-def quantized(call: OpCall, x: Tensor, scale: Tensor, zero: Tensor | None, number: int) -> Tensor:
-    """`x / scale + zero` as elements of the type with this number; too large is the greatest."""
+    """`x / scale + zero` as elements of the type that is asked for; too large is the greatest."""
+    number = _target(call, zero)
     ratio = x.float() / _spread(call, x, scale).float()
     if number in NARROW_INTS or DTYPES.get(number) in _WHOLE:
         low, high = NARROW_INTS.get(number) or _bounds(DTYPES[number])
@@ -174,18 +157,16 @@ def _dynamic(call: OpCall, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _minus(x: Tensor, zero: Tensor | None, place: int) -> Tensor:
     """Integers without their zero point, as float64, in which sums of products of 8 bits are exact."""
     wide = x.to(torch.int64).to(torch.float64) if not x.is_floating_point() else x.to(torch.float64)
-    if zero is None:
-        return wide
-    zero = zero.to(torch.float64)
-    if zero.dim() == 1 and zero.numel() > 1 and place == 0:
-        zero = zero[:, None]
-    return wide - zero
+    return wide if zero is None else wide - _rows(zero.to(torch.float64), place)
 
 
-def _matmul_integer(
-    call: OpCall, a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: Tensor | None = None
-) -> Tensor:
-    return torch.matmul(_minus(a, a_zero, 0), _minus(b, b_zero, 1)).to(torch.int32)
+def _rows(each: Tensor, place: int) -> Tensor:
+    """Numbers of the left factor of a product are one per row."""
+    return each[:, None] if each.dim() == 1 and each.numel() > 1 and place == 0 else each
+
+
+def _product(a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: Tensor | None = None) -> Tensor:
+    return torch.matmul(_minus(a, a_zero, 0), _minus(b, b_zero, 1))
 
 
 def _conv_integer(
@@ -201,13 +182,8 @@ def _of_channels(w: Tensor, zero: Tensor | None) -> Tensor:
 
 def _requantized(call: OpCall, total: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     if zero.dtype in _WHOLE:
-        low, high = _bounds(zero.dtype)
-        return (
-            (torch.round(total / scale) + zero.to(torch.float64))
-            .clamp(low, high)
-            .to(torch.int64)
-            .to(zero.dtype)
-        )
+        whole = torch.round(total / scale) + zero.to(torch.float64)
+        return whole.clamp(*_bounds(zero.dtype)).to(torch.int64).to(zero.dtype)
     return cast((total / scale + zero.to(torch.float64)).float(), _target(call, zero))
 
 
@@ -215,31 +191,27 @@ def _q_matmul(
     call: OpCall, a: Tensor, a_scale: Tensor, a_zero: Tensor, b: Tensor, b_scale: Tensor, b_zero: Tensor,
     y_scale: Tensor, y_zero: Tensor,
 ) -> Tensor:  # fmt: skip
-    total = torch.matmul(_minus(a, a_zero, 0), _minus(b, b_zero, 1))
-    rows = a_scale.double()[:, None] if a_scale.dim() == 1 and a_scale.numel() > 1 else a_scale.double()
-    return _requantized(call, total * (rows * b_scale.double()), y_scale.double(), y_zero)
+    total = _product(a, b, a_zero, b_zero) * (_rows(a_scale.double(), 0) * b_scale.double())
+    return _requantized(call, total, y_scale.double(), y_zero)
 
 
 def _q_conv(
     call: OpCall, x: Tensor, x_scale: Tensor, x_zero: Tensor, w: Tensor, w_scale: Tensor, w_zero: Tensor,
     y_scale: Tensor, y_zero: Tensor, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    total = convolved(
-        call, _minus(x, x_zero, 1), _of_channels(w, w_zero), None if bias is None else bias.double()
-    )
-    each = (
-        w_scale.double().reshape(-1, *(1,) * (x.dim() - 2))
-        if w_scale.numel() > 1
-        else w_scale.double().reshape(())
-    )
+    wide = None if bias is None else bias.double()
+    total = convolved(call, _minus(x, x_zero, 1), _of_channels(w, w_zero), wide)
+    each = w_scale.double().reshape((-1, *(1,) * (x.dim() - 2)) if w_scale.numel() > 1 else ())
     return _requantized(call, total * (x_scale.double() * each), y_scale.double(), y_zero)
 
 
-QUANTIZED_OPERATORS: dict[str, Any] = {
+OPERATORS: dict[str, Any] = {
+    "Cast": _cast,
+    "CastLike": _cast,
     "QuantizeLinear": _quantize,
     "DequantizeLinear": _dequantize,
     "DynamicQuantizeLinear": _dynamic,
-    "MatMulInteger": _matmul_integer,
+    "MatMulInteger": lambda call, *inputs: _product(*inputs).to(torch.int32),
     "ConvInteger": _conv_integer,
     "QLinearMatMul": _q_matmul,
     "QLinearConv": _q_conv,

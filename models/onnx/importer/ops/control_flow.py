@@ -11,10 +11,6 @@ from torchrelay.models.onnx.importer.limits import check_turns
 from torchrelay.models.onnx.importer.operator import OpCall, Operator, as_ints
 
 
-def _if(call: OpCall, condition: Tensor) -> Any:
-    return call.enter(call.graph("then_branch" if bool(condition) else "else_branch"), {})
-
-
 def _loop(call: OpCall, trips: list[int] | None, go_on: Tensor | None, *carried: Any) -> Any:
     body = call.graph("body")
     count = len(carried)
@@ -25,10 +21,8 @@ def _loop(call: OpCall, trips: list[int] | None, go_on: Tensor | None, *carried:
     while alive and (most is None or turn < most):
         check_turns(str(call.node), turn + 1)
         number = torch.tensor(turn, dtype=torch.int64, device=call.device)
-        given = dict(
-            zip(body.inputs, [number, torch.tensor(alive, device=call.device), *values], strict=True)
-        )
-        found, *results = call.enter(body, given)
+        given = [number, torch.tensor(alive, device=call.device), *values]
+        found, *results = call.enter(body, dict(zip(body.inputs, given, strict=True)))
         values = results[:count]
         for held, one in zip(scanned, results[count:], strict=True):
             held.append(call.tensor(one))
@@ -48,34 +42,29 @@ def _check_arity(call: OpCall, body: Any, inputs: int, outputs: int) -> None:
 
 
 def _scan(call: OpCall, *given: Any) -> Any:
-    if call.version < 9:
-        return _scan_in_batches(call, *given)
-    return _scanned(call, list(given), offset=0)
+    return _scanned(call, list(given)) if call.version >= 9 else _scan_in_batches(call, *given)
 
 
-def _scanned(call: OpCall, given: list[Any], offset: int) -> tuple[Any, ...]:
+def _scanned(call: OpCall, given: list[Any]) -> tuple[Any, ...]:
     body, streams = call.graph("body"), call.need("num_scan_inputs")
     count = len(given) - streams
     if not 0 < streams <= len(given):
         raise call.fail(f"{streams} of {len(given)} inputs are to be scanned")
     _check_arity(call, body, len(given), count)
     outs = len(body.outputs) - count
-    axes = call.get("scan_input_axes", (offset,) * streams)
+    axes = call.get("scan_input_axes", (0,) * streams)
     backwards = call.get("scan_input_directions" if call.version >= 9 else "directions", (0,) * streams)
     ways = call.get("scan_output_directions", (0,) * outs)
-    out_axes = call.get("scan_output_axes", (offset,) * outs)
-    values, slices = (
-        list(given[:count]),
-        [one.movedim(axis, 0) for one, axis in zip(given[count:], axes, strict=True)],
-    )
+    out_axes = call.get("scan_output_axes", (0,) * outs)
+    values = given[:count]
+    slices = [one.movedim(axis, 0) for one, axis in zip(given[count:], axes, strict=True)]
     slices = [one.flip(0) if back else one for one, back in zip(slices, backwards, strict=True)]
     turns = slices[0].shape[0]
     check_turns(str(call.node), turns)
     scanned: list[list[Tensor]] = [[] for _ in range(outs)]
     for turn in range(turns):
-        results = call.enter(
-            body, dict(zip(body.inputs, [*values, *(one[turn] for one in slices)], strict=True))
-        )
+        inputs = [*values, *(one[turn] for one in slices)]
+        results = call.enter(body, dict(zip(body.inputs, inputs, strict=True)))
         values = list(results[:count])
         for held, one in zip(scanned, results[count:], strict=True):
             held.append(call.tensor(one))
@@ -95,7 +84,7 @@ def _scan_in_batches(call: OpCall, lengths: Tensor | None, *given: Any) -> Any:
     runs = []
     for at in range(batch):
         one = [value[at] for value in given[:count]] + [value[at][: ends[at]] for value in given[count:]]
-        runs.append(_scanned(call, one, offset=0))
+        runs.append(_scanned(call, one))
     found = []
     for place in range(len(runs[0])):
         parts = [run[place] for run in runs]
@@ -105,11 +94,14 @@ def _scan_in_batches(call: OpCall, lengths: Tensor | None, *given: Any) -> Any:
     return tuple(found)
 
 
-OPERATORS: dict[str, Any] = {
-    "If": _if,
-    "Loop": Operator(_loop, ints=(0,)),
-    "Scan": _scan,
-}
+def _concat(call: OpCall, sequence: list[Tensor]) -> Tensor:
+    return (torch.stack if call.get("new_axis", 0) else torch.cat)(sequence, call.need("axis"))
+
+
+def _get(call: OpCall, value: Any) -> Any:
+    if value is None:
+        raise call.fail("the value is missing")
+    return value
 
 
 def _insert(call: OpCall, sequence: list[Any], one: Any, place: list[int] | None = None) -> list[Any]:
@@ -134,11 +126,6 @@ def _split(call: OpCall, x: Tensor, sizes: Any = None) -> list[Tensor]:
     return list(torch.split(x, sizes, axis))
 
 
-def _concat(call: OpCall, sequence: list[Tensor]) -> Tensor:
-    axis = call.need("axis")
-    return torch.stack(sequence, axis) if call.get("new_axis", 0) else torch.cat(sequence, axis)
-
-
 def _map(call: OpCall, sequence: list[Any], *others: Any) -> Any:
     body = call.graph("body")
     rows = []
@@ -148,13 +135,10 @@ def _map(call: OpCall, sequence: list[Any], *others: Any) -> Any:
     return tuple([call.tensor(row[at]) for row in rows] for at in range(len(body.outputs)))
 
 
-def _get(call: OpCall, value: Any) -> Any:
-    if value is None:
-        raise call.fail("the value is missing")
-    return value
-
-
-SEQUENCE_OPERATORS: dict[str, Any] = {
+OPERATORS: dict[str, Any] = {
+    "If": lambda call, on: call.enter(call.graph("then_branch" if bool(on) else "else_branch"), {}),
+    "Loop": Operator(_loop, ints=(0,)),
+    "Scan": _scan,
     "SequenceEmpty": lambda call: [],
     "SequenceConstruct": lambda call, *parts: list(parts),
     "SequenceLength": lambda call, sequence: torch.tensor(len(sequence), device=call.device),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,11 +27,6 @@ class Windows:
     before: tuple[Any, ...]
     after: tuple[Any, ...]
 
-    @property
-    def even(self) -> bool:
-        """Whether as much is added before as after."""
-        return self.before == self.after
-
     def spans(self) -> tuple[int, ...]:
         """Elements from the first to the last of a window."""
         return tuple(
@@ -43,26 +39,22 @@ def windows_of(call: OpCall, sizes: Sequence[Any], kernel: Sequence[int]) -> Win
     rank = len(kernel)
     strides = tuple(call.get("strides", (1,) * rank))
     dilations = tuple(call.get("dilations", (1,) * rank))
-    plain = Windows(tuple(kernel), strides, dilations, (0,) * rank, (0,) * rank)
+    windows = Windows(tuple(kernel), strides, dilations, (0,) * rank, (0,) * rank)
     if any(one < 1 for one in (*kernel, *strides, *dilations)) or not len(strides) == len(dilations) == rank:
         raise call.fail("sizes, strides and dilations of windows are at least 1, one for each dimension")
     mode = call.get("auto_pad", "NOTSET")
     if mode in ("SAME_UPPER", "SAME_LOWER"):
-        return _same(plain, sizes, upper=mode == "SAME_UPPER")
+        totals = [
+            max((-(-size // stride) - 1) * stride + span - size, 0)
+            for size, stride, span in zip(sizes, strides, windows.spans(), strict=True)
+        ]
+        small, large = tuple(one // 2 for one in totals), tuple(one - one // 2 for one in totals)
+        before, after = (small, large) if mode == "SAME_UPPER" else (large, small)
+        return replace(windows, before=before, after=after)
     pads = tuple(call.get("pads", (0,) * (2 * rank))) if mode == "NOTSET" else (0,) * (2 * rank)
     if len(pads) != 2 * rank or any(type(one) is int and one < 0 for one in pads):
         raise call.fail(f"pads {pads} are no two numbers for each of {rank} dimensions")
-    return Windows(plain.kernel, strides, dilations, pads[:rank], pads[rank:])
-
-
-def _same(plain: Windows, sizes: Sequence[Any], upper: bool) -> Windows:
-    before, after = [], []
-    for size, stride, span in zip(sizes, plain.strides, plain.spans(), strict=True):
-        total = max((-(-size // stride) - 1) * stride + span - size, 0)
-        small = total // 2
-        before.append(small if upper else total - small)
-        after.append(total - small if upper else small)
-    return Windows(plain.kernel, plain.strides, plain.dilations, tuple(before), tuple(after))
+    return replace(windows, before=pads[:rank], after=pads[rank:])
 
 
 def padded(x: Tensor, before: Sequence[Any], after: Sequence[Any], value: float = 0.0) -> Tensor:
@@ -71,37 +63,27 @@ def padded(x: Tensor, before: Sequence[Any], after: Sequence[Any], value: float 
     return functional.pad(x, widths, value=value) if any(type(one) is not int or one for one in widths) else x
 
 
-_FORWARD: dict[int, Callable[..., Tensor]] = {
-    1: functional.conv1d,
-    2: functional.conv2d,
-    3: functional.conv3d,
-}
-_BACKWARD: dict[int, Callable[..., Tensor]] = {
-    1: functional.conv_transpose1d,
-    2: functional.conv_transpose2d,
-    3: functional.conv_transpose3d,
-}
-
-
-def _of_rank(call: OpCall, table: dict[int, Callable[..., Tensor]], x: Tensor) -> Callable[..., Tensor]:
-    if x.dim() - 2 not in table:
+def _by_rank(call: OpCall, kernel: str, x: Tensor) -> Any:
+    """Torch's function of this name for as many dimensions as the input has."""
+    if not 1 <= x.dim() - 2 <= 3:
         raise call.fail(f"an input of {x.dim()} dimensions; torch convolves over 1 to 3 dimensions")
-    return table[x.dim() - 2]
+    return getattr(functional, f"{kernel}{x.dim() - 2}d")
 
 
 def convolved(call: OpCall, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The convolution that the attributes of the call describe."""
-    run = _of_rank(call, _FORWARD, x)
+    run = _by_rank(call, "conv", x)
     windows = windows_of(call, x.shape[2:], call.get("kernel_shape", weight.shape[2:]))
     groups = call.get("group", 1)
-    if windows.even:
-        return run(x, weight, bias, windows.strides, windows.before, windows.dilations, groups)
-    wide = padded(x, windows.before, windows.after)
-    return run(wide, weight, bias, windows.strides, 0, windows.dilations, groups)
+    around: Any = windows.before
+    if windows.before != windows.after:
+        x, around = padded(x, windows.before, windows.after), 0
+    found: Tensor = run(x, weight, bias, windows.strides, around, windows.dilations, groups)
+    return found
 
 
 def _conv_transpose(call: OpCall, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    run = _of_rank(call, _BACKWARD, x)
+    run = _by_rank(call, "conv_transpose", x)
     rank = x.dim() - 2
     strides, dilations = call.get("strides", (1,) * rank), call.get("dilations", (1,) * rank)
     more = call.get("output_padding", (0,) * rank)
@@ -112,14 +94,7 @@ def _conv_transpose(call: OpCall, x: Tensor, weight: Tensor, bias: Tensor | None
     whole = run(x, weight, None, strides, 0, 0, call.get("group", 1), dilations)
     missing = [size - have for size, have in zip(full, whole.shape[2:], strict=True)]
     whole = padded(whole, [0] * rank, missing)
-    for at, (one, other) in enumerate(zip(before, after, strict=True)):
-        if one < 0 or other < 0:
-            whole = padded(
-                whole,
-                [max(-one, 0) * (i == at) for i in range(rank)],
-                [max(-other, 0) * (i == at) for i in range(rank)],
-            )
-        whole = whole.narrow(at + 2, max(one, 0), whole.shape[at + 2] - max(one, 0) - max(other, 0))
+    whole = padded(whole, [-one for one in before], [-one for one in after])  # less where it is cut
     return whole if bias is None else whole + bias.reshape(-1, *(1,) * rank)
 
 
@@ -184,46 +159,17 @@ def _col2im(call: OpCall, x: Tensor, image: list[Any], block: list[Any]) -> Tens
     wide = [size + pads[at] + pads[at + rank] for at, size in enumerate(image)]
     counts = [(size - dilation * (kernel - 1) - 1) // stride + 1 for size, dilation, kernel, stride in zip(
         wide, dilations, block, strides, strict=True)]  # fmt: skip
-    n, channels = x.shape[0], x.shape[1]
-    for kernel in block:
-        channels //= kernel
+    n, channels = x.shape[0], x.shape[1] // math.prod(block)
     places = torch.zeros((1, 1), dtype=torch.int64, device=x.device)  # window element x block
     for size, dilation, kernel, stride, count in zip(wide, dilations, block, strides, counts, strict=True):
-        one = (
-            torch.arange(kernel, device=x.device)[:, None] * dilation
-            + torch.arange(count, device=x.device) * stride
-        )
+        inner, outer = (torch.arange(one, device=x.device) for one in (kernel, count))
+        one = inner[:, None] * dilation + outer * stride
         places = places[:, None, :, None] * size + one[None, :, None, :]
         places = places.reshape(places.shape[0] * kernel, -1)
-    total = 1
-    for size in wide:
-        total *= size
-    flat = torch.zeros(n, channels, total, dtype=x.dtype, device=x.device)
+    flat = torch.zeros(n, channels, math.prod(wide), dtype=x.dtype, device=x.device)
     flat = flat.index_add(2, places.reshape(-1), x.reshape(n, channels, -1))
-    found = flat.reshape(n, channels, *wide)
-    for at, size in enumerate(image):
-        found = found.narrow(at + 2, pads[at], size)
-    return found
-
-
-OPERATORS: dict[str, Any] = {
-    "Conv": convolved,
-    "ConvTranspose": _conv_transpose,
-    "DeformConv": _deform_conv,
-    "Col2Im": Operator(_col2im, ints=(1, 2)),
-}
-
-
-_MAX: dict[int, Callable[..., Any]] = {
-    1: functional.max_pool1d,
-    2: functional.max_pool2d,
-    3: functional.max_pool3d,
-}
-_AVERAGE: dict[int, Callable[..., Tensor]] = {
-    1: functional.avg_pool1d,
-    2: functional.avg_pool2d,
-    3: functional.avg_pool3d,
-}
+    less = [-one for one in pads]
+    return padded(flat.reshape(n, channels, *wide), less[:rank], less[rank:])
 
 
 def _counts(call: OpCall, sizes: Any, windows: Windows) -> tuple[int, ...]:
@@ -232,26 +178,18 @@ def _counts(call: OpCall, sizes: Any, windows: Windows) -> tuple[int, ...]:
     for at, (size, span, stride) in enumerate(zip(sizes, windows.spans(), windows.strides, strict=True)):
         wide = size + windows.before[at] + windows.after[at]
         count = (wide - span) // stride + 1
-        if call.get("ceil_mode", 0) and (wide - span) % stride:
-            starts_inside = count * stride < size + windows.before[at]
-            count += starts_inside
-        found.append(count)
+        sticks_out = call.get("ceil_mode", 0) and (wide - span) % stride
+        found.append(count + bool(sticks_out and count * stride < size + windows.before[at]))
     return tuple(found)
 
 
-def _widened(x: Tensor, windows: Windows, counts: tuple[int, ...], value: float) -> Tensor:
-    """With all that the windows reach over: what the file adds, and what sticks out."""
-    after = [
-        max((count - 1) * stride + span - size - before, 0)
-        for count, stride, span, size, before in zip(
-            counts, windows.strides, windows.spans(), x.shape[2:], windows.before, strict=True
-        )
-    ]
-    return padded(x, windows.before, after, value)
-
-
-def _views(x: Tensor, windows: Windows, counts: tuple[int, ...]) -> Tensor:
-    """The windows as a last dimension: n, c, *counts, elements of a window."""
+def _views(x: Tensor, windows: Windows, counts: tuple[int, ...], value: float) -> Tensor:
+    """The windows as a last dimension: n, c, *counts, elements of a window; `value` where nothing is."""
+    ends = [(count - 1) * step + span for count, step, span in zip(
+        counts, windows.strides, windows.spans(), strict=True)]  # fmt: skip
+    after = [max(end - size - before, 0) for end, size, before in zip(
+        ends, x.shape[2:], windows.before, strict=True)]  # fmt: skip
+    x = padded(x, windows.before, after, value)
     for at, (span, stride) in enumerate(zip(windows.spans(), windows.strides, strict=True)):
         x = x.unfold(at + 2, span, stride).narrow(at + 2, 0, counts[at])
     rank = len(counts)
@@ -263,21 +201,17 @@ def _views(x: Tensor, windows: Windows, counts: tuple[int, ...]) -> Tensor:
 
 def _max_pool(call: OpCall, x: Tensor) -> Any:
     windows = windows_of(call, x.shape[2:], call.need("kernel_shape"))
-    fits = windows.even and all(
+    even = windows.before == windows.after and all(
         type(one) is int and one <= size // 2
         for one, size in zip(windows.before, windows.kernel, strict=True)
     )
-    if (
-        fits
-        and call.outputs == 1
-        and not call.get("ceil_mode", 0)
-        and x.is_floating_point()
-        and x.dim() - 2 in _MAX
-    ):
-        return _MAX[x.dim() - 2](x, windows.kernel, windows.strides, windows.before, windows.dilations)
+    plain = call.outputs == 1 and not call.get("ceil_mode", 0) and x.is_floating_point() and x.dim() <= 5
+    if even and plain:
+        run = _by_rank(call, "max_pool", x)
+        return run(x, windows.kernel, windows.strides, windows.before, windows.dilations)
     counts = _counts(call, x.shape[2:], windows)
     low = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-    best = _views(_widened(x, windows, counts, low), windows, counts).max(-1)
+    best = _views(x, windows, counts, low).max(-1)
     if call.outputs == 1:
         return best.values
     places = torch.arange(math.prod(x.shape), device=x.device).reshape(x.shape)
@@ -287,7 +221,7 @@ def _max_pool(call: OpCall, x: Tensor) -> Any:
             *x.shape[:2], *(1,) * (x.dim() - 2)
         )
         places = planes * math.prod(x.shape[2:]) + column.permute(*reversed(range(column.dim())))
-    seen = _views(_widened(places, windows, counts, -1), windows, counts)
+    seen = _views(places, windows, counts, -1)
     return best.values, seen.gather(-1, best.indices.unsqueeze(-1)).squeeze(-1)
 
 
@@ -295,36 +229,22 @@ def _average_pool(call: OpCall, x: Tensor) -> Tensor:
     windows = windows_of(call, x.shape[2:], call.need("kernel_shape"))
     outside = bool(call.get("count_include_pad", 0))
     plain = all(one == 1 for one in windows.dilations) and not any(windows.before) and not any(windows.after)
-    if plain and not call.get("ceil_mode", 0) and x.dim() - 2 in _AVERAGE:
-        return _AVERAGE[x.dim() - 2](x, windows.kernel, windows.strides)
+    if plain and not call.get("ceil_mode", 0) and x.dim() <= 5:
+        found: Tensor = _by_rank(call, "avg_pool", x)(x, windows.kernel, windows.strides)
+        return found
     counts = _counts(call, x.shape[2:], windows)
-    total = _views(_widened(x, windows, counts, 0), windows, counts).sum(-1)
+    total = _views(x, windows, counts, 0).sum(-1)
     ones = torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device)
     if outside:  # what the file adds counts, what sticks out does not
         ones = padded(ones, windows.before, windows.after, 1.0)
-        windows = Windows(
-            windows.kernel, windows.strides, windows.dilations, (0,) * len(counts), (0,) * len(counts)
-        )
-    return total / _views(_widened(ones, windows, counts, 0), windows, counts).sum(-1)
+        windows = replace(windows, before=(0,) * len(counts), after=(0,) * len(counts))
+    return total / _views(ones, windows, counts, 0).sum(-1)
 
 
 def _lp_pool(call: OpCall, x: Tensor) -> Tensor:
     windows = windows_of(call, x.shape[2:], call.need("kernel_shape"))
     counts, p = _counts(call, x.shape[2:], windows), call.get("p", 2)
-    return _views(_widened(x, windows, counts, 0), windows, counts).abs().pow(p).sum(-1).pow(1 / p)
-
-
-def _global_max(call: OpCall, x: Tensor) -> Tensor:
-    return x.amax(list(range(2, x.dim())), keepdim=True)
-
-
-def _global_average(call: OpCall, x: Tensor) -> Tensor:
-    return x.mean(list(range(2, x.dim())), keepdim=True)
-
-
-def _global_lp(call: OpCall, x: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(x, call.get("p", 2), list(range(2, x.dim())), keepdim=True)
-    return found
+    return _views(x, windows, counts, 0).abs().pow(p).sum(-1).pow(1 / p)
 
 
 def _max_unpool(call: OpCall, x: Tensor, places: Tensor, shape: list[Any] | None = None) -> Tensor:
@@ -348,6 +268,12 @@ def _max_unpool(call: OpCall, x: Tensor, places: Tensor, shape: list[Any] | None
     )
 
 
+def _cell(at: int, begin: int, length: int, count: int, most: int) -> slice:
+    """The elements of one of the `count` cells that a region is cut into."""
+    edges = (math.floor(at * length / count), math.ceil((at + 1) * length / count))
+    return slice(*(min(max(begin + edge, 0), most) for edge in edges))
+
+
 def _roi_pool(call: OpCall, x: Tensor, rois: Tensor) -> Tensor:
     """Maxima over the cells of each region (Girshick, 2015)."""
     height, width = call.need("pooled_shape")
@@ -359,27 +285,31 @@ def _roi_pool(call: OpCall, x: Tensor, rois: Tensor) -> Tensor:
         cells = []
         for i in range(height):
             for j in range(width):
-                ys = [
-                    min(max(top + f(k * high / height), 0), x.shape[2])
-                    for k, f in ((i, math.floor), (i + 1, math.ceil))
-                ]
-                xs = [
-                    min(max(left + f(k * wide / width), 0), x.shape[3])
-                    for k, f in ((j, math.floor), (j + 1, math.ceil))
-                ]
-                cell = x[int(batch), :, ys[0] : ys[1], xs[0] : xs[1]].flatten(1)
+                rows = _cell(i, top, high, height, x.shape[2])
+                columns = _cell(j, left, wide, width, x.shape[3])
+                cell = x[int(batch), :, rows, columns].flatten(1)
                 cells.append(cell.amax(1) if cell.numel() else x.new_zeros(x.shape[1]))
         found.append(torch.stack(cells, 1).reshape(x.shape[1], height, width))
     return torch.stack(found) if found else x.new_zeros((0, x.shape[1], height, width))
 
 
-POOL_OPERATORS: dict[str, Any] = {
+def _overall(reduce: Callable[[OpCall, Tensor, list[int]], Tensor]) -> Callable[..., Tensor]:
+    return lambda call, x: reduce(call, x, list(range(2, x.dim())))
+
+
+OPERATORS: dict[str, Any] = {
+    "Conv": convolved,
+    "ConvTranspose": _conv_transpose,
+    "DeformConv": _deform_conv,
+    "Col2Im": Operator(_col2im, ints=(1, 2)),
     "MaxPool": _max_pool,
     "AveragePool": _average_pool,
     "LpPool": _lp_pool,
-    "GlobalMaxPool": _global_max,
-    "GlobalAveragePool": _global_average,
-    "GlobalLpPool": _global_lp,
+    "GlobalMaxPool": _overall(lambda call, x, axes: x.amax(axes, keepdim=True)),
+    "GlobalAveragePool": _overall(lambda call, x, axes: x.mean(axes, keepdim=True)),
+    "GlobalLpPool": _overall(
+        lambda call, x, axes: torch.linalg.vector_norm(x, call.get("p", 2), axes, keepdim=True)
+    ),
     "MaxUnpool": Operator(_max_unpool, ints=(2,)),
     "MaxRoiPool": _roi_pool,
 }

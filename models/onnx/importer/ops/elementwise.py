@@ -49,18 +49,6 @@ def _back(one: Any, dtype: torch.dtype) -> Any:
     return one.to(dtype) if isinstance(one, torch.Tensor) and one.dtype == torch.int64 else one
 
 
-def _unary(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    return widened(lambda call, x: function(x))
-
-
-def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    return widened(lambda call, one, other: function(one, other))
-
-
-def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    return widened(lambda call, *parts: functools.reduce(function, parts))
-
-
 def _div(call: OpCall, one: Tensor, other: Tensor) -> Tensor:
     if one.is_floating_point() or one.is_complex():
         return one / other
@@ -73,18 +61,6 @@ def _equal(call: OpCall, one: Any, other: Any) -> Tensor:
     return torch.from_numpy(one == other)  # texts, which come as arrays of numpy
 
 
-def _mod(call: OpCall, one: Tensor, other: Tensor) -> Tensor:
-    return torch.fmod(one, other) if call.get("fmod", 0) else torch.remainder(one, other)
-
-
-def _pow(call: OpCall, base: Tensor, exponent: Tensor) -> Tensor:
-    return torch.pow(base, exponent).to(base.dtype)
-
-
-def _mean(call: OpCall, *parts: Tensor) -> Tensor:
-    return functools.reduce(torch.add, parts) / len(parts)
-
-
 def _clip(call: OpCall, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     low, high = call.get("min", low), call.get("max", high)
     for bound, keep in ((low, torch.maximum), (high, torch.minimum)):
@@ -93,38 +69,9 @@ def _clip(call: OpCall, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     return x
 
 
-def _prelu(call: OpCall, x: Tensor, slope: Tensor) -> Tensor:
-    return torch.where(x < 0, x * slope, x)
-
-
-def _leaky_relu(call: OpCall, x: Tensor) -> Tensor:
-    return functional.leaky_relu(x, call.get("alpha", 0.01))
-
-
-def _elu(call: OpCall, x: Tensor) -> Tensor:
-    return functional.elu(x, call.get("alpha", 1.0))
-
-
-def _celu(call: OpCall, x: Tensor) -> Tensor:
-    return functional.celu(x, call.get("alpha", 1.0))
-
-
-def _selu(call: OpCall, x: Tensor) -> Tensor:
+def _selu(call: OpCall, x: Tensor) -> Any:
     alpha, gamma = call.get("alpha", 1.6732632423543772), call.get("gamma", 1.0507009873554805)
-    found: Tensor = gamma * torch.where(x > 0, x, alpha * torch.expm1(torch.minimum(x, torch.zeros_like(x))))
-    return found
-
-
-def _hard_sigmoid(call: OpCall, x: Tensor) -> Tensor:
-    return torch.clamp(x * call.get("alpha", 0.2) + call.get("beta", 0.5), 0, 1)
-
-
-def _hard_swish(call: OpCall, x: Tensor) -> Tensor:
-    return x * torch.clamp(x / 6 + 0.5, 0, 1)
-
-
-def _thresholded_relu(call: OpCall, x: Tensor) -> Tensor:
-    return torch.where(x > call.get("alpha", 1.0), x, torch.zeros_like(x))
+    return gamma * torch.where(x > 0, x, alpha * torch.expm1(torch.minimum(x, torch.zeros_like(x))))
 
 
 def _shrink(call: OpCall, x: Tensor) -> Tensor:
@@ -132,138 +79,11 @@ def _shrink(call: OpCall, x: Tensor) -> Tensor:
     return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0)).to(x.dtype)
 
 
-def _gelu(call: OpCall, x: Tensor) -> Tensor:
-    return functional.gelu(x, approximate=call.get("approximate", "none"))
-
-
-def _swish(call: OpCall, x: Tensor) -> Tensor:
-    return x * torch.sigmoid(call.get("alpha", 1.0) * x)
-
-
-def _swiglu(call: OpCall, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    if gate is None:
-        raise call.fail("the second input is missing")
-    return x * torch.sigmoid(call.get("alpha", 1.0) * x) * gate
-
-
-def _is_inf(call: OpCall, x: Tensor) -> Tensor:
-    up, down = call.get("detect_positive", 1), call.get("detect_negative", 1)
-    wide = x.float() if x.itemsize == 1 else x
-    return (torch.isposinf(wide) & bool(up)) | (torch.isneginf(wide) & bool(down))
-
-
-def _is_nan(call: OpCall, x: Tensor) -> Tensor:
-    return torch.isnan(x.float() if x.itemsize == 1 else x)
-
-
-def _sign(x: Tensor) -> Tensor:
-    return torch.where(torch.isnan(x), x, torch.sign(x)) if x.is_floating_point() else torch.sign(x)
-
-
-def _flattened(call: OpCall, x: Tensor, compute: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Along an axis; before operator set 13 everything from the axis on was one dimension."""
-    if call.version >= 13:
-        return compute(x, call.get("axis", -1))
-    axis = call.get("axis", 1) % max(x.dim(), 1)
-    flat = x.reshape(math.prod(x.shape[:axis]), -1)
-    return compute(flat, 1).reshape(x.shape)
-
-
-def _softmax(call: OpCall, x: Tensor) -> Tensor:
-    return _flattened(call, x, functional.softmax)
-
-
-def _log_softmax(call: OpCall, x: Tensor) -> Tensor:
-    return _flattened(call, x, functional.log_softmax)
-
-
-def _hardmax(call: OpCall, x: Tensor) -> Tensor:
-    def first(one: Tensor, axis: int) -> Tensor:
-        return torch.zeros_like(one).scatter_(axis, one.argmax(axis, keepdim=True), 1)
-
-    return _flattened(call, x, first)
-
-
-def _softplus(x: Tensor) -> Tensor:
-    return torch.logaddexp(x, torch.zeros_like(x))
-
-
-def _dropout(call: OpCall, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
-    """Follows the mode of the module; an input of the model that says otherwise is obeyed."""
-    share = call.get("ratio", 0.5) if ratio is None else ratio[0]
-    on = call.training if training is None or 2 in call.fixed else bool(training)
-    if not on or share == 0:
-        return x, torch.ones_like(x, dtype=torch.bool)
-    mask = torch.rand_like(x) >= share
-    return x * mask / (1 - share), mask
-
-
-def _where(call: OpCall, condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return torch.where(condition, one, other)
-
-
-_UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh,
-    "Atan": torch.atan, "Atanh": torch.atanh, "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh,
-    "Erf": torch.erf, "Exp": torch.exp, "Floor": torch.floor, "Log": torch.log, "Neg": torch.neg,
-    "Not": torch.logical_not, "Reciprocal": torch.reciprocal, "Relu": torch.relu, "Round": torch.round,
-    "Sigmoid": torch.sigmoid, "Sign": _sign, "Sin": torch.sin, "Sinh": torch.sinh, "Sqrt": torch.sqrt,
-    "Tan": torch.tan, "Tanh": torch.tanh, "Softplus": _softplus, "Softsign": functional.softsign,
-    "Mish": functional.mish,
-    "Identity": lambda x: x,
-}  # fmt: skip
-_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "And": torch.logical_and, "Or": torch.logical_or,
-    "Xor": torch.logical_xor, "Greater": torch.gt, "GreaterOrEqual": torch.ge,
-    "Less": torch.lt, "LessOrEqual": torch.le,
-}  # fmt: skip
-_FOLDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "Max": torch.maximum, "Min": torch.minimum, "Sum": torch.add,
-}  # fmt: skip
-
-OPERATORS: dict[str, Any] = {
-    **{name: _unary(function) for name, function in _UNARY.items() if name != "Identity"},
-    **{name: _binary(function) for name, function in _BINARY.items()},
-    **{name: _folded(function) for name, function in _FOLDED.items()},
-    "Identity": lambda call, x: x,
-    "Equal": widened(_equal),
-    "Div": widened(_div),
-    "Mod": widened(_mod),
-    "Pow": widened(_pow),
-    "Mean": _mean,
-    "Clip": widened(_clip),
-    "PRelu": widened(_prelu),
-    "LeakyRelu": _leaky_relu,
-    "Elu": _elu,
-    "Celu": _celu,
-    "Selu": _selu,
-    "HardSigmoid": _hard_sigmoid,
-    "HardSwish": _hard_swish,
-    "ThresholdedRelu": _thresholded_relu,
-    "Shrink": widened(_shrink),
-    "Gelu": _gelu,
-    "Swish": _swish,
-    "SwiGLU": _swiglu,
-    "IsInf": _is_inf,
-    "IsNaN": _is_nan,
-    "Softmax": _softmax,
-    "LogSoftmax": _log_softmax,
-    "Hardmax": _hardmax,
-    "Dropout": Operator(_dropout, numbers=(1,)),
-    "Where": widened(_where),
-}
-
-
 def _shift(call: OpCall, x: Tensor, by: Tensor) -> Tensor:
-    return x << by if call.need("direction") == "LEFT" else x >> by
-
-
-def _shift_wide(call: OpCall, x: Tensor, by: Tensor) -> Tensor:
-    wide = x.dtype == torch.uint64
-    bits = x.view(torch.int64) if wide else x.to(torch.int64)
-    turns = by.view(torch.int64) if wide else by.to(torch.int64)
-    moved = _shift(call, bits, turns)
-    if wide and call.need("direction") != "LEFT":
+    wide, left = x.dtype == torch.uint64, call.need("direction") == "LEFT"
+    bits, turns = (one.view(torch.int64) if wide else one.to(torch.int64) for one in (x, by))
+    moved = bits << turns if left else bits >> turns
+    if wide and not left:
         moved = torch.where(turns > 0, moved & ~(torch.tensor(-1) << (64 - turns).clamp(max=63)), moved)
     return moved.view(torch.uint64) if wide else moved.to(x.dtype)
 
@@ -278,11 +98,90 @@ def _bit_cast(call: OpCall, x: Tensor) -> Tensor:
     return x.view(dtype)
 
 
-BIT_OPERATORS: dict[str, Any] = {
-    "BitShift": _shift_wide,
-    "BitwiseAnd": widened(lambda call, one, other: one & other),
-    "BitwiseOr": widened(lambda call, one, other: one | other),
-    "BitwiseXor": widened(lambda call, one, other: one ^ other),
-    "BitwiseNot": widened(lambda call, x: ~x),
+def _is_inf(call: OpCall, x: Tensor) -> Tensor:
+    up, down = call.get("detect_positive", 1), call.get("detect_negative", 1)
+    wide = x.float() if x.itemsize == 1 else x
+    return (torch.isposinf(wide) & bool(up)) | (torch.isneginf(wide) & bool(down))
+
+
+def _flattened(call: OpCall, x: Tensor, compute: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Along an axis; before operator set 13 everything from the axis on was one dimension."""
+    if call.version >= 13:
+        return compute(x, call.get("axis", -1))
+    axis = call.get("axis", 1) % max(x.dim(), 1)
+    flat = x.reshape(math.prod(x.shape[:axis]), -1)
+    return compute(flat, 1).reshape(x.shape)
+
+
+def _dropout(call: OpCall, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
+    """Follows the mode of the module; an input of the model that says otherwise is obeyed."""
+    share = call.get("ratio", 0.5) if ratio is None else ratio[0]
+    on = call.training if training is None or 2 in call.fixed else bool(training)
+    if not on or share == 0:
+        return x, torch.ones_like(x, dtype=torch.bool)
+    mask = torch.rand_like(x) >= share
+    return x * mask / (1 - share), mask
+
+
+_UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh,
+    "Atan": torch.atan, "Atanh": torch.atanh, "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh,
+    "Erf": torch.erf, "Exp": torch.exp, "Floor": torch.floor, "Log": torch.log, "Neg": torch.neg,
+    "Not": torch.logical_not, "Reciprocal": torch.reciprocal, "Relu": torch.relu, "Round": torch.round,
+    "Sigmoid": torch.sigmoid, "Sin": torch.sin, "Sinh": torch.sinh, "Sqrt": torch.sqrt, "Tan": torch.tan,
+    "Tanh": torch.tanh, "Softsign": functional.softsign, "Mish": functional.mish,
+    "BitwiseNot": torch.bitwise_not,
+    "Sign": lambda x: torch.where(torch.isnan(x), x, torch.sign(x)),
+    "Softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)),
+}  # fmt: skip
+_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Add": torch.add, "Sub": torch.sub, "Mul": torch.mul, "And": torch.logical_and, "Or": torch.logical_or,
+    "Xor": torch.logical_xor, "Greater": torch.gt, "GreaterOrEqual": torch.ge, "Less": torch.lt,
+    "LessOrEqual": torch.le, "BitwiseAnd": torch.bitwise_and, "BitwiseOr": torch.bitwise_or,
+    "BitwiseXor": torch.bitwise_xor, "MatMul": torch.matmul,
+}  # fmt: skip
+_FOLDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Max": torch.maximum, "Min": torch.minimum, "Sum": torch.add,
+}  # fmt: skip
+_ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "Softmax": functional.softmax,
+    "LogSoftmax": functional.log_softmax,
+    "Hardmax": lambda x, axis: torch.zeros_like(x).scatter_(axis, x.argmax(axis, keepdim=True), 1),
+}
+
+
+def _over(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """An operator that gives what the function gives for its inputs."""
+    return widened(lambda call, *inputs: function(*inputs))
+
+
+OPERATORS: dict[str, Any] = {
+    **{name: _over(function) for name, function in (_UNARY | _BINARY).items()},
+    **{name: _over(lambda *parts, by=by: functools.reduce(by, parts)) for name, by in _FOLDED.items()},
+    **{name: lambda call, x, by=by: _flattened(call, x, by) for name, by in _ALONG.items()},
+    "Identity": lambda call, x: x,
+    "Equal": widened(_equal),
+    "Div": widened(_div),
+    "Mod": widened(lambda call, x, by: (torch.fmod if call.get("fmod", 0) else torch.remainder)(x, by)),
+    "Pow": widened(lambda call, base, exponent: torch.pow(base, exponent).to(base.dtype)),
+    "Mean": lambda call, *parts: functools.reduce(torch.add, parts) / len(parts),
+    "Clip": widened(_clip),
+    "PRelu": widened(lambda call, x, slope: torch.where(x < 0, x * slope, x)),
+    "LeakyRelu": lambda call, x: functional.leaky_relu(x, call.get("alpha", 0.01)),
+    "Elu": lambda call, x: functional.elu(x, call.get("alpha", 1.0)),
+    "Celu": lambda call, x: functional.celu(x, call.get("alpha", 1.0)),
+    "Selu": _selu,
+    "HardSigmoid": lambda call, x: (x * call.get("alpha", 0.2) + call.get("beta", 0.5)).clamp(0, 1),
+    "HardSwish": lambda call, x: x * torch.clamp(x / 6 + 0.5, 0, 1),
+    "ThresholdedRelu": lambda call, x: torch.where(x > call.get("alpha", 1.0), x, torch.zeros_like(x)),
+    "Shrink": widened(_shrink),
+    "Gelu": lambda call, x: functional.gelu(x, approximate=call.get("approximate", "none")),
+    "Swish": lambda call, x: x * torch.sigmoid(call.get("alpha", 1.0) * x),
+    "SwiGLU": lambda call, x, gate: x * torch.sigmoid(call.get("alpha", 1.0) * x) * gate,
+    "IsInf": _is_inf,
+    "IsNaN": lambda call, x: torch.isnan(x.float() if x.itemsize == 1 else x),
+    "Dropout": Operator(_dropout, numbers=(1,)),
+    "Where": widened(lambda call, condition, one, other: torch.where(condition, one, other)),
+    "BitShift": _shift,
     "BitCast": _bit_cast,
 }

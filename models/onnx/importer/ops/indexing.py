@@ -22,36 +22,23 @@ def _gather(call: OpCall, x: Tensor, places: Tensor) -> Tensor:
     axis = call.get("axis", 0) % x.dim()
     flat = _positive(places, x.shape[axis])
     if axis == 0:  # as an embedding looks up its rows
-        return (
-            x[flat] if x.dim() != 2 or not x.is_floating_point() else torch.nn.functional.embedding(flat, x)
-        )
+        rows = x.dim() == 2 and x.is_floating_point()
+        return torch.nn.functional.embedding(flat, x) if rows else x[flat]
     if places.dim() == 0:
         return x.index_select(axis, flat.reshape(1)).squeeze(axis)
     found = x.index_select(axis, flat.reshape(-1))
     return found.reshape(x.shape[:axis] + tuple(flat.shape) + x.shape[axis + 1 :])
 
 
-def _gather_elements(call: OpCall, x: Tensor, places: Tensor) -> Tensor:
-    axis = call.get("axis", 0)
-    return torch.gather(x, axis, _positive(places, x.shape[axis]))
-
-
 def _places_nd(x: Tensor, places: Tensor, batch: int) -> tuple[Tensor, ...]:
     """Index tensors for the leading dimensions of `x`: `batch` by counting, the others by `places`."""
-    depth = places.shape[-1]
-    rest = places.shape[:-1]
+    rest = range(places.dim() - 1)
     counted = [
-        torch.arange(x.shape[at], device=x.device).reshape(
-            [-1 if one == at else 1 for one in range(len(rest))]
-        )
+        torch.arange(x.shape[at], device=x.device).reshape([-1 if one == at else 1 for one in rest])
         for at in range(batch)
     ]
-    given = [_positive(places[..., at], x.shape[batch + at]) for at in range(depth)]
+    given = [_positive(places[..., at], x.shape[batch + at]) for at in range(places.shape[-1])]
     return (*counted, *given)
-
-
-def _gather_nd(call: OpCall, x: Tensor, places: Tensor) -> Tensor:
-    return x[_places_nd(x, places, call.get("batch_dims", 0))]
 
 
 def _scatter_elements(call: OpCall, x: Tensor, places: Tensor, updates: Tensor) -> Tensor:
@@ -66,20 +53,16 @@ def _scatter_elements(call: OpCall, x: Tensor, places: Tensor, updates: Tensor) 
 def _scatter_nd(call: OpCall, x: Tensor, places: Tensor, updates: Tensor) -> Tensor:
     how = call.get("reduction", "none")
     where = _places_nd(x, places, 0)
-    if how == "none":
-        return x.index_put(where, updates)
-    if how == "add":
-        return x.index_put(where, updates, accumulate=True)
+    if how in ("none", "add"):
+        return x.index_put(where, updates, accumulate=how == "add")
     depth = places.shape[-1]
     rows = math.prod(x.shape[:depth])
     strides = [math.prod(x.shape[at + 1 : depth]) for at in range(depth)]
     flat = torch.stack([one * stride for one, stride in zip(where, strides, strict=True)]).sum(0).reshape(-1)
     inner = x.reshape(rows, -1)
     chosen = flat[:, None].expand(-1, inner.shape[1])
-    found = inner.scatter_reduce(
-        0, chosen, updates.reshape(chosen.shape), _REDUCTIONS[how], include_self=True
-    )
-    return found.reshape(x.shape)
+    updates = updates.reshape(chosen.shape)
+    return inner.scatter_reduce(0, chosen, updates, _REDUCTIONS[how], include_self=True).reshape(x.shape)
 
 
 def _tensor_scatter(call: OpCall, past: Tensor, update: Tensor, starts: Tensor | None = None) -> Tensor:
@@ -91,17 +74,6 @@ def _tensor_scatter(call: OpCall, past: Tensor, update: Tensor, starts: Tensor |
     shape = [1] * past.dim()
     shape[0], shape[axis] = past.shape[0], length
     return past.scatter(axis, places.reshape(shape).expand(update.shape), update)
-
-
-OPERATORS: dict[str, Any] = {
-    "Gather": _gather,
-    "GatherElements": _gather_elements,
-    "GatherND": _gather_nd,
-    "ScatterElements": _scatter_elements,
-    "Scatter": _scatter_elements,
-    "ScatterND": _scatter_nd,
-    "TensorScatter": _tensor_scatter,
-}
 
 
 def _top_k(call: OpCall, x: Tensor, k: list[int] | None = None) -> tuple[Tensor, Tensor]:
@@ -117,10 +89,6 @@ def _compress(call: OpCall, x: Tensor, condition: Tensor) -> Tensor:
     if axis is None:
         x, axis = x.reshape(-1), 0
     return x.index_select(axis, condition.reshape(-1).nonzero().reshape(-1))
-
-
-def _non_zero(call: OpCall, x: Tensor) -> Tensor:
-    return x.nonzero().t() if x.dim() else (x.reshape(1) != 0).nonzero()[:, :0].t()
 
 
 def _unique(call: OpCall, x: Tensor) -> tuple[Tensor, ...]:
@@ -148,7 +116,8 @@ def _suppress(
 ) -> Tensor:
     """The best boxes of each class, without those that overlap a better one."""
     limit = most[0] if most else 0
-    share = float(overlap) if overlap is not None else 0.0
+    share = 0.0 if overlap is None else float(overlap)
+    floor = None if least is None else float(least)
     if call.get("center_point_box", 0):
         half = boxes[..., 2:] / 2
         corners = torch.cat([boxes[..., :2] - half, boxes[..., :2] + half], -1)
@@ -158,9 +127,7 @@ def _suppress(
     found: list[tuple[int, int, int]] = []
     for batch in range(scores.shape[0]):
         for kind in range(scores.shape[1]):
-            chosen = _best(
-                corners[batch], scores[batch, kind], limit, share, None if least is None else float(least)
-            )
+            chosen = _best(corners[batch], scores[batch, kind], limit, share, floor)
             found += [(batch, kind, one) for one in chosen]
     return torch.tensor(found, dtype=torch.int64, device=boxes.device).reshape(-1, 3)
 
@@ -185,10 +152,22 @@ def _overlaps(one: Tensor, others: Tensor) -> Tensor:
     return common / (areas - common)
 
 
-SELECT_OPERATORS: dict[str, Any] = {
+def _gather_elements(call: OpCall, x: Tensor, places: Tensor) -> Tensor:
+    axis = call.get("axis", 0)
+    return torch.gather(x, axis, _positive(places, x.shape[axis]))
+
+
+OPERATORS: dict[str, Any] = {
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "GatherND": lambda call, x, places: x[_places_nd(x, places, call.get("batch_dims", 0))],
+    "ScatterElements": _scatter_elements,
+    "Scatter": _scatter_elements,
+    "ScatterND": _scatter_nd,
+    "TensorScatter": _tensor_scatter,
     "TopK": Operator(_top_k, ints=(1,)),
     "Compress": _compress,
-    "NonZero": _non_zero,
+    "NonZero": lambda call, x: x.nonzero().t() if x.dim() else (x.reshape(1) != 0).nonzero()[:, :0].t(),
     "Unique": _unique,
     "NonMaxSuppression": Operator(_suppress, ints=(2,)),
 }

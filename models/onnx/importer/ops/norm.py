@@ -62,10 +62,6 @@ def _rms_norm(call: OpCall, x: Tensor, scale: Tensor) -> Tensor:
     return (wide * size).to(x.dtype) * scale
 
 
-def _instance_norm(call: OpCall, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    return functional.instance_norm(x, None, None, scale, bias, True, 0.0, call.get("epsilon", 1e-5))
-
-
 def _group_norm(call: OpCall, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     groups, eps = call.need("num_groups"), call.get("epsilon", 1e-5)
     if call.version >= 21 or scale.shape[0] == x.shape[1] != groups:
@@ -91,25 +87,6 @@ def _lp_norm(call: OpCall, x: Tensor) -> Tensor:
     )
 
 
-def _mean_variance(call: OpCall, x: Tensor) -> Tensor:
-    axes = list(call.get("axes", (0, 2, 3)))
-    mean = x.mean(axes, keepdim=True)
-    spread = torch.sqrt((x * x).mean(axes, keepdim=True) - mean * mean)
-    return (x - mean) / (spread + 1e-9)
-
-
-OPERATORS: dict[str, Any] = {
-    "BatchNormalization": _batch_norm,
-    "LayerNormalization": _layer_norm,
-    "RMSNormalization": _rms_norm,
-    "InstanceNormalization": _instance_norm,
-    "GroupNormalization": _group_norm,
-    "LRN": _lrn,
-    "LpNormalization": _lp_norm,
-    "MeanVarianceNormalization": _mean_variance,
-}
-
-
 def _likelihood(call: OpCall, logs: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
     ignored = call.get("ignore_index")
     places = target.to(torch.int64)
@@ -125,17 +102,6 @@ def _likelihood(call: OpCall, logs: Tensor, target: Tensor, weight: Tensor | Non
         case "sum":
             return loss.sum()
     return loss.sum() / share.sum()
-
-
-def _cross_entropy(call: OpCall, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> Any:
-    logs = functional.log_softmax(scores, 1)
-    return _likelihood(call, logs, labels, weights), logs
-
-
-LOSS_OPERATORS: dict[str, Any] = {
-    "NegativeLogLikelihoodLoss": _likelihood,
-    "SoftmaxCrossEntropyLoss": _cross_entropy,
-}
 
 
 Step = Callable[..., tuple[Tensor, ...]]
@@ -177,11 +143,15 @@ def _momentum(call: OpCall, rate: Tensor, count: Tensor, x: Tensor, gradient: Te
     return x - rate * step, speed
 
 
-TRAINING_OPERATORS: dict[str, Any] = {
-    "Adagrad": _grouped(_adagrad, 1),
-    "Adam": _grouped(_adam, 2),
-    "Momentum": _grouped(_momentum, 1),
-}
+def _mean_variance(call: OpCall, x: Tensor) -> Tensor:
+    axes = list(call.get("axes", (0, 2, 3)))
+    mean = x.mean(axes, keepdim=True)
+    return (x - mean) / (torch.sqrt((x * x).mean(axes, keepdim=True) - mean * mean) + 1e-9)
+
+
+def _cross_entropy(call: OpCall, scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> Any:
+    logs = functional.log_softmax(scores, 1)
+    return _likelihood(call, logs, labels, weights), logs
 
 
 def _extract(call: OpCall, x: Tensor, places: Tensor) -> Tensor:
@@ -189,9 +159,26 @@ def _extract(call: OpCall, x: Tensor, places: Tensor) -> Tensor:
     return found.reshape(1, -1) if x.dim() == 1 else found
 
 
-def _binarize(call: OpCall, x: Tensor) -> Tensor:
-    above: Tensor = x > call.get("threshold", 0.0)
-    return above.to(x.dtype)
-
-
-ML_OPERATORS: dict[str, Any] = {"ArrayFeatureExtractor": _extract, "Binarizer": _binarize}
+OPERATORS: dict[str, Any] = {
+    "BatchNormalization": _batch_norm,
+    "LayerNormalization": _layer_norm,
+    "RMSNormalization": _rms_norm,
+    "InstanceNormalization": lambda call, x, scale, bias: functional.instance_norm(
+        x, None, None, scale, bias, True, 0.0, call.get("epsilon", 1e-5)
+    ),
+    "GroupNormalization": _group_norm,
+    "LRN": _lrn,
+    "LpNormalization": _lp_norm,
+    "MeanVarianceNormalization": _mean_variance,
+    "NegativeLogLikelihoodLoss": _likelihood,
+    "SoftmaxCrossEntropyLoss": _cross_entropy,
+}
+TRAINING_OPERATORS: dict[str, Any] = {
+    "Adagrad": _grouped(_adagrad, 1),
+    "Adam": _grouped(_adam, 2),
+    "Momentum": _grouped(_momentum, 1),
+}
+ML_OPERATORS: dict[str, Any] = {
+    "ArrayFeatureExtractor": _extract,
+    "Binarizer": lambda call, x: (x > call.get("threshold", 0.0)).to(x.dtype),
+}

@@ -43,78 +43,30 @@ def _mean(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     return torch.div(x.sum(axes, keepdim=keep), count, rounding_mode="trunc").to(x.dtype)
 
 
-def _max(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    if _is_empty(x, axes):
-        return _filled(x, axes, keep, _least(x.dtype))
-    return _as_bool(x, torch.amax(_no_bool(x), axes, keep))
-
-
-def _min(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    if _is_empty(x, axes):
-        return _filled(x, axes, keep, _most(x.dtype))
-    return _as_bool(x, torch.amin(_no_bool(x), axes, keep))
-
-
-def _no_bool(x: Tensor) -> Tensor:
-    return x.to(torch.uint8) if x.dtype == torch.bool else x
-
-
-def _as_bool(x: Tensor, found: Tensor) -> Tensor:
-    return found.to(x.dtype)
-
-
-def _is_empty(x: Tensor, axes: list[int]) -> bool:
-    return any(type(x.shape[at]) is int and x.shape[at] == 0 for at in axes)
-
-
-def _filled(x: Tensor, axes: list[int], keep: bool, value: Any) -> Tensor:
-    return torch.full_like(x.sum(axes, keepdim=keep), value, dtype=x.dtype)
-
-
-def _least(dtype: torch.dtype) -> Any:
-    if dtype.is_floating_point:
-        return -math.inf
-    return False if dtype == torch.bool else torch.iinfo(dtype).min
-
-
-def _most(dtype: torch.dtype) -> Any:
-    if dtype.is_floating_point:
-        return math.inf
-    return True if dtype == torch.bool else torch.iinfo(dtype).max
-
-
 def _prod(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     for at in sorted(axes, reverse=True):
         x = x.prod(at, keepdim=keep, dtype=x.dtype)
     return x
 
 
-def _l1(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    return _sum(x.abs(), axes, keep)
+def _extreme(find: Callable[[Tensor, list[int], bool], Tensor], of_none: float) -> Reduction:
+    """The reduction that gives `of_none`, or the number next to it, where there are no elements."""
+
+    def run(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+        if not any(type(x.shape[at]) is int and x.shape[at] == 0 for at in axes):
+            return find(x.to(torch.uint8) if x.dtype == torch.bool else x, axes, keep).to(x.dtype)
+        value: Any = of_none
+        if not x.is_floating_point():
+            bounds = torch.iinfo(torch.uint8 if x.dtype == torch.bool else x.dtype)
+            value = bounds.max if of_none > 0 else bounds.min
+        return torch.full_like(x.sum(axes, keepdim=keep), value, dtype=x.dtype)
+
+    return run
 
 
-def _l2(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    return _sum(x * x, axes, keep).sqrt().to(x.dtype)
-
-
-def _log_sum(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    return _sum(x, axes, keep).log().to(x.dtype)
-
-
-def _log_sum_exp(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    if _is_empty(x, axes):
-        return _filled(x, axes, keep, -math.inf)
-    return torch.logsumexp(x, axes, keepdim=keep)
-
-
-def _sum_square(x: Tensor, axes: list[int], keep: bool) -> Tensor:
-    return _sum(x * x, axes, keep)
-
-
-def _extreme(name: str) -> Callable[..., Tensor]:
+def _place_of(find: Callable[..., Any]) -> Callable[..., Tensor]:
     def run(call: OpCall, x: Tensor) -> Tensor:
         axis, keep = call.get("axis", 0), bool(call.get("keepdims", 1))
-        find = torch.argmax if name == "ArgMax" else torch.argmin
         if not call.get("select_last_index", 0):
             return torch.as_tensor(find(x, axis, keepdim=keep))
         return torch.as_tensor(x.shape[axis] - 1 - find(x.flip(axis), axis, keepdim=keep))
@@ -133,24 +85,6 @@ def _cumulative(total: Callable[..., Tensor], neutral: int) -> Operator:
         return found.flip(at) if call.get("reverse", 0) else found
 
     return Operator(widened(run), ints=(1,))
-
-
-OPERATORS: dict[str, Any] = {
-    "ReduceSum": _reducing(_sum),
-    "ReduceMean": _reducing(_mean),
-    "ReduceMax": _reducing(_max),
-    "ReduceMin": _reducing(_min),
-    "ReduceProd": _reducing(_prod),
-    "ReduceL1": _reducing(_l1),
-    "ReduceL2": _reducing(_l2),
-    "ReduceLogSum": _reducing(_log_sum),
-    "ReduceLogSumExp": _reducing(_log_sum_exp),
-    "ReduceSumSquare": _reducing(_sum_square),
-    "ArgMax": _extreme("ArgMax"),
-    "ArgMin": _extreme("ArgMin"),
-    "CumSum": _cumulative(torch.cumsum, 0),
-    "CumProd": _cumulative(torch.cumprod, 1),
-}
 
 
 def _complex(x: Tensor) -> Tensor:
@@ -217,7 +151,21 @@ def _mel(call: OpCall, bins: Tensor, length: Tensor, rate: Tensor, low: Tensor, 
     return found.to(call.device, dtype_of(call.get("output_datatype", 1), str(call.node)))
 
 
-SIGNAL_OPERATORS: dict[str, Any] = {
+OPERATORS: dict[str, Any] = {
+    "ReduceSum": _reducing(_sum),
+    "ReduceMean": _reducing(_mean),
+    "ReduceMax": _reducing(_extreme(torch.amax, -math.inf)),
+    "ReduceMin": _reducing(_extreme(torch.amin, math.inf)),
+    "ReduceProd": _reducing(_prod),
+    "ReduceL1": _reducing(lambda x, axes, keep: _sum(x.abs(), axes, keep)),
+    "ReduceL2": _reducing(lambda x, axes, keep: _sum(x * x, axes, keep).sqrt().to(x.dtype)),
+    "ReduceLogSum": _reducing(lambda x, axes, keep: _sum(x, axes, keep).log().to(x.dtype)),
+    "ReduceLogSumExp": _reducing(_extreme(torch.logsumexp, -math.inf)),
+    "ReduceSumSquare": _reducing(lambda x, axes, keep: _sum(x * x, axes, keep)),
+    "ArgMax": _place_of(torch.argmax),
+    "ArgMin": _place_of(torch.argmin),
+    "CumSum": _cumulative(torch.cumsum, 0),
+    "CumProd": _cumulative(torch.cumprod, 1),
     "DFT": Operator(_dft, ints=(1, 2)),
     "STFT": Operator(_stft, ints=(1, 3)),
     "HannWindow": _window(0.5, -0.5),

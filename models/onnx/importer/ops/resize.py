@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,26 +20,19 @@ def _resize(
     call: OpCall, x: Tensor, roi: Numbers = None, scales: Numbers = None, sizes: Any = None
 ) -> Tensor:
     if call.version < 11:  # scales were the second input, and places went without half pixels
-        return _resized(call, x, list(range(x.dim())), roi or [], None, None, "asymmetric", "floor")
+        return _upsample(call, x, roi)
     axes = [at % x.dim() for at in call.get("axes", range(x.dim()))]
-    factors, wanted, bounds = scales or None, sizes or None, roi or None
     places = call.get("coordinate_transformation_mode", "half_pixel")
-    if factors is None and wanted is None:
+    if not scales and not sizes:
         raise call.fail("neither scales nor sizes are given")
-    if wanted is not None:
-        factors, wanted = _by_policy(call, x, axes, wanted)
-    return _resized(
-        call, x, axes, factors or [], wanted, bounds, places, call.get("nearest_mode", "round_prefer_floor")
-    )
-
-
-def _by_policy(call: OpCall, x: Tensor, axes: list[int], sizes: list[Any]) -> tuple[list[float], list[Any]]:
-    factors = [size / x.shape[at] for at, size in zip(axes, sizes, strict=True)]
-    policy = call.get("keep_aspect_ratio_policy", "stretch")
-    if policy == "stretch":
-        return factors, sizes
-    one = min(factors) if policy == "not_larger" else max(factors)
-    return [one] * len(axes), [math.floor(one * x.shape[at] + 0.5) for at in axes]
+    if sizes:
+        scales = [size / x.shape[at] for at, size in zip(axes, sizes, strict=True)]
+        policy = call.get("keep_aspect_ratio_policy", "stretch")
+        if policy != "stretch":
+            one = min(scales) if policy == "not_larger" else max(scales)
+            scales, sizes = [one] * len(axes), [math.floor(one * x.shape[at] + 0.5) for at in axes]
+    nearest = call.get("nearest_mode", "round_prefer_floor")
+    return _resized(call, x, axes, scales or [], sizes or None, roi or None, places, nearest)
 
 
 def _upsample(call: OpCall, x: Tensor, scales: Numbers = None) -> Tensor:
@@ -50,11 +44,8 @@ def _resized(
     call: OpCall, x: Tensor, axes: list[int], factors: list[float], sizes: list[Any] | None,
     roi: list[float] | None, places: str, nearest: str,
 ) -> Tensor:  # fmt: skip
-    sizes = (
-        [math.floor(x.shape[at] * one) for at, one in zip(axes, factors, strict=True)]
-        if sizes is None
-        else sizes
-    )
+    if sizes is None:
+        sizes = [math.floor(x.shape[at] * one) for at, one in zip(axes, factors, strict=True)]
     made = list(x.shape)
     for at, one in zip(axes, sizes, strict=True):
         made[at] = one
@@ -74,11 +65,9 @@ def _resized(
         x = _along(call, x, axis, where, factor, nearest)
     if outside is not None:
         x = torch.where(outside, torch.tensor(call.get("extrapolation_value", 0.0), dtype=x.dtype), x)
-    return (
-        x
-        if dtype.is_floating_point
-        else (x.round() if call.get("mode", "nearest") != "nearest" else x).to(dtype)
-    )
+    if not dtype.is_floating_point and call.get("mode", "nearest") != "nearest":
+        x = x.round()
+    return x.to(dtype)
 
 
 def _places(mode: str, size: int, length: int, factor: float, begin: float, end: float) -> Tensor:
@@ -100,10 +89,18 @@ def _places(mode: str, size: int, length: int, factor: float, begin: float, end:
     return (at + 0.5) / factor - 0.5
 
 
+_NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "round_prefer_ceil": lambda where: torch.floor(where + 0.5),
+}
+
+
 def _along(call: OpCall, x: Tensor, axis: int, where: Tensor, factor: float, nearest: str) -> Tensor:
     mode, length = call.get("mode", "nearest"), x.shape[axis]
     if mode == "nearest":
-        return x.index_select(axis, _nearest(where, nearest).clamp(0, length - 1))
+        found = _NEAREST.get(nearest, lambda one: torch.ceil(one - 0.5))(where)
+        return x.index_select(axis, found.long().clamp(0, length - 1))
     squeeze = min(factor, 1.0) if call.get("antialias", 0) else 1.0
     reach = (1 if mode == "linear" else 2) / squeeze
     first = torch.floor(where - reach).long() + 1
@@ -112,29 +109,15 @@ def _along(call: OpCall, x: Tensor, axis: int, where: Tensor, factor: float, nea
     a = call.get("cubic_coeff_a", -0.75)
     weights = (1 - distance.abs()).clamp(min=0) if mode == "linear" else _cubic(distance, a)
     inside = (near >= 0) & (near < length)
-    if call.get("exclude_outside", 0) or (call.get("antialias", 0)):
-        weights = (
-            torch.where(inside, weights, torch.zeros_like(weights))
-            if call.get("exclude_outside", 0)
-            else weights
-        )
+    if call.get("exclude_outside", 0):
+        weights = torch.where(inside, weights, torch.zeros_like(weights))
+    if call.get("exclude_outside", 0) or call.get("antialias", 0):
         weights = weights / weights.sum(1, keepdim=True)
     parts = x.index_select(axis, near.clamp(0, length - 1).reshape(-1))
     parts = parts.reshape(*x.shape[:axis], *near.shape, *x.shape[axis + 1 :])
     shape = [1] * parts.dim()
     shape[axis], shape[axis + 1] = near.shape
     return (parts * weights.to(x.dtype).reshape(shape)).sum(axis + 1)
-
-
-def _nearest(where: Tensor, mode: str) -> Tensor:
-    match mode:
-        case "floor":
-            return torch.floor(where).long()
-        case "ceil":
-            return torch.ceil(where).long()
-        case "round_prefer_ceil":
-            return torch.floor(where + 0.5).long()
-    return torch.ceil(where - 0.5).long()
 
 
 def _cubic(x: Tensor, a: float) -> Tensor:
@@ -145,31 +128,12 @@ def _cubic(x: Tensor, a: float) -> Tensor:
     return torch.where(x <= 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
 
 
-OPERATORS: dict[str, Any] = {
-    "Resize": Operator(_resize, ints=(3,), numbers=(1, 2)),
-    "Upsample": Operator(_upsample, numbers=(1,)),
-}
-
-
-_MODES = {
-    "bilinear": "bilinear",
-    "linear": "bilinear",
-    "bicubic": "bicubic",
-    "cubic": "bicubic",
-    "nearest": "nearest",
-}
-
-
 def _grid_sample(call: OpCall, x: Tensor, grid: Tensor) -> Tensor:
-    mode, padding = _MODES[call.get("mode", "bilinear")], call.get("padding_mode", "zeros")
+    mode, padding = call.get("mode", "bilinear"), call.get("padding_mode", "zeros")
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
     if x.dim() == 5 and mode == "bicubic":
         raise call.fail("torch has no cubic samples of volumes")
     return functional.grid_sample(x, grid.to(x.dtype), mode, padding, bool(call.get("align_corners", 0)))
-
-
-def _affine_grid(call: OpCall, theta: Tensor, size: list[int]) -> Tensor:
-    check_made(str(call.node), [*size, 3])
-    return functional.affine_grid(theta, size, bool(call.get("align_corners", 0)))
 
 
 def _roi_align(call: OpCall, x: Tensor, rois: Tensor, batches: Tensor) -> Tensor:
@@ -220,13 +184,6 @@ def _corners(image: Tensor, ys: Tensor, xs: Tensor) -> list[Tensor]:
     return found
 
 
-SAMPLE_OPERATORS: dict[str, Any] = {
-    "GridSample": _grid_sample,
-    "AffineGrid": Operator(_affine_grid, ints=(1,)),
-    "RoiAlign": _roi_align,
-}
-
-
 def bilinear(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
     """`image` (n, c, h, w) at the places `ys`, `xs` (n, a, b), as (n, c, a, b); outside of it lies 0."""
     y0, x0 = torch.floor(ys), torch.floor(xs)
@@ -245,3 +202,17 @@ def pixels(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
     flat = (ys.clamp(0, h - 1) * w + xs.clamp(0, w - 1)).reshape(n, 1, -1).expand(n, c, -1)
     found = image.reshape(n, c, h * w).gather(2, flat).reshape(n, c, *ys.shape[1:])
     return found * inside.unsqueeze(1).to(found.dtype)
+
+
+def _affine_grid(call: OpCall, theta: Tensor, size: list[int]) -> Tensor:
+    check_made(str(call.node), [*size, 3])
+    return functional.affine_grid(theta, size, bool(call.get("align_corners", 0)))
+
+
+OPERATORS: dict[str, Any] = {
+    "Resize": Operator(_resize, ints=(3,), numbers=(1, 2)),
+    "Upsample": Operator(_upsample, numbers=(1,)),
+    "GridSample": _grid_sample,
+    "AffineGrid": Operator(_affine_grid, ints=(1,)),
+    "RoiAlign": _roi_align,
+}

@@ -38,15 +38,7 @@ def _reshape(call: OpCall, x: Tensor, shape: List | None = None) -> Tensor:
 def _flatten(call: OpCall, x: Tensor) -> Tensor:
     axis = call.get("axis", 1)
     axis = axis + x.dim() if axis < 0 else axis
-    return (
-        x.reshape(math.prod(x.shape[:axis]), -1)
-        if x.numel()
-        else x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
-    )
-
-
-def _transpose(call: OpCall, x: Tensor) -> Tensor:
-    return x.permute(call.get("perm") or tuple(reversed(range(x.dim()))))
+    return x.reshape(math.prod(x.shape[:axis]), -1 if x.numel() else math.prod(x.shape[axis:]))
 
 
 def _squeeze(call: OpCall, x: Tensor, axes: List | None = None) -> Tensor:
@@ -71,11 +63,8 @@ def _expand(call: OpCall, x: Tensor, shape: List) -> Tensor:
     more = len(shape) - x.dim()
     x = x.reshape((1,) * max(more, 0) + tuple(x.shape))
     wanted = [1] * max(-more, 0) + list(shape)
-    return x.expand([have if _is_one(want) else want for want, have in zip(wanted, x.shape, strict=True)])
-
-
-def _is_one(size: Any) -> bool:
-    return type(size) is int and size == 1
+    ones = (type(want) is int and want == 1 for want in wanted)
+    return x.expand([have if one else want for one, want, have in zip(ones, wanted, x.shape, strict=True)])
 
 
 def _tile(call: OpCall, x: Tensor, repeats: List) -> Tensor:
@@ -83,9 +72,8 @@ def _tile(call: OpCall, x: Tensor, repeats: List) -> Tensor:
     return x.repeat(repeats)
 
 
-def _concat(call: OpCall, *parts: Tensor) -> Tensor:
-    axis = call.get("axis", 1)
-    return torch.cat(parts, axis)
+def _trilu(call: OpCall, x: Tensor, k: List | None = None) -> Tensor:
+    return (torch.triu if call.get("upper", 1) else torch.tril)(x, k[0] if k else 0)
 
 
 def _split(call: OpCall, x: Tensor, sizes: List | None = None) -> tuple[Tensor, ...]:
@@ -108,18 +96,14 @@ def _slice(
     starts, ends = list(call.get("starts", starts)), list(call.get("ends", ends))
     axes = list(call.get("axes", axes) or range(len(starts)))
     for axis, start, end, step in zip(axes, starts, ends, steps or [1] * len(starts), strict=True):
-        x = _sliced(call, x, axis, start, end, step)
+        if step == 0:
+            raise call.fail("a step of 0")
+        if step > 0:
+            x = x[(slice(None),) * (axis % x.dim()) + (slice(start, end, step),)]
+            continue
+        places = range(x.shape[axis])[slice(start, None if end < -x.shape[axis] else end, step)]
+        x = x.index_select(axis, torch.tensor(list(places), dtype=torch.int64, device=x.device))
     return x
-
-
-def _sliced(call: OpCall, x: Tensor, axis: int, start: Any, end: Any, step: int) -> Tensor:
-    if step == 0:
-        raise call.fail("a step of 0")
-    if step > 0:
-        at = axis % x.dim()
-        return x[(slice(None),) * at + (slice(start, end, step),)]
-    places = range(x.shape[axis])[slice(start, None if end < -x.shape[axis] else end, step)]
-    return x.index_select(axis, torch.tensor(list(places), dtype=torch.int64, device=x.device))
 
 
 def _pad(
@@ -159,8 +143,7 @@ def _padded(call: OpCall, x: Tensor, axis: int, before: Any, after: Any, mode: s
 
 
 def _depth_to_space(call: OpCall, x: Tensor) -> Tensor:
-    n, c, h, w = x.shape
-    b = call.need("blocksize")
+    (n, c, h, w), b = x.shape, call.need("blocksize")
     if call.get("mode", "DCR") == "DCR":
         parts = x.reshape(n, b, b, c // (b * b), h, w).permute(0, 3, 4, 1, 5, 2)
     else:
@@ -169,13 +152,9 @@ def _depth_to_space(call: OpCall, x: Tensor) -> Tensor:
 
 
 def _space_to_depth(call: OpCall, x: Tensor) -> Tensor:
-    n, c, h, w = x.shape
-    b = call.need("blocksize")
-    if call.get("mode", "DCR") == "DCR":
-        parts = x.reshape(n, c, h // b, b, w // b, b).permute(0, 3, 5, 1, 2, 4)
-    else:
-        parts = x.reshape(n, c, h // b, b, w // b, b).permute(0, 1, 3, 5, 2, 4)
-    return parts.reshape(n, c * b * b, h // b, w // b)
+    (n, c, h, w), b = x.shape, call.need("blocksize")
+    order = (0, 3, 5, 1, 2, 4) if call.get("mode", "DCR") == "DCR" else (0, 1, 3, 5, 2, 4)
+    return x.reshape(n, c, h // b, b, w // b, b).permute(order).reshape(n, c * b * b, h // b, w // b)
 
 
 def _center_crop_pad(call: OpCall, x: Tensor, shape: List) -> Tensor:
@@ -198,33 +177,6 @@ def _reverse_sequence(call: OpCall, x: Tensor, lengths: Tensor) -> Tensor:
     places = places if batch == 0 else places.t()
     shape = [size if at in (batch, time) else 1 for at, size in enumerate(x.shape)]
     return torch.gather(x, time, places.reshape(shape).expand(x.shape))
-
-
-def _trilu(call: OpCall, x: Tensor, k: List | None = None) -> Tensor:
-    diagonal = k[0] if k else 0
-    return torch.triu(x, diagonal) if call.get("upper", 1) else torch.tril(x, diagonal)
-
-
-OPERATORS: dict[str, Any] = {
-    "Shape": Operator(_shape, raw=True),
-    "Size": Operator(_size, raw=True),
-    "Reshape": Operator(_reshape, ints=(1,)),
-    "Flatten": _flatten,
-    "Transpose": _transpose,
-    "Squeeze": Operator(_squeeze, ints=(1,)),
-    "Unsqueeze": Operator(_unsqueeze, ints=(1,)),
-    "Expand": Operator(_expand, ints=(1,)),
-    "Tile": Operator(_tile, ints=(1,)),
-    "Concat": _concat,
-    "Split": Operator(_split, ints=(1,)),
-    "Slice": Operator(_slice, ints=(1, 2, 3, 4)),
-    "Pad": Operator(_pad, ints=(1, 3), numbers=(2,)),
-    "DepthToSpace": _depth_to_space,
-    "SpaceToDepth": _space_to_depth,
-    "CenterCropPad": Operator(_center_crop_pad, ints=(1,)),
-    "ReverseSequence": _reverse_sequence,
-    "Trilu": Operator(_trilu, ints=(1,)),
-}
 
 
 def _constant_of_shape(call: OpCall, shape: list[Any]) -> Tensor:
@@ -253,12 +205,9 @@ def _range(call: OpCall, start: Any, limit: Any, step: Any) -> Tensor:
 
 
 def _eye_like(call: OpCall, x: Tensor) -> Tensor:
-    dtype = dtype_of(call.get("dtype"), str(call.node)) if call.has("dtype") else x.dtype
-    rows, columns = x.shape
-    down = torch.arange(rows, device=x.device)[:, None]
-    right = torch.arange(columns, device=x.device)[None]
-    hit: Tensor = right - down == call.get("k", 0)
-    return hit.to(dtype)
+    down, right = (torch.arange(size, device=x.device) for size in x.shape)
+    hit: Tensor = right[None] - down[:, None] == call.get("k", 0)
+    return hit.to(_dtype(call, x))
 
 
 def _one_hot(call: OpCall, places: Tensor, depth: list[Any], values: Tensor) -> Tensor:
@@ -276,28 +225,6 @@ def _one_hot(call: OpCall, places: Tensor, depth: list[Any], values: Tensor) -> 
     return torch.where(hit, on, off)
 
 
-def _dtype(call: OpCall, like: Tensor | None = None) -> torch.dtype:
-    if call.has("dtype") or like is None:
-        return dtype_of(call.get("dtype", 1), str(call.node))
-    return like.dtype
-
-
-def _random(kind: str, like: bool) -> Any:
-    def run(call: OpCall, x: Tensor | None = None) -> Tensor:
-        shape = tuple(x.shape) if like and x is not None else call.need("shape")
-        check_made(str(call.node), shape)
-        made = torch.empty(shape, dtype=_dtype(call, x), device=call.device)
-        if kind == "normal":
-            return made.normal_(call.get("mean", 0.0), call.get("scale", 1.0))
-        return made.uniform_(call.get("low", 0.0), call.get("high", 1.0))
-
-    return run
-
-
-def _bernoulli(call: OpCall, x: Tensor) -> Tensor:
-    return torch.bernoulli(x.float()).to(_dtype(call, x))
-
-
 def _multinomial(call: OpCall, x: Tensor) -> Tensor:
     count = call.get("sample_size", 1)
     check_made(str(call.node), [x.shape[0], count])
@@ -305,15 +232,48 @@ def _multinomial(call: OpCall, x: Tensor) -> Tensor:
     return found.to(dtype_of(call.get("dtype", 6), str(call.node)))
 
 
-MAKE_OPERATORS: dict[str, Any] = {
+def _dtype(call: OpCall, like: Tensor | None = None) -> torch.dtype:
+    if call.has("dtype") or like is None:
+        return dtype_of(call.get("dtype", 1), str(call.node))
+    return like.dtype
+
+
+def _random(call: OpCall, like: Tensor | None = None) -> Tensor:
+    shape = call.need("shape") if like is None else tuple(like.shape)
+    check_made(str(call.node), shape)
+    made = torch.empty(shape, dtype=_dtype(call, like), device=call.device)
+    if call.node.operator.startswith("RandomNormal"):
+        return made.normal_(call.get("mean", 0.0), call.get("scale", 1.0))
+    return made.uniform_(call.get("low", 0.0), call.get("high", 1.0))
+
+
+OPERATORS: dict[str, Any] = {
+    "Shape": Operator(_shape, raw=True),
+    "Size": Operator(_size, raw=True),
+    "Reshape": Operator(_reshape, ints=(1,)),
+    "Flatten": _flatten,
+    "Transpose": lambda call, x: x.permute(call.get("perm") or tuple(reversed(range(x.dim())))),
+    "Squeeze": Operator(_squeeze, ints=(1,)),
+    "Unsqueeze": Operator(_unsqueeze, ints=(1,)),
+    "Expand": Operator(_expand, ints=(1,)),
+    "Tile": Operator(_tile, ints=(1,)),
+    "Concat": lambda call, *parts: torch.cat(parts, call.get("axis", 1)),
+    "Split": Operator(_split, ints=(1,)),
+    "Slice": Operator(_slice, ints=(1, 2, 3, 4)),
+    "Pad": Operator(_pad, ints=(1, 3), numbers=(2,)),
+    "DepthToSpace": _depth_to_space,
+    "SpaceToDepth": _space_to_depth,
+    "CenterCropPad": Operator(_center_crop_pad, ints=(1,)),
+    "ReverseSequence": _reverse_sequence,
+    "Trilu": Operator(_trilu, ints=(1,)),
     "ConstantOfShape": Operator(_constant_of_shape, ints=(0,)),
     "Range": Operator(_range, raw=True),
     "EyeLike": _eye_like,
     "OneHot": Operator(_one_hot, ints=(1,)),
-    "RandomNormal": _random("normal", like=False),
-    "RandomNormalLike": _random("normal", like=True),
-    "RandomUniform": _random("uniform", like=False),
-    "RandomUniformLike": _random("uniform", like=True),
-    "Bernoulli": _bernoulli,
+    "RandomNormal": _random,
+    "RandomNormalLike": _random,
+    "RandomUniform": _random,
+    "RandomUniformLike": _random,
+    "Bernoulli": lambda call, x: torch.bernoulli(x.float()).to(_dtype(call, x)),
     "Multinomial": _multinomial,
 }
