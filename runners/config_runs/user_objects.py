@@ -207,7 +207,7 @@ def on_device(data: Any, device: torch.device) -> Any:
     if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
         moved = [on_device(one, device) for one in data]
         if isinstance(data, tuple):
-            return type(data)(*moved) if hasattr(data, "_fields") else tuple(moved)
+            return type(data)(*moved) if hasattr(data, "_fields") else type(data)(moved)
         return moved
     return data
 

@@ -1,4 +1,4 @@
-"""`--run ID`: the archived code of a run, in a process of its own, on the unpacked archive. Without torch.
+"""`--run ID`: the archived code of a run, in a process of its own, on the unpacked archive.
 
 Without torch: whoever starts such a process only waits for it.
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.code.archive import open_archive, unpack_source
@@ -24,30 +24,34 @@ from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.experiments import ProgramRun
 
 if TYPE_CHECKING:
-    from torchrelay.runners.programs.command_context import ConfiguredScene
-    from torchrelay.runners.programs.program import Scene
+    from torchrelay.runners.programs.command_context import BaseScene
     from torchrelay.runners.programs.request import VerbRequest
 
 
 MARK = "TORCHRELAY_ARCHIVED"
 """Tells the process on the archive whose run it works for; taken out of its environment at once."""
+SOURCE = "TORCHRELAY_ARCHIVED_SOURCE"
+"""Tells it where the archive is unpacked; taken out of its environment, too."""
 RESOLVED = "resolved.yaml"
+_ON_ONE_RANK = ("status", "amend", "package")
 
 
 def run_process(run: ProgramRun, verb: str, words: Sequence[str], target: str | None = None) -> int:
     """Run a verb by the archived code of a run; returns its exit code.
 
-    `target` is `module:Class`, needed where the program was no script. Raises UsageError for a run whose
-    source was not archived.
+    `target` is `module:Class`, needed where the program was no script; empty for a configuration alone.
+    Raises UsageError for a run whose source was not archived.
     """
     captured = captured_code(run)
+    folder = captured.get("config")
     with tempfile.TemporaryDirectory(prefix="torchrelay-archived-") as scratch:
         source = Path(scratch) / "source"
         with open_archive(run.path / "code" / f"{run.note.code_id}.zip") as archive:
             unpack_source(archive, source)
         command = [sys.executable, *_program(run, captured, verb, source, target), *words]
-        command += _configuration(run, captured)
-        return _waited(command, environment_of(run, captured["code"], source))
+        if isinstance(folder, str) and run.note.config_id is not None:
+            command += ["-m", str(run.path / folder / RESOLVED)]
+        return _waited(command, _environment(run, captured["code"], source))
 
 
 def captured_code(run: ProgramRun) -> dict[str, Any]:
@@ -62,6 +66,8 @@ def _program(
     run: ProgramRun, captured: Mapping[str, Any], verb: str, source: Path, target: str | None
 ) -> list[str]:
     """The script in the archive, or the module by the command line."""
+    if target == "":
+        return ["-m", "torchrelay", verb]
     script = captured["code"].get("script")
     if isinstance(script, str):
         return [str(source / script), verb]
@@ -72,14 +78,7 @@ def _program(
     return ["-m", "torchrelay", verb, target]
 
 
-def _configuration(run: ProgramRun, captured: Mapping[str, Any]) -> list[str]:
-    folder = captured.get("config")
-    if isinstance(folder, str) and run.note.config_id is not None:
-        return ["-m", str(run.path / folder / RESOLVED)]
-    return []
-
-
-def environment_of(run: ProgramRun, code: Mapping[str, Any], source: Path) -> dict[str, str]:
+def _environment(run: ProgramRun, code: Mapping[str, Any], source: Path) -> dict[str, str]:
     """With the archive's own folders before all others in which modules are looked for."""
     folders = code.get("import_path")
     first = [str(source / one) for one in (folders if isinstance(folders, list) else [""])]
@@ -87,6 +86,7 @@ def environment_of(run: ProgramRun, code: Mapping[str, Any], source: Path) -> di
     return {
         **os.environ,
         MARK: str(run.path),
+        SOURCE: str(source),
         "PYTHONPATH": os.pathsep.join([*first, *before]),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
@@ -122,77 +122,63 @@ def _passing_on(send: Callable[[int], None]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run_archived(scene: Scene) -> int | None:
-    """Run the verb by the archived code and return its exit code; None where the code is today's.
+S = TypeVar("S", bound="BaseScene")
 
-    Raises UsageError for a run whose source was not archived.
+
+def perform_scene(
+    request: VerbRequest,
+    scene_of: Callable[[str | None, Path | None], S],
+    verb: Callable[[], Callable[[S], int]],
+) -> int:
+    """Do it in this process, or in one on archived code; returns the exit code.
+
+    `scene_of` is given the run whose archived code this process runs, and where that lies; `verb` imports
+    what it needs when it is called.
     """
-    run = scene.store.find(scene.request.run_id or "")
-    if scene.request.config is not None:
-        raise UsageError("--run has the configuration of its run: leave -m out")
-    captured_code(run)
-    if run.note.identity.same(scene.identity):
+    archived, source = os.environ.pop(MARK, None), os.environ.pop(SOURCE, None)
+    if request.verb in _ON_ONE_RANK and os.environ.get("RANK", "0") != "0":
+        return 0
+    scene = scene_of(archived, None if source is None else Path(source))
+    if request.run_id is not None and archived is None and request.verb in scene.with_archived_code:
+        code = _run_archived(scene)
+        if code is not None:
+            return code
+    return verb()(scene)
+
+
+def _run_archived(scene: BaseScene) -> int | None:
+    """Run the verb by the archived code and return its exit code; None where all is as it was.
+
+    Raises UsageError for a run whose source, or configuration, was not archived.
+    """
+    request, program = scene.request, scene.program
+    run = scene.store.find(request.run_id or "")
+    option, given = ("-o", request.overrides) if program is None else ("-m", request.config)
+    if given:
+        raise UsageError(f"--run has the configuration of its run: leave {option} out")
+    captured = captured_code(run)
+    workspace = (captured["code"].get("roots") or {}).get("")
+    if program is None and not (isinstance(captured.get("config"), str) and isinstance(workspace, str)):
+        raise UsageError(f"the configuration of {run.id} was not recorded, so it cannot be run")
+    if scene.identity_of(run).same(scene.identity):
         return None
-    target = f"{scene.program.__module__}:{scene.program.__qualname__}"
-    words = _options(run, scene.request, scene.request.epoch)
-    return run_process(run, scene.request.verb, words, target)
+    if program is not None:
+        return perform_archived(run, request, request.epoch, f"{program.__module__}:{program.__qualname__}")
+    words = [*_options(run.path.parent, request, request.epoch), "-o", f"workspace={workspace!r}"]
+    return run_process(run, request.verb, words, "")
 
 
-def perform_archived(run: ProgramRun, request: VerbRequest, epoch: str | None) -> int:
-    """The same for a run by its directory alone; raises UsageError where its program was no script."""
-    return run_process(run, request.verb, _options(run, request, epoch))
+def perform_archived(
+    run: ProgramRun, request: VerbRequest, epoch: str | None, target: str | None = None
+) -> int:
+    """The verb by the archived program of a run; raises UsageError where that was no script, as `target`."""
+    return run_process(run, request.verb, _options(run.path.parent.parent, request, epoch), target)
 
 
-def _options(run: ProgramRun, request: VerbRequest, epoch: str | None) -> list[str]:
-    words = [*request.paths, "--runs", str(run.path.parent.parent)]
+def _options(runs: Path, request: VerbRequest, epoch: str | None) -> list[str]:
+    words = [*request.paths, "--runs", str(runs)]
     words += ["--epoch", epoch] if epoch is not None else []
     words += ["--out", request.out] if request.out is not None else []
     words += request.serve.words() if request.serve is not None else []
     flags = (("--overwrite", request.overwrite), ("--retest", request.retest), ("--json", request.json))
     return words + [option for option, on in flags if on]
-
-
-SOURCE = "TORCHRELAY_ARCHIVED_SOURCE"
-"""Tells that process where the archive is unpacked; taken out of its environment at once."""
-
-
-def run_archived_configuration(scene: ConfiguredScene) -> int | None:
-    """Run the verb by the archived code and return its exit code; None where all is as it was.
-
-    Raises UsageError for a run whose source or configuration was not archived.
-    """
-    run = scene.store.find(scene.request.run_id or "")
-    if scene.request.overrides:
-        raise UsageError("--run has the configuration of its run: leave -o out")
-    captured = captured_code(run)
-    folder, workspace = captured.get("config"), (captured["code"].get("roots") or {}).get("")
-    if not (isinstance(folder, str) and isinstance(workspace, str)):
-        raise UsageError(f"the configuration of {run.id} was not recorded, so it cannot be run")
-    if scene.identity_of(run).same(scene.identity):
-        return None
-    with tempfile.TemporaryDirectory(prefix="torchrelay-archived-") as scratch:
-        source = Path(scratch) / "source"
-        with open_archive(run.path / "code" / f"{run.note.code_id}.zip") as archive:
-            unpack_source(archive, source)
-        command = [
-            sys.executable, "-m", "torchrelay", scene.request.verb, *scene.request.paths,
-            "-m", str(run.path / folder / RESOLVED), "-o", f"workspace={workspace!r}",
-            *_options_of_configuration(scene, run),
-        ]  # fmt: skip
-        environment: dict[str, Any] = environment_of(run, captured["code"], source)
-        return subprocess.run(  # noqa: S603 - our own words
-            command, env={**environment, SOURCE: str(source)}, check=False
-        ).returncode
-
-
-def source_told() -> Path | None:
-    """Where the archived source lies that this process is to run."""
-    text = os.environ.pop(SOURCE, None)
-    return None if text is None else Path(text)
-
-
-def _options_of_configuration(scene: ConfiguredScene, run: ProgramRun) -> list[str]:
-    request = scene.request
-    words = ["--runs", str(run.path.parent)]
-    words += ["--epoch", request.epoch] if request.epoch is not None else []
-    return words + [option for option, on in (("--retest", request.retest), ("--json", request.json)) if on]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.programs.archived_code import MARK, run_archived
+from torchrelay.runners.programs.archived_code import perform_scene
 from torchrelay.runners.programs.command_context import status
 from torchrelay.runners.programs.eval import evaluate, package
 from torchrelay.runners.programs.program import Program, Scene
@@ -44,8 +44,6 @@ _VERBS: dict[str, Callable[[Scene], int]] = {
     "amend": lambda scene: amend(scene, scene.fit),
     "package": package,
 }
-_ON_ONE_RANK = ("status", "amend", "package")
-_WITH_ARCHIVED_CODE = ("test", "eval", "server", "package")
 
 
 def main(program: type[Program], module: str | None = None, argv: Sequence[str] | None = None) -> None:
@@ -64,15 +62,9 @@ def main(program: type[Program], module: str | None = None, argv: Sequence[str] 
 
 def perform(program: type[Program], request: VerbRequest) -> int:
     """Do it in this process, or in one on archived code; returns the exit code."""
-    archived = os.environ.pop(MARK, None)
-    if request.verb in _ON_ONE_RANK and os.environ.get("RANK", "0") != "0":
-        return 0
-    scene = Scene(program, request, archived)
-    if request.run_id is not None and archived is None and request.verb in _WITH_ARCHIVED_CODE:
-        code = run_archived(scene)
-        if code is not None:
-            return code
-    return _VERBS[request.verb](scene)
+    return perform_scene(
+        request, lambda archived, _: Scene(program, request, archived), lambda: _VERBS[request.verb]
+    )
 
 
 def _check_told(program: type[Program], module: str | None) -> None:

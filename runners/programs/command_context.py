@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
@@ -64,16 +64,12 @@ class BaseScene:
 
     request: VerbRequest
     archived: str | None
-
-    @property
-    def title(self) -> str:
-        """What is run, as messages call it."""
-        raise NotImplementedError
-
-    @property
-    def rename(self) -> str:
-        """How it gets another name, so that its runs lie elsewhere."""
-        raise NotImplementedError
+    program: Any = None
+    """The class; None for a configuration alone."""
+    with_archived_code: ClassVar[tuple[str, ...]]
+    """The verbs that `--run` has done by the code archived with the run."""
+    rename: ClassVar[str]
+    """How it gets another name, so that its runs lie elsewhere."""
 
     @cached_property
     def origin(self) -> ProgramOrigin:
@@ -259,11 +255,7 @@ class ConfiguredScene(BaseScene):
     archived: str | None = None
     source: Path | None = None
     rename = "`name` in the configuration"
-
-    @property
-    def title(self) -> str:
-        """The file of the configuration."""
-        return str(self.request.config)
+    with_archived_code = ("test", "eval")
 
     @cached_property
     def file(self) -> str:
@@ -284,6 +276,21 @@ class ConfiguredScene(BaseScene):
     def runner(self) -> RunnerKeys:
         """The profile that trains; raises UsageError where not exactly one does."""
         return _the_one(self.file, self.config)
+
+    @contextmanager
+    def processes(self, runner: RunnerKeys | None = None) -> Iterator[Peers]:
+        """The processes that were started, to agree on something; they stay together for what comes."""
+        env = read_launch_env()
+        if not env.launched:
+            yield Solo()
+            return
+        from torchrelay.runners.config_runs.processes import let_go, session_on
+
+        session = session_on(device_of(runner or self.runner, env.local_rank))
+        try:
+            yield session.peers
+        finally:
+            let_go(session, world_stays=True)
 
     def inferring(self) -> list[RunnerKeys]:
         """The profiles of the mode that infer."""
@@ -352,22 +359,6 @@ class ConfiguredScene(BaseScene):
         if runner.stop is not None and runner.stop.max_epochs is not None:
             asked["stop.max_epochs"] = asked.pop("epochs")
         return [f"runner.{runner.name}.{key}={value}" for key, value in asked.items() if value is not None]
-
-
-@contextmanager
-def processes(runner: RunnerKeys) -> Iterator[Peers]:
-    """The processes that were started, to agree on something; they stay together for what comes."""
-    env = read_launch_env()
-    if not env.launched:
-        yield Solo()
-        return
-    from torchrelay.runners.config_runs.processes import let_go, session_on
-
-    session = session_on(device_of(runner, env.local_rank))
-    try:
-        yield session.peers
-    finally:
-        let_go(session, world_stays=True)
 
 
 def _the_one(file: str, config: Config) -> RunnerKeys:

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 
-from torchrelay.runners.programs.archived_code import MARK, run_archived_configuration, source_told
+from torchrelay.runners.programs.archived_code import perform_scene
 from torchrelay.runners.programs.command_context import ConfiguredScene, status
 from torchrelay.runners.programs.request import VerbRequest
 
 Verb = Callable[[ConfiguredScene], int]
-_ON_ONE_RANK = ("status", "amend")
-_WITH_ARCHIVED_CODE = ("test", "eval")
 
 
 def perform_configuration(request: VerbRequest) -> int:
     """Do it in this process, or in one on archived code; returns the exit code."""
-    archived, source = os.environ.pop(MARK, None), source_told()
-    if request.verb in _ON_ONE_RANK and os.environ.get("RANK", "0") != "0":
-        return 0
-    scene = ConfiguredScene(request, archived, source)
-    if request.run_id is not None and archived is None and request.verb in _WITH_ARCHIVED_CODE:
-        code = run_archived_configuration(scene)
-        if code is not None:
-            return code
-    return _verb(request.verb)(scene)
+    return perform_scene(
+        request,
+        lambda archived, source: ConfiguredScene(request, archived, source),
+        lambda: _verb(request.verb),
+    )
 
 
 def _verb(name: str) -> Verb:

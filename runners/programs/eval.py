@@ -38,7 +38,7 @@ from torchrelay.runners.config_runs.profiles import call_step
 from torchrelay.runners.config_runs.selection import phases_of
 from torchrelay.runners.config_runs.steps import Network
 from torchrelay.runners.distributed.environment import PLACE
-from torchrelay.runners.programs.command_context import BaseScene, ConfiguredScene, processes, say
+from torchrelay.runners.programs.command_context import BaseScene, ConfiguredScene, say
 from torchrelay.runners.programs.epoch_selection import Used, load_what_is_there, use
 from torchrelay.runners.programs.program import Program, Scene
 from torchrelay.runners.programs.train import CannotBuildError
@@ -54,18 +54,34 @@ def evaluate(scene: Scene) -> int:
         peers = session.peers
         work = planned(scene.request.paths, scene.program.result_suffix)
         refuse_to_replace(work, [scene.origin.file], ())
-        together(peers, "paths", lambda: check_writable([out for _, out in work]))
-        used = Used(**decide(peers, "run to evaluate", lambda: used_for(scene, work)))
-        if used.said:
-            say(used.said)
+        used = _chosen(scene, work, peers)
         program = scene.made()
         set_seed(program.seed)
         program.load_weights(used.path, used.name)
         own = work[peers.rank :: peers.size]
-        together(peers, "evaluation", lambda: _all(program, own))
-        note_results(scene, used, (out for _, out in own))
-        say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {scene.request.paths[-1]}")
+
+        def evaluate_own() -> None:
+            for path, out in own:
+                _one(program, path, out)
+
+        together(peers, "evaluation", evaluate_own)
+        _finish(scene, used, work, own)
     return 0
+
+
+def _chosen(scene: BaseScene, work: Work, peers: Peers) -> Used:
+    """The epoch to evaluate with, alike on all ranks, where all results can be written."""
+    together(peers, "paths", lambda: check_writable([out for _, out in work]))
+    used = Used(**decide(peers, "run to evaluate", lambda: used_for(scene, work)))
+    if used.said:
+        say(used.said)
+    return used
+
+
+def _finish(scene: BaseScene, used: Used, work: Work, own: Work) -> None:
+    """Note what was written where source lies, by the process that wrote it, and say what was done."""
+    _note(used.path, scene.contents_of((out for _, out in own), written=True))
+    say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {scene.request.paths[-1]}")
 
 
 def used_for(scene: BaseScene, work: Work) -> dict[str, Any]:
@@ -84,11 +100,6 @@ def used_for(scene: BaseScene, work: Work) -> dict[str, Any]:
             raise _refused(out, f"is among the source of {used['run']}")
     _note(used["path"], read)
     return used
-
-
-def note_results(scene: BaseScene, used: Used, outs: Iterable[Path]) -> None:
-    """Note what was written where source lies, by the process that wrote it."""
-    _note(used.path, scene.contents_of(outs, written=True))
 
 
 def _note(run: str, files: Evaluated) -> None:
@@ -160,11 +171,6 @@ def check_writable(outs: Sequence[Path]) -> None:
             raise UsageError(f"the result cannot be written to {out}: it is a directory")
 
 
-def _all(program: Program, work: Sequence[tuple[Path, Path]]) -> None:
-    for path, out in work:
-        _one(program, path, out)
-
-
 def _one(program: Program, path: Path, out: Path) -> None:
     """Evaluate a file; its result is written beside its place and put there whole."""
     result = program.eval(path)
@@ -182,20 +188,24 @@ def evaluate_configuration(scene: ConfiguredScene) -> int:
     settings = scene.config.settings
     data = [Path(path) for one in settings.dataset for path in one.data_path if not is_url(path)]
     refuse_to_replace(work, [Path(scene.file)], data)
-    with processes(runner) as peers:
-        together(peers, "paths", lambda: check_writable([out for _, out in work]))
-        used = Used(**decide(peers, "run to evaluate", lambda: used_for(scene, work)))
-    if used.said:
-        say(used.said)
+    with scene.processes(runner) as peers:
+        used = _chosen(scene, work, peers)
     with apart(), ExitStack() as stack:
-        settings = _reading(scene.config.settings, dataset, work[0][0])
-        context = _built(scene.config, settings, runner, used.path, stack)
+        first = _of(dataset, work[0][0])
+        datasets = tuple(first if one.name == dataset.name else one for one in settings.dataset)
+        context = _built(scene.config, replace(settings, dataset=datasets), runner, used.path, stack)
         (phase,) = context.phases.values()
         peers = context.session.peers
         together(peers, "load", lambda: load_weights(phase, context.settings, runner, used.path, used.name))
-        together(peers, "evaluation", lambda: _all_rows(context, phase, dataset, work, peers))
-        note_results(scene, used, (out for _, out in work[peers.rank :: peers.size]))
-    say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {scene.request.paths[-1]}")
+        own = work[peers.rank :: peers.size]
+
+        def evaluate_own() -> None:
+            phase.model.eval()
+            for path, out in own:
+                _rows_of_one(context, phase, _of(dataset, path), out)
+
+        together(peers, "evaluation", evaluate_own)
+        _finish(scene, used, work, own)
     return 0
 
 
@@ -236,12 +246,6 @@ def _profile(scene: ConfiguredScene) -> tuple[RunnerKeys, Dataset]:
     return runner, dataset
 
 
-def _reading(settings: Settings, dataset: Dataset, file: Path) -> Settings:
-    """The same, with that dataset over one file."""
-    datasets = tuple(_of(dataset, file) if one.name == dataset.name else one for one in settings.dataset)
-    return replace(settings, dataset=datasets)
-
-
 def _built(
     config: Config, settings: Settings, runner: RunnerKeys, run_dir: str, stack: ExitStack
 ) -> StepContext:
@@ -262,12 +266,6 @@ def _built(
 
 def _of(dataset: Dataset, file: Path) -> Dataset:
     return replace(dataset, data_path=(str(file.absolute()),))
-
-
-def _all_rows(context: StepContext, phase: PhaseState, dataset: Dataset, work: Work, peers: Peers) -> None:
-    phase.model.eval()
-    for path, out in work[peers.rank :: peers.size]:
-        _rows_of_one(context, phase, _of(dataset, path), out)
 
 
 def _rows_of_one(context: StepContext, phase: PhaseState, dataset: Dataset, out: Path) -> None:
@@ -298,14 +296,11 @@ def package(scene: Scene) -> int:
         program = scene.made()
         set_seed(program.seed)
         program.load_weights(used.path, used.name)
-        made = program.package(request.out, metadata=_metadata(scene, used), overwrite=request.overwrite)
+        known = {"run": used.run, "epoch": used.epoch, "code_id": used.code_id, "program": scene.origin.name}
+        metadata = {key: value for key, value in known.items() if value is not None}
+        made = program.package(request.out, metadata=metadata, overwrite=request.overwrite)
         say(f"epoch {used.epoch} of {used.run}: {made.where}{lacking(made)}")
     return 0
-
-
-def _metadata(scene: Scene, used: Used) -> dict[str, Any]:
-    found = {"run": used.run, "epoch": used.epoch, "code_id": used.code_id, "program": scene.origin.name}
-    return {key: value for key, value in found.items() if value is not None}
 
 
 def lacking(made: Package) -> str:

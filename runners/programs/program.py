@@ -22,11 +22,12 @@ from torchrelay.jobs.stop import max_epochs, max_steps
 from torchrelay.metadata.experiments import metric_rows
 from torchrelay.models.package.reader import Package
 from torchrelay.records import dataclass
+from torchrelay.runners.config_runs.user_objects import on_device
 from torchrelay.runners.programs.command_context import BaseScene
 from torchrelay.runners.programs.epoch_selection import load_what_is_there
 from torchrelay.runners.programs.request import VerbRequest
 from torchrelay.runners.programs.run_selection import ProgramOrigin, origin_of
-from torchrelay.runners.programs.steps import ProgramSteps, moved
+from torchrelay.runners.programs.steps import ProgramSteps
 from torchrelay.runners.session.context import Context
 from torchrelay.runners.session.local import current_or_new_session
 from torchrelay.runners.session.stop_requests import TimeLimit
@@ -62,7 +63,7 @@ class Samples(ProgramSteps):
 
     def prepare_sample(self, sample: Any) -> Any:
         """Inputs of a sample: on the device, as a batch of one."""
-        return moved(sample.unsqueeze(0) if isinstance(sample, torch.Tensor) else sample, self.device)
+        return on_device(sample.unsqueeze(0) if isinstance(sample, torch.Tensor) else sample, self.device)
 
     def postprocess(self, output: Any) -> Any:
         """What a user wants of the output of a batch of one: its only row."""
@@ -324,11 +325,7 @@ class Scene(BaseScene):
     request: VerbRequest
     archived: str | None = None
     rename = "name = ... in the class"
-
-    @property
-    def title(self) -> str:
-        """The name of the class."""
-        return self.program.__name__
+    with_archived_code = ("test", "eval", "server", "package")
 
     @cached_property
     def origin(self) -> ProgramOrigin:

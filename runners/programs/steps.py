@@ -11,7 +11,6 @@ nothing is ever refused because of it.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -28,10 +27,11 @@ from torchrelay.jobs.runtime import Signature, Size, TensorSpec
 from torchrelay.jobs.session import Peers, Solo
 from torchrelay.metadata.experiments import append_values
 from torchrelay.metadata.fs import write_json
+from torchrelay.runners.config_runs.user_objects import on_device
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.context import Context
 from torchrelay.runners.session.local import LocalSession, current_session
-from torchrelay.runners.session.metrics import MetricLog, reduce_metrics
+from torchrelay.runners.session.metrics import MetricLog, finite, reduce_metrics
 
 if TYPE_CHECKING:
     from torchrelay.jobs.config.config import Config
@@ -70,7 +70,7 @@ class Collected:
 
     def state_dict(self) -> dict[str, Any]:
         """The values up to now."""
-        return {"values": {name: [_told(one) for one in _flat(it)] for name, it in self.values.items()}}
+        return {"values": {name: [finite(one) for one in _flat(it)] for name, it in self.values.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
@@ -103,7 +103,7 @@ class Collector:
         """End an epoch of a stream: reduce what was kept, on all ranks; returns what stays one by one."""
         if not self.keeps:
             return {}
-        own = {name: [_told(one) for one in it] for name, it in self.collected.take(stream).items()}
+        own = {name: [finite(one) for one in it] for name, it in self.collected.take(stream).items()}
         told = peers.exchange(f"values of {stream}", own) if peers.size > 1 else [own]
         stays = {}
         for full in sorted({name for one in told for name in one}):
@@ -121,17 +121,8 @@ class Collector:
         return self._reductions.get(f"{stream}/{name}", self._reductions.get(name, "mean"))
 
 
-def told_values(values: Mapping[str, list[float]]) -> dict[str, list[float | str]]:
-    """For JSON, which has no NaN."""
-    return {name: [_told(one) for one in it] for name, it in values.items()}
-
-
 def _keeps(reduction: Reduction) -> bool:
     return reduction == ALL or callable(reduction)
-
-
-def _told(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 def _flat(values: list[Any]) -> list[float]:
@@ -321,7 +312,7 @@ class ProgramSteps(ProgramParts):
                 f"a batch has {len(batch)} fields, not inputs and targets: write prepare(self, batch)"
             )
         inputs, targets = batch
-        return moved(inputs, self.device), moved(targets, self.device)
+        return on_device(inputs, self.device), on_device(targets, self.device)
 
     def forward(self, inputs: Any) -> Any:
         """What the model makes of inputs; `network` is the model, wrapped for several ranks in training."""
@@ -460,16 +451,5 @@ class ProgramSteps(ProgramParts):
     def _finish(self, ctx: Context, stream: str) -> None:
         stays = self._collector.finish(ctx, stream, ctx.session.peers)
         if stays and ctx.rank == 0 and ctx.run_dir is not None:
-            append_values(Path(ctx.run_dir), ctx.epoch, stream, told_values(stays))
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """A tensor, or tensors in lists, tuples and dicts, on a device; anything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {name: moved(one, device) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        found = [moved(one, device) for one in value]
-        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
-    return value
+            told = {name: [finite(one) for one in it] for name, it in stays.items()}
+            append_values(Path(ctx.run_dir), ctx.epoch, stream, told)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,73 +13,66 @@ from typing import Any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
 from torchrelay.jobs.random import seed as set_seed
-from torchrelay.jobs.session import Peers, decide
+from torchrelay.jobs.session import decide
 from torchrelay.metadata.experiments import read_result, write_result
 from torchrelay.runners.config_runs.profiles import ConfigResult, run_config
 from torchrelay.runners.config_runs.selection import weights_place
-from torchrelay.runners.programs.command_context import ConfiguredScene, processes, say
+from torchrelay.runners.programs.command_context import ConfiguredScene, say
 from torchrelay.runners.programs.epoch_selection import Used, use
 from torchrelay.runners.programs.program import Scene
 from torchrelay.runners.session.local import current_or_new_session
+from torchrelay.runners.session.metrics import finite
 
 
 def test(scene: Scene) -> int:
     """Measure, unless this epoch was measured by this code; returns the exit code."""
+    request = scene.request
     with current_or_new_session() as session:
-        used = Used(**decide(session.peers, "run to test", lambda: use(scene)))
-        if used.said and not scene.request.json:
+        peers = session.peers
+        used = Used(**decide(peers, "run to test", lambda: use(scene)))
+        if used.said and not request.json:
             say(used.said)
-        stored = decide(session.peers, "stored result", lambda: _stored(scene, used))
-        if stored is not None:
-            _show(scene, stored, "tested before; --retest measures again")
-            return 0
-        result = _measured(scene, used, session.peers)
-        decide(session.peers, "store the result", lambda: _store(used, result))
-        _show(scene, result, "")
+
+        def stored() -> dict[str, Any] | None:
+            if request.retest:
+                return None
+            return read_result(Path(used.path), used.epoch, used.code_id, used.config_id, own=used.own)
+
+        result, remark = decide(peers, "stored result", stored), " (tested before; --retest measures again)"
+        if result is None:
+            program = scene.made()
+            set_seed(program.seed)
+            program.load_weights(used.path, used.name)
+            found, remark = program.test(), ""
+            values = {name: [finite(v) for v in one] for name, one in found.items() if isinstance(one, list)}
+            metrics = {name: finite(one) for name, one in found.items() if name not in values}
+            more = {"config_id": used.config_id, "ranks": peers.size, "values": values}
+            result = _result(used, used.epoch, metrics, **more)
+            decide(peers, "store the result", lambda: _store(used, [result]))
+        told = [f"{name} {_short(value)}" for name, value in result["metrics"].items()]
+        told += [f"{name} ({len(values)} values)" for name, values in result["values"].items()]
+        text = f"epoch {result['epoch']} of {result['run']}: {', '.join(told) or 'nothing measured'}{remark}"
+        say(json.dumps(result, indent=1, sort_keys=True) if request.json else text)
     return 0
 
 
-def _stored(scene: Scene, used: Used) -> dict[str, Any] | None:
-    if scene.request.retest:
-        return None
-    return read_result(Path(used.path), used.epoch, used.code_id, used.config_id, own=used.own)
-
-
-def _measured(scene: Scene, used: Used, peers: Peers) -> dict[str, Any]:
-    program = scene.made()
-    set_seed(program.seed)
-    program.load_weights(used.path, used.name)
-    found = program.test()
+def _result(used: Used, epoch: int, metrics: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     return {
         "run": used.run,
-        "epoch": used.epoch,
+        "epoch": epoch,
         "branch": used.branch,
         "code_id": used.code_id,
-        "config_id": used.config_id,
         "own": used.own,
         "time": round(time.time(), 3),
-        "ranks": peers.size,
-        "metrics": {name: _told(one) for name, one in found.items() if not isinstance(one, list)},
-        "values": {name: [_told(v) for v in one] for name, one in found.items() if isinstance(one, list)},
+        "metrics": dict(metrics),
+        "values": {},
+        **more,
     }
 
 
-def _store(used: Used, result: Mapping[str, Any]) -> None:
-    write_result(Path(used.path), used.epoch, used.code_id, result)
-
-
-def _show(scene: Scene, result: Mapping[str, Any], remark: str) -> None:
-    if scene.request.json:
-        say(json.dumps(result, indent=1, sort_keys=True))
-        return
-    told = [f"{name} {_short(value)}" for name, value in result["metrics"].items()]
-    told += [f"{name} ({len(values)} values)" for name, values in result["values"].items()]
-    end = f" ({remark})" if remark else ""
-    say(f"epoch {result['epoch']} of {result['run']}: {', '.join(told) or 'nothing measured'}{end}")
-
-
-def _told(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+def _store(used: Used, results: Sequence[Mapping[str, Any]]) -> None:
+    for one in results:
+        write_result(Path(used.path), one["epoch"], used.code_id, one)
 
 
 def _short(value: Any) -> str:
@@ -96,25 +88,33 @@ def test_configuration(scene: ConfiguredScene) -> int:
     Epochs are what `--epoch` says, else the profile's own `epoch`, else the newest. A profile that writes
     files runs in any case.
     """
-    profiles = scene.inferring()
+    profiles, request = scene.inferring(), scene.request
     if not profiles:
         raise UsageError(f"{scene.file}: no runner of its mode infers: there is nothing to test with")
-    with processes(scene.runner) as peers:
+    # What each profile is, its data included, which are no part of the run that it tests.
+    ids = {one.name: scene.config.id_of(one.name) for one in profiles}
+    with scene.processes() as peers:
         used = Used(**decide(peers, "run to test", lambda: use(scene)))
-        stored = decide(peers, "stored result", lambda: _stored_rows(scene, used, profiles))
+        stored = decide(peers, "stored result", lambda: _stored(scene, used, profiles, ids))
     if used.said:
         say(used.said, to=sys.stderr)
+
+    def show(results: Sequence[Mapping[str, Any]], text: str) -> None:
+        say(json.dumps({"results": list(results)}, indent=1, sort_keys=True) if request.json else text)
+
     if stored is not None:
-        _show_rows(scene, [stored], f"{_line(stored)} (tested before; --retest measures again)")
+        told = ", ".join(f"{name} {value}" for name, value in stored["metrics"].items())
+        text = f"epoch {stored['epoch']} of {stored['run']}: {told} (tested before; --retest measures again)"
+        show([stored], text)
         return 0
     config = scene.with_overrides(list(_epochs(scene, used, profiles)))
-    names = [one.name for one in profiles]
-    with redirect_stdout(sys.stderr) if scene.request.json else nullcontext():
-        done = run_config(config, names, run_dir=used.path, strict=scene.request.strict_config)
-    results = [_result(scene, used, epoch, row) for epoch, row in sorted(_rows(done, profiles).items())]
-    with processes(scene.runner) as peers:
-        decide(peers, "store the results", lambda: _store_rows(used, results))
-    _show_rows(scene, results, f"stored in {used.path}")
+    with redirect_stdout(sys.stderr) if request.json else nullcontext():
+        done = run_config(config, list(ids), run_dir=used.path, strict=request.strict_config)
+    more = {"config_id": scene.config.id, "profiles": ids}
+    results = [_result(used, epoch, row, **more) for epoch, row in sorted(_rows(done, profiles).items())]
+    with scene.processes() as peers:
+        decide(peers, "store the results", lambda: _store(used, results))
+    show(results, f"stored in {used.path}")
     return done.exit_code
 
 
@@ -141,21 +141,18 @@ def _chooses(runner: RunnerKeys) -> bool:
     return runner.epoch is not None or runner.infer_start_epoch is not None or of_path is not None
 
 
-def _stored_rows(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerKeys]) -> dict[str, Any] | None:
+def _stored(
+    scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerKeys], ids: Mapping[str, str]
+) -> dict[str, Any] | None:
     """What was measured before, where that is all there would be to do."""
     writes = any(one.predictions_path or one.metrics_path for one in profiles)
     several = scene.request.epoch is None and any(map(_chooses, profiles))
     if scene.request.retest or writes or several:
         return None
     found = read_result(Path(used.path), used.epoch, used.code_id, scene.config.id, own=used.own)
-    if found is None or found.get("profiles") != _ids(scene, profiles) or found.get("branch") != used.branch:
+    if found is None or found.get("profiles") != ids or found.get("branch") != used.branch:
         return None
     return found
-
-
-def _ids(scene: ConfiguredScene, profiles: Sequence[RunnerKeys]) -> dict[str, str]:
-    """What each profile is, its data included, which are no part of the run that it tests."""
-    return {one.name: scene.config.id_of(one.name) for one in profiles}
 
 
 def _rows(done: ConfigResult, profiles: Sequence[RunnerKeys]) -> Rows:
@@ -164,43 +161,10 @@ def _rows(done: ConfigResult, profiles: Sequence[RunnerKeys]) -> Rows:
     for one in profiles:
         before = f"{one.name}/" if len(profiles) > 1 else ""
         for row in done[one.name] or ():
-            values = {name: value for name, value in row.items() if name not in ("runner", "epoch")}
-            named = {f"{before}{name}": _told_cell(value) for name, value in values.items()}
+            named = {
+                f"{before}{name}": finite(value) if isinstance(value, float) else value
+                for name, value in row.items()
+                if name not in ("runner", "epoch")
+            }
             found[row["epoch"]] = {**found.get(row["epoch"], {}), **named}
     return found
-
-
-def _result(scene: ConfiguredScene, used: Used, epoch: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "run": used.run,
-        "epoch": epoch,
-        "branch": used.branch,
-        "code_id": used.code_id,
-        "config_id": scene.config.id,
-        "own": used.own,
-        "profiles": _ids(scene, scene.inferring()),
-        "time": round(time.time(), 3),
-        "metrics": dict(metrics),
-        "values": {},
-    }
-
-
-def _store_rows(used: Used, results: Sequence[Mapping[str, Any]]) -> None:
-    for one in results:
-        write_result(Path(used.path), one["epoch"], used.code_id, one)
-
-
-def _show_rows(scene: ConfiguredScene, results: Sequence[Mapping[str, Any]], text: str) -> None:
-    if scene.request.json:
-        say(json.dumps({"results": list(results)}, indent=1, sort_keys=True))
-    else:
-        say(text)
-
-
-def _line(result: Mapping[str, Any]) -> str:
-    told = ", ".join(f"{name} {value}" for name, value in result["metrics"].items())
-    return f"epoch {result['epoch']} of {result['run']}: {told}"
-
-
-def _told_cell(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +30,7 @@ from torchrelay.runners.config_runs.profiles import run_config
 from torchrelay.runners.config_runs.selection import recorded
 from torchrelay.runners.distributed.environment import read_launch_env
 from torchrelay.runners.monitoring.status import standing
-from torchrelay.runners.programs.command_context import BaseScene, ConfiguredScene, processes, say
+from torchrelay.runners.programs.command_context import BaseScene, ConfiguredScene, say
 from torchrelay.runners.programs.program import Program, Scene
 from torchrelay.runners.programs.request import rewind_of
 from torchrelay.runners.programs.run_selection import (
@@ -41,7 +41,6 @@ from torchrelay.runners.programs.run_selection import (
     launch_of,
     made_run,
 )
-from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.local import current_or_new_session
 from torchrelay.runners.training.capture import Capturing
 from torchrelay.runners.training.exit import code_of_result
@@ -55,46 +54,114 @@ def train(scene: Scene) -> int:
     epoch = rewind_of(scene.request)
     with current_or_new_session() as session:
         program = scene.made()
-        check_alike(scene.identity, session.peers)
-        start = _start(scene, program)
-        chosen = Chosen(**decide(session.peers, "run", lambda: asdict(choose_to_train(start, scene.known()))))
-        if chosen.action == "over":
-            say(f"run {chosen.run}: finished already ({chosen.reason})")
+        choice = _choose(scene, scene.limits(program), session.peers)
+        if choice is None:
             return 0
+
+        def make() -> str:
+            name = program.name or scene.origin.name
+            return _make(scene, choice, name, program.best, session.peers, len(session.nodes))
+
         if type(program).train is not Program.train:
-            return _trained_by_itself(scene, program, start, chosen, session, epoch)
+            return _trained_by_itself(scene, program, make(), epoch)
         set_seed(program.seed)
         job = program.job(epochs=scene.limits(program)["max_epochs"])
         job.name = program.name or scene.origin.name
         if scene.config is not None:
             Unread(scene.config, scene.request.strict_config).tell_all(session.peers)
         # Only now, so that a program that cannot be built leaves no run.
-        made = decide(session.peers, "make the run", lambda: _made(scene, program, start, chosen, session))
-        say(made["said"])
-        runner = program.runner(job, made["path"], **_options(scene))
+        runner = program.runner(job, make(), **_options(scene))
         return code_of_result(runner.train(session, epoch))
 
 
-def _trained_by_itself(
-    scene: Scene,
-    program: Program,
-    start: TrainRequest,
-    chosen: Chosen,
-    session: SessionBase,
-    epoch: int | None,
-) -> int:
+def _trained_by_itself(scene: Scene, program: Program, where: str, epoch: int | None) -> int:
     """Let the program's own `train` do it, in the run's directory; what it calls of ours has our options."""
-    made = decide(session.peers, "make the run", lambda: _made(scene, program, start, chosen, session))
-    say(made["said"])
     program.name = program.name or scene.origin.name
     program.max_epochs = scene.limits(program)["max_epochs"]
     program.options_of_verb = _options(scene)
-    given = {"where": made["path"], "resume_from_epoch": epoch}
+    given: dict[str, Any] = {"where": where, "resume_from_epoch": epoch}
     taken = inspect.signature(program.train).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in taken):  # a `train` of its own may take none of them
         given = {name: value for name, value in given.items() if name in {one.name for one in taken}}
     result = program.train(**given)
     return code_of_result(result) if isinstance(result, RunResult) else 0
+
+
+def train_configuration(scene: ConfiguredScene) -> int:
+    """Train, and return the exit code. Raises what choosing and training raise."""
+    runner, epoch = scene.runner, rewind_of(scene.request)
+    if epoch is not None and runner.kind == LOCAL_TRAIN and not read_launch_env().launched:
+        raise UsageError(f"--epoch does not reach the processes of {LOCAL_TRAIN}: start them by torchrun")
+    with scene.processes() as peers:
+        choice = _choose(scene, scene.limits(), peers)
+    if choice is None:
+        return 0
+    new: list[Path] = []
+
+    def make() -> str:
+        """Make the run when everything that can be wrong beforehand was looked at."""
+        best = None if runner.keep_best is None else (runner.keep_best.metric, runner.keep_best.mode)
+        with scene.processes() as peers:
+            path = _make(scene, choice, runner.name, best, peers, peers.size)
+            new.extend([Path(path)] if choice[1].action == "new" and peers.rank == 0 else [])
+        return path
+
+    options: dict[str, Any] = {} if epoch is None else {"resume_from_epoch": epoch}
+    strict = scene.request.strict_config
+    try:
+        done = run_config(scene.config, [runner.name], run_dir=make, job_options=options, strict=strict)
+    except BaseException:
+        for run in new:  # a new run goes again in which nothing has begun
+            if standing(run).word == "created":
+                shutil.rmtree(run, ignore_errors=True)
+                with suppress(OSError):
+                    run.parent.rmdir()
+        raise
+    return done.exit_code
+
+
+_Choice = tuple[TrainRequest, Chosen]
+
+
+def _choose(scene: BaseScene, limits: Mapping[str, Any], peers: Peers) -> _Choice | None:
+    """What is asked for, and the run, chosen on rank 0 for all; None, which is said, where it is over."""
+    check_alike(scene.identity, peers)
+    request = scene.request
+    start = TrainRequest(
+        scene.identity,
+        limits,
+        request.force,
+        request.retrain,
+        request.epoch is not None,
+        request.run_id,
+        launch_of(),
+        is_restart(),
+    )
+    chosen = Chosen(**decide(peers, "run", lambda: asdict(choose_to_train(start, scene.known()))))
+    if chosen.action == "over":
+        say(f"run {chosen.run}: finished already ({chosen.reason})")
+        return None
+    return start, chosen
+
+
+def _make(
+    scene: BaseScene, choice: _Choice, name: str, best: tuple[str, str] | None, peers: Peers, ranks: int
+) -> str:
+    """Rank 0: make the run, or note that this start goes on with it; all are told where it is."""
+    start, chosen = choice
+    note = ProgramRecord(
+        program=name,
+        origin=str(scene.origin.file),
+        code_id=scene.identity.code_id,
+        config_id=scene.identity.config_id,
+        created=round(time.time(), 3),
+        message=scene.request.message,
+        launch=start.launch,
+        limits=start.limits,
+    )
+    made = decide(peers, "make the run", lambda: made_run(scene.store, note, chosen, best, ranks))
+    say(made["said"])
+    return str(made["path"])
 
 
 def check_alike(identity: Identity, peers: Peers) -> None:
@@ -114,37 +181,6 @@ def check_alike(identity: Identity, peers: Peers) -> None:
         )
 
 
-def _start(scene: Scene, program: Program) -> TrainRequest:
-    request = scene.request
-    return TrainRequest(
-        scene.identity,
-        scene.limits(program),
-        request.force,
-        request.retrain,
-        request.epoch is not None,
-        request.run_id,
-        launch_of(),
-        is_restart(),
-    )
-
-
-def _made(
-    scene: Scene, program: Program, start: TrainRequest, chosen: Chosen, session: SessionBase
-) -> dict[str, str]:
-    """Rank 0: make the run, or note that this start goes on with it; its path, and what to say."""
-    note = ProgramRecord(
-        program=program.name or scene.origin.name,
-        origin=str(scene.origin.file),
-        code_id=scene.identity.code_id,
-        config_id=scene.identity.config_id,
-        created=round(time.time(), 3),
-        message=scene.request.message,
-        launch=start.launch,
-        limits=start.limits,
-    )
-    return made_run(scene.store, note, chosen, program.best, len(session.nodes))
-
-
 def _options(scene: Scene) -> dict[str, Any]:
     """What JobRunner is told beside what the class says."""
     options: dict[str, Any] = {"code": scene.origin.code_option}
@@ -156,92 +192,6 @@ def _options(scene: Scene) -> dict[str, Any]:
     if scene.config is not None:
         options["configuration"] = recorded(scene.config)
     return options
-
-
-def train_configuration(scene: ConfiguredScene) -> int:
-    """Train, and return the exit code. Raises what choosing and training raise."""
-    runner, epoch = scene.runner, rewind_of(scene.request)
-    if epoch is not None and runner.kind == LOCAL_TRAIN and not read_launch_env().launched:
-        raise UsageError(f"--epoch does not reach the processes of {LOCAL_TRAIN}: start them by torchrun")
-    with processes(runner) as peers:
-        check_alike(scene.identity, peers)
-        start = start_of(scene)
-        chosen = Chosen(**decide(peers, "run", lambda: asdict(choose_to_train(start, scene.known()))))
-    if chosen.action == "over":
-        say(f"run {chosen.run}: finished already ({chosen.reason})")
-        return 0
-    place = _RunDirectory(scene, start, chosen)
-    options: dict[str, Any] = {} if epoch is None else {"resume_from_epoch": epoch}
-    try:
-        done = run_config(
-            scene.config,
-            [runner.name],
-            run_dir=place.make,
-            job_options=options,
-            strict=scene.request.strict_config,
-        )
-    except BaseException:
-        place.unmake()
-        raise
-    return done.exit_code
-
-
-def start_of(scene: ConfiguredScene) -> TrainRequest:
-    """What this start is, as choices need it."""
-    request = scene.request
-    rewinds = request.epoch is not None and request.verb == "train"
-    run = request.run_id if request.verb == "train" else None
-    return TrainRequest(
-        scene.identity,
-        scene.limits(),
-        request.force,
-        request.retrain,
-        rewinds,
-        run,
-        launch_of(),
-        is_restart(),
-    )
-
-
-class _RunDirectory:
-    """Where the run lies, made when everything that can be wrong beforehand was looked at."""
-
-    def __init__(self, scene: ConfiguredScene, start: TrainRequest, chosen: Chosen) -> None:
-        self._scene, self._start, self._chosen = scene, start, chosen
-        self._new: Path | None = None
-
-    def make(self) -> str:
-        """Make the run, on rank 0, and tell all where it is."""
-        with processes(self._scene.runner) as peers:
-            made = decide(peers, "make the run", lambda: self._made(peers))
-        say(made["said"])
-        return str(made["path"])
-
-    def unmake(self) -> None:
-        """Take a new run away again in which nothing has begun; rank 0 alone has made one."""
-        if self._new is not None and standing(self._new).word == "created":
-            shutil.rmtree(self._new, ignore_errors=True)
-            with suppress(OSError):
-                self._new.parent.rmdir()
-
-    def _made(self, peers: Peers) -> dict[str, str]:
-        scene, start = self._scene, self._start
-        keys = scene.runner.keep_best
-        note = ProgramRecord(
-            program=scene.runner.name,
-            origin=str(scene.origin.file),
-            code_id=start.identity.code_id,
-            config_id=start.identity.config_id,
-            created=round(time.time(), 3),
-            message=scene.request.message,
-            launch=start.launch,
-            limits=start.limits,
-        )
-        best = None if keys is None else (keys.metric, keys.mode)
-        made = made_run(scene.store, note, self._chosen, best, peers.size)
-        if self._chosen.action == "new":
-            self._new = Path(made["path"])
-        return made
 
 
 Fit = Callable[[Path, str], None]
@@ -270,7 +220,8 @@ def amend(scene: BaseScene, fit: Fit) -> int:
     old, new = run.note.code_id, scene.identity.code_id
     snapshot = scene.snapshot
     if snapshot is None or new is None:
-        raise UsageError(f"{scene.title} has no source to look at (code = False): there is no code to record")
+        title = scene.request.config if scene.program is None else scene.program.__name__
+        raise UsageError(f"{title} has no source to look at (code = False): there is no code to record")
     if scene.identity.config_id != run.note.config_id:
         raise UsageError(
             f"the configuration is not that of {run.id}, and only code can be amended: train makes a new run"

@@ -122,7 +122,7 @@ class MetricSummary:
 
     def encode(self) -> Json:
         """JSON without the numbers that JSON lacks: they are written as strings."""
-        return [self.reduce, _encoded(self.value), _encoded(self.weight)]
+        return [self.reduce, finite(self.value), finite(self.weight)]
 
     @classmethod
     def decode(cls, json: Json) -> MetricSummary:
@@ -344,5 +344,6 @@ def _conflict(name: str, one: str, other: str) -> UsageError:
     )
 
 
-def _encoded(number: float) -> float | str:
+def finite(number: float) -> float | str:
+    """JSON has no NaN: a number that is not finite is written as text."""
     return number if math.isfinite(number) else str(number)

@@ -6,7 +6,6 @@ directory only the lines remain.
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 import threading
@@ -27,6 +26,7 @@ from torchrelay.metadata.run_directory import RunDirectory, State
 from torchrelay.runners.distributed.launcher_status import forget_note, remember_note, tell_run
 from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.metrics import finite
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import StopVerdict
 from torchrelay.runners.training.plan import Choice, RunResult
@@ -420,8 +420,3 @@ def _tail_of(status: Mapping[str, Any]) -> dict[str, Any]:
 def _left_of(tail: Mapping[str, Any], branch: int, epoch: int) -> list[str]:
     same = (tail.get("branch"), tail.get("epoch")) == (branch, epoch)
     return [part for part in TAIL_PARTS if not same or part not in tail["done"]]
-
-
-def finite(value: float) -> float | str:
-    """JSON has no NaN: a non-finite metric is written as text."""
-    return value if math.isfinite(value) else str(value)

@@ -36,8 +36,9 @@ from torchrelay.runners.remote_runs.local_copies import WorkspaceLock, check_sto
 from torchrelay.runners.remote_runs.names import CHECKPOINTS, NEEDED, STOP, for_a_start, travels
 from torchrelay.runners.remote_runs.upload import EVERY_SECS, BackgroundUploader, Putter, local_goes_on
 from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.metrics import finite
 from torchrelay.runners.session.run_state import RunState
-from torchrelay.runners.training.journal import Journal, finite
+from torchrelay.runners.training.journal import Journal
 
 MOST_EPOCHS = 200
 
