@@ -6,9 +6,7 @@ which ones (`parts`). It deletes nothing that the far log needs, which it reads 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torchrelay.checkpoint.format.manifest import codec
@@ -17,25 +15,13 @@ from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
 from torchrelay.checkpoint.load.verify import seen_twice
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, forgotten, read_notes, write_notes
+from torchrelay.checkpoint.log.tiered_storage import TierStorage
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.storage.work import headway
-from torchrelay.checkpoint.tiering.upload import (
-    STOP_SECS,
-    Awaiting,
-    Moved,
-    PlaceReport,
-    Sending,
-    StoppedError,
-    longer,
-    part_path,
-    read_part,
-    write_part,
-    yield_to_training,
-)
-from torchrelay.errors import DamagedError, FencedError, StorageError
+from torchrelay.checkpoint.tiering.upload import PlaceReport, TierUploader, part_path, read_part, write_part
+from torchrelay.errors import DamagedError, StorageError
 from torchrelay.records import dataclass
 
 
@@ -49,47 +35,6 @@ class Others:
 
     run: str
     leaders: tuple[int, ...]
-
-
-def send_among(
-    sending: Sending,
-    entry: CommittedPosition,
-    kept: frozenset[str],
-    gather: Callable[[], Mapping[int, PlaceReport] | None],
-    ask_again: Callable[[], None],
-) -> bool:
-    """Send this place's files of an epoch, and wait until the others have sent theirs; the whole is proved.
-
-    `gather` waits for what the others tell, by leader; with None the epoch is not wanted any more: False.
-    `ask_again` has them look whether what they sent is there, where the whole is not proved.
-    Raises LostPartError for an epoch that nobody can complete, and what `Sending.send` raises.
-    """
-    manifest = codec.read(sending.near, entry)
-    sending.make_directories(manifest)
-    sending.send_manifest(entry)
-    mine = present(sending.near, manifest)
-    sending.send_shards(manifest, mine, kept)
-    sending.send_stats(entry.try_name)
-    sending.sync_directories(manifest)
-    parts = gather()
-    if parts is None:
-        return False
-    for leader in sorted(parts):
-        if (damage := parts[leader].damage) is not None:
-            raise LostPartError(f"{damage} (near rank {leader})")
-    sent = {shard_path(manifest, row) for row in mine}.union(*(part.paths for part in parts.values()))
-    rest = [row for row in manifest.shards if shard_path(manifest, row) not in sent]
-    if lost := [row for row in rest if not sending.has_kept(manifest, row, kept)]:
-        raise LostPartError(
-            f"{len(lost)} of its files are in no near directory of this start, "
-            f"{shard_path(manifest, lost[0])} for one: its host is not here, or its disk was lost"
-        )
-    try:
-        sending.prove(entry, manifest)
-    except StorageError:
-        ask_again()
-        raise
-    return True
 
 
 def present(near: Storage, manifest: Manifest) -> list[ShardRow]:
@@ -131,17 +76,15 @@ def _look_at(near: Storage, manifest: Manifest, row: ShardRow, headers_only: boo
 LONGEST_LOOK_SECS = 2.0
 
 
-class PartSender(Awaiting):
-    """`run` is the nonce of whoever holds the far log, `leader` this rank. Begins with `start`."""
+class PartSender(TierUploader):
+    """`run` is the nonce of whoever holds the far log, `leader` this rank.
+
+    Begins with `start`; what is to be sent comes by `tell` and `add`.
+    """
 
     def __init__(self, tier: Tier, storage: TierStorage, job_name: str | None, run: str, leader: int) -> None:
-        self._tier, self._storage, self._job_name = tier, storage, job_name
-        self._run_nonce, self._leader = run, leader
-        noted = read_notes(storage.near)
-        mine = noted is not None and noted.far == storage.far.url
-        self._notes = noted if noted is not None and mine else Notes(storage.far.url)
-        self.moved = Moved()
-        super().__init__()
+        super().__init__(tier, storage, "torchrelay tier part")
+        self._job_name, self._run_nonce, self._leader = job_name, run, leader
         self._wanted: tuple[CommittedPosition, ...] = ()
         self._told: set[str] = set()
         """Tries of which the far place was told."""
@@ -150,12 +93,6 @@ class PartSender(Awaiting):
         self._over: set[str] = set()
         """Tries that the far log names."""
         self._awake = False  # until `tell`
-        self._failures: list[str] = []
-        self._thread = threading.Thread(target=self._run, name="torchrelay tier part", daemon=True)
-
-    def start(self) -> None:
-        """Begin; what is to be sent comes by `tell` and `add`."""
-        self._thread.start()
 
     def tell(self, wanted: Sequence[CommittedPosition]) -> None:
         """These epochs are near only, oldest first; others are not to be sent any more."""
@@ -175,44 +112,21 @@ class PartSender(Awaiting):
             self._notes = replace(self._notes, holder=None, part=True)
             self._note()
 
-    def take_failures(self) -> list[str]:
-        """What failed since the last time, for people."""
-        with self._changed:
-            taken, self._failures = self._failures, []
-        return taken
-
-    def stop(self) -> None:
-        """End the thread at its next piece; what is not sent stays near."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join(STOP_SECS)
-
     # In the thread
 
-    def _run(self) -> None:
-        yield_to_training()
-        pause = 0.0
-        while self._is_wanted(pause, LONGEST_LOOK_SECS if self._told - self._over else None):
-            try:
-                self._send_all()
-                pause = 0.0
-            except StoppedError:
-                return
-            except Exception as error:
-                pause = longer(pause)
-                self._fail(str(error))
+    def _look_secs(self) -> float | None:
+        return LONGEST_LOOK_SECS if self._told - self._over else None
 
-    def _send_all(self) -> None:
+    def _step(self) -> bool:
         self._forget()
         for name in [entry.try_name for entry in self._wanted]:
-            if name in self._told - self._over and read_part(self._storage.far, self._part(name)) is None:
+            if name in self._told - self._over and read_part(self.far, self._part(name)) is None:
                 self._told.discard(name)  # lost in a power cut, or deleted by rank 0, which asks again
                 self._doubted.add(name)
         while entry := next((one for one in self._wanted if one.try_name not in self._told), None):
             with headway(f"replicating epoch {entry.position}"):
                 self._send(entry)
+        return False
 
     def _send(self, entry: CommittedPosition) -> None:
         manifest = self._manifest(entry)
@@ -222,9 +136,7 @@ class PartSender(Awaiting):
         if name in needed:
             self._over.add(name)
         else:
-            write_part(
-                self._storage.far, self._part(name), self._sent(manifest, needed, anew=name in self._doubted)
-            )
+            write_part(self.far, self._part(name), self._sent(manifest, needed, anew=name in self._doubted))
         self._told.add(name)
         self._doubted.discard(name)
         self.moved.settle()
@@ -234,15 +146,15 @@ class PartSender(Awaiting):
 
         Damage here is looked at again before it is believed.
         """
-        sending, rows = self._sending(), present(self._storage.near, manifest)
+        rows = present(self._near, manifest)
         if anew:
-            sending.doubt(manifest, rows)
+            self.doubt(manifest, rows)
         try:
-            sending.make_directories(manifest)
-            sending.send_shards(manifest, rows, needed)
-            sending.sync_directories(manifest)
+            self.make_directories(manifest)
+            self.send_shards(manifest, rows, needed)
+            self.sync_directories(manifest)
         except DamagedError:
-            damage = damage_in(self._storage.near, manifest)
+            damage = damage_in(self._near, manifest)
             if damage is None:
                 raise
             return PlaceReport(damage=damage)
@@ -253,10 +165,10 @@ class PartSender(Awaiting):
         pause = 0.05
         while True:
             try:
-                return codec.read(self._storage.far, entry)
+                return codec.read(self.far, entry)
             except (FileNotFoundError, DamagedError):  # not there yet, or not all of it
                 pass
-            self._check()
+            self._check_going_on()
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping, pause)
                 if entry not in self._wanted:
@@ -264,41 +176,17 @@ class PartSender(Awaiting):
             pause = min(1.5 * pause, LONGEST_LOOK_SECS)
 
     def _far_log(self) -> LogView:
-        """The far log as it is now; FencedError where it is not this start's any more."""
-        view = open_log(self._storage.far, self._job_name)
+        """The far log as it is now; StorageError, to be looked at again, where it is not this start's."""
+        view = open_log(self.far, self._job_name)
         if view.holder.get("nonce") != self._run_nonce:
-            raise FencedError(f"{self._storage.far.url} was taken over by another job")
+            raise StorageError(f"{self.far.url} was taken over by another job")
         return view
 
     def _part(self, try_name: str) -> str:
         return part_path(try_name, self._run_nonce, self._leader)
 
-    def _sending(self) -> Sending:
-        return Sending(
-            self._storage.near,
-            self._storage.far,
-            self._tier.uploads,
-            self._check,
-            lambda: None,  # `named` asks the storage
-            lambda path, nbytes, digest: self._notes.sent.get(path) == (nbytes, digest),
-            self._note_sent,
-            self.moved.count,
-            lambda try_name: try_name in self._far_log().state.tries,
-            self._forget_sent,
-        )
-
-    def _check(self) -> None:
-        if self._stopping:
-            raise StoppedError
-
-    def _note_sent(self, path: str, nbytes: int, digest: str) -> None:
-        with self._changed:
-            self._notes = replace(self._notes, sent={**self._notes.sent, path: (nbytes, digest)})
-            self._note()
-
-    def _forget_sent(self, path: str) -> None:
-        with self._changed:
-            self._notes = forgotten(self._storage.near, self._notes, path)
+    def _named(self, try_name: str) -> bool:
+        return try_name in self._far_log().state.tries  # asks the storage
 
     def _forget(self) -> None:
         """Only what is under way need be remembered."""
@@ -312,13 +200,5 @@ class PartSender(Awaiting):
                 self._notes = replace(self._notes, sent=sent)
                 self._note()
 
-    def _note(self) -> None:
-        """A note that cannot be written costs a second sending."""
-        with suppress(StorageError):
-            write_notes(self._storage.near, self._notes)
-
-    def _fail(self, reason: str) -> None:
-        text = f"what rank {self._leader} has near cannot be sent to {self._storage.far.url} now: {reason}"
-        with self._changed:
-            if text not in self._failures:
-                self._failures.append(text)
+    def _failed(self, error: Exception) -> None:
+        self._fail(f"what rank {self._leader} has near cannot be sent to {self.far.url} now: {error}")

@@ -6,37 +6,25 @@ epoch that it lacks. A step that fails is kept for people, and tried again; bein
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.schema import shard_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Position, State
 from torchrelay.checkpoint.load.verify import VerificationStatus, prove
 from torchrelay.checkpoint.log.record import entry_json
-from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, forgotten, read_notes, write_notes
-from torchrelay.checkpoint.log.view import LogView
+from torchrelay.checkpoint.log.tiered_storage import TierStorage
 from torchrelay.checkpoint.log.writer import LogWriter
+from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.storage.work import headway
 from torchrelay.checkpoint.tiering import hosts
-from torchrelay.checkpoint.tiering.host_uploads import LostPartError, Others, damage_of, send_among
-from torchrelay.checkpoint.tiering.upload import (
-    STOP_SECS,
-    Awaiting,
-    Moved,
-    PlaceReport,
-    Sending,
-    StoppedError,
-    delete_parts,
-    longer,
-    part_path,
-    read_part,
-    yield_to_training,
-)
-from torchrelay.errors import DamagedError, FencedError, StorageError
+from torchrelay.checkpoint.tiering.host_uploads import LostPartError, Others, damage_of, present
+from torchrelay.checkpoint.tiering.upload import PlaceReport, TierUploader, delete_parts, part_path, read_part
+from torchrelay.errors import DamagedError, StorageError
 
 Json = Any
 FIRST_LOOK_SECS, LONGEST_LOOK_SECS = 0.05, 2.0
@@ -45,7 +33,7 @@ Retain = Callable[[LogWriter], str]
 """Lets old epochs go at the far place, at once; returns doubts, for people."""
 
 
-class Replicator(Awaiting):
+class Replicator(TierUploader):
     """The near files of `storage` are sent; both writers are ours. Begins to work with `start`.
 
     `others`: what lies in the near directories of other hosts is sent by these.
@@ -60,30 +48,17 @@ class Replicator(Awaiting):
         retain: Retain,
         others: Others | None = None,
     ) -> None:
-        self._tier, self._storage, self._near = tier, storage, storage.near
+        super().__init__(tier, storage, "torchrelay tier")
         self._writer, self._far, self._retain, self._others = writer, far, retain, others
-        self.moved = Moved()
-        noted = read_notes(self._near)
-        mine = noted is not None and noted.far == far.storage.url
-        self._notes = noted if noted is not None and mine else Notes(far.storage.url)
-        super().__init__()
-        self._fenced: FencedError | None = None
-        self._failures: list[str] = []
         self._replicated: list[Position] = []
-        self._thread = threading.Thread(target=self._run, name="torchrelay tier", daemon=True)
         self._note()
 
     # For the run
 
-    def start(self) -> None:
-        """Begin with what an earlier start left."""
-        self._thread.start()
-
-    def wake(self) -> None:
-        """The near log has something new."""
-        with self._changed:
-            self._awake = True
-            self._changed.notify_all()
+    @property
+    def far(self) -> Storage:
+        """The place of the far log."""
+        return self._far.storage
 
     @property
     def pending(self) -> tuple[CommittedPosition, ...]:
@@ -127,47 +102,13 @@ class Replicator(Awaiting):
     def _branches_differ(self) -> bool:
         return hosts.branches_differ(self._writer.view, self._far.view)
 
-    def take_failures(self) -> list[str]:
-        """What failed since the last time, for people; the last of many alike."""
-        with self._changed:
-            taken, self._failures = self._failures, []
-        return taken
-
     def take_replicated(self) -> list[Position]:
         """What was replicated since the last time."""
         with self._changed:
             taken, self._replicated = self._replicated, []
         return taken
 
-    def stop(self) -> bool:
-        """End the thread at its next piece; what is not sent stays near. False if a call does not return."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join(STOP_SECS)
-        return not self._thread.is_alive()
-
     # In the thread
-
-    def _run(self) -> None:
-        yield_to_training()
-        pause = 0.0
-        while self._is_wanted(pause):
-            try:
-                while not self._stopping and self._step():
-                    self._tell_waiting()
-                    pause = 0.0
-                pause = 0.0
-            except StoppedError:
-                return
-            except FencedError as error:
-                self._fenced = error
-                self._tell_waiting()
-                return
-            except Exception as error:
-                pause = longer(pause)
-                self._fail(str(error))
 
     def _step(self) -> bool:
         """Do one thing; False where nothing is left to do."""
@@ -201,29 +142,54 @@ class Replicator(Awaiting):
         """False where the epoch is not wanted any more."""
         kept = self._far.view.state.tries
         if self._others is not None:
-            sending = self._sending()
-            return send_among(
-                sending,
-                entry,
-                kept,
-                lambda: self._gathered(entry, sending),
-                lambda: self._delete_parts(entry),
+            return self._send_among(entry, kept, self._others)
+        self.send(entry, kept)
+        return True
+
+    def _send_among(self, entry: CommittedPosition, kept: frozenset[str], others: Others) -> bool:
+        """Send this place's files of an epoch, wait until the others have sent theirs, prove the whole.
+
+        Raises LostPartError for an epoch that nobody can complete, and what `send` raises.
+        """
+        manifest = codec.read(self._near, entry)
+        self.make_directories(manifest)
+        self.send_manifest(entry)
+        mine = present(self._near, manifest)
+        self.send_shards(manifest, mine, kept)
+        self.send_stats(entry.try_name)
+        self.sync_directories(manifest)
+        parts = self._gathered(entry, others)
+        if parts is None:
+            return False
+        for leader in sorted(parts):
+            if (damage := parts[leader].damage) is not None:
+                raise LostPartError(f"{damage} (near rank {leader})")
+        sent = {shard_path(manifest, row) for row in mine}.union(*(part.paths for part in parts.values()))
+        rest = [row for row in manifest.shards if shard_path(manifest, row) not in sent]
+        if lost := [row for row in rest if not self.has_kept(manifest, row, kept)]:
+            raise LostPartError(
+                f"{len(lost)} of its files are in no near directory of this start, "
+                f"{shard_path(manifest, lost[0])} for one: its host is not here, or its disk was lost"
             )
-        self._sending().send(entry, kept)
+        try:
+            self.prove(entry, manifest)
+        except StorageError:
+            self._delete_parts(entry)
+            raise
         return True
 
     def _delete_parts(self, entry: CommittedPosition) -> None:
         """The leaders of the other places tell theirs anew, unless the far log names the epoch by now."""
         if self._others is not None:
-            delete_parts(self._far.storage, entry.try_name, self._others.run, self._others.leaders)
+            delete_parts(self.far, entry.try_name, self._others.run, self._others.leaders)
 
-    def _gathered(self, entry: CommittedPosition, sending: Sending) -> Mapping[int, PlaceReport] | None:
-        """What the leaders of the other places tell of an epoch, waited for as long as it is wanted."""
-        others, found, pause = self._others or Others("", ()), dict[int, PlaceReport](), FIRST_LOOK_SECS
+    def _gathered(self, entry: CommittedPosition, others: Others) -> Mapping[int, PlaceReport] | None:
+        """What the leaders of the other places tell of an epoch; None where that is not wanted any more."""
+        found, pause = dict[int, PlaceReport](), FIRST_LOOK_SECS
         while True:
             for leader in others.leaders:
                 if leader not in found:
-                    part = read_part(self._far.storage, part_path(entry.try_name, others.run, leader))
+                    part = read_part(self.far, part_path(entry.try_name, others.run, leader))
                     if part is not None:
                         found[leader] = part
             if len(found) == len(others.leaders):
@@ -234,7 +200,7 @@ class Replicator(Awaiting):
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping, pause)
             if pause == LONGEST_LOOK_SECS:
-                sending.check_manifest(entry)  # without it the others wait, too
+                self.check_manifest(entry)  # without it the others wait, too
             pause = min(1.5 * pause, LONGEST_LOOK_SECS)
 
     def _commit(self, entry: CommittedPosition) -> None:
@@ -256,7 +222,7 @@ class Replicator(Awaiting):
             doubts = str(error)
         self._note()
         if doubts:
-            self._fail(f"old epochs could not be deleted in {self._far.storage.url}: {doubts}", whole=True)
+            self._fail(f"old epochs could not be deleted in {self.far.url}: {doubts}")
 
     def _judge(self, entry: CommittedPosition, error: Exception) -> None:
         """An epoch that is damaged near, or lacks files, is never sent; all else is tried again."""
@@ -270,7 +236,7 @@ class Replicator(Awaiting):
             raise error
         self._writer.quarantine(entry.key, reason)
         what = "is given up" if isinstance(error, LostPartError) else "is damaged and is not replicated"
-        self._fail(f"epoch {entry.position} {what}: {reason}", whole=True)
+        self._fail(f"epoch {entry.position} {what}: {reason}")
 
     def _damage(self, entry: CommittedPosition) -> str | None:
         """Of what this place has; what it lacks may lie at the far place, or with another host."""
@@ -279,65 +245,27 @@ class Replicator(Awaiting):
         proof = prove(self._storage, entry, level="full")
         return proof.reason if proof.outcome is VerificationStatus.DAMAGED else None
 
-    def _sending(self) -> Sending:
-        check, ask = self._check_going_on, self._far.ask
-        return Sending(
-            self._near,
-            self._far.storage,
-            self._tier.uploads,
-            check,
-            ask,
-            self._is_sent,
-            self._sent,
-            self.moved.count,
-            lambda try_name: try_name in self._far.view.state.tries,
-            self._forget_sent,
-        )
+    def _ask(self) -> None:
+        self._far.ask()
+
+    def _named(self, try_name: str) -> bool:
+        return try_name in self._far.view.state.tries
 
     def _check_going_on(self) -> None:
-        if self._stopping:
-            raise StoppedError
+        super()._check_going_on()
         self._far.check()
 
-    def _is_sent(self, path: str, nbytes: int, digest: str) -> bool:
-        return self._notes.sent.get(path) == (nbytes, digest)
-
-    def _sent(self, path: str, nbytes: int, digest: str) -> None:
-        with self._changed:
-            self._notes = replace(self._notes, sent={**self._notes.sent, path: (nbytes, digest)})
-            self._note()
-
-    def _forget_sent(self, path: str) -> None:
-        with self._changed:
-            self._notes = forgotten(self._near, self._notes, path)
-
     def _note(self) -> None:
-        """A note that cannot be written costs a second sending."""
         far = self._far.view
+        nonce = far.holder.get("nonce")
         self._notes = replace(
             self._notes,
-            holder=_holder(far),
+            holder=nonce if isinstance(nonce, str) else None,
             replicated=frozenset(entry.try_name for entry in far.entries),
             generation=self._far.generation,
             part=False,
         )
-        with suppress(StorageError):
-            write_notes(self._near, self._notes)
+        super()._note()
 
-    def _fail(self, reason: str, *, whole: bool = False) -> None:
-        text = (
-            reason if whole else f"what is saved near cannot be sent to {self._far.storage.url} now: {reason}"
-        )
-        with self._changed:
-            if text not in self._failures:
-                self._failures.append(text)
-            self._changed.notify_all()
-
-    def _tell_waiting(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-
-def _holder(view: LogView) -> str | None:
-    nonce = view.holder.get("nonce")
-    return nonce if isinstance(nonce, str) else None
+    def _failed(self, error: Exception) -> None:
+        self._fail(f"what is saved near cannot be sent to {self.far.url} now: {error}")

@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, sha256, unseal
 from torchrelay.checkpoint.format.manifest import codec
@@ -28,18 +29,19 @@ from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest
 from torchrelay.checkpoint.load.verify import VerificationStatus, prove
+from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, forgotten, read_notes, write_notes
 from torchrelay.checkpoint.storage.base import Storage, WriteHandle
+from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.storage.work import share
+from torchrelay.checkpoint.tiering.uploader import Uploader
 from torchrelay.errors import DamagedError, RelayError, StorageError
 from torchrelay.records import dataclass
 
 WINDOW = 8 << 20
 """Bytes that a sending thread holds at most."""
 _ALONE = ReadOptions(threads=1)
-
-
-class StoppedError(Exception):
-    """Whoever waits for the sending does so no longer."""
+_NICE = 10
+"""Threads that send come after those of the training."""
 
 
 class Moved:
@@ -66,29 +68,31 @@ class Moved:
             self._before, self._files = self._before + sum(self._files.values()), {}
 
 
-@dataclass(frozen=True)
-class Sending:
-    """How files are sent. `check` is called between pieces; what it raises ends the sending.
+class TierUploader(Uploader):
+    """Sends files of the near directory of `storage`; subclasses say which, and when.
 
-    `ask` is called before something is deleted, and raises FencedError where the far log is another's: who
-    was frozen for long would else delete what that one has sent and named meanwhile.
-
-    `is_sent` tells whether a file of this size and digest was sent completely before, `note_sent` that it is;
-    `forget` that it is made anew, durably: one that is cut off then may have that size already.
+    What was sent completely is noted near, with its size and digest.
     """
 
-    near: Storage
-    far: Storage
-    uploads: int
-    check: Callable[[], None]
-    ask: Callable[[], None]
-    is_sent: Callable[[str, int, str], bool]
-    note_sent: Callable[[str, int, str], None]
-    moved: Callable[[str, int], object] = lambda path, nbytes: None
-    """Called with how many bytes of a file have gone, after each piece."""
-    named: Callable[[str], bool] = lambda try_name: False
-    """Asked before a file is deleted: whether the far log needs that try meanwhile."""
-    forget: Callable[[str], object] = lambda path: None
+    def __init__(self, tier: Tier, storage: TierStorage, name: str) -> None:
+        super().__init__(name)
+        self.moved = Moved()
+        self._tier, self._storage, self._near = tier, storage, storage.near
+        noted = read_notes(self._near)
+        mine = noted is not None and noted.far == storage.far.url
+        self._notes = noted if noted is not None and mine else Notes(storage.far.url)
+        self._failures: list[str] = []
+
+    @property
+    def far(self) -> Storage:
+        """The far place."""
+        return self._storage.far
+
+    def take_failures(self) -> list[str]:
+        """What failed since the last time, for people; the last of many alike."""
+        with self._changed:
+            taken, self._failures = self._failures, []
+        return taken
 
     def send(self, entry: CommittedPosition, kept: frozenset[str]) -> None:
         """Send what the far place lacks of an epoch; of `kept` tries, which its log needs, no file goes.
@@ -96,7 +100,7 @@ class Sending:
         Raises DamagedError where the near files are not what was saved, StorageError where a place fails,
         or the far one does not have afterwards what it was sent.
         """
-        manifest = codec.read(self.near, entry)
+        manifest = codec.read(self._near, entry)
         own = entry.try_name
         self.make_directories(manifest)
         self.send_shards(manifest, manifest.shards, kept)
@@ -118,12 +122,12 @@ class Sending:
 
     def prove(self, entry: CommittedPosition, manifest: Manifest) -> None:
         """Raise StorageError unless the far place alone proves the epoch; what it damaged is sent again."""
-        self.check()
+        self._check_going_on()
         proof = prove(self.far, entry)
         if proof.proved:
             return
         if proof.outcome is VerificationStatus.DAMAGED:
-            self.forget(manifest_path(entry.try_name))
+            self._forget_sent(manifest_path(entry.try_name))
             self.doubt(manifest, manifest.shards)
         raise StorageError(f"{self.far.url} has not got what it was sent: {proof.told}")
 
@@ -134,14 +138,14 @@ class Sending:
             try:
                 read_header(self.far, path, _expected(row))
             except DamagedError:
-                self.forget(path)
+                self._forget_sent(path)
 
     def check_manifest(self, entry: CommittedPosition) -> None:
         """Raise StorageError where the manifest that was sent is not there; it is sent again then."""
         try:
             codec.read(self.far, entry)
         except (FileNotFoundError, DamagedError) as error:
-            self.forget(manifest_path(entry.try_name))
+            self._forget_sent(manifest_path(entry.try_name))
             raise StorageError(f"{self.far.url} has not got what it was sent: {error}") from None
 
     def send_shards(self, manifest: Manifest, rows: Sequence[ShardRow], kept: frozenset[str]) -> None:
@@ -152,7 +156,7 @@ class Sending:
                 if not self.has_kept(manifest, row, kept):
                     self._send_shard(shard_path(manifest, row), row)
 
-        threads = min(self.uploads, max(1, len(rows)))
+        threads = min(self._tier.uploads, max(1, len(rows)))
         share(some, rows, threads, name="torchrelay upload")
 
     def has_kept(self, manifest: Manifest, row: ShardRow, kept: frozenset[str]) -> bool:
@@ -163,51 +167,51 @@ class Sending:
     def send_manifest(self, entry: CommittedPosition) -> None:
         """Send the manifest, which nobody trusts before a record names it."""
         path = manifest_path(entry.try_name)
-        self._send_small(path, self.near.read_range(path, 0, entry.manifest_bytes))
+        self._send_small(path, self._near.read_range(path, 0, entry.manifest_bytes))
 
     def _send_shard(self, path: str, row: ShardRow) -> None:
         if self._lies_there(path, row.nbytes, row.header_sha256):
             return
-        header = read_header(self.near, path, _expected(row))
-        start = self.near.read_range(path, 0, row.header_bytes)
+        header = read_header(self._near, path, _expected(row))
+        start = self._near.read_range(path, 0, row.header_bytes)
 
         def write(handle: WriteHandle) -> None:
             handle.preallocate(row.nbytes)
             handle.write_at(0, memoryview(start))
             done = len(start)
             for offset, window in _windows(header):
-                self.check()
+                self._check_going_on()
                 handle.write_at(offset, window)
                 done += len(window)
-                self.moved(path, done)
+                self.moved.count(path, done)
             if done != row.nbytes or sha256(start) != row.header_sha256:
-                raise StorageError(f"{self.near.url}/{path} changed while it was read: it is sent again")
+                raise StorageError(f"{self._near.url}/{path} changed while it was read: it is sent again")
 
         self._create(path, write)
-        self.note_sent(path, row.nbytes, row.header_sha256)
+        self._note_sent(path, row.nbytes, row.header_sha256)
 
     def _send_small(self, path: str, data: bytes) -> None:
         if not self._lies_there(path, len(data), sha256(data)):
             self._create(path, lambda handle: handle.write_at(0, memoryview(data)))
-            self.note_sent(path, len(data), sha256(data))
+            self._note_sent(path, len(data), sha256(data))
 
     def send_stats(self, try_name: str) -> None:
         """Times are no part of the epoch."""
         with suppress(OSError):
             path = stats_path(try_name)
-            self.far.replace(path, self.near.read_range(path, 0, self.near.stat(path) or 0))
+            self.far.replace(path, self._near.read_range(path, 0, self._near.stat(path) or 0))
 
     def _lies_there(self, path: str, nbytes: int, digest: str) -> bool:
         """Whether the file was sent before; what else lies there was cut off, and goes."""
-        self.check()
+        self._check_going_on()
         found = self.far.stat(path)
-        if found == nbytes and self.is_sent(path, nbytes, digest):
+        if found == nbytes and self._notes.sent.get(path) == (nbytes, digest):
             return True
         if found is not None:
-            self.ask()
-            if self.named(path.split("/")[1]):
+            self._ask()
+            if self._named(path.split("/")[1]):
                 return True
-        self.forget(path)
+        self._forget_sent(path)
         if found is not None:
             self.far.delete(path)
         return False
@@ -219,6 +223,43 @@ class Sending:
             handle.sync_file()
         finally:
             handle.close()
+
+    def _ask(self) -> None:
+        """Called before something is deleted; raises FencedError where the far log is another's.
+
+        Who was frozen for long would else delete what that one has sent and named meanwhile.
+        """
+
+    def _named(self, try_name: str) -> bool:
+        """Asked before a file is deleted: whether the far log needs that try meanwhile."""
+        raise NotImplementedError
+
+    def _note_sent(self, path: str, nbytes: int, digest: str) -> None:
+        with self._changed:
+            self._notes = replace(self._notes, sent={**self._notes.sent, path: (nbytes, digest)})
+            self._note()
+
+    def _forget_sent(self, path: str) -> None:
+        """It is made anew, durably: one that is cut off then may have that size already."""
+        with self._changed:
+            self._notes = forgotten(self._near, self._notes, path)
+
+    def _note(self) -> None:
+        """A note that cannot be written costs a second sending."""
+        with suppress(StorageError):
+            write_notes(self._near, self._notes)
+
+    def _fail(self, text: str) -> None:
+        with self._changed:
+            if text not in self._failures:
+                self._failures.append(text)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        if sys.platform == "linux":  # which alone can say so of one thread, and those that it starts
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        super()._run()
 
 
 def _expected(row: ShardRow) -> ShardExpectation:
@@ -289,42 +330,3 @@ def delete_parts(far: Storage, try_name: str, run: str, leaders: tuple[int, ...]
     for leader in leaders:
         with suppress(RelayError):
             far.delete(part_path(try_name, run, leader))
-
-
-FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS = 0.5, 60.0
-STOP_SECS = 30.0
-"""How long the end of a run waits for a call that is under way when nothing more is to be sent."""
-_NICE = 10
-
-
-def yield_to_training() -> None:
-    """From now on this thread, and those that it starts, come after others; Linux alone can say so of one."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
-def longer(pause: float) -> float:
-    """How long to wait after one more failure."""
-    return min(max(2 * pause, FIRST_PAUSE_SECS), LONGEST_PAUSE_SECS)
-
-
-class Awaiting:
-    """A thread's work: it waits for something to do, or until a failed step is due again."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._awake, self._stopping = True, False
-
-    def _is_wanted(self, pause: float, look: float | None = None) -> bool:
-        """Return when there is something to do, or `pause` seconds after a failure; False at the end.
-
-        With `look` there may be something to do after so many seconds, too.
-        """
-        with self._changed:
-            if pause:
-                self._changed.wait_for(lambda: self._stopping, pause)
-            else:
-                self._changed.wait_for(lambda: self._awake or self._stopping, look)
-            self._awake = False
-            return not self._stopping

@@ -64,7 +64,7 @@ class BaseScene:
 
     request: VerbRequest
     archived: str | None
-    program: Any = None
+    program: Any
     """The class; None for a configuration alone."""
     with_archived_code: ClassVar[tuple[str, ...]]
     """The verbs that `--run` has done by the code archived with the run."""
@@ -254,6 +254,7 @@ class ConfiguredScene(BaseScene):
     request: VerbRequest
     archived: str | None = None
     source: Path | None = None
+    program: None = None
     rename = "`name` in the configuration"
     with_archived_code = ("test", "eval")
 

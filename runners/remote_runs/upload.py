@@ -1,6 +1,6 @@
 """Files of a workspace, uploaded where they have changed, by a thread that the training does not wait for.
 
-    nudge()   something has changed: a pass soon
+    wake()    something has changed: a pass soon
     flush(s)  return when all that is here now was put, or after so many seconds
     close(s)  the same for the last time, trying again; then nothing is put any more
 
@@ -10,13 +10,13 @@ What the store has in another version too is joined: one of the two goes on.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torchrelay.errors import FencedError, RelayError
+from torchrelay.checkpoint.tiering.uploader import Uploader
+from torchrelay.errors import RelayError
 from torchrelay.metadata.fs import open_regular, read_json
 from torchrelay.records import dataclass
 from torchrelay.runners.remote_runs.download import MOST_FILES, RunFiles
@@ -168,13 +168,14 @@ EVERY_SECS = 5.0
 _LEAST_SECS = 1.0
 _ASK_AGAIN_SECS = 5.0
 """How long an answer counts that the run is still ours, where a pass takes longer than that."""
-_LONGEST_SECS = 60.0
+_FLUSH_PAUSE_SECS = 2.0
+"""The longest pause after a failure while somebody waits."""
 SLOW_SECS = 60.0
 """A pass that takes longer is told of."""
 
 
-class BackgroundUploader:
-    """Puts up with `putter`, every `every_secs` and when nudged, until `close`.
+class BackgroundUploader(Uploader):
+    """Puts up with `putter`, every `every_secs` and when woken, until `close`.
 
     `may_put` is called before anything is put, again in a pass that takes long, and raises FencedError where
     the run is another's by now: then nothing is put any more. `look_around` is called once in a pass; it too
@@ -188,43 +189,45 @@ class BackgroundUploader:
         look_around: Callable[[], None] = lambda: None,
         every_secs: float = EVERY_SECS,
     ) -> None:
+        super().__init__("torchrelay-put-up")
         self._putter, self._may_put, self._look_around = putter, may_put, look_around
         self._every_secs = every_secs
-        self._turn = threading.Condition()
-        self._asked = self._done = self._failures = 0
-        self._nudged = self._over = self._fenced = False
+        self._awake = False
+        self._asked = self._goal = self._done = self._failures = 0
+        """Flushes that were asked for, when the running pass began, and that are done; passes that failed."""
+        self._rest_until = 0.0
         self._busy_since: float | None = None
         self._trouble: str | None = None
         self._told = False
         self._left: tuple[str, ...] = ()
-        self._thread = threading.Thread(target=self._run, name="torchrelay-put-up", daemon=True)
-        self._thread.start()
+        self.start()
 
-    def nudge(self) -> None:
-        """Look soon; returns at once."""
-        with self._turn:
-            self._nudged = True
-            self._turn.notify_all()
+    def flush(self, secs: float, *, again: bool = False) -> bool:
+        """Whether all that is here now was put within so many seconds; without `again` or till a failure."""
+        with self._changed:
+            self._asked += 1
+            goal, failures = self._asked, self._failures
+            self._changed.notify_all()
 
-    def flush(self, secs: float) -> bool:
-        """Whether all that is here now was put within so many seconds; False too after a first failure."""
-        return self._flush(secs, again=False)
+            def over() -> bool:
+                failed = not again and self._failures > failures
+                return self._done >= goal or self._stopping or self.fenced or failed
+
+            self._changed.wait_for(over, timeout=max(0.0, secs))
+            return self._done >= goal or self.fenced
 
     def close(self, secs: float) -> tuple[str, ...]:
         """Put what is left, try again until then, and stop; returns the names that the store lacks."""
-        clean = self._flush(secs, again=True)
-        with self._turn:
-            self._over = True
-            self._turn.notify_all()
-        self._thread.join(timeout=0.5 if clean else 0.0)
-        if clean or self._fenced:
+        clean = self.flush(secs, again=True)
+        self.stop(0.5 if clean else 0.0)
+        if clean:
             return ()
         return self._left or tuple(self._putter.changed(patient=False))
 
     @property
     def fenced(self) -> bool:
         """Whether the run is another's by now."""
-        return self._fenced
+        return self._fenced is not None
 
     @property
     def reason(self) -> str:
@@ -233,7 +236,7 @@ class BackgroundUploader:
 
     def trouble(self) -> str | None:
         """What went wrong since all was well, told once; None where nothing did."""
-        with self._turn:
+        with self._changed:
             since = self._busy_since
             slow = since is not None and time.monotonic() - since > SLOW_SECS
             found = self._trouble or (f"the store has not answered for {SLOW_SECS:.0f} s" if slow else None)
@@ -242,79 +245,53 @@ class BackgroundUploader:
             self._told = True
             return found
 
-    def _flush(self, secs: float, *, again: bool) -> bool:
-        until = time.monotonic() + secs
-        with self._turn:
-            self._asked += 1
-            goal, failures = self._asked, self._failures
-            self._turn.notify_all()
-
-            def over() -> bool:
-                return self._done >= goal or self._over or (not again and self._failures > failures)
-
-            self._turn.wait_for(over, timeout=max(0.0, until - time.monotonic()))
-            return self._done >= goal
-
     # The thread
 
-    def _run(self) -> None:
-        while True:
-            with self._turn:
-                self._turn.wait_for(self._is_time, timeout=self._pause_secs())
-                if self._over:
-                    return
-                goal, patient = self._asked, self._asked == self._done
-                self._nudged, self._busy_since = False, time.monotonic()
-            trouble = self._pass(patient=patient)
-            with self._turn:
-                self._busy_since = None
-                self._note(trouble, goal)
-                if self._fenced:
-                    return
+    def _is_wanted(self, pause: float) -> bool:
+        with self._changed:
+            if pause:
+                longest = _FLUSH_PAUSE_SECS if self._asked > self._done else pause
+                self._changed.wait_for(self._is_asked_anew, min(pause, longest))
+            else:
                 # Nudges wait for a moment, so that many of them are one pass; who wants all of it does not.
-                self._rest(_LEAST_SECS if trouble is None else self._pause_secs(), goal)
+                self._changed.wait_for(self._is_asked_anew, max(0.0, self._rest_until - time.monotonic()))
+                self._changed.wait_for(lambda: self._awake or self._is_asked_anew(), self._every_secs)
+            self._awake, self._goal = False, self._asked
+            return not self._stopping
 
-    def _rest(self, secs: float, goal: int) -> None:
-        self._turn.wait_for(lambda: self._over or self._asked > goal, timeout=secs)
+    def _is_asked_anew(self) -> bool:
+        return self._stopping or self._asked > self._goal
 
-    def _is_time(self) -> bool:
-        return self._nudged or self._over or self._asked > self._done
+    def _step(self) -> bool:
+        self._busy_since = time.monotonic()
+        try:
+            self._put_all(patient=self._goal == self._done)
+        finally:
+            self._busy_since = None
+        with self._changed:
+            self._trouble, self._told, self._failures = None, False, 0
+            self._done, self._rest_until = self._goal, time.monotonic() + _LEAST_SECS
+            self._changed.notify_all()
+        return False
 
-    def _pause_secs(self) -> float:
-        if not self._failures:
-            return self._every_secs
-        longest = 2.0 if self._asked > self._done else _LONGEST_SECS
-        return float(min(0.25 * 2 ** min(self._failures, 10), longest))
-
-    def _note(self, trouble: str | None, goal: int) -> None:
-        self._trouble = trouble
-        if trouble is None:
-            self._done, self._failures, self._told = max(self._done, goal), 0, False
-        else:
-            self._failures += 1
-        if self._fenced:
-            self._done = self._asked
-        self._turn.notify_all()
-
-    def _pass(self, *, patient: bool) -> str | None:
-        """What went wrong; None where the store has all that it is to have by now."""
+    def _put_all(self, *, patient: bool) -> None:
         left: dict[str, object] = {}
         try:
             self._look_around()
             left.update(found := self._putter.changed(patient=patient))
             asked: float | None = None
             for name, seen in found.items():
-                if self._over:
-                    return "it was given up"
+                self._check_going_on()
                 if asked is None or time.monotonic() - asked > _ASK_AGAIN_SECS:
                     self._may_put()
                     asked = time.monotonic()
                 self._putter.put(name, seen)
                 del left[name]
-        except FencedError:
-            self._fenced = True
-        except Exception as error:  # whatever a client of a store raises, the training goes on
-            return f"{error}" or type(error).__name__
         finally:
             self._left = tuple(left)
-        return None
+
+    def _failed(self, error: Exception) -> None:
+        with self._changed:
+            self._trouble = f"{error}" or type(error).__name__
+            self._failures += 1
+            self._changed.notify_all()

@@ -23,8 +23,8 @@ from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.checkpoint.tiering import session_log
+from torchrelay.checkpoint.tiering.replicator import Replicator
 from torchrelay.checkpoint.tiering.session_log import TierLedger
-from torchrelay.checkpoint.tiering.upload import Sending
 from torchrelay.errors import FencedError, StorageError
 
 
@@ -50,15 +50,7 @@ def test_a_frozen_loser_deletes_nothing(near: Path, far: Path, monkeypatch: pyte
     entry = winner.save(1, 1)
     winner.replicate()
     winner.close()
-    sending = Sending(
-        places.storage.near,
-        places.storage.far,
-        1,
-        frozen.check,
-        frozen.ask,
-        lambda *_: False,
-        lambda *_: None,
-    )
+    sending = Replicator(Tier(near), places.storage, frozen, frozen, lambda _: "")
     with pytest.raises(FencedError):
         sending.send(entry, frozenset())
     frozen.close()

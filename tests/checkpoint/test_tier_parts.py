@@ -15,12 +15,13 @@ from torchrelay.checkpoint.format.position import CommittedPosition, Position, R
 from torchrelay.checkpoint.log.tiered_storage import PATH, Notes, read_notes, refuse_part, write_notes
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
+from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.checkpoint.tiering import hosts
 from torchrelay.checkpoint.tiering.hosts import NearLogStatus, claim_of, given_up, teller
 from torchrelay.checkpoint.tiering.upload import (
     PlaceReport,
-    Sending,
+    TierUploader,
     delete_parts,
     part_path,
     read_part,
@@ -110,16 +111,8 @@ def test_a_file_that_the_far_log_needs_is_left(tmp_path: Path) -> None:
     places.replicate()
     places.close()
     inodes = {path: path.stat().st_ino for path in (tmp_path / "far/data").rglob("*.safetensors")}
-    sending = Sending(
-        places.storage.near,
-        places.storage.far,
-        1,
-        lambda: None,
-        lambda: None,
-        lambda *_: False,
-        lambda *_: None,
-        named=lambda try_name: try_name == entry.try_name,
-    )
+    sending = TierUploader(Tier(tmp_path / "near"), places.storage, "test")
+    sending._named = lambda try_name: try_name == entry.try_name  # type: ignore[method-assign]
     sending.send(entry, frozenset())
     assert inodes and all(path.stat().st_ino == inode for path, inode in inodes.items())
     assert numbers_in(tmp_path / "far") == {"0": 0}

@@ -17,7 +17,7 @@ import torch
 
 import torchrelay
 from torchrelay import Context, Job, JobRunner, Tier, max_epochs
-from torchrelay.checkpoint.tiering.upload import Sending
+from torchrelay.checkpoint.tiering.upload import TierUploader
 
 CONTROL = Path(os.environ["CONTROL"]) if "CONTROL" in os.environ else None
 WAIT_SECS = 120.0
@@ -31,10 +31,10 @@ def wait_for(present: bool, name: str) -> None:
         time.sleep(0.01)
 
 
-create = Sending._create
+create = TierUploader._create
 
 
-def held(self: Sending, path: str, write: Any) -> None:
+def held(self: TierUploader, path: str, write: Any) -> None:
     wait_for(False, "hold")
     create(self, path, write)
 
@@ -61,7 +61,7 @@ def near_job(epochs: int) -> Job:
 
 if __name__ == "__main__":
     if CONTROL is not None:
-        Sending._create = held  # type: ignore[method-assign]
+        TierUploader._create = held  # type: ignore[method-assign]
         (CONTROL / f"pid.{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
     options = json.loads(sys.argv[3])
     tier = Tier(os.environ["NEAR"], **options.pop("tier", {})) if "NEAR" in os.environ else None

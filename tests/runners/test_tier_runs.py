@@ -24,7 +24,7 @@ from torchrelay import (
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.tiered_storage import PATH
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.tiering.upload import Sending
+from torchrelay.checkpoint.tiering.upload import TierUploader
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.tools.cli.main import main
 
@@ -98,7 +98,7 @@ def test_a_finished_run_sends_its_rest(tmp_path: Path, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patched, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        patched.setattr(Sending, "_create", away)
+        patched.setattr(TierUploader, "_create", away)
         JobRunner(job(2), run, tier=Tier(near, lag=9, drain_secs=0.0), code=False).train()
     assert any("the next start with this directory" in str(one.message) for one in told)
     assert open_log(LocalStorage(run / "checkpoints")).epochs() == ()

@@ -248,7 +248,7 @@ class StoredRun:
                 f"{self._run.url} is not up to date: {trouble}. Training goes on, and it is tried again; the "
                 f"files lie in {self._run.path}"
             )
-        self._journal.aside(behind.nudge)  # behind what is noted of the epoch
+        self._journal.aside(behind.wake)  # behind what is noted of the epoch
 
     # At its end
 
