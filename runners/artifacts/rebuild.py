@@ -34,7 +34,7 @@ from torchrelay.metadata.code.imports import LoadedCode, load_code
 from torchrelay.metadata.experiments import read_note
 from torchrelay.records import dataclass
 from torchrelay.runners.config_runs.class_loading import Loader, load_classes
-from torchrelay.runners.config_runs.context import StepContext, place_of_process
+from torchrelay.runners.config_runs.context import StepContext
 from torchrelay.runners.config_runs.processes import apart
 from torchrelay.runners.config_runs.selection import MODEL, phases_of
 from torchrelay.runners.config_runs.steps import Network
@@ -97,15 +97,10 @@ class Archives:
             raise UsageError(f"{self.run} has no configuration to make a phase of")
         settings = self.config.settings
         runner = settings.runner_named(runner_name)
-        return StepContext(
-            config=self.config, settings=settings, runner=runner, runner_name=runner.name, is_infer=False,
-            run_dir=str(self.run), classes=load_classes(settings, runner, self.loader),
-            workspace=self.config.workspace, device=torch.device("cpu"), **place_of_process(),
-        )  # fmt: skip
+        classes, device = load_classes(settings, runner, self.loader), torch.device("cpu")
+        return StepContext.of(self.config, runner, str(self.run), classes, is_infer=False, device=device)
 
     def _made(self, recipe: Recipe) -> Any:
-        from torchrelay.runners.programs.program import made_program
-
         module: Any = self.code.import_module(recipe.in_archive(self.code.script))
         found = reduce(getattr, recipe.name.split("."), module)
         return found() if recipe.kind == "function" else made_program(found, self.config).make_model()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.schema import Phase
@@ -34,14 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class TypedMapping(Protocol):
-    """What slots are part of: a mapping that says who should have set what is missing."""
-
-    def __getitem__(self, key: str, /) -> Any: ...
-
-    def __setitem__(self, key: str, value: Any, /) -> None: ...
-
-
 class Slot(Generic[T]):
     """An entry that the step called `setter` sets; None: it is there from the beginning."""
 
@@ -57,12 +49,12 @@ class Slot(Generic[T]):
     def __get__(self, holder: None, owner: type) -> Slot[T]: ...
 
     @overload
-    def __get__(self, holder: TypedMapping, owner: type) -> T: ...
+    def __get__(self, holder: MutableMapping[str, Any], owner: type) -> T: ...
 
-    def __get__(self, holder: TypedMapping | None, owner: type) -> Any:
+    def __get__(self, holder: MutableMapping[str, Any] | None, owner: type) -> Any:
         return self if holder is None else holder[self.name]
 
-    def __set__(self, holder: TypedMapping, value: T) -> None:
+    def __set__(self, holder: MutableMapping[str, Any], value: T) -> None:
         holder[self.name] = value
 
 
@@ -121,9 +113,6 @@ def step_named(name: str) -> StepName:
     return STEPS[LEGAL.index(name)]
 
 
-_CLASS_OF = {one.name: one.class_name for one in STEPS}
-
-
 class ContextKeyError(UsageError, KeyError):
     """A step asks for what is not in the context; the message says which step should have set it."""
 
@@ -162,6 +151,30 @@ class StepContext(MutableMapping[str, Any]):
 
     def __init__(self, **given: Any) -> None:
         self._held: dict[str, Any] = dict(given)
+
+    @classmethod
+    def of(
+        cls, config: Config, runner: RunnerKeys, run_dir: str, classes: Classes, **more: Any
+    ) -> StepContext:
+        """What the steps of a profile begin with; `more` are entries that differ."""
+        env = read_launch_env()
+        given = {
+            "config": config,
+            "settings": config.settings,
+            "runner": runner,
+            "runner_name": runner.name,
+            "is_infer": runner.infers,
+            "run_dir": run_dir,
+            "job_options": {},
+            "classes": classes,
+            "env": config.resolved,
+            "config_yaml": config.name,
+            "workspace": config.workspace,
+            "rank": env.rank,
+            "world_size": env.world_size,
+            "engine": "single" if env.world_size == 1 else "cluster",
+        }
+        return cls(**{**given, **more})
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._held:
@@ -213,22 +226,12 @@ class StepContext(MutableMapping[str, Any]):
     def _missing(self, key: str) -> str:
         slot = getattr(type(self), key, None) if isinstance(key, str) else None
         if isinstance(slot, Slot):
-            who = _CLASS_OF.get(slot.setter or "", "the run")
+            who = next((one.class_name for one in STEPS if one.name == slot.setter), "the run")
             return f"context[{key!r}] ({slot.__doc__}) is not set: the step {slot.setter} ({who}) sets it"
-        near = difflib.get_close_matches(str(key), [*self._held, *self._declared()], 1)
+        declared = [name for name, value in vars(type(self)).items() if isinstance(value, Slot)]
+        near = difflib.get_close_matches(str(key), [*self._held, *declared], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return f"no step has set context[{key!r}], and none of torchrelay's does{hint}; there is {self!r}"
-
-    @classmethod
-    def _declared(cls) -> list[str]:
-        return [name for name, value in vars(cls).items() if isinstance(value, Slot)]
-
-
-def place_of_process() -> dict[str, Any]:
-    """The entries that say which of the processes this one is."""
-    env = read_launch_env()
-    engine = "single" if env.world_size == 1 else "cluster"
-    return {"rank": env.rank, "world_size": env.world_size, "engine": engine}
 
 
 class PhaseScope(MutableMapping[str, Any]):

@@ -10,8 +10,8 @@ import csv
 import heapq
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack, nullcontext
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -115,9 +115,9 @@ class PredictionFile:
 
     def merge(self, constant: Row) -> None:
         """On rank 0, when all parts are closed: append their rows, `constant` in front of each."""
-        with _all_of(
-            [self._system.open(self._part(one), "r", encoding="utf-8") for one in range(self.ranks)]
-        ) as parts:
+        with ExitStack() as stack:
+            opened = (self._system.open(self._part(one), "r", encoding="utf-8") for one in range(self.ranks))
+            parts = [stack.enter_context(part) for part in opened]
             for _, row in heapq.merge(*(map(_decoded, part) for part in parts), key=itemgetter(0)):
                 self._write({**constant, **row})
         for one in range(self.ranks):
@@ -147,18 +147,6 @@ class PredictionFile:
             self._columns = list(row)
             writer.writerow(self._columns)
         writer.writerow([_cell(row.get(name)) for name in self._columns])
-
-
-class _all_of:  # noqa: N801 - a context manager
-    def __init__(self, files: Sequence[Any]) -> None:
-        self._files = files
-
-    def __enter__(self) -> Sequence[Any]:
-        return self._files
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files:
-            file.close()
 
 
 def put(part: Any, index: int, row: Row) -> None:
@@ -217,7 +205,12 @@ def evaluation(
                 if part is not None and batch.count:
                     _write(context, phase, batch, outputs, part)
         names.update(log_tally(phase, ctx, tally))
-        _check_logged(phase, names)
+        absent = [name for name in phase.metrics or () if name not in names]
+        if absent:
+            raise UsageError(
+                f"phase.{phase.name}.validation.metrics: the model gives no `{absent[0]}`; "
+                f"{hint(absent[0], sorted(names))}"
+            )
 
     return evaluate
 
@@ -249,16 +242,6 @@ def _write(context: StepContext, phase: PhaseState, batch: Any, outputs: Any, pa
     rows = rows_of(predicted, batch.count, f"phase {phase.name}")
     for index, row in zip(batch.indices.tolist(), rows, strict=True):
         put(part, index, row)
-
-
-def _check_logged(phase: PhaseState, names: Collection[str]) -> None:
-    """Refuse metrics that were asked for and that the model does not give; raises UsageError."""
-    absent = [name for name in phase.metrics or () if name not in names]
-    if absent:
-        raise UsageError(
-            f"phase.{phase.name}.validation.metrics: the model gives no `{absent[0]}`; "
-            f"{hint(absent[0], sorted(names))}"
-        )
 
 
 def log_tally(phase: PhaseState, ctx: Context, tally: Tally) -> Iterable[str]:

@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import RelayError
 from torchrelay.runners.distributed.environment import current_world
-from torchrelay.runners.session.base import SessionBase
-from torchrelay.runners.session.distributed import DistributedSession
 
 if TYPE_CHECKING:
     import torch
 
+    from torchrelay.runners.session.base import SessionBase
+    from torchrelay.runners.session.distributed import DistributedSession
+
 
 def session_on(device: torch.device) -> DistributedSession:
     """A session of its own, over the processes that have met if they compute on `device`, else met anew."""
+    from torchrelay.runners.session.distributed import DistributedSession
+
     world = current_world()
     if world is not None and world.device == device:
         return DistributedSession(world)
@@ -32,6 +35,8 @@ def session_on(device: torch.device) -> DistributedSession:
 
 def let_go(session: SessionBase, *, world_stays: bool) -> None:
     """Let go of what a profile kept; the processes stay together for the next one where `world_stays`."""
+    from torchrelay.runners.session.distributed import DistributedSession
+
     if session.closed:
         return
     if world_stays and isinstance(session, DistributedSession):
@@ -65,7 +70,7 @@ def run_local_ranks(command: Sequence[str]) -> None:
     """
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     process = subprocess.Popen(command, env=environment)  # noqa: S603 - our own words
-    with process, _signals_to(process):
+    with process, signals_to(process, _PASSED_ON):
         code = process.wait()
     if code:
         error = LocalRanksError(
@@ -76,13 +81,15 @@ def run_local_ranks(command: Sequence[str]) -> None:
 
 
 @contextmanager
-def _signals_to(process: subprocess.Popen[Any]) -> Iterator[None]:
+def signals_to(process: subprocess.Popen[Any], numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """While the block runs, these signals are passed on to a process."""
+
     def pass_on(number: int, _: Any) -> None:
         # SIGUSR1 asks us to leave as SIGTERM does; torchrun would die of it and take nobody along.
         process.send_signal(signal.SIGTERM if number == signal.SIGUSR1 else number)
 
     try:
-        before = {one: signal.signal(one, pass_on) for one in _PASSED_ON}
+        before = {one: signal.signal(one, pass_on) for one in numbers}
     except ValueError:  # not the main thread: whoever has it decides
         yield
         return
@@ -110,18 +117,14 @@ def apart() -> Iterator[None]:
     try:
         yield
     finally:
-        _put_back_environment(environ)
+        for name in set(os.environ) - set(environ):
+            del os.environ[name]
+        for name, value in environ.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
         os.chdir(folder)
         sys.path[:] = paths
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(gradients)
         torch.use_deterministic_algorithms(exact)
         streams.restore()
-
-
-def _put_back_environment(before: dict[str, str]) -> None:
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-    for name, value in before.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value

@@ -35,7 +35,6 @@ from torchrelay.runners.config_runs.context import (
     StepContext,
     StepName,
     after,
-    place_of_process,
     step_named,
 )
 from torchrelay.runners.config_runs.processes import (
@@ -323,20 +322,8 @@ class _Profile:
         place = epochs_place if runner.infers else run_directory_of
         own = self.run_dir if not runner.infers or is_of_training(settings, runner) else None
         where = own or place(settings, runner)
-        return StepContext(
-            config=self.config,
-            settings=settings,
-            runner=runner,
-            runner_name=runner.name,
-            is_infer=runner.infers,
-            run_dir=where,
-            job_options={} if runner.infers else self._job_options(where),
-            classes=self.classes,
-            env=self.config.resolved,
-            config_yaml=self.config.name,
-            workspace=self.config.workspace,
-            **place_of_process(),
-        )
+        options = {} if runner.infers else self._job_options(where)
+        return StepContext.of(self.config, runner, where, self.classes, job_options=options)
 
     def _job_options(self, where: str | Path) -> dict[str, Any]:
         config = self.config

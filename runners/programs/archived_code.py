@@ -12,16 +12,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.code.archive import open_archive, unpack_source
 from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.experiments import ProgramRun
+from torchrelay.runners.config_runs.processes import signals_to
 
 if TYPE_CHECKING:
     from torchrelay.runners.programs.command_context import BaseScene
@@ -95,7 +94,7 @@ def _environment(run: ProgramRun, code: Mapping[str, Any], source: Path) -> dict
 def _waited(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """The exit code of a process that is told of this one's SIGTERM."""
     process = subprocess.Popen(command, env=dict(environment))  # noqa: S603 - the user's own program, as it was
-    with _passing_on(process.send_signal):
+    with signals_to(process, (signal.SIGTERM,)):
         try:
             return process.wait()
         except KeyboardInterrupt:  # Ctrl-C reaches both: it has its time to leave
@@ -104,22 +103,6 @@ def _waited(command: Sequence[str], environment: Mapping[str, str]) -> int:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-
-
-@contextmanager
-def _passing_on(send: Callable[[int], None]) -> Iterator[None]:
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        send(number)
-
-    try:
-        before = signal.signal(signal.SIGTERM, pass_on)
-    except ValueError:  # not the main thread, which handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 S = TypeVar("S", bound="BaseScene")

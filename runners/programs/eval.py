@@ -24,7 +24,7 @@ from torchrelay.metadata.code.snapshot import place_of
 from torchrelay.metadata.experiments import Evaluated, note_evaluated
 from torchrelay.models.package.reader import Package
 from torchrelay.runners.config_runs.class_loading import Loader, load_classes
-from torchrelay.runners.config_runs.context import PhaseState, StepContext, place_of_process, step_named
+from torchrelay.runners.config_runs.context import PhaseState, StepContext, step_named
 from torchrelay.runners.config_runs.evaluation import (
     PredictionFile,
     format_of,
@@ -252,12 +252,8 @@ def _built(
     """The context behind the steps `setup` and `build`."""
     loader = Loader()
     stack.callback(loader.forget)
-    context = StepContext(
-        config=config, settings=settings, runner=runner, runner_name=runner.name,
-        is_infer=runner.infers,
-        run_dir=run_dir, job_options={}, classes=load_classes(settings, runner, loader), env=config.resolved,
-        config_yaml=config.name, workspace=config.workspace, **place_of_process(),
-    )  # fmt: skip
+    classes = load_classes(settings, runner, loader)
+    context = StepContext.of(config, runner, run_dir, classes, settings=settings)
     call_step(step_named("setup"), context)
     stack.callback(lambda: let_go(context.session, world_stays=True))
     call_step(step_named("build"), context)

@@ -203,7 +203,7 @@ class BackgroundUploader(Uploader):
         self.start()
 
     def flush(self, secs: float, *, again: bool = False) -> bool:
-        """Whether all that is here now was put within so many seconds; without `again` or till a failure."""
+        """Whether all that is here now was put in so many seconds; `again`: though a pass failed."""
         with self._changed:
             self._asked += 1
             goal, failures = self._asked, self._failures

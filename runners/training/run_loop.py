@@ -184,13 +184,13 @@ class Life:
         verdict = self._resume(choice, target) if target else self._start_fresh(choice)
         self._untried = None
         self.onlookers.goes_on(self.state.epoch, self.state.total_steps)
-        self.exporting.begin()
+        for one in self.exporting:
+            one.begin()
         self.resumed.restore()
         if not verdict.stop:
             while not verdict.stop:
                 asked = go_on(self.peers, self.requests)
-                # an epoch that has begun ends as a short one
-                if asked.level == ASKED and not self.resumed.places:
+                if asked.level == ASKED and not self.resumed.places:  # else the epoch ends as a short one
                     self.status, verdict = "STOPPED", replace(verdict, asked=asked.reason)
                     break
                 self.capturing.begin()
@@ -374,7 +374,8 @@ class Life:
         self.journal.epoch_done(self.state, metrics, saved, verdict)
         self.onlookers.epoch_done(metrics)
         self.stored.look()
-        self.exporting.epoch_done(metrics, saved)
+        for one in self.exporting:
+            one.epoch_done(metrics, saved)
         return verdict
 
     def facts(self, verdict: StopVerdict) -> Facts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,30 +102,6 @@ FOLDER = "exports"
 FORMAT = {"major": 1, "minor": 0, "features": []}
 
 
-class Exporting:
-    """All exports of one train call; all ranks call the same methods, rank 0 writes."""
-
-    def __init__(
-        self,
-        wanted: Sequence[OnnxExport],
-        session: SessionBase,
-        state: RunState,
-        journal: Journal,
-        best: tuple[str, str] | None,
-    ) -> None:
-        self._ones = [_One(one, session, state, journal, best) for one in wanted]
-
-    def begin(self) -> None:
-        """The state stands, new or loaded: the best epoch is looked up, files of lost epochs mended."""
-        for one in self._ones:
-            one.begin()
-
-    def epoch_done(self, metrics: Mapping[str, float], saved: bool | None) -> None:
-        """An epoch is over and saved (None: or about to be); one that was not saved is not exported."""
-        for one in self._ones:
-            one.epoch_done(metrics, saved)
-
-
 @contextmanager
 def _same_streams() -> Iterator[None]:
     """A training that exports draws the same random numbers as one that does not."""
@@ -136,8 +112,8 @@ def _same_streams() -> Iterator[None]:
         streams.restore()
 
 
-class _One:
-    """One `OnnxExport` in one run."""
+class Exporting:
+    """One `OnnxExport` in one train call; all ranks call the same methods, rank 0 writes."""
 
     def __init__(
         self,
@@ -155,7 +131,7 @@ class _One:
     # Of the run
 
     def begin(self) -> None:
-        """As `Exporting.begin`."""
+        """The state stands, new or loaded: the best epoch is looked up, files of lost epochs mended."""
         if not self._wanted.best:
             return
         found = decide(self._session.peers, "best export", self._stands)
@@ -164,7 +140,7 @@ class _One:
             self._export(f"{self._wanted.name}-best.onnx", {}, epoch=found["epoch"])
 
     def epoch_done(self, metrics: Mapping[str, float], saved: bool | None) -> None:
-        """As `Exporting.epoch_done`."""
+        """An epoch is over and saved (None: or about to be); one that was not saved is not exported."""
         epoch, name = self._state.epoch, self._wanted.name
         better = self._is_best(metrics)
         if saved is False:

@@ -42,13 +42,13 @@ def exporting_of(
     state: RunState,
     journal: Journal,
     best: tuple[str, str] | None,
-) -> Exporting:
-    """Makes ONNX files of epochs."""
+) -> Sequence[Exporting]:
+    """Make ONNX files of epochs, one for each that is wanted."""
     if not wanted:
-        return _ABSENT  # type: ignore[no-any-return]
+        return ()
     from torchrelay.runners.training.extras.onnx_export import Exporting
 
-    return Exporting(wanted, session, state, journal, best)
+    return [Exporting(one, session, state, journal, best) for one in wanted]
 
 
 def stored_run_of(
