@@ -349,13 +349,7 @@ class HostsLedger(TierLedger):
             if proof.outcome is VerificationStatus.PROVED:
                 return proof
             reason = proof.reason
-        self.storage.prefer_far(entry.tries)
-        second = prove_together(peers, self.storage, entry, level=level)
-        if second.outcome is VerificationStatus.PROVED:
-            self._warn_far(peers, entry, reason)
-        else:
-            self.storage.prefer_near(entry.tries)
-        return second
+        return self._far_proof(peers, entry, level, reason)
 
     def _near_damage(self, entry: CommittedPosition, level: Level) -> str | None:
         """What is wrong with the files here, of which each rank of this place looks at its share."""
@@ -368,8 +362,3 @@ class HostsLedger(TierLedger):
             return str(error)
         except OSError:  # the proof that follows tells
             return None
-
-    def _warn_far(self, peers: Peers, entry: CommittedPosition, reason: str) -> None:
-        if peers.rank == 0:
-            text = f"epoch {entry.position} is damaged near ({reason}): it is read from"
-            warn(f"{text} {self.storage.far.url}", stacklevel=3)

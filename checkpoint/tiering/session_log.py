@@ -283,15 +283,19 @@ class TierLedger(Ledger):
         proof = prove_together(peers, self.storage, entry, level=level)
         if proof.outcome is not VerificationStatus.DAMAGED or self.storage.prefers_far(entry.try_name):
             return proof
+        second = self._far_proof(peers, entry, level, proof.reason)
+        return proof if second.outcome is VerificationStatus.DAMAGED else second
+
+    def _far_proof(self, peers: Peers, entry: CommittedPosition, level: Level, reason: str) -> JointProof:
+        """Prove an epoch from the far place, and read it there from now on if that succeeds."""
         self.storage.prefer_far(entry.tries)
-        second = prove_together(peers, self.storage, entry, level=level)
-        if second.outcome is VerificationStatus.PROVED:
-            if peers.rank == 0:
-                text = f"epoch {entry.position} is damaged near ({proof.reason}): it is read from"
-                warn(f"{text} {self.storage.far.url}", stacklevel=2)
-            return second
-        self.storage.prefer_near(entry.tries)
-        return second if second.outcome is VerificationStatus.UNKNOWN else proof
+        proof = prove_together(peers, self.storage, entry, level=level)
+        if proof.outcome is not VerificationStatus.PROVED:
+            self.storage.prefer_near(entry.tries)
+        elif peers.rank == 0:
+            text = f"epoch {entry.position} is damaged near ({reason}): it is read from"
+            warn(f"{text} {self.storage.far.url}", stacklevel=3)
+        return proof
 
 
 def let_go(writer: LogWriter) -> None:

@@ -20,7 +20,7 @@ from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.models.onnx.exporter.to_onnx import OnnxFile, check_packages, place_of, to_onnx
 from torchrelay.records import dataclass
-from torchrelay.runners.artifacts.rebuild import BuiltModel, rebuilt
+from torchrelay.runners.artifacts.rebuild import rebuilt
 from torchrelay.runners.training.extras.onnx_export import run_facts
 
 Where = str | os.PathLike[str]
@@ -48,13 +48,18 @@ def loaded_model(
     UsageError where something is not known, and what `open_checkpoint`, its `load` and the code raise.
     """
     opened, run = open_checkpoint(where, epoch), run_of(where)
-    factory = _factory(model)
+    factory: Callable[[], Any] | None = (lambda: model) if isinstance(model, nn.Module) else model
+    if factory is not None and not callable(factory):
+        raise UsageError(f"model={model!r:.80}: give a callable that makes the module, or the module")
     if run is None and factory is None:
         raise UsageError(f"{where} is no run directory, so nothing tells its model: give model= (--model)")
     with rebuilt(run, factory, blob) as found:
         made = found.make()
         fill(opened, made.module, found.blob)
-        yield LoadedModel(made.module, opened, run, found.of_batches, _example(made, inputs))
+        example = made.inputs() if inputs is None and made.inputs is not None else inputs
+        if example is None:
+            raise UsageError("what is the model called with? give inputs= (--input x=float32[batch,10])")
+        yield LoadedModel(made.module, opened, run, found.of_batches, example)
 
 
 def fill(opened: Checkpoint, module: nn.Module, blob: str) -> None:
@@ -74,21 +79,6 @@ def run_of(where: Where) -> Path | None:
         return None
     path = Path(text.removeprefix(FILE)).absolute()
     return path if (path / "run.json").is_file() else None
-
-
-def _factory(model: Any) -> Callable[[], Any] | None:
-    if isinstance(model, nn.Module):
-        return lambda: model
-    if model is not None and not callable(model):
-        raise UsageError(f"model={model!r:.80}: give a callable that makes the module, or the module")
-    return model  # type: ignore[no-any-return]
-
-
-def _example(made: BuiltModel, given: Any) -> Any:
-    found = made.inputs() if given is None and made.inputs is not None else given
-    if found is None:
-        raise UsageError("what is the model called with? give inputs= (--input x=float32[batch,10])")
-    return found
 
 
 _TEXT = re.compile(r"(\w[\w.]*)=(\w+)\[([^\[\]]*)\]")

@@ -68,7 +68,17 @@ class Archives:
 
     def module(self, recipe: Recipe) -> nn.Module:
         """The model as it is constructed; raises UsageError, and what the archived code raises."""
-        model = self._phase(recipe) if recipe.kind == "phase" else self._made(recipe)
+        if recipe.kind == "phase":
+            context = self.context(recipe.module)
+            phase = next(one for one in context.settings.phase if one.name == recipe.name)
+            own = context.classes.steps.get("build", Network)
+            network: Any = (own if hasattr(own, "build_model") else Network)(context)
+            model = network.build_model(context, phase)
+        else:
+            module: Any = self.code.import_module(recipe.in_archive(self.code.script))
+            found = reduce(getattr, recipe.name.split("."), module)
+            is_function = recipe.kind == "function"
+            model = found() if is_function else made_program(found, self.config).make_model()
         if not isinstance(model, nn.Module):
             raise UsageError(f"{recipe.name} made {model!r:.80}, which is no torch module")
         return model
@@ -85,12 +95,6 @@ class Archives:
         """The source as modules."""
         return load_code(self.run, int(self.captured["number"]))
 
-    @property
-    def roots(self) -> dict[str, str]:
-        """Where the folders of the archive lay."""
-        found = self.captured["code"].get("roots")
-        return dict(found) if isinstance(found, dict) else {}
-
     def context(self, runner_name: str) -> StepContext:
         """What the steps of a profile begin with; raises UsageError where there is no configuration."""
         if self.config is None:
@@ -99,17 +103,6 @@ class Archives:
         runner = settings.runner_named(runner_name)
         classes, device = load_classes(settings, runner, self.loader), torch.device("cpu")
         return StepContext.of(self.config, runner, str(self.run), classes, is_infer=False, device=device)
-
-    def _made(self, recipe: Recipe) -> Any:
-        module: Any = self.code.import_module(recipe.in_archive(self.code.script))
-        found = reduce(getattr, recipe.name.split("."), module)
-        return found() if recipe.kind == "function" else made_program(found, self.config).make_model()
-
-    def _phase(self, recipe: Recipe) -> Any:
-        context = self.context(recipe.module)
-        phase = next(one for one in context.settings.phase if one.name == recipe.name)
-        own = context.classes.steps.get("build", Network)
-        return (own if hasattr(own, "build_model") else Network)(context).build_model(context, phase)
 
 
 @contextmanager
@@ -170,7 +163,8 @@ def program_of(archives: Archives) -> Program:
 def _module_name(archives: Archives, origin: Path) -> str | None:
     """How the file that a program came from is imported from its archive."""
     folders = sorted(archives.captured["code"].get("import_path") or [""], key=len, reverse=True)
-    for label, root in archives.roots.items():
+    roots = archives.captured["code"].get("roots")  # where the folders of the archive lay
+    for label, root in roots.items() if isinstance(roots, dict) else ():
         if not origin.is_relative_to(root):
             continue
         inside = Path(label) / origin.relative_to(root).with_suffix("")
@@ -220,7 +214,12 @@ def rebuilt(run: Path | None, factory: Callable[[], Any] | None, blob: str | Non
         stack.enter_context(apart())
         archives = stack.enter_context(archives_of(run))
         if note is not None and note.is_of_program:
-            yield Rebuilt(lambda: _by_program(archives), blob or MODEL)
+
+            def make() -> BuiltModel:
+                program = program_of(archives)
+                return BuiltModel(program.model, program.example_inputs)
+
+            yield Rebuilt(make, blob or MODEL)
         elif archives.config is not None:
             yield _by_configuration(archives, archives.config, blob)
         else:
@@ -233,11 +232,6 @@ def _by_factory(factory: Callable[[], Any]) -> BuiltModel:
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model's function returned {made!r:.80}: a module, or (module, example inputs)")
     return BuiltModel(model, None if inputs is None else lambda: inputs)
-
-
-def _by_program(archives: Archives) -> BuiltModel:
-    program = program_of(archives)
-    return BuiltModel(program.model, program.example_inputs)
 
 
 def _by_configuration(archives: Archives, config: Config, blob: str | None) -> Rebuilt:
@@ -325,7 +319,8 @@ def _replayed(
         try:
             module = archives.module(recipe)
             open_checkpoint(run, epoch).load({name: module})
-            module = _placed(module, settings)
+            if settings.get("device") != "cpu" and torch.cuda.is_available():
+                module = module.to("cuda")
             form, found = play(module, call["takes"], inputs)
         except RelayError as error:
             return Replayed(epoch, name, same=False, why=str(error), not_reproduced=_told(archives, {}))
@@ -338,12 +333,6 @@ def _replayed(
     }
     why = _difference(call["gives"], form, outputs, found)
     return Replayed(epoch, name, same=not why, why=why, not_reproduced=_told(archives, differs))
-
-
-def _placed(module: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
-    """On a GPU where it was on one and there is one."""
-    on_gpu = settings.get("device") != "cpu" and torch.cuda.is_available()
-    return module.to("cuda") if on_gpu else module
 
 
 def _told(archives: Archives, differs: Mapping[str, Any]) -> tuple[str, ...]:

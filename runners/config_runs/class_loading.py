@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
-from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
@@ -74,7 +73,11 @@ class Loader:
         found = getattr(module, path.name, None)
         if not isinstance(found, type):
             what = "has no such class" if found is None else "is no class there"
-            there = [name for name, one in vars(module).items() if _is_own(one, module)]
+            there = [
+                name
+                for name, one in vars(module).items()
+                if isinstance(one, type) and one.__module__ == module.__name__
+            ]
             raise ClassLoadError(f"{place} {what}; it has {', '.join(there) or 'none'}")
         return found
 
@@ -164,10 +167,6 @@ def _users_part(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, step)).rstrip()
 
 
-def _is_own(value: Any, module: types.ModuleType) -> bool:
-    return isinstance(value, type) and value.__module__ == module.__name__
-
-
 @contextmanager
 def _no_bytecode() -> Iterator[None]:
     """A start that is refused leaves nothing behind, no `__pycache__` either."""
@@ -230,7 +229,14 @@ class Unread:
         if found and self.strict:
             raise UsageError(str(ConfigError(found, "nothing was trained")))
         if found:
-            sys.stderr.write(f"torchrelay: {line_of(self.config.name, found)}\n")
+            nearest = [f", did you mean {one.nearest}?" if one.nearest else "" for one in found]
+            keys = ", ".join(
+                f"{one.path} (line {one.origin.place.line}{near})"
+                for one, near in zip(found, nearest, strict=True)
+            )
+            sys.stderr.write(
+                f"torchrelay: {self.config.name}: never read: {keys}; --strict-config makes that an error\n"
+            )
 
 
 def _made_here(config: Config, runner: RunnerKeys, classes: Classes) -> bool:
@@ -244,12 +250,6 @@ def _made_here(config: Config, runner: RunnerKeys, classes: Classes) -> bool:
     except Exception:  # the profile itself will tell it, with all that it has by then
         return False
     return True
-
-
-def line_of(name: str, found: Sequence[ConfigProblem]) -> str:
-    """All of them in one line; its end says how to make it an error."""
-    keys = [f"{one.path} (line {one.origin.place.line}{_nearest(one)})" for one in found]
-    return f"{name}: never read: {', '.join(keys)}; --strict-config makes that an error"
 
 
 def sections_of(settings: Settings, runner: RunnerKeys, started: Collection[ClassPath]) -> Iterator[Tracked]:
@@ -268,7 +268,3 @@ def _classes(settings: Settings, runner: RunnerKeys) -> Iterator[ClassPath]:
     yield from (phase.model for phase, _ in phases_of(settings, runner))
     yield from (path for one in datasets_of(settings, runner) if (path := reader_path(one)) is not None)
     yield from (path for step in STEPS if (path := getattr(runner, step.key)) is not None)
-
-
-def _nearest(problem: ConfigProblem) -> str:
-    return f", did you mean {problem.nearest}?" if problem.nearest else ""

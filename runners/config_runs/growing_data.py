@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,8 @@ def partitions_there(data_path: Sequence[str], workspace: Path) -> list[Partitio
     found: dict[str, Partition] = {}
     for text in data_path:
         path = Path(text)
-        for one in _inside(path) if path.is_dir() else [path]:
+        inside = (one for one in path.iterdir() if not one.name.startswith(".")) if path.is_dir() else (path,)
+        for one in sorted(inside):
             files = _below(one) if one.is_dir() else [one] if one.is_file() else []
             if files:
                 name = _name(one, workspace)
@@ -120,15 +122,6 @@ class GrowingLoader(EpochLoader):
         return [file for partition in chosen for file in partition[1:]]
 
 
-def known_before(run_dir: str, blob: str) -> list[Partition]:
-    """What the newest epoch of a run knew; nothing where there is none, or where it had no such data."""
-    try:
-        found = open_checkpoint(run_dir).value(blob)
-    except RelayError:
-        return []
-    return [list(one) for one in found.get("known", ())] if isinstance(found, dict) else []
-
-
 @dataclass(frozen=True)
 class PartitionsOver:
     """Stop when a loader has no partition left; `at_start` is for how many epochs there was data then.
@@ -153,10 +146,6 @@ class PartitionsOver:
 
 _NOTHING_YET = [None]
 """A dataset that nobody reads: its only sample is in the place of those that are not looked up yet."""
-
-
-def _inside(path: Path) -> list[Path]:
-    return sorted(one for one in path.iterdir() if not one.name.startswith("."))
 
 
 def _below(path: Path) -> list[Path]:
@@ -210,5 +199,9 @@ def ends_of_data(context: StepContext) -> Iterator[PartitionsOver]:
 
 
 def _epochs(run_dir: str, blob: str, loader: GrowingLoader) -> int:
-    known = known_before(run_dir, blob)
+    """How many epochs there are data for, by what the newest epoch of the run knew, if there is one."""
+    known: list[Partition] = []
+    with suppress(RelayError):
+        found = open_checkpoint(run_dir).value(blob)
+        known = [list(one) for one in found.get("known", ())] if isinstance(found, dict) else []
     return len(with_new(known, loader.there())) * (loader.per_partition or 1)

@@ -79,19 +79,12 @@ class StepFailedError(RelayError):
         self.consequence = getattr(error, "consequence", False)
 
 
-@dataclass(frozen=True)
-class Ran:
-    """The steps that a profile ran, in order."""
-
-    steps: tuple[str, ...]
-
-
 def run_steps(
     context: StepContext,
     not_run: Sequence[str] = (),
     started: Callable[[StepContext], None] = lambda _: None,
-) -> Ran:
-    """Run the steps from `setup` on; `started` is called when start-up is over, behind the step `start`.
+) -> tuple[str, ...]:
+    """Run the steps from `setup` on, and return which; `started` is called behind the step `start`.
 
     Raises StepFailedError, naming `not_run`, for what a step, or `started`, raises.
     """
@@ -107,7 +100,7 @@ def run_steps(
             raise StepFailedError(context.runner_name, step, error, not_run) from error
         ran.append(step.name)
         status = context.get("status") or after(step.name)
-    return Ran(tuple(ran))
+    return tuple(ran)
 
 
 def call_step(step: StepName, context: StepContext) -> None:
@@ -205,7 +198,8 @@ def run_config(
         for at, (runner, classes) in enumerate(zip(chosen, loaded, strict=True)):
             profile = _Profile(config, runner, classes, where, job_options or {}, unread)
             done.append(profile.run(env, [one.name for one in chosen[at + 1 :]]))
-            if code := _code(done[-1].result):
+            result = done[-1].result
+            if isinstance(result, RunResult) and (code := code_of_result(result)):
                 return ConfigResult(tuple(done), code)
     return ConfigResult(tuple(done))
 
@@ -289,10 +283,6 @@ def _loaded(config: Config, runner: RunnerKeys, stack: ExitStack) -> Classes:
         return load_classes(config.settings, runner, loader)
 
 
-def _code(result: Any) -> int:
-    return code_of_result(result) if isinstance(result, RunResult) else 0
-
-
 @dataclass(frozen=True)
 class _Profile:
     config: Config
@@ -307,11 +297,14 @@ class _Profile:
         if self.runner.kind == LOCAL_TRAIN and not env.launched and self.runner.worker_num > 1:
             return self._on_local_ranks(later)
         context = self._context()
-        with apart(), ExitStack() as stack:
-            world_stays = env.launched or current_world() is not None
-            stack.callback(_close(context, world_stays=world_stays))
-            ran = run_steps(context, later, self._tell_unread)
-            return ProfileResult(self.runner.name, context.get("result"), ran.steps)
+        world_stays = env.launched or current_world() is not None
+        with apart():
+            try:
+                ran = run_steps(context, later, self._tell_unread)
+                return ProfileResult(self.runner.name, context.get("result"), ran)
+            finally:
+                if (session := context.get("session")) is not None:
+                    let_go(session, world_stays=world_stays)
 
     def _tell_unread(self, context: StepContext) -> None:
         session = context.get("session")
@@ -350,14 +343,3 @@ class _Profile:
         place = self.run_dir or run_directory_of(self.config.settings, self.runner)
         run = mirror_of(place).run(wanted=for_a_glance) if is_remote(place) else RunDirectory(place)
         return run.status().get("state") == "PREEMPTED"
-
-
-def _close(context: StepContext, *, world_stays: bool) -> Callable[[], None]:
-    """Let the profile's session go."""
-
-    def close() -> None:
-        session = context.get("session")
-        if session is not None:
-            let_go(session, world_stays=world_stays)
-
-    return close

@@ -18,7 +18,6 @@ from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.runner_schema import CLUSTER_TRAIN, LOCAL_TRAIN
 from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
 from torchrelay.jobs.config.schema import Dataset, Phase, Settings
-from torchrelay.jobs.config.schema import UpstreamSection as UpstreamKeys
 from torchrelay.jobs.config.section_types import ClassPath, split_weights
 from torchrelay.metadata.code.capture import Given
 from torchrelay.metadata.code.selection import Sources
@@ -235,13 +234,16 @@ def source_of(config: Config) -> Sources:
     paths += [path for one in settings.runner for key in _WRITTEN if (path := getattr(one, key))]
     paths += [path for one in settings.runner if (path := weights_place(one)[0])]
     inside = [Path(os.path.abspath(path)) for path in paths if not is_url(path)]  # noqa: PTH100
-    left_out = [f"/{_literally(one.relative_to(workspace))}" for one in inside if workspace in one.parents]
+    names = [one.relative_to(workspace).as_posix() for one in inside if workspace in one.parents]
+    # Written as .gitignore takes a name.
+    left_out = ["/" + "".join(f"\\{one}" if one in "*?[]!# \\" else one for one in name) for name in names]
     return Sources([workspace], exclude=left_out)
 
 
 def recorded(config: Config) -> Given:
     """The file as it was read, what it came to, and the overrides, for `config/` of the run directory."""
-    overrides = "".join(f"- {_quoted(one)}\n" for one in config.overrides.texts) or "[]\n"
+    quoted = [one.replace("'", "''") for one in config.overrides.texts]  # as YAML does in single quotes
+    overrides = "".join(f"- '{one}'\n" for one in quoted) or "[]\n"
     files = {
         "source.yaml": config.source,
         "resolved.yaml": config.resolved_text().encode(),
@@ -256,7 +258,11 @@ def built_on(config: Config) -> dict[str, Any]:
     if not known:
         return {}
     runs = {alias: Upstream(run_of(config, one.run), one.keep or ()) for alias, one in known.items()}
-    starts = [_start(alias, one) for alias, one in known.items() if one.into or one.prefix or one.rename]
+    starts = [
+        InitFrom(alias, one.into, one.prefix, dict(one.rename or {}), strict=one.strict)
+        for alias, one in known.items()
+        if one.into or one.prefix or one.rename
+    ]
     return {"upstream": runs, "init_from": starts}
 
 
@@ -268,20 +274,6 @@ def replayed(settings: Settings, runner: RunnerKeys) -> dict[str, Any]:
     return {"replay": {f"{name}.{MODEL}": Recipe("phase", runner.name, name) for name in names}}
 
 
-def _start(alias: str, keys: UpstreamKeys) -> InitFrom:
-    return InitFrom(alias, keys.into, keys.prefix, dict(keys.rename or {}), strict=keys.strict)
-
-
 def run_of(config: Config, text: str) -> str:
     """Relative runs begin at the workspace, as all paths of a configuration do."""
     return text if is_url(text) or Path(text).is_absolute() else str(config.workspace / text)
-
-
-def _literally(path: Path) -> str:
-    """As .gitignore takes a name."""
-    return "".join(f"\\{one}" if one in "*?[]!# \\" else one for one in path.as_posix())
-
-
-def _quoted(text: str) -> str:
-    """As a YAML text in single quotes."""
-    return "'" + text.replace("'", "''") + "'"

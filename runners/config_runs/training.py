@@ -229,7 +229,9 @@ _PERCENT = 100.0
 def watched(batches: Iterable[Any], steps: int, tell: Callable[[str], None]) -> Iterator[Any]:
     """The batches; torch's profiler looks at the first `steps` of them, then `tell` gets lines about it."""
     source, data_secs, taken = iter(batches), 0.0, 0
-    profiler = torch.profiler.profile(activities=_activities(), acc_events=True)
+    known = torch.profiler.ProfilerActivity
+    activities = [known.CPU, *([known.CUDA] if torch.cuda.is_available() else [])]
+    profiler = torch.profiler.profile(activities=activities, acc_events=True)
     began = time.perf_counter()
     profiler.start()
     try:
@@ -250,23 +252,15 @@ def watched(batches: Iterable[Any], steps: int, tell: Callable[[str], None]) -> 
     yield from source
 
 
-def _activities() -> list[Any]:
-    known = torch.profiler.ProfilerActivity
-    return [known.CPU, *([known.CUDA] if torch.cuda.is_available() else [])]
-
-
 def _lines(rows: Iterable[Any], steps: int, share_of_data: float) -> Iterator[str]:
     """A line for all, then one for each of the dearest operators; milliseconds of itself, without callees."""
-    costs = sorted(((_cost_ms(row), row.key, row.count) for row in rows), reverse=True)
+    # Of the device where it computed, else of the CPU.
+    secs = [(row.self_device_time_total or row.self_cpu_time_total, row.key, row.count) for row in rows]
+    costs = sorted(((float(us) * _US_PER_MS, name, count) for us, name, count in secs), reverse=True)
     total = max(sum(cost for cost, _, _ in costs), 1e-9)
     yield f"{steps} steps: operators {total:.3f} ms, data {_PERCENT * share_of_data:.1f} % of the time"
     for cost, name, count in costs[:_SHOWN]:
         yield f"  {name}: {cost:.3f} ms, {_PERCENT * cost / total:.1f} %, {count} calls"
-
-
-def _cost_ms(row: Any) -> float:
-    """Of the device where it computed, else of the CPU."""
-    return float(row.self_device_time_total or row.self_cpu_time_total) * _US_PER_MS
 
 
 def train_job(context: StepContext) -> Job:

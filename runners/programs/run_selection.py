@@ -137,7 +137,11 @@ def _of_same(start: TrainRequest, run: RunInfo) -> Chosen:
         return Chosen("continue", run.id, "--epoch")
     if not run.standing.over:
         return Chosen("continue", run.id, str(run.standing))
-    raised = raised_limits(run.limits, start.limits)
+    raised = [  # limits that leave more room than before; None is no limit
+        name
+        for name, now in start.limits.items()
+        if (before := run.limits.get(name)) is not None and (now is None or now > before)
+    ]
     if raised:
         return Chosen("continue", run.id, f"{', '.join(raised)} raised")
     raise NotAllowedNowError(
@@ -145,12 +149,6 @@ def _of_same(start: TrainRequest, run: RunInfo) -> Chosen:
         "run, --retrain trains that run again from the beginning, a higher --max-epochs goes on with it, "
         "--run ID with an older one"
     )
-
-
-def raised_limits(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The names of limits that leave more room than before; None is no limit."""
-    names = [name for name in now if name in before and before[name] is not None]
-    return [name for name in names if now[name] is None or now[name] > before[name]]
 
 
 def choose_to_use(identity: Identity, runs: Sequence[RunInfo], *, ignore: bool) -> RunInfo:

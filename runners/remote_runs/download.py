@@ -80,7 +80,9 @@ class RunFiles(ObjectStorage):
         link = bool(told.get("islink")) or told.get("type") in ("link", "other")
         folder = told.get("type") == "directory" and not link
         size = int(told.get("size") or 0)
-        return Listed(self._decoded(name), folder, size, _version(told), _modified(told), link, _coarse(told))
+        first = next((name for name in _VERSIONS if told.get(name) is not None), "")
+        coarse = first == "mtime" and isinstance(told["mtime"], int)
+        return Listed(self._decoded(name), folder, size, _version(told), _modified(told), link, coarse)
 
     def version(self, path: str) -> str | None:
         """The version of one object; None where there is none."""
@@ -162,11 +164,6 @@ def _version(told: Mapping[str, Any]) -> str:
     """Size and whatever the store changes with the bytes; of memory:// the moment of creation."""
     known = [str(told[name]) for name in (*_VERSIONS, "created") if told.get(name) is not None]
     return f"{told.get('size')} {known[0]}" if known else ""
-
-
-def _coarse(told: Mapping[str, Any]) -> bool:
-    known = [name for name in _VERSIONS if told.get(name) is not None]
-    return known[:1] == ["mtime"] and isinstance(told["mtime"], int)
 
 
 def _modified(told: Mapping[str, Any]) -> float | None:

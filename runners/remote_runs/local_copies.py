@@ -104,7 +104,7 @@ class Mirror:
     def _bring(self, below: str, path: Path, wanted: Wanted) -> None:
         files = _Below(self.files, below)
         path.mkdir(parents=True, exist_ok=True)
-        found, left_out = found_in(files, lambda name: wanted(name) and not _is_log(name))
+        found, left_out = found_in(files, lambda name: wanted(name) and not name.startswith(f"{LOGS}/"))
         known = self._versions.setdefault(below, {})
         new = {
             name: one
@@ -193,10 +193,6 @@ def _folder() -> Path:
 _made: list[Path] = []
 
 
-def _is_log(name: str) -> bool:
-    return name.startswith(f"{LOGS}/")
-
-
 def _stand_for_logs(files: RunFiles, path: Path) -> None:
     """Empty files with the times of the ranks' logs: who looks asks only when a rank said something last."""
     attempts = [one.name for one in files.entries(LOGS) if one.folder and one.name.startswith("attempt_")]
@@ -244,7 +240,13 @@ def make_workspace(path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
         for one in (path.parent, path):
-            _check_ours(one)
+            found = one.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                what = "a link" if stat.S_ISLNK(found.st_mode) else "not a directory of this user"
+                raise UsageError(
+                    f"the workspace {one} is {what}: remove it, or set {VARIABLE} to another directory of "
+                    "this host"
+                )
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
@@ -254,15 +256,6 @@ def make_workspace(path: Path) -> None:
             f"the workspace {path} cannot be made: {error.strerror}; set {VARIABLE} to a writable directory "
             "of this host"
         ) from error
-
-
-def _check_ours(path: Path) -> None:
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        what = "a link" if stat.S_ISLNK(found.st_mode) else "not a directory of this user"
-        raise UsageError(
-            f"the workspace {path} is {what}: remove it, or set {VARIABLE} to another directory of this host"
-        )
 
 
 class WorkspaceLock:

@@ -134,13 +134,12 @@ def stored_runs_below(url: str, depth: int = 1) -> list[RunDirectory]:
 
 def each_run(texts: Sequence[str]) -> list[str]:
     """The same texts, but for a directory of runs its runs."""
-    return [one for text in texts for one in (_runs_in(text) or [text])]
-
-
-def _runs_in(text: str) -> list[str]:
-    if is_remote(text):
-        return [str(run.where) for run in stored_runs_below(text)]
-    return list(map(str, runs_below(text)))
+    found: list[str] = []
+    for text in texts:
+        stored = is_remote(text)
+        below = [run.where for run in stored_runs_below(text)] if stored else runs_below(text)
+        found += map(str, below or [text])
+    return found
 
 
 def _below(text: str) -> str:
@@ -191,7 +190,7 @@ def parse_selector(text: str, exists: Callable[[str], bool] | None = None) -> Se
 
     `exists` says whether a path is there as it stands (by default: asks the file system).
     """
-    path, said = split_run(text, exists or _there)
+    path, said = split_run(text, exists or (lambda path: not is_url(path) and Path(path).exists()))
     if said is None:
         return Selector(text)
     try:
@@ -234,7 +233,3 @@ def find_entry(place: RunLocation, view: LogView, wish: EpochQuery) -> Committed
             f"no whole epoch in {where} is healthy: torchrelay ckpt why says what became of them"
         )
     return found[0]
-
-
-def _there(text: str) -> bool:
-    return not is_url(text) and Path(text).exists()

@@ -115,8 +115,11 @@ def given_of(upstream: Any, init_from: Any) -> UpstreamRuns:
     wishes = [init_from] if isinstance(init_from, str | InitFrom) else init_from
     if not isinstance(wishes, Sequence | None):
         raise UsageError(f"init_from is {init_from!r:.80}; give aliases of upstream=, or InitFrom objects")
-    starts = tuple(_of_known(_init_from(one), known) for one in wishes or ())
-    return UpstreamRuns(known, starts)
+    for one in wishes or ():
+        if not isinstance(one, str | InitFrom):
+            raise UsageError(f"init_from has {one!r:.80}; give an alias of upstream=, or an InitFrom")
+    starts = [InitFrom(one) if isinstance(one, str) else one for one in wishes or ()]
+    return UpstreamRuns(known, tuple(_of_known(one, known) for one in starts))
 
 
 def _of_known(start: InitFrom, known: dict[str, Upstream]) -> InitFrom:
@@ -143,14 +146,6 @@ def _upstream(alias: str, one: Any) -> Upstream:
     if not isinstance(found.run, str | os.PathLike) or not os.fspath(found.run):
         raise UsageError(f"upstream {alias!r} is {found.run!r:.80}; give a run: 'runs/expert@best'")
     return found
-
-
-def _init_from(one: Any) -> InitFrom:
-    if isinstance(one, InitFrom):
-        return one
-    if isinstance(one, str):
-        return InitFrom(one)
-    raise UsageError(f"init_from has {one!r:.80}; give an alias of upstream=, or an InitFrom")
 
 
 _Kept: TypeAlias = "Mapping[str, Mapping[str, TensorForm]]"

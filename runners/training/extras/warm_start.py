@@ -16,7 +16,6 @@ from torchrelay.checkpoint.format.names import UPSTREAM, nearest
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.load.info import records_in
 from torchrelay.checkpoint.load.lookup import Below, choose, pattern_list
-from torchrelay.checkpoint.load.renaming import LoadResult
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import spec_of
 from torchrelay.checkpoint.state.names import Kind, kind_of, submodule
@@ -139,9 +138,9 @@ def open_sources(given: UpstreamRuns, peers: Peers) -> dict[str, WarmStartSource
     found: dict[str, WarmStartSource] = {}
 
     def choose_all() -> dict[str, list[str]] | None:
-        return (
-            {alias: _choice(alias, one) for alias, one in given.upstream.items()} if peers.rank == 0 else None
-        )
+        if peers.rank != 0:
+            return None
+        return {alias: _choice(alias, one) for alias, one in given.upstream.items()}
 
     chosen = together(peers, "choose upstream epochs", choose_all)[0]
 
@@ -170,7 +169,7 @@ def _opened(given: UpstreamRuns, alias: str, path: str, epoch: str) -> WarmStart
     kept = _kept(checkpoint, alias, one)
     run = None if is_url(path) else RunDirectory(path)
     identity = run.known_identity() if run is not None else {}
-    facts = checkpoint.facts
+    facts, manifest = checkpoint.facts, checkpoint.manifest
     record = StageRecord(
         asked=os.fspath(one.run),
         path=path,
@@ -183,13 +182,14 @@ def _opened(given: UpstreamRuns, alias: str, path: str, epoch: str) -> WarmStart
         total_steps=facts.total_steps,
         seed=facts.seed,
         applied=tuple(start.json() for start in given.init_from if start.upstream == alias),
-        kept=tuple(dict.fromkeys(checkpoint.manifest.leaves[row].blob for row in _rows(checkpoint, kept))),
+        kept=tuple(dict.fromkeys(manifest.leaves[manifest.rows[name][0]].blob for name in kept)),
     )
-    return WarmStartSource(
-        checkpoint,
-        LineageStage(alias, record, _blobs(checkpoint), run.path if identity and run else None),
-        kept,
-    )
+    blobs = [
+        {"name": one.name, "kind": one.kind, "bytes": one.bytes, "leaves": len(one.leaves)}
+        for one in checkpoint.blobs.values()
+    ]
+    stage = LineageStage(alias, record, blobs, run.path if identity and run else None)
+    return WarmStartSource(checkpoint, stage, kept)
 
 
 def _check_alike(given: UpstreamRuns, peers: Peers) -> None:
@@ -219,17 +219,6 @@ def _kept(checkpoint: Checkpoint, alias: str, one: Upstream) -> tuple[str, ...]:
     )
 
 
-def _rows(checkpoint: Checkpoint, names: tuple[str, ...]) -> list[int]:
-    return [checkpoint.manifest.rows[name][0] for name in names]
-
-
-def _blobs(checkpoint: Checkpoint) -> list[Mapping[str, Any]]:
-    return [
-        {"name": one.name, "kind": one.kind, "bytes": one.bytes, "leaves": len(one.leaves)}
-        for one in checkpoint.blobs.values()
-    ]
-
-
 @dataclass(frozen=True)
 class WarmStart:
     """What one `init_from` did; leaves have the names that the job calls them by."""
@@ -253,7 +242,12 @@ def warm(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> Warm
     """
     objects = _objects(start, source, workspace)
     below = Below(start.prefix or start.into or "", start.into or "", start.rename or None)
-    _check_prefix(start, source, below)
+    names = list(source.checkpoint.manifest.rows)
+    if start.into is not None and not any(below.of(name) for name in names):
+        # Without `strict` it would be a warm start that takes nothing.
+        known = dict.fromkeys(prefix for name in names for prefix in [*dotted_prefixes(name), name])
+        near = nearest(below.prefix, known)
+        raise UsageError(f"init_from {source.name}: nothing there lies below {below.prefix!r}{near}")
     exclude = pattern_list(start.exclude)
     misshapen = () if start.strict else _misshapen(source.checkpoint, objects, below)
     try:
@@ -267,12 +261,13 @@ def warm(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> Warm
     except UsageError as error:
         raise type(error)(f"init_from {source.name}: {error}") from None
     if not result.loaded:
-        known = ", ".join([*result.missing, *misshapen][:3])
+        there = ", ".join(result.unexpected[:3]) or "nothing else"
+        lacking = ", ".join([*result.missing, *misshapen][:3])
         raise UsageError(
-            f"init_from {source.name}: no leaf of it goes with {known}, so nothing would be taken: say which "
-            f"names go together by rename= (there is {', '.join(result.unexpected[:3]) or 'nothing else'})"
+            f"init_from {source.name}: no leaf of it goes with {lacking}, so nothing would be taken: say "
+            f"which names go together by rename= (there is {there})"
         )
-    return _told(source, result, misshapen)
+    return WarmStart(source.name, result.loaded, result.missing, result.unexpected, misshapen)
 
 
 def fill_kept(source: WarmStartSource, workspace: Workspace) -> None:
@@ -282,10 +277,6 @@ def fill_kept(source: WarmStartSource, workspace: Workspace) -> None:
         result = source.checkpoint.load({name: workspace[name]}, strict=False, rename=Below(blob, name))
         if result.missing:
             raise BlobError(f"{source.name} lacks {', '.join(result.missing)}, which was there a moment ago")
-
-
-def _told(source: WarmStartSource, result: LoadResult, misshapen: tuple[str, ...]) -> WarmStart:
-    return WarmStart(source.name, result.loaded, result.missing, result.unexpected, misshapen)
 
 
 def _objects(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> dict[str, Any]:
@@ -337,15 +328,6 @@ def _target(into: str, registered: Mapping[str, Any]) -> Any:
             f"{nearest(into, registered)}"
         )
     return found
-
-
-def _check_prefix(start: InitFrom, source: WarmStartSource, below: Below) -> None:
-    """Refuse a prefix that means nothing: without `strict` it would be a warm start that takes nothing."""
-    names = list(source.checkpoint.manifest.rows)
-    if start.into is not None and not any(below.of(name) for name in names):
-        known = dict.fromkeys(prefix for name in names for prefix in [*dotted_prefixes(name), name])
-        near = nearest(below.prefix, known)
-        raise UsageError(f"init_from {source.name}: nothing there lies below {below.prefix!r}{near}")
 
 
 def _misshapen(checkpoint: Checkpoint, objects: Mapping[str, Any], below: Below) -> tuple[str, ...]:
