@@ -93,6 +93,6 @@ def test_an_installation_needs_few_packages() -> None:
     plain = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
     assert plain is not None
     assert re.findall(r'^ +"([\w-]+)', plain[1], re.MULTILINE) == [
-        "torch", "pathspec", "fsspec", "PyYAML", "xxhash", "rich"
+        "torch", "pathspec", "fsspec", "PyYAML", "xxhash", "rich", "jinja2"
     ]  # fmt: skip
     assert '"pytest",' in project

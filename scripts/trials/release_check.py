@@ -21,7 +21,7 @@ import wheels
 from launching import REPOSITORY, clean_environment
 
 WHOLE, LIGHT = "3.11", ("3.10", "3.13")
-LIGHT_NEEDS = ("pathspec", "fsspec", "PyYAML", "xxhash", "rich")
+LIGHT_NEEDS = ("pathspec", "fsspec", "PyYAML", "xxhash", "rich", "jinja2")
 """The dependencies but torch."""
 TOOLS = ("twine", "readme_renderer[md]")
 """What a package index looks at before it takes a file, in an environment of its own; pinned as all is."""

@@ -1,4 +1,4 @@
-"""A small line chart as SVG: scales with round numbers, series over epochs, marks of later starts.
+"""Charts as shapes, which a template writes as SVG: scales with round numbers, lines, bars, marks of starts.
 
 Values that are nan or infinite are no points of a line; they are marked at the upper edge.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field
 
 from torchrelay.records import dataclass
-from torchrelay.tools.report.html import Markup, el, number
+from torchrelay.tools.report.parts import Table, number
 
 _LARGEST, _SMALLEST = sys.float_info.max, 5e-324
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -30,15 +31,9 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         """The pixel of a value, kept inside of the scale."""
-        low, high, at = (
-            (math.log(max(one, _SMALLEST)) for one in (self.low, self.high, value))
-            if self.log
-            else (
-                self.low,
-                self.high,
-                value,
-            )
-        )
+        low, high, at = self.low, self.high, value
+        if self.log:
+            low, high, at = (math.log(max(one, _SMALLEST)) for one in (low, high, at))
         share = (at / 2 - low / 2) / (high / 2 - low / 2) if high / 2 > low / 2 else 0.5  # never too large
         return self.start + (self.end - self.start) * min(1.0, max(0.0, share))
 
@@ -103,8 +98,76 @@ def _clean(value: float, step: float) -> float:
     return round(value, digits) + 0.0
 
 
+@dataclass(frozen=True)
+class Shape:
+    """An element of a drawing: its place, the class of its look, and what is told under the pointer."""
+
+    tag: str
+    style: str
+    place: Mapping[str, float | str] = field(default_factory=dict)
+    text: str = ""
+    title: str = ""
+    inside: Sequence[Shape] = ()
+
+
+def rect(style: str, x: float, y: float, width: float, height: float, title: str = "") -> Shape:
+    """A bar; one of no size keeps its place."""
+    size = {"width": max(0.0, width), "height": max(0.0, height)}
+    return Shape("rect", style, {"x": x, "y": y, **size}, title=title)
+
+
+def path(style: str, d: str, title: str = "") -> Shape:
+    """A line of SVG's own commands."""
+    return Shape("path", style, {"d": d}, title=title)
+
+
+def dot(style: str, x: float, y: float, radius: float, title: str = "") -> Shape:
+    """A point."""
+    return Shape("circle", style, {"cx": x, "cy": y, "r": radius}, title=title)
+
+
+def line(style: str, x: tuple[float, float], y: tuple[float, float]) -> Shape:
+    """A straight one."""
+    return Shape("line", style, {"x1": x[0], "x2": x[1], "y1": y[0], "y2": y[1]})
+
+
+def word(text: str, x: float, y: float, style: str = "tick middle") -> Shape:
+    """A text in a drawing."""
+    return Shape("text", style, {"x": x, "y": y}, text)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing; `label` is its name for those who do not see it, `data` are more attributes."""
+
+    label: str
+    width: float
+    height: float
+    shapes: Sequence[Shape]
+    style: str = "chart"
+    data: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart or a table of shades in a frame, with a line that says what it is of and one what it shows.
+
+    `log` is the chart once more, by logarithm, which a switch of the name `switch` shows instead.
+    """
+
+    eyebrow: str
+    finding: str
+    chart: Chart | None = None
+    log: Chart | None = None
+    switch: str = ""
+    heat: Table | None = None
+    legend: Sequence[tuple[str, str]] = ()
+    note: str = ""
+
+
 WIDTH, HEIGHT = 360, 216
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 14, 16, 28
+_BAR_LEFT, _BAR_ROW = 58, 30
 _MOST_POINTS = 400
 Pairs = Sequence[tuple[int, float]]
 
@@ -130,6 +193,21 @@ class EpochMarker:
     value: float | None = None
 
 
+@dataclass(frozen=True)
+class StackedBar:
+    """Two values on each other, of the classes `written` and `referenced`, and the text of both."""
+
+    name: str
+    written: float
+    referenced: float
+    title: str
+
+    @property
+    def total(self) -> float:
+        """Where it ends."""
+        return self.written + self.referenced
+
+
 def line_chart(
     label: str,
     series: Sequence[Series],
@@ -137,30 +215,77 @@ def line_chart(
     *,
     log: bool = False,
     unit: str = "epoch",
-) -> Markup:
-    """The chart; `label` is its name for those who do not see it. Empty markup where nothing is finite."""
+) -> Chart | None:
+    """Series over epochs or steps; None where nothing is finite."""
     finite = [value for one in series for _, value in one.points if _plottable(value, log)]
     epochs = [epoch for one in series for epoch, _ in one.points]
     if not finite:
-        return Markup("")
+        return None
     x = Scale(min(epochs), max([*epochs, min(epochs) + 1]), _LEFT, WIDTH - _RIGHT)
     y = scale_of(finite, HEIGHT - _BOTTOM, _TOP, log=log)
-    return el(
-        "svg",
-        _axes(x, y),
-        [_mark(one, x, y) for one in marks if one.kind != "best"],
-        [_line(one, x, y) for one in sorted(series, key=lambda one: not one.stale)],
-        [_missing(one, x, unit) for one in series],
-        [_mark(one, x, y) for one in marks if one.kind == "best"],
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        class_=f"chart {'log' if log else 'linear'}",
-        role="img",
-        aria_label=label,
-        tabindex="0",
-        data_unit=unit,
-        data_series=_hover_data(series),
-        data_frame=json.dumps([x.low, x.high, x.start, x.end, y.low, y.high, y.start, y.end, int(log)]),
-    )
+    frame = [x.low, x.high, x.start, x.end, y.low, y.high, y.start, y.end, int(log)]
+    shapes = [
+        *_grid(y, x.start, number, 5),
+        *(word(str(epoch), x(epoch), HEIGHT - 9) for epoch in whole_ticks(int(x.low), int(x.high))),
+        line("axis", (_LEFT, WIDTH - _RIGHT), (y.start, y.start)),
+        *(_mark(one, x, y) for one in marks if one.kind != "best"),
+        *(_line(one, x, y) for one in sorted(series, key=lambda one: not one.stale)),
+        *(cross for one in series for cross in _missing(one, x, unit)),
+        *(_mark(one, x, y) for one in marks if one.kind == "best"),
+    ]
+    hover = {"data-unit": unit, "data-series": _hover_data(series), "data-frame": json.dumps(frame)}
+    style = f"chart {'log' if log else 'linear'}"
+    return Chart(label, WIDTH, HEIGHT, shapes, style, {"tabindex": "0", **hover})
+
+
+def column_chart(label: str, bars: Sequence[StackedBar], show: Callable[[float], str]) -> Chart:
+    """Bars side by side, the names of at most eight of them below."""
+    y = Scale(0.0, (max(one.total for one in bars) or 1) * 1.05, HEIGHT - _BOTTOM, _TOP)
+    slot = (WIDTH - _BAR_LEFT - _RIGHT) / len(bars)
+    every, width = -(-len(bars) // 8), max(0.8, slot * 0.72)
+    shapes = _grid(y, _BAR_LEFT, show, 4)
+    for index, one in enumerate(bars):
+        left, middle, end = _BAR_LEFT + (index + 0.14) * slot, y(one.written), y(one.total)
+        parts = (
+            rect("written", left, middle, width, y.start - middle),
+            rect("referenced", left, end, width, middle - end),
+        )
+        shapes.append(Shape("g", "", title=one.title, inside=parts))
+        if index % every == 0:
+            shapes.append(word(one.name, _BAR_LEFT + (index + 0.5) * slot, HEIGHT - 9))
+    return Chart(label, WIDTH, HEIGHT, shapes)
+
+
+def row_chart(label: str, bars: Sequence[StackedBar], show: Callable[[float], str]) -> Chart:
+    """Bars one below the other, name and value above each."""
+    x = Scale(0.0, max((one.total for one in bars), default=0) or 1, 8, WIDTH - 12)
+    shapes = []
+    for index, one in enumerate(bars):
+        y, middle = index * _BAR_ROW + 4, x(one.written)
+        name = one.name if len(one.name) <= 40 else f"{one.name[:39]}…"
+        parts = (
+            word(name, 8, y + 10, "tick"),
+            word(show(one.total), WIDTH - 12, y + 10, "tick end"),
+            rect("written", 8, y + 14, middle - 8, 9),
+            rect("referenced", middle, y + 14, x(one.total) - middle, 9),
+        )
+        shapes.append(Shape("g", "", title=one.title, inside=parts))
+    return Chart(label, WIDTH, _BAR_ROW * len(bars) + 8, shapes)
+
+
+def spark(label: str, points: Pairs) -> Chart:
+    """A line without numbers, for a cell of a table."""
+    x = Scale(points[0][0], points[-1][0], 2, 118)
+    y = scale_of([value for _, value in points], 25, 3)
+    return Chart(label, 120, 28, [path("line s1", _path(thinned(points, 120), x, y))], "spark")
+
+
+def _grid(y: Scale, left: float, show: Callable[[float], str], wanted: int) -> list[Shape]:
+    found = []
+    for value in ticks(y, wanted):
+        found.append(line("grid", (left, WIDTH - _RIGHT), (y(value), y(value))))
+        found.append(word(show(value), left - 6, y(value) + 3.5, "tick end"))
+    return found
 
 
 def thinned(points: Pairs, most: int = _MOST_POINTS) -> list[tuple[int, float]]:
@@ -184,86 +309,59 @@ def _plottable(value: float, log: bool) -> bool:
     return math.isfinite(value) and (value > 0 or not log)
 
 
-def _axes(x: Scale, y: Scale) -> list[Markup]:
-    found = []
-    for value in ticks(y):
-        at = y(value)
-        found.append(el("line", x1=_LEFT, x2=WIDTH - _RIGHT, y1=at, y2=at, class_="grid"))
-        found.append(el("text", number(value), x=_LEFT - 6, y=at + 3.5, class_="tick end"))
-    for epoch in whole_ticks(int(x.low), int(x.high)):
-        found.append(el("text", str(epoch), x=x(epoch), y=HEIGHT - 9, class_="tick middle"))
-    found.append(el("line", x1=_LEFT, x2=WIDTH - _RIGHT, y1=y.start, y2=y.start, class_="axis"))
-    return found
-
-
-def _line(series: Series, x: Scale, y: Scale) -> Markup:
-    parts: list[str] = []
-    pen = "M"
-    shown = thinned(series.points)
-    for epoch, value in shown:
-        if not _plottable(value, y.log):
+def _path(points: Iterable[tuple[int, float]], x: Scale, y: Scale) -> str:
+    """The line through all values that have a place; the others part it."""
+    parts, pen = list[str](), "M"
+    for epoch, value in points:
+        if _plottable(value, y.log):
+            parts.append(f"{pen}{x(epoch):.1f} {y(value):.1f}")
+            pen = "L"
+        else:
             pen = "M"
-            continue
-        parts.append(f"{pen}{x(epoch):.1f} {y(value):.1f}")
-        pen = "L"
-    drawn = [el("path", d="".join(parts), class_=f"line s{series.colour}{' stale' if series.stale else ''}")]
+    return "".join(parts)
+
+
+def _line(series: Series, x: Scale, y: Scale) -> Shape:
+    shown = thinned(series.points)
+    drawn = [path(f"line s{series.colour}{' stale' if series.stale else ''}", _path(shown, x, y))]
     finite = [one for one in shown if _plottable(one[1], y.log)]
     if len(finite) <= 40 and not series.stale:
-        drawn += [
-            el("circle", cx=x(epoch), cy=y(value), r=2.1, class_=f"dot s{series.colour}")
-            for epoch, value in finite
-        ]
-    return el("g", drawn)
+        drawn += [dot(f"dot s{series.colour}", x(epoch), y(value), 2.1) for epoch, value in finite]
+    return Shape("g", "", inside=drawn)
 
 
-def _missing(series: Series, x: Scale, unit: str) -> list[Markup]:
+def _missing(series: Series, x: Scale, unit: str) -> list[Shape]:
     """A cross at the upper edge per value that no line can show, at most a hundred."""
     odd = [(epoch, value) for epoch, value in series.points if not math.isfinite(value)]
     return [
-        el(
-            "path",
-            el("title", f"{series.name}: {number(value)} at {unit} {epoch}"),
-            d=f"M{x(epoch) - 3:.1f} {_TOP - 9}l6 6m0 -6l-6 6",
-            class_=f"cross s{series.colour}",
+        path(
+            f"cross s{series.colour}",
+            f"M{x(epoch) - 3:.1f} {_TOP - 9}l6 6m0 -6l-6 6",
+            f"{series.name}: {number(value)} at {unit} {epoch}",
         )
         for epoch, value in thinned(odd, 100)[:100]
     ]
 
 
-def _mark(mark: EpochMarker, x: Scale, y: Scale) -> Markup:
-    at = x(mark.epoch)
+def _mark(mark: EpochMarker, x: Scale, y: Scale) -> Shape:
+    """Resume points on, a rewind points back, a fallback down."""
+    at, top = x(mark.epoch), y.end - 8
     if mark.kind == "best":
         place = y(mark.value) if mark.value is not None else y.end
-        return el("circle", el("title", mark.text), cx=at, cy=place, r=5.5, class_=f"best s{mark.colour}")
-    return el(
-        "g",
-        el("title", mark.text),
-        el("line", x1=at, x2=at, y1=y.end - 4, y2=y.start, class_="stem"),
-        el("path", d=_sign(mark.kind, at, y.end - 8), class_="sign"),
-        class_=f"mark {mark.kind}",
-    )
-
-
-def _sign(kind: str, x: float, y: float) -> str:
-    """Resume points on, a rewind points back, a fallback down."""
-    if kind == "resume":
-        return f"M{x - 3:.1f} {y - 4:.1f}l7 4l-7 4z"
-    if kind == "rewind":
-        return f"M{x + 3:.1f} {y - 4:.1f}l-7 4l7 4z"
-    return f"M{x - 4:.1f} {y - 3:.1f}l4 7l4 -7z"
+        return dot(f"best s{mark.colour}", at, place, 5.5, mark.text)
+    signs = {
+        "resume": f"M{at - 3:.1f} {top - 4:.1f}l7 4l-7 4z",
+        "rewind": f"M{at + 3:.1f} {top - 4:.1f}l-7 4l7 4z",
+    }
+    sign = path("sign", signs.get(mark.kind, f"M{at - 4:.1f} {top - 3:.1f}l4 7l4 -7z"))
+    stem = line("stem", (at, at), (y.end - 4, y.start))
+    return Shape("g", f"mark {mark.kind}", title=mark.text, inside=(stem, sign))
 
 
 def _hover_data(series: Sequence[Series]) -> str:
-    said = [
-        [
-            one.name,
-            one.colour,
-            int(one.stale),
-            [
-                [epoch, value if math.isfinite(value) else number(value)]
-                for epoch, value in thinned(one.points)
-            ],
-        ]
-        for one in series
-    ]
+    said = []
+    for one in series:
+        shown = thinned(one.points)
+        values = [[epoch, value if math.isfinite(value) else number(value)] for epoch, value in shown]
+        said.append([one.name, one.colour, int(one.stale), values])
     return json.dumps(said, ensure_ascii=False, separators=(",", ":"))

@@ -6,50 +6,31 @@ import math
 from collections.abc import Sequence
 
 from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.tools.report.charts import EpochMarker, Series, line_chart
-from torchrelay.tools.report.html import (
-    Child,
-    Markup,
-    chart_card,
-    count,
-    el,
-    legend,
-    number,
-    of_run,
-    scrolling,
-    section,
-    share,
-    table,
-)
+from torchrelay.tools.report.charts import EpochMarker, Figure, Series, line_chart
+from torchrelay.tools.report.parts import Cell, PageSection, Table, count, number, shade, share
 from torchrelay.tools.report.run_data import Joint, LeafNorm, Norms, Point, RunFacts
 
 _MOST_CHARTS = 60
-_NOTHING_FINITE = el("p", "no finite value yet", class_="quiet")
 _TABLE_ROWS = 400
 _GONE_ON = {"resume": "went on from", "rewind": "went back to", "fallback": "fell back, after damage, to"}
 
 
-def curves(runs: Sequence[RunFacts]) -> Markup:
-    """All metrics of all runs."""
+def metrics(runs: Sequence[RunFacts]) -> PageSection | None:
+    """All metrics of all runs; None where none was logged."""
     names = metric_names(runs)
-    if not names and not any(run.steps for run in runs):
-        return section(
-            "metrics",
-            "No metric was logged yet",
-            el("p", "Metrics appear after the first epoch.", class_="quiet"),
-        )
-    charts = [_figure(index, name, runs) for index, name in enumerate(names[:_MOST_CHARTS])]
     by_step = sorted({name for run in runs for one in run.steps for name in one.metrics})
-    charts += [_step_figure(name, runs) for name in by_step[:_MOST_CHARTS]]
+    if not names and not by_step:
+        return None
+    figures = [_figure(index, name, runs) for index, name in enumerate(names[:_MOST_CHARTS])]
+    figures += [_step_figure(name, runs) for name in by_step[:_MOST_CHARTS]]
     more = len(names) - _MOST_CHARTS
-    return section(
-        "metrics",
-        _finding(runs),
-        _legend(runs),
-        el("div", charts, class_="charts"),
-        el("p", f"{count(more, 'metric')} more: in the table below", class_="quiet") if more > 0 else None,
-        [_table(run, names) for run in runs],
-    )
+    content = {
+        "legend": _legend(runs),
+        "figures": figures,
+        "note": f"{count(more, 'metric')} more: in the table below" if more > 0 else "",
+        "tables": [_table(run, names) for run in runs],
+    }
+    return PageSection("metrics", "Metrics", _finding(runs), content)
 
 
 def metric_names(runs: Sequence[RunFacts]) -> list[str]:
@@ -101,42 +82,27 @@ def _compared(name: str, runs: Sequence[RunFacts]) -> str:
     return f"{name} ends at {number(high[0])} in {high[1]}, {number(low[0])} in {low[1]}"
 
 
-def _figure(index: int, name: str, runs: Sequence[RunFacts]) -> Markup:
+def _figure(index: int, name: str, runs: Sequence[RunFacts]) -> Figure:
     series = [one for at, run in enumerate(runs) for one in _series(name, run, at % 8 + 1)]
     marks = [one for at, run in enumerate(runs) for one in _marks(name, run, at % 8 + 1)]
     title = finding_of(name, runs[0]) if len(runs) == 1 else _compared(name, runs)
     label = f"{name} over epochs. {title}"
     values = [value for one in series for _, value in one.points if math.isfinite(value)]
     linear = line_chart(label, series, marks)
-    log = line_chart(label + ", logarithmic", series, marks, log=True) if values and min(values) > 0 else None
-    switch = f"log-{index}"
-    return chart_card(
-        name.rpartition("/")[0] or "metric",
-        title,
-        [
-            el("input", type="checkbox", id=switch, class_="logswitch"),
-            el("label", "log", for_=switch, class_="switch", title="logarithmic scale"),
-        ]
-        if log
-        else None,
-        linear or _NOTHING_FINITE,
-        log,
-    )
+    positive = bool(values) and min(values) > 0
+    log = line_chart(label + ", logarithmic", series, marks, log=True) if positive else None
+    return Figure(name.rpartition("/")[0] or "metric", title, linear, log, f"log-{index}")
 
 
-def _step_figure(name: str, runs: Sequence[RunFacts]) -> Markup:
+def _step_figure(name: str, runs: Sequence[RunFacts]) -> Figure:
     """A metric within epochs, over the steps of the runs."""
     series = [
         Series(run.name, at % 8 + 1, pairs)
         for at, run in enumerate(runs)
         if (pairs := tuple((one.step, one.metrics[name]) for one in run.steps if name in one.metrics))
     ]
-    title = f"{name} by step"
-    return chart_card(
-        f"{name.rpartition('/')[0] or 'metric'}, by step",
-        title,
-        line_chart(f"{name} over steps", series, unit="step") or _NOTHING_FINITE,
-    )
+    drawn = line_chart(f"{name} over steps", series, unit="step")
+    return Figure(f"{name.rpartition('/')[0] or 'metric'}, by step", f"{name} by step", drawn)
 
 
 def _series(name: str, run: RunFacts, colour: int) -> list[Series]:
@@ -183,7 +149,7 @@ def _finding(runs: Sequence[RunFacts]) -> str:
     return f"{count(len(metric_names(runs)), 'metric')} over {count(longest, 'epoch')}"
 
 
-def _legend(runs: Sequence[RunFacts]) -> Markup:
+def _legend(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
     kinds = {joint.kind for run in runs for joint in run.course.joints}
     entries = [(f"line s{at % 8 + 1}", run.name) for at, run in enumerate(runs)]
     if any(run.course.abandoned for run in runs):
@@ -192,23 +158,19 @@ def _legend(runs: Sequence[RunFacts]) -> Markup:
     entries += [(f"sign {kind}", text) for kind, text in signs.items() if kind in kinds]
     if any(run.best_point for run in runs):
         entries.append(("best", "best epoch"))
-    return legend(entries)
+    return entries
 
 
-def _table(run: RunFacts, names: Sequence[str]) -> Markup:
+def _table(run: RunFacts, names: Sequence[str]) -> Table:
     points = run.course.points[-_TABLE_ROWS:]
     used = [name for name in names if any(name in one.metrics for one in points)]
     rows = [
         [str(one.epoch), *(number(one.metrics[name]) if name in one.metrics else "" for name in used)]
         for one in points
     ]
-    left = len(run.course.points) - len(points)
-    summary = f"Values of {run.name}" + (
-        f" (the newest {len(points)} of {len(points) + left} epochs)" if left else ""
-    )
-    return el(
-        "details", el("summary", summary), scrolling(summary, table(["epoch", *used], rows, numeric=True))
-    )
+    every = len(run.course.points)
+    newest = f" (the newest {len(points)} of {every} epochs)" if every > len(points) else ""
+    return Table(f"Values of {run.name}{newest}", ["epoch", *used], rows, numeric=True)
 
 
 def _all_points(run: RunFacts) -> list[Point]:
@@ -217,20 +179,23 @@ def _all_points(run: RunFacts) -> list[Point]:
 
 _MOST_LINES = 8
 _MOST_ROWS = 40
-_SHADES = 7
 
 
-def norms(runs: Sequence[RunFacts]) -> Markup:
-    """Weights and their changes."""
+def weights(runs: Sequence[RunFacts]) -> PageSection | None:
+    """Weights and their changes; None where nothing was read, and no reason is known."""
     known = [run for run in runs if run.norms.rows]
-    if not known:
-        reasons = [run.norms.left_out for run in runs if run.norms.left_out]
-        return section(
-            "weights", "Weights were not looked at", el("p", reasons[0] if reasons else None, class_="quiet")
-        )
-    many = len(runs) > 1
-    parts = [of_run(run.name, many, _run(run.norms, run.name)) for run in known]
-    return section("weights", norm_finding(known), parts)
+    reason = next((run.norms.left_out for run in runs if run.norms.left_out), "")
+    if not known and not reason:
+        return None
+    title = norm_finding(known) if known else "Weights were not looked at"
+    content = {
+        "reason": "" if known else reason,
+        "runs": [
+            (run, [_norms(run.norms, run.name), _updates(run.norms.rows, run.name)], _read(run.norms))
+            for run in known
+        ],
+    }
+    return PageSection("weights", "Weights", title, content)
 
 
 def norm_finding(runs: Sequence[RunFacts]) -> str:
@@ -261,82 +226,61 @@ def ratio_of(row: LeafNorm) -> float | None:
     return None if row.update is None or row.norm == 0 else row.update / row.norm
 
 
-def _run(said: Norms, name: str) -> list[Markup | None]:
+def _norms(said: Norms, name: str) -> Figure:
+    """The largest parameters at the end, the one that the title names among them."""
+    last = max(row.epoch for row in said.rows)
+    newest = sorted((row for row in said.rows if row.epoch == last), key=lambda row: -row.norm)
     leaves = list(dict.fromkeys(row.leaf for row in said.rows))
     sizes = {row.leaf: row.elements for row in said.rows}
-    lines = sorted(sorted(leaves, key=lambda leaf: -sizes[leaf])[:_MOST_LINES], key=leaves.index)
+    chosen = sorted(leaves, key=lambda leaf: (leaf != newest[0].leaf, -sizes[leaf]))[:_MOST_LINES]
     series = [
-        Series(leaf, at % 8 + 1, tuple((row.epoch, _norm(row)) for row in said.rows if row.leaf == leaf))
-        for at, leaf in enumerate(lines)
-    ]
-    label = f"Norms of the largest parameters of {name} over epochs"
-    epochs = len({row.epoch for row in said.rows})
-    read = f"{count(epochs, 'epoch')} looked at, {human_bytes(said.read_bytes)} of weights read."
-    note = f"{read} {said.left_out or ''}"
-    return [
-        el(
-            "div",
-            chart_card(
-                "norm of the weights",
-                _largest(said.rows),
-                line_chart(label, series),
-                legend([(f"line s{one.colour}", one.name) for one in series]),
+        Series(
+            leaf,
+            at % 8 + 1,
+            tuple(
+                (row.epoch, math.nan if row.nonfinite else row.norm) for row in said.rows if row.leaf == leaf
             ),
-            chart_card(
-                "update by norm",
-                "How far each layer moved, by epoch",
-                _heat(said.rows, leaves, name),
-            ),
-            class_="charts two",
-        ),
-        el("p", note, class_="quiet"),
+        )
+        for at, leaf in enumerate(sorted(chosen, key=leaves.index))
     ]
-
-
-def _norm(row: LeafNorm) -> float:
-    """What cannot be summed up is shown as missing."""
-    return float("nan") if row.nonfinite else row.norm
-
-
-def _largest(rows: Sequence[LeafNorm]) -> str:
-    last = max(row.epoch for row in rows)
-    top = max((row for row in rows if row.epoch == last), key=lambda row: row.norm)
-    return f"{top.leaf} is the largest at epoch {last}: {number(top.norm)}"
-
-
-def _heat(rows: Sequence[LeafNorm], leaves: Sequence[str], name: str) -> Markup:
-    """Layers by epochs; also the table behind the lines, because it has all numbers in it."""
-    epochs = sorted({row.epoch for row in rows if row.update is not None or row.nonfinite})
-    by_place = {(row.leaf, row.epoch): row for row in rows}
-    ratios = [ratio for row in rows if (ratio := ratio_of(row))]
-    shown = leaves[:_MOST_ROWS]
-    body = [
-        [leaf, *(_cell(by_place.get((leaf, epoch)), max(ratios, default=0.0)) for epoch in epochs)]
-        for leaf in shown
-    ]
-    label = f"Update by norm of {name}, layers by epochs"
-    more = len(leaves) - len(shown)
-    return el(
-        "div",
-        scrolling(label, el("div", table(["layer", *map(str, epochs)], body), class_="heat small")),
-        el("p", f"{count(more, 'parameter')} more not shown", class_="quiet") if more else None,
+    return Figure(
+        "norm of the weights",
+        f"{newest[0].leaf} is the largest at epoch {last}: {number(newest[0].norm)}",
+        line_chart(f"Norms of the largest parameters of {name} over epochs", series),
+        legend=[(f"line s{one.colour}", one.name) for one in series],
     )
 
 
-def _cell(row: LeafNorm | None, top: float) -> Child:
+def _read(said: Norms) -> str:
+    epochs = len({row.epoch for row in said.rows})
+    read = f"{count(epochs, 'epoch')} looked at, {human_bytes(said.read_bytes)} of weights read."
+    return f"{read} {said.left_out or ''}"
+
+
+def _updates(rows: Sequence[LeafNorm], name: str) -> Figure:
+    """Layers by epochs; also the table behind the lines, because it has all numbers in it."""
+    leaves = list(dict.fromkeys(row.leaf for row in rows))
+    epochs = sorted({row.epoch for row in rows if row.update is not None or row.nonfinite})
+    by_place = {(row.leaf, row.epoch): row for row in rows}
+    top = max((ratio for row in rows if (ratio := ratio_of(row))), default=0.0)
+    cells = [
+        [leaf, *(_cell(by_place.get((leaf, epoch)), top) for epoch in epochs)] for leaf in leaves[:_MOST_ROWS]
+    ]
+    table = Table(f"Update by norm of {name}, layers by epochs", ["layer", *map(str, epochs)], cells)
+    more = len(leaves) - _MOST_ROWS
+    note = f"{count(more, 'parameter')} more not shown" if more > 0 else ""
+    return Figure("update by norm", "How far each layer moved, by epoch", heat=table, note=note)
+
+
+def _cell(row: LeafNorm | None, top: float) -> Cell | str:
     if row is None:
         return ""
     if row.nonfinite:
         text = f"{count(row.nonfinite, 'element')} of {row.elements} NaN or Inf at epoch {row.epoch}"
-        return el("span", "NaN", class_="cell nan", title=text)
+        return Cell("NaN", "cell nan", text)
     ratio = ratio_of(row)
     if ratio is None:
-        return el(
-            "span",
-            number(row.norm) if row.update is None else "0",
-            class_="cell h0",
-            title=f"norm {number(row.norm)}, nothing to compare with",
-        )
-    level = min(_SHADES, int((ratio / top) ** 0.5 * _SHADES) + 1) if top > 0 and ratio > 0 else 0
+        text = number(row.norm) if row.update is None else "0"
+        return Cell(text, "cell h0", f"norm {number(row.norm)}, nothing to compare with")
     said = f"norm {number(row.norm)}, change {number(row.update or 0.0)}"
-    return el("span", share(row.update or 0.0, row.norm), class_=f"cell h{level}", title=said)
+    return Cell(share(row.update or 0.0, row.norm), shade(ratio, top), said)

@@ -11,27 +11,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
 import torchrelay
 from torchrelay.errors import RelayError
 from torchrelay.jobs.config.yaml_reader import read_yaml
-from torchrelay.tools.report.curves import curves, norms
-from torchrelay.tools.report.epochs import epochs_table, sizes, story
-from torchrelay.tools.report.html import (
-    Child,
-    Markup,
-    count,
-    el,
-    moment,
-    number,
-    of_run,
-    pairs,
-    scrolling,
-    seconds,
-    section,
-    table,
-)
+from torchrelay.runners.monitoring.text import human_bytes
+from torchrelay.tools.report.curves import metrics, weights
+from torchrelay.tools.report.epochs import checkpoints, sizes, story, tone_of
+from torchrelay.tools.report.parts import PageSection, count, moment, number, seconds, visible
 from torchrelay.tools.report.run_data import RunFacts
-from torchrelay.tools.report.timeline import heat, timeline, wall_secs
+from torchrelay.tools.report.timeline import saves, timeline, wall_secs
 
 _WORDS = {
     "FINISHED": ("finished", "good"),
@@ -40,7 +31,6 @@ _WORDS = {
     "PREEMPTED": ("preempted", "calm"),
     "FAILED": ("failed", "bad"),
 }
-_MOST_TROUBLE = 40
 
 
 def headline(runs: Sequence[RunFacts]) -> str:
@@ -63,17 +53,6 @@ def state_of(run: RunFacts) -> tuple[str, str]:
     return _WORDS.get(run.state, (run.state.lower(), "calm"))
 
 
-def overview(runs: Sequence[RunFacts]) -> Markup:
-    """Cards, then what could not be read."""
-    return el(
-        "section",
-        el("div", [_card(run, at % 8 + 1) for at, run in enumerate(runs)], class_="runs"),
-        [_trouble(run, len(runs) > 1) for run in runs if run.trouble],
-        id="overview",
-        aria_label="overview",
-    )
-
-
 def best_text(run: RunFacts) -> str:
     """`val/acc 0.9933 at epoch 6`; empty where the run names no best metric or has no value of it."""
     if run.best is None or run.best_point is None:
@@ -82,84 +61,48 @@ def best_text(run: RunFacts) -> str:
     return f"{run.best[0]} {number(value)} at epoch {epoch}"
 
 
-def _card(run: RunFacts, colour: int) -> Markup:
-    word, tone = state_of(run)
-    return el(
-        "article",
-        el("h3", el("span", class_=f"chip s{colour}", aria_hidden="true"), run.name),
-        el("p", el("span", word, class_=f"state {tone}"), _stand(run), class_="standing"),
-        pairs([(name, value) for name, value in _facts(run) if value]),
-        class_="card run",
-    )
-
-
-def _stand(run: RunFacts) -> Child:
+def place_of(run: RunFacts) -> str:
+    """Where a run is, behind the word for its state."""
     text = f" at epoch {run.epoch}" if run.epoch is not None else ""
     if run.state == "RUNNING" and run.updated is not None and run.stands.word == "running":
         text += f", last word {moment(run.updated)}"
     return text
 
 
-def _facts(run: RunFacts) -> list[tuple[str, Child]]:
+def details_of(run: RunFacts) -> list[tuple[str, str]]:
+    """Names and values of the card of a run."""
     reason = run.stands.why if run.state == "RUNNING" else run.exit_reason
     exit_code = "" if run.exit_code is None else f" (exit {run.exit_code})"
-    return [
+    ended = run.state != "RUNNING" or run.stands.word == "interrupted"
+    more = f" and {len(run.hosts) - 8} more" if len(run.hosts) > 8 else ""
+    found = [
         ("best", best_text(run)),
         ("job", run.job),
-        (
-            "why it ended" if run.state != "RUNNING" or run.stands.word == "interrupted" else "",
-            f"{reason}{exit_code}" if reason else "",
-        ),
-        ("went on for", _went_on(run)),
+        ("why it ended", f"{reason}{exit_code}" if ended and reason else ""),
+        ("went on for", seconds(wall_secs(run)) if run.attempts else ""),
         ("attempts", str(len(run.attempts)) if run.attempts else ""),
-        (
-            "hosts",
-            ", ".join(run.hosts[:8]) + (f" and {len(run.hosts) - 8} more" if len(run.hosts) > 8 else ""),
-        ),
+        ("hosts", ", ".join(run.hosts[:8]) + more),
         ("began", moment(run.created) if run.created is not None else ""),
         ("a start now", run.start_now.removeprefix("a start now ")),
-        ("directory", el("code", run.path)),
+        ("directory", run.path),
     ]
-
-
-def _went_on(run: RunFacts) -> str:
-    return seconds(wall_secs(run)) if run.attempts else ""
-
-
-def _trouble(run: RunFacts, many: bool) -> Markup:
-    shown = run.trouble[:_MOST_TROUBLE]
-    more = len(run.trouble) - len(shown)
-    of = f" of {run.name}" if many else ""
-    return el(
-        "div",
-        el("h3", f"{count(len(run.trouble), 'thing')}{of} could not be read, or not be trusted"),
-        el("ul", [el("li", one) for one in shown], el("li", f"and {more} more") if more > 0 else None),
-        class_="card trouble",
-        role="alert",
-    )
+    return [(name, value) for name, value in found if value]
 
 
 _LEFT_OUT = frozenset({"format", "uuid", "created"})
 _MOST_FIELDS = 400
 
 
-def configs(runs: Sequence[RunFacts]) -> Markup:
+def config(runs: Sequence[RunFacts]) -> PageSection:
     """What each run was, and differences first where there are several."""
     fields = [flat(run) for run in runs]
-    if len(runs) == 1:
-        run = runs[0]
-        return section("config", _one(run), el("div", _table(runs, fields), class_="card"), _source(run))
-    names = _names(fields)
-    differ = [name for name in names if len({one.get(name) for one in fields}) > 1]
-    title = (
-        f"{count(len(differ), 'setting')} differ between the runs" if differ else "The runs were set up alike"
-    )
-    return section(
-        "config",
-        title,
-        el("div", _table(runs, fields), class_="card"),
-        [of_run(run.name, True, _source(run)) for run in runs if run.config],
-    )
+    names = dict.fromkeys(name for one in fields for name in one)
+    rows = [(name, [one.get(name) for one in fields]) for name in names]
+    settings = sorted(((name, said, len(set(said)) > 1) for name, said in rows), key=lambda row: not row[2])
+    differ = sum(differs for _, _, differs in settings)
+    title = f"{count(differ, 'setting')} differ between the runs" if differ else "The runs were set up alike"
+    content = {"columns": ["setting", *(run.name for run in runs)], "settings": settings}
+    return PageSection("config", "Config", _how_started(runs[0]) if len(runs) == 1 else title, content)
 
 
 def flat(run: RunFacts) -> dict[str, str]:
@@ -191,33 +134,7 @@ def _flatten(prefix: str, value: Any, into: dict[str, str]) -> None:
         into[prefix] = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def _names(fields: Sequence[Mapping[str, str]]) -> list[str]:
-    """All names, those that differ first."""
-    every = list(dict.fromkeys(name for one in fields for name in one))
-    return sorted(every, key=lambda name: len({one.get(name) for one in fields}) < 2)
-
-
-def _table(runs: Sequence[RunFacts], fields: Sequence[Mapping[str, str]]) -> Markup:
-    rows: list[list[Child]] = []
-    classes: list[str] = []
-    for name in _names(fields):
-        values = [one.get(name) for one in fields]
-        differs = len(set(values)) > 1
-        rows.append([name, *(el("code", "\N{EN DASH}" if one is None else one) for one in values)])
-        classes.append("differs" if differs else "")
-    columns = ["setting", *(run.name for run in runs)]
-    return scrolling("settings", table(columns, rows, row_classes=classes))
-
-
-def _source(run: RunFacts) -> Markup | None:
-    if run.config is None:
-        return None
-    return el(
-        "details", el("summary", f"config/resolved.yaml of {run.name}"), el("pre", run.config), class_="card"
-    )
-
-
-def _one(run: RunFacts) -> str:
+def _how_started(run: RunFacts) -> str:
     world = run.identity.get("world_size")
     ranks = f" on {count(world, 'rank')}" if type(world) is int else ""
     return (
@@ -227,76 +144,70 @@ def _one(run: RunFacts) -> str:
     )
 
 
-_ASSETS = Path(__file__).with_name("assets")
-_LINKS = (
-    ("metrics", "Metrics"),
-    ("time", "Time"),
-    ("saves", "Saves"),
-    ("sizes", "Sizes"),
-    ("weights", "Weights"),
-    ("checkpoints", "Checkpoints"),
-    ("story", "Events"),
-    ("config", "Config"),
-)
-
-
 def report_page(runs: Sequence[RunFacts], *, live: str | None = None, back: str | None = None) -> str:
     """The page of some runs as HTML. A `live` one, which is its tag, asks its server again; others nobody.
 
-    `back` is a path to return to, where there is one.
+    `back` is a path to return to, where there is one. What a run has nothing of is left out.
     """
-    nav = [el("a", text, href=f"#{name}") for name, text in _LINKS]
-    body = [
-        overview(runs),
-        curves(runs),
-        timeline(runs),
-        heat(runs),
-        sizes(runs),
-        norms(runs),
-        epochs_table(runs),
-        story(runs),
-        configs(runs),
-    ]
-    home = el("a", "All runs", href=back) if back else None
-    return whole_page(headline(runs), [home, *nav], body, live=live)
+    found = (make(runs) for make in (metrics, timeline, saves, sizes, weights, checkpoints, story, config))
+    sections = [one for one in found if one is not None]
+    many = len(runs) > 1
+    return whole_page(
+        "report.html", headline(runs), live=live, runs=runs, many=many, sections=sections, back=back
+    )
 
 
-def whole_page(title: str, nav: Sequence[Child], body: Child, *, live: str | None = None) -> str:
+def whole_page(template: str, title: str, *, live: str | None = None, **content: Any) -> str:
     """A page in the house's form: head, navigation, content, the policy that forbids the network."""
-    style, script = asset("report.css"), asset("report.js")
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", http_equiv="Content-Security-Policy", content=policy(live=live is not None)),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name="referrer", content="no-referrer"),
-        el("title", f"{title} · torchrelay"),
-        el("style", Markup(style)),
-    )
-    top = el(
-        "header",
-        el("div", el("p", "torchrelay", class_="brand"), el("h1", title), class_="titles"),
-        el("button", "Dark", type="button", id="theme", hidden=True),
-        el("nav", *nav, aria_label="sections"),
-        class_="top",
-    )
     said = f"torchrelay {torchrelay.__version__}, written {moment(time.time())}"
-    page = el(
-        "html",
-        head,
-        el(
-            "body",
-            el("a", "To the content", href="#main", class_="skip"),
-            top,
-            el("main", body, id="main"),
-            el("footer", el("p", "live, asked again every few seconds" if live else said)),
-            el("div", id="tip", hidden=True, role="status"),
-            el("script", Markup(script)),
-            data_live=live,
-        ),
-        lang="en",
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            title=title,
+            live=live,
+            policy=policy(live=live is not None),
+            style=Markup(asset("report.css")),  # noqa: S704 - our own files
+            script=Markup(asset("report.js")),  # noqa: S704
+            footer="live, asked again every few seconds" if live else said,
+            **content,
+        )
     )
-    return f"<!doctype html>\n{page}\n"
+
+
+_ASSETS = Path(__file__).with_name("assets")
+
+
+@cache
+def _environment() -> Environment:
+    """Templates escape what is put into them, so names out of files may hold anything."""
+    made = Environment(
+        loader=FileSystemLoader(_ASSETS),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        finalize=shown,
+    )
+    made.filters.update(number=number, moment=moment, bytes=human_bytes)
+    made.globals.update(
+        count=count,
+        state_of=state_of,
+        place_of=place_of,
+        details_of=details_of,
+        best_text=best_text,
+        tone_of=tone_of,
+    )
+    return made
+
+
+def shown(value: Any) -> Any:
+    """What a template writes for a value: nothing for None, six figures, no signs that a page cannot hold."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def policy(*, live: bool) -> str:

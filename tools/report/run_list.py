@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 import time
@@ -17,10 +18,10 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.remote_runs.local_copies import Wanted, mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
-from torchrelay.tools.report.charts import Scale, scale_of, thinned
+from torchrelay.tools.report.charts import Chart, spark
 from torchrelay.tools.report.gather import best_of, points_of
-from torchrelay.tools.report.html import Child, Markup, count, el, moment, scrolling, section, table
-from torchrelay.tools.report.page import best_text, state_of, whole_page
+from torchrelay.tools.report.page import whole_page
+from torchrelay.tools.report.parts import count
 from torchrelay.tools.report.run_data import RunFacts, Troubles, course_of, moment_of
 
 MOST_RUNS = 1000
@@ -156,9 +157,6 @@ class FarRuns(RunIndex):
             return RunDirectory(Path(self._mirror.root, name), f"{self.shown}/{name}".rstrip("/"))
 
 
-_WIDTH, _HEIGHT = 120, 28
-
-
 def glance(run: RunDirectory) -> RunFacts:
     """As much of a run as a line of the list shows: identity, status and metrics, not its checkpoints."""
     troubles = Troubles()
@@ -185,46 +183,15 @@ def index_page(root: str, runs: Sequence[RunFacts], tag: str) -> str:
     ordered = sorted(runs, key=lambda run: (-(run.updated or 0.0), run.name))
     going = sum(run.stands.word == "running" for run in runs)
     title = f"{count(len(runs), 'run')}, {going} running" if going else count(len(runs), "run")
-    rows = [_row(run) for run in ordered]
-    body: Child = el("p", "A run appears here when its directory holds run.json.", class_="quiet")
-    if rows:
-        columns = ("run", "job", "state", "epoch", "best", "course", "updated")
-        body = el("div", scrolling("runs", table(columns, rows)), class_="card")
-    return whole_page(
-        title, [el("span", root, class_="quiet")], section("runs", f"Runs in {root}", body), live=tag
-    )
+    rows = [(run, quote(run.name, safe=""), _course(run)) for run in ordered]
+    return whole_page("runs.html", title, live=tag, root=root, rows=rows)
 
 
-def _row(run: RunFacts) -> list[Child]:
-    word, tone = state_of(run)
-    trouble = (
-        el("span", f"{count(len(run.trouble), 'thing')} unreadable", class_="state bad")
-        if run.trouble
-        else None
-    )
-    return [
-        el("a", run.name, href=f"/run/{quote(run.name, safe='')}"),
-        run.job or "",
-        [el("span", word, class_=f"state {tone}"), trouble],
-        "" if run.epoch is None else str(run.epoch),
-        best_text(run),
-        _spark(run),
-        moment(run.updated) if run.updated is not None else "",
-    ]
-
-
-def _spark(run: RunFacts) -> Markup | None:
+def _course(run: RunFacts) -> Chart | None:
     """The course of the run's own metric, without numbers: the cell beside it has the one that counts."""
     if run.best is None:
         return None
     name = run.best[0]
     values = [(one.epoch, one.metrics[name]) for one in run.course.points if name in one.metrics]
-    finite = [(epoch, value) for epoch, value in values if value - value == 0]
-    if len(finite) < 2:
-        return None
-    x = Scale(finite[0][0], finite[-1][0], 2, _WIDTH - 2)
-    y = scale_of([value for _, value in finite], _HEIGHT - 3, 3)
-    path = "L".join(f"{x(epoch):.1f} {y(value):.1f}" for epoch, value in thinned(finite, 120))
-    label = f"{name} over {count(len(finite), 'epoch')}"
-    drawn = el("path", d=f"M{path}", class_="line s1")
-    return el("svg", drawn, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", class_="spark", role="img", aria_label=label)
+    finite = [(epoch, value) for epoch, value in values if math.isfinite(value)]
+    return spark(f"{name} over {count(len(finite), 'epoch')}", finite) if len(finite) > 1 else None

@@ -8,20 +8,17 @@ from statistics import median
 
 from torchrelay.metadata.statistics import WAITING, NodeRow, NodeTimes, StragglerSummary, summary
 from torchrelay.records import dataclass
-from torchrelay.tools.report.charts import Scale, clock_ticks
-from torchrelay.tools.report.html import (
-    Markup,
+from torchrelay.tools.report.charts import Chart, Scale, Shape, clock_ticks, line, path, rect, word
+from torchrelay.tools.report.parts import (
+    Cell,
+    PageSection,
+    Table,
     count,
-    el,
-    legend,
     moment,
     number,
-    of_run,
-    scrolling,
     seconds,
-    section,
+    shade,
     share,
-    table,
 )
 from torchrelay.tools.report.run_data import RunAttempt, RunFacts, Save, SavedEpoch
 
@@ -49,25 +46,22 @@ class Bar:
     text: str
 
 
-def timeline(runs: Sequence[RunFacts]) -> Markup:
-    """When each start trained, saved and waited."""
+def timeline(runs: Sequence[RunFacts]) -> PageSection | None:
+    """When each start trained, saved and waited; None where none has left a time behind."""
     known = [run for run in runs if run.attempts]
     if not known:
-        return section("time", "No start has left a time behind yet")
-    return section(
-        "time",
-        _finding(known),
-        legend(
-            [
-                ("train", "training (shades alternate by epoch)"),
-                ("save", "saving"),
-                ("wait", "waiting for the slowest node"),
-                ("behind", "saving behind the training"),
-                ("load", "loading"),
-            ]
-        ),
-        [of_run(run.name, len(runs) > 1, _chart(run), _table(run)) for run in known],
-    )
+        return None
+    content = {
+        "legend": [
+            ("train", "training (shades alternate by epoch)"),
+            ("save", "saving"),
+            ("wait", "waiting for the slowest node"),
+            ("behind", "saving behind the training"),
+            ("load", "loading"),
+        ],
+        "runs": [(run, _chart(run), _left_out(run), _table(run)) for run in known],
+    }
+    return PageSection("time", "Time", _finding(known), content)
 
 
 def bars_of(attempt: RunAttempt) -> list[Bar]:
@@ -134,74 +128,40 @@ def saving_secs(run: RunFacts) -> float:
     return sum(bar.end - bar.begin for bar in held)
 
 
-def _chart(run: RunFacts) -> Markup:
+def _chart(run: RunFacts) -> Chart:
     attempts = run.attempts[-_MOST_ROWS:]
     span = max([1e-3, *(one.end - one.begin for one in attempts)])
     x = Scale(0.0, span, _LEFT, WIDTH - _RIGHT)
     height = _TOP + _ROW * len(attempts) + _BOTTOM
-    rows = []
+    shapes = []
+    for at in clock_ticks(x.high, 7):
+        shapes.append(line("grid", (x(at), x(at)), (_TOP, height - _BOTTOM + 4)))
+        shapes.append(word(seconds(at) if at else "0", x(at), height - 8))
     for index, attempt in enumerate(attempts):
         pause = attempt.begin - attempts[index - 1].end if index else None
-        rows.append(_row(attempt, _TOP + index * _ROW, x, pause))
-    label = f"Timeline of {run.name}, a row per start"
-    left_out = len(run.attempts) - len(attempts)
-    return el(
-        "div",
-        scrolling(
-            label,
-            el(
-                "svg",
-                _axis(x, height),
-                rows,
-                viewBox=f"0 0 {WIDTH} {height}",
-                class_="wide",
-                role="img",
-                aria_label=label,
-            ),
-        ),
-        el("p", f"{count(left_out, 'earlier start')} not shown", class_="quiet") if left_out else None,
-        class_="card",
-    )
+        shapes.append(_row(attempt, _TOP + index * _ROW, x, pause))
+    return Chart(f"Timeline of {run.name}, a row per start", WIDTH, height, shapes, "wide")
 
 
-def _axis(x: Scale, height: float) -> list[Markup]:
-    found = []
-    for at in clock_ticks(x.high, 7):
-        place = x(at)
-        found.append(el("line", x1=place, x2=place, y1=_TOP, y2=height - _BOTTOM + 4, class_="grid"))
-        found.append(el("text", seconds(at) if at else "0", x=place, y=height - 8, class_="tick middle"))
-    return found
+def _left_out(run: RunFacts) -> str:
+    more = len(run.attempts) - _MOST_ROWS
+    return f"{count(more, 'earlier start')} not shown" if more > 0 else ""
 
 
-def _row(attempt: RunAttempt, top: float, x: Scale, pause: float | None) -> Markup:
-    y = top + 26
-    bars = [_bar(one, x, y) for one in bars_of(attempt)]
-    end = x(attempt.end - attempt.begin)
-    return el(
-        "g",
-        el("text", _title(attempt, pause), x=_LEFT, y=top + 17, class_="rowtitle"),
-        el("rect", x=_LEFT, y=y, width=max(1.0, end - _LEFT), height=_BAR, class_="idle"),
-        bars,
-        _ending(attempt, end, y),
-    )
+def _row(attempt: RunAttempt, top: float, x: Scale, pause: float | None) -> Shape:
+    y, end = top + 26, x(attempt.end - attempt.begin)
+    shapes = [
+        word(_title(attempt, pause), _LEFT, top + 17, "rowtitle"),
+        rect("idle", _LEFT, y, max(1.0, end - _LEFT), _BAR),
+    ]
+    for one in bars_of(attempt):
+        left, right = round(x(one.begin), 2), x(one.end)
+        at, height = (y + _BAR - 6, 6) if one.kind == "behind" else (y, _BAR)
+        shapes.append(rect(one.kind, left, at, max(0.6, right - left), height, one.text))
+    return Shape("g", "", inside=[*shapes, *_ending(attempt, end, y + _BAR / 2)])
 
 
-def _bar(bar: Bar, x: Scale, y: float) -> Markup:
-    left, right = x(bar.begin), x(bar.end)
-    top, height = (y + _BAR - 6, 6) if bar.kind == "behind" else (y, _BAR)
-    return el(
-        "rect",
-        el("title", bar.text),
-        x=round(left, 2),
-        y=top,
-        width=round(max(0.6, right - left), 2),
-        height=height,
-        class_=bar.kind,
-    )
-
-
-def _ending(attempt: RunAttempt, x: float, y: float) -> Markup | None:
-    middle = y + _BAR / 2
+def _ending(attempt: RunAttempt, x: float, middle: float) -> list[Shape]:
     shapes = {
         "FAILED": f"M{x + 4:.1f} {middle - 5}l10 10m0 -10l-10 10",
         "DIED": f"M{x + 4:.1f} {middle - 5}l10 10m0 -10l-10 10",
@@ -210,11 +170,9 @@ def _ending(attempt: RunAttempt, x: float, y: float) -> Markup | None:
         "FINISHED": f"M{x + 3:.1f} {middle}l4 5l7 -9",
     }
     if attempt.outcome not in shapes:
-        return None
+        return []
     text = f"{_ENDINGS[attempt.outcome]}{': ' + attempt.reason if attempt.reason else ''}"
-    return el(
-        "path", el("title", text), d=shapes[attempt.outcome], class_=f"ending {attempt.outcome.lower()}"
-    )
+    return [path(f"ending {attempt.outcome.lower()}", shapes[attempt.outcome], text)]
 
 
 def _title(attempt: RunAttempt, pause: float | None) -> str:
@@ -238,7 +196,7 @@ def _finding(runs: Sequence[RunFacts]) -> str:
     return text + (f"; {bad} of {count(starts, 'start')} failed" if bad else "")
 
 
-def _table(run: RunFacts) -> Markup:
+def _table(run: RunFacts) -> Table:
     rows = [
         (
             "" if one.number is None else str(one.number),
@@ -252,12 +210,11 @@ def _table(run: RunFacts) -> Markup:
         for one in run.attempts[-_MOST_ROWS:]
     ]
     columns = ("attempt", "began", "took", "ranks", "epochs", "ended", "reason")
-    return el("details", el("summary", f"Starts of {run.name}"), scrolling("starts", table(columns, rows)))
+    return Table("starts", columns, rows)
 
 
 _PHASES = ("stage", "plan", "hash", "write", "fsync", "commit")
 _MOST_NODES = 32
-_SHADES = 7
 
 
 def summed_up(saves: Sequence[SavedEpoch]) -> StragglerSummary:
@@ -271,16 +228,15 @@ def summed_up(saves: Sequence[SavedEpoch]) -> StragglerSummary:
     )
 
 
-def heat(runs: Sequence[RunFacts]) -> Markup:
-    """How long saves took, and where."""
+def saves(runs: Sequence[RunFacts]) -> PageSection | None:
+    """How long saves took, and where; None where no times are noted."""
     found = [(run, summed_up(run.save_times)) for run in runs]
     known = [(run, times) for run, times in found if times.nodes]
     if not known:
-        return section("saves", "No save times are noted yet")
-    many = len(runs) > 1
+        return None
     worst, slowest = max(known, key=lambda pair: pair[1].nodes[0].own_secs)
-    title = finding_of(slowest, worst.name if many else "")
-    return section("saves", title, [of_run(run.name, many, _figure(times)) for run, times in known])
+    title = finding_of(slowest, worst.name if len(runs) > 1 else "")
+    return PageSection("saves", "Saves", title, {"runs": [(run, *_heat(times)) for run, times in known]})
 
 
 def finding_of(times: StragglerSummary, run: str = "") -> str:
@@ -301,40 +257,31 @@ def _all_secs(row: NodeRow) -> float:
     return sum(middle for middle, _ in row.phases.values())
 
 
-def _figure(times: StragglerSummary) -> Markup:
+def _heat(times: StragglerSummary) -> tuple[Table, str, str]:
+    """Nodes by phases, what they are, and what is not shown. A strong shade is long."""
     shown, rest = times.nodes[:_MOST_NODES], times.nodes[_MOST_NODES:]
     phases = [one for one in _PHASES if one in times.phases]
     phases += sorted(set(times.phases) - set(_PHASES))
     label = f"Median seconds of a save by node and phase, over {count(times.actions, 'save')}"
     top = max((middle for row in times.nodes for middle, _ in row.phases.values()), default=0.0)
-    rows = [
+    rows: list[list[str | Cell]] = [
         [
-            el("span", row.node, class_="nodename"),
+            row.node,
             *(_cell(row.phases[phase][0] if phase in row.phases else None, top) for phase in phases),
-            el("strong", seconds(row.own_secs)),
+            Cell(seconds(row.own_secs), "own", f"{number(row.own_secs)} s"),
         ]
         for row in shown
     ]
-    waiting = " and ".join(sorted(WAITING))
-    note = f"{label}. Own work leaves out {waiting}, where nodes wait for each other. {_key(top)}"
+    note = (
+        f"{label}. Own work leaves out {' and '.join(sorted(WAITING))}, where nodes wait for each other. "
+        f"The strongest shade is {seconds(top)}."
+    )
     usual = median([row.own_secs for row in rest] or [0.0])
     more = f"{count(len(rest), 'quicker node')} not shown: {seconds(usual)} of own work per save"
-    return el(
-        "div",
-        scrolling(label, el("div", table(("node", *phases, "own work"), rows), class_="heat")),
-        el("p", note, class_="quiet"),
-        el("p", more, class_="quiet") if rest else None,
-        class_="card",
-    )
+    return Table(label, ("node", *phases, "own work"), rows), note, more if rest else ""
 
 
-def _cell(value: float | None, top: float) -> Markup:
-    """A number on its shade: a strong one is long; the number says it too, so colour is never alone."""
+def _cell(value: float | None, top: float) -> Cell:
     if value is None:
-        return el("span", "\N{EN DASH}", class_="cell h0", title="this node has no such phase")
-    level = min(_SHADES, int((value / top) ** 0.5 * _SHADES) + 1) if top > 0 and value > 0 else 0
-    return el("span", seconds(value), class_=f"cell h{level}", title=f"{number(value)} s")
-
-
-def _key(top: float) -> str:
-    return f"The strongest shade is {seconds(top)}."
+        return Cell("\N{EN DASH}", "cell h0", "this node has no such phase")
+    return Cell(seconds(value), shade(value, top), f"{number(value)} s")

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -20,7 +21,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.records import dataclass
 from torchrelay.runners.programs.request import RequestLimits
-from torchrelay.tools.report.html import SHORTEST_TOKEN, Access, Markup, el, is_loopback
+from torchrelay.tools.report.server import SHORTEST_TOKEN, Access, is_loopback
 from torchrelay.tools.serving.batching import Computing
 from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError, tell, unavailable
 from torchrelay.tools.serving.handlers import ModelSlot, Served
@@ -85,11 +86,28 @@ def read_token(path: str | None) -> str | None:
     return token
 
 
-_STYLE = Markup(
+_STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 1rem;"
     "color-scheme:light dark}code,pre{font:13px/1.5 ui-monospace,monospace}"
     "pre{overflow:auto;padding:.8rem}td{padding:.2rem .8rem .2rem 0;vertical-align:top}"
 )
+_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ info.title }}</title>
+<style>{{ style | safe }}</style></head><body><h1>{{ info.title }}</h1><p>{{ info.description }}</p>
+<p>The same for programs: <a href="/openapi.json">/openapi.json</a></p>
+{% for path, methods in paths.items() %}{% for method, told in methods.items() %}
+<h2><code>{{ method | upper }} {{ path }}</code></h2><p>{{ told.summary }}</p>
+{% if told.requestBody %}
+<h3>Body</h3><pre>{{ json(told.requestBody.content["application/json"].schema, indent=1) }}</pre>
+<h3>Answers</h3><table>
+{% for code, one in told.responses.items() %}
+<tr><td><code>{{ code }}</code></td><td>{{ one.description }}</td></tr>
+{% endfor %}
+</table>
+{% endif %}
+{% endfor %}{% endfor %}
+</body></html>
+""")
 _DIGEST = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
@@ -101,35 +119,8 @@ HEADERS = {
 
 
 def page(document: dict[str, Any]) -> str:
-    """The page of a document of `openapi.description`."""
-    info = document["info"]
-    operations = [
-        _operation(path, method, told)
-        for path, methods in document["paths"].items()
-        for method, told in methods.items()
-    ]
-    head = el("head", el("meta", charset="utf-8"), el("title", info["title"]), el("style", _STYLE))
-    body = el(
-        "body",
-        el("h1", info["title"]),
-        el("p", info["description"]),
-        el("p", "The same for programs: ", el("a", "/openapi.json", href="/openapi.json")),
-        operations,
-    )
-    return f"<!doctype html>{el('html', head, body, lang='en')}"
-
-
-def _operation(path: str, method: str, told: dict[str, Any]) -> list[Markup]:
-    found = [el("h2", el("code", f"{method.upper()} {path}")), el("p", told["summary"])]
-    if "requestBody" in told:
-        schema = told["requestBody"]["content"]["application/json"]["schema"]
-        found += [el("h3", "Body"), el("pre", json.dumps(schema, indent=1))]
-        cells = [
-            el("tr", el("td", el("code", code)), el("td", one["description"]))
-            for code, one in told["responses"].items()
-        ]
-        found += [el("h3", "Answers"), el("table", cells)]
-    return found
+    """The page of a document of `description`."""
+    return _PAGE.render(**document, style=_STYLE, json=json.dumps)
 
 
 Json = dict[str, Any]

@@ -22,10 +22,9 @@ from torchrun import interruptible
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.tools.cli.main import main
-from torchrelay.tools.report.html import checked
 from torchrelay.tools.report.run_data import ReadLimits
 from torchrelay.tools.report.run_list import RunIndex, signature
-from torchrelay.tools.report.server import DashboardServer, Rendered
+from torchrelay.tools.report.server import DashboardServer, Rendered, checked
 
 TOKEN = "0123456789abcdef"
 QUICK = ReadLimits(norm_bytes=0)

@@ -62,7 +62,7 @@ def test_a_page_asks_nothing_of_anybody(story: RunDirectory) -> None:
     assert links
     assert all(str(link).startswith("#") for link in links)
     assert policy(live=False).startswith("default-src 'none'")
-    assert "connect-src 'none'" in page.replace("&#x27;", "'")
+    assert "connect-src 'none'" in page.replace("&#39;", "'")
 
 
 def test_assets_cannot_end_their_own_elements() -> None:
