@@ -67,11 +67,9 @@ def plan_pruning(storage: Storage, view: LogView, keeping: Keeping) -> Pruned:
     refuse_part(storage)
     if view.empty and not view.retiring:
         raise UnknownEpochError(f"nothing is committed in {storage.url}")
-    _check_named(view, keeping.without)
-    keeping, doubts = _with_metrics(storage, view, keeping)
-    suspects, reasons = _unproved(storage, view)
+    keeping, suspects, doubts = _decided(storage, view, keeping)
     after = replace(view, state=keeping.after(view, suspects, only_near(storage, view)))
-    return Pruned(tuple(_losses(storage, view, after.state)), view, after, (*doubts, *reasons))
+    return Pruned(tuple(_losses(storage, view, after.state)), view, after, doubts)
 
 
 def prune(storage: Storage, keeping: Keeping, *, patience_secs: float = PATIENCE_SECS) -> Pruned:
@@ -86,22 +84,15 @@ def prune(storage: Storage, keeping: Keeping, *, patience_secs: float = PATIENCE
         return planned
     check_exclusion(storage)
     writer = LogWriter.take(storage, planned.before.job_name, patience_secs=patience_secs)
-    try:
-        return _as_owner(storage, writer, keeping)
+    try:  # planned again, for somebody may have written before we took over; marks of guests still count
+        before = writer.view
+        keeping, suspects, doubts = _decided(storage, before, keeping)
+        keeping.retire(writer, suspects, only_near(storage, before))
+        losses = tuple(_losses(storage, before, writer.view.state))
+        delete_retired(writer)
+        return Pruned(losses, before, writer.view, doubts)
     finally:
         writer.release()
-
-
-def _as_owner(storage: Storage, writer: LogWriter, keeping: Keeping) -> Pruned:
-    """Planned again, for somebody may have written before we took over; marks of guests still count."""
-    before = writer.view
-    _check_named(before, keeping.without)
-    keeping, doubts = _with_metrics(storage, before, keeping)
-    suspects, reasons = _unproved(storage, before)
-    keeping.retire(writer, suspects, only_near(storage, before))
-    losses = tuple(_losses(storage, before, writer.view.state))
-    delete_retired(writer)
-    return Pruned(losses, before, writer.view, (*doubts, *reasons))
 
 
 def _check_named(view: LogView, epochs: Collection[int]) -> None:
@@ -125,19 +116,22 @@ def _check_named(view: LogView, epochs: Collection[int]) -> None:
             raise UsageError(f"epoch {number} stays: epoch {more} uses files of it; give that up first")
 
 
-def _with_metrics(storage: Storage, view: LogView, keeping: Keeping) -> tuple[Keeping, list[str]]:
-    """The rules with the metrics that they ask for; a metric that no epoch has is a mistake of the user's."""
-    if keeping.best is None:
-        return keeping, []
-    metrics = KnownMetrics()
-    metrics.look(storage, view)
-    if missing := metrics.missing(keeping.best):
-        raise UnknownEpochError(f"{missing}: nothing is deleted")
-    return metrics.told(keeping), list(metrics.doubts(keeping.best))
+def _decided(
+    storage: Storage, view: LogView, keeping: Keeping
+) -> tuple[Keeping, frozenset[Key], tuple[str, ...]]:
+    """The rules with the metrics that they ask for; newest epochs that are no reason to let older ones go.
 
-
-def _unproved(storage: Storage, view: LogView) -> tuple[frozenset[Key], list[str]]:
-    """Newest epochs that are no reason to let older ones go, and why."""
+    A metric that no epoch has is a mistake of the user's.
+    """
+    _check_named(view, keeping.without)
+    doubts: list[str] = []
+    if keeping.best is not None:
+        metrics = KnownMetrics()
+        metrics.look(storage, view)
+        if missing := metrics.missing(keeping.best):
+            raise UnknownEpochError(f"{missing}: nothing is deleted")
+        doubts += metrics.doubts(keeping.best)
+        keeping = metrics.told(keeping)
     proofs = Lasting().unproved(storage, view)
     for proof in proofs:
         if proof.outcome is VerificationStatus.UNKNOWN:
@@ -145,8 +139,8 @@ def _unproved(storage: Storage, view: LogView) -> tuple[frozenset[Key], list[str
                 f"{proof.told}: older epochs go only for one that is proved, so nothing is deleted; try "
                 "again when the storage answers"
             )
-    reasons = [f"{proof.told}: older ones stay in its place" for proof in proofs]
-    return frozenset(proof.entry.key for proof in proofs), reasons
+    doubts += [f"{proof.told}: older ones stay in its place" for proof in proofs]
+    return keeping, frozenset(proof.entry.key for proof in proofs), tuple(doubts)
 
 
 def _losses(storage: Storage, before: LogView, after: State) -> Iterator[Loss]:

@@ -182,8 +182,12 @@ class Retaining:
 
     def _retire_but(self, writer: LogWriter) -> str:
         """Give up what may go, as long as an epoch that stays is proved; returns doubts, for people."""
-        view = writer.view
-        keeping, doubts = self._knowing(view)
+        view, keeping, doubts = writer.view, self.keeping, list[str]()
+        if keeping.best is not None:
+            self.metrics.look(self.ledger.storage, view)
+            doubts += [one for one in self.metrics.doubts(keeping.best) if one not in self.told]
+            self.told.update(doubts)
+            keeping = self.metrics.told(keeping)
         if not (keeping.chosen(view) or keeping.chosen_optimizers(view)):
             return "; ".join(doubts)  # nothing goes, so nothing need be proved
         unproved = self.lasting.unproved(self.ledger.storage, view, self.ledger.unseen())
@@ -199,15 +203,6 @@ class Retaining:
         unsure = "" if self.keeping == KEEP_ALL else self._retire_but(writer)
         delete_left(writer)
         return unsure
-
-    def _knowing(self, view: LogView) -> tuple[Keeping, list[str]]:
-        """The rules with the metrics that they ask for, and doubts that nobody was told of yet."""
-        if self.keeping.best is None:
-            return self.keeping, []
-        self.metrics.look(self.ledger.storage, view)
-        doubts = [one for one in self.metrics.doubts(self.keeping.best) if one not in self.told]
-        self.told.update(doubts)
-        return self.metrics.told(self.keeping), doubts
 
     def _end(self) -> None:
         self.ledger.finish_deletions()

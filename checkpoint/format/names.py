@@ -219,18 +219,14 @@ class ShardName:
     part: int = 1
 
 
-def shard_file_name(name: ShardName, *, escape: str = "") -> str:
-    """`<node>.<position>.<group>[.<part>].safetensors`, from validated parts (UsageError).
-
-    `escape` lists characters that the store cannot have in a file name (`:` on some).
-    """
+def shard_file_name(name: ShardName) -> str:
+    """`<node>.<position>.<group>[.<part>].safetensors`, from validated parts (UsageError)."""
     check_node(name.node)
     check_group(name.group)
     if name.part < 1:
         raise UsageError(f"part {name.part} of {name.node}: parts are counted from 1")
-    node = "".join(_percent(c) if c in escape else c for c in name.node)
     part = f".{name.part}" if name.part > 1 else ""
-    return f"{node}.{name.position}.{name.group}{part}{SHARD_SUFFIX}"
+    return f"{name.node}.{name.position}.{name.group}{part}{SHARD_SUFFIX}"
 
 
 def parse_shard_file_name(text: str) -> ShardName:

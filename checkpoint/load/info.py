@@ -183,13 +183,13 @@ class EpochTable:
 
     def _line(self, name: str, kind: str, scope: str, rows: Sequence[int], nbytes: int) -> BlobLine:
         single = rows and self._names[rows[0]] == name and kind == "tensor"
-        dtypes, sources = self._dtypes, self._sources
+        dtypes, sources, shapes = self._columns
         return BlobLine(
             name,
             kind,
             scope,
             tuple(sorted({dtypes[row] for row in rows} - {""})),
-            tuple(self._shapes[rows[0]]) if single else None,
+            tuple(shapes[rows[0]]) if single else None,
             len({self._names[row] for row in rows}),
             nbytes,
             tuple(sorted({sources[row] for row in rows})),
@@ -218,16 +218,8 @@ class EpochTable:
         return self._leaves.names("name")
 
     @cached_property
-    def _dtypes(self) -> tuple[str, ...]:
-        return self._leaves.words("dtype")
-
-    @cached_property
-    def _sources(self) -> tuple[int, ...]:
-        return self._leaves.numbers("try")
-
-    @cached_property
-    def _shapes(self) -> tuple[Json, ...]:
-        return self._leaves.each("shape")
+    def _columns(self) -> tuple[tuple[str, ...], tuple[int, ...], tuple[Json, ...]]:
+        return self._leaves.words("dtype"), self._leaves.numbers("try"), self._leaves.each("shape")
 
 
 def largest(sizes: Mapping[str, int], names: Sequence[str], count: int) -> set[str]:

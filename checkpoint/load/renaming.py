@@ -253,8 +253,8 @@ def new_blobs(manifest: Manifest, objects: Mapping[str, Any]) -> list[str]:
 
 def gone_blobs(manifest: Manifest, registered: Collection[str]) -> frozenset[str]:
     """The stored blobs that nobody registers any more, and that `init` did not make either."""
-    own = (manifest.rows.get(blob.name, ()) for blob in manifest.blobs)
-    remade = {leaf.name for rows in own for leaf in _leaves(manifest, rows) if leaf.role in _MADE_ANEW}
+    rows = (row for blob in manifest.blobs for row in manifest.rows.get(blob.name, ()))
+    remade = {leaf.name for leaf in map(manifest.leaves.__getitem__, rows) if leaf.role in _MADE_ANEW}
     made = manifest.facts.made_by_init
     if made is not None:  # else an earlier version saved: what can be made anew may have been made by init
         remade = {name for name in remade if blob_of(name, registered)}.union(made)
@@ -267,10 +267,6 @@ def may_be_renamed(manifest: Manifest, gone: str, new: str, objects: Mapping[str
     stored = {leaf.role for leaf in manifest.leaves if leaf.blob == gone}
     here = {str(leaf.role) for leaf in leaves_of(objects) if leaf.blob == new}
     return stored.difference(_LATE) == here.difference(_LATE)
-
-
-def _leaves(manifest: Manifest, rows: Iterable[int]) -> list[LeafRow]:
-    return [manifest.leaves[row] for row in rows]
 
 
 @dataclass
@@ -291,29 +287,16 @@ class LoadChanges:
 
     def to_json(self) -> Json:
         """For the other processes."""
-        return [
-            sorted(self.new),
-            sorted(self.gone),
-            sorted(self.excluded),
-            self.buffers,
-            sorted(self.retyped),
-            self.renamed,
-            sorted(self.unsaved),
-        ]
+        return {name: sorted(one) if isinstance(one, set) else one for name, one in vars(self).items()}
 
     @staticmethod
     def of_all(parts: Iterable[Json]) -> LoadChanges:
         """What all nodes found; a blob is gone if no node has it any more."""
-        found, gone = LoadChanges(), list[set[str]]()
-        for new, here, excluded, buffers, retyped, others, unsaved in parts:
-            found.new.update(new)
-            found.excluded.update(excluded)
-            found.buffers.update(buffers)
-            found.retyped.update(retyped)
-            found.renamed.update(others)
-            found.unsaved.update(unsaved)
-            gone.append(set(here))
-        found.gone = set.intersection(*gone) if gone else set()
+        found, told = LoadChanges(), list(parts)
+        for part in told:
+            for name, one in part.items():
+                getattr(found, name).update(one)
+        found.gone.intersection_update(*(part["gone"] for part in told))
         return found
 
     def lines(self, position: Position) -> list[str]:

@@ -72,10 +72,9 @@ class HeldFiles:
 class ShardSet:
     """Opens the files of one manifest, each once."""
 
-    def __init__(self, storage: Storage, manifest: Manifest, *, escape: str = "") -> None:
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self.storage = storage
         self.manifest = manifest
-        self._escape = escape
         self.opened: dict[Holder, HeldFiles] = {}
         self._vouched: Collection[Holder] = ()
 
@@ -100,7 +99,7 @@ class ShardSet:
     def check_sizes(self, holder: Holder) -> None:
         """Only look whether the files are there and as long as they were; raises DamagedError."""
         for row in self.manifest.files[holder]:
-            path = shard_path(self.manifest, row, escape=self._escape)
+            path = shard_path(self.manifest, row)
             size = self.storage.stat(path)
             if size != row.nbytes:
                 found = "is missing" if size is None else f"has {size} bytes instead of {row.nbytes}"
@@ -115,7 +114,7 @@ class ShardSet:
     def _header(self, row: ShardRow, vouched: bool) -> ShardHeader:
         from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
 
-        path = shard_path(self.manifest, row, escape=self._escape)
+        path = shard_path(self.manifest, row)
         expected = ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
         header = read_header(self.storage, path, expected, vouched=vouched)
         try_name = self.manifest.tries[row.source]

@@ -481,11 +481,11 @@ class Manifest:
         return found
 
 
-def shard_path(manifest: Manifest, shard: ShardRow, *, escape: str = "") -> str:
-    """A shard's file; `escape` as in `names.shard_file_name`."""
+def shard_path(manifest: Manifest, shard: ShardRow) -> str:
+    """A shard's file."""
     try_name = manifest.tries[shard.source]
     name = ShardName(manifest.world.names[shard.node], position_of(try_name), shard.group, shard.part)
-    return f"{try_directory(try_name)}/{shard_file_name(name, escape=escape)}"
+    return f"{try_directory(try_name)}/{shard_file_name(name)}"
 
 
 def shard_paths(manifest: Manifest, node: str) -> list[str]:

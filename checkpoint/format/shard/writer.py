@@ -403,7 +403,6 @@ def write_shard(
     values: Mapping[str, Json] | None = None,
     aliases: Mapping[str, Key] | None = None,
     limits: ShardLimits = DEFAULT_LIMITS,
-    escape: str = "",
     writers: int = WRITERS,
 ) -> list[ShardReport]:
     """Write the files of one node and group into a try directory, each synced; one report per file.
@@ -415,12 +414,10 @@ def write_shard(
     removed where possible.
     """
     parts = cut(identity, entries, values or {}, aliases or {}, limits)
-    return [write_part(storage, _path_of(part, directory, escape), part, writers) for part in parts]
-
-
-def _path_of(part: ShardPart, directory: str, escape: str) -> str:
-    name = shard_file_name(part.identity.file(part.number), escape=escape)
-    return f"{directory}/{name}" if directory else name
+    folder = f"{directory}/" if directory else ""
+    names = [shard_file_name(part.identity.file(part.number)) for part in parts]
+    paths = [f"{folder}{name}" for name in names]
+    return [write_part(storage, path, part, writers) for path, part in zip(paths, parts, strict=True)]
 
 
 def write_part(storage: Storage, path: str, part: ShardPart, writers: int = WRITERS) -> ShardReport:
