@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,14 @@ import torch
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, Size, TensorSpec
 from torchrelay.models.onnx.importer.limits import MAX_DEPTH, check_made
-from torchrelay.models.onnx.importer.model_file import KNOWN_DOMAINS, opsets
+from torchrelay.models.onnx.importer.model_file import KNOWN_DOMAINS, domain_of, inner_graphs, opsets
 from torchrelay.models.onnx.importer.tensors import (
     DTYPES,
     FLOAT4,
     NARROW_BITS,
-    NARROW_INTS,
     STRING,
-    is_texts,
     stored_sparse,
     stored_tensor,
-    stored_texts,
 )
 from torchrelay.records import dataclass
 
@@ -99,7 +97,12 @@ def in_order(graph: Any, stored: frozenset[str], outer: frozenset[str]) -> tuple
     `stored` are its inputs and initializers. Raises UsageError for a value that nobody makes, one that is
     made twice, and for circles.
     """
-    makers = _makers(graph, stored)
+    makers: dict[str, int] = {}
+    for at, node in enumerate(graph.node):
+        for name in filter(None, node.output):
+            if name in makers or name in stored:
+                raise UsageError(f"graph {graph.name!r} makes the value {name!r} twice")
+            makers[name] = at
     needs = [_needed(node) for node in graph.node]
     missing = sorted({name for need in needs for name in need} - makers.keys() - stored - outer)
     unmade = [one.name for one in graph.output if one.name not in makers.keys() | stored | outer]
@@ -107,17 +110,18 @@ def in_order(graph: Any, stored: frozenset[str], outer: frozenset[str]) -> tuple
         told = ", ".join(map(repr, [*missing, *unmade][:20]))
         raise UsageError(f"graph {graph.name!r} needs values that nothing makes: {told}")
     captured = {name for need in needs for name in need} & outer - makers.keys() - stored
-    return [graph.node[at] for at in _sorted(graph, makers, needs)], captured
-
-
-def _makers(graph: Any, stored: frozenset[str]) -> dict[str, int]:
-    makers: dict[str, int] = {}
-    for at, node in enumerate(graph.node):
-        for name in filter(None, node.output):
-            if name in makers or name in stored:
-                raise UsageError(f"graph {graph.name!r} makes the value {name!r} twice")
-            makers[name] = at
-    return makers
+    before = [{makers[name] for name in need if name in makers} for need in needs]
+    if all(max(found, default=-1) < at for at, found in enumerate(before)):
+        return list(graph.node), captured  # as the format wants it
+    try:
+        order = list(TopologicalSorter(dict(enumerate(before))).static_order())
+    except CycleError as error:
+        node = graph.node[error.args[1][0]]
+        raise UsageError(
+            f"graph {graph.name!r} has a circle: {len(error.args[1]) - 1} operators wait for each other, "
+            f"among them {node.op_type} {node.name!r}, which makes {list(node.output)[:3]}"
+        ) from None
+    return [graph.node[at] for at in order], captured
 
 
 def _needed(node: Any, depth: int = 0) -> set[str]:
@@ -125,51 +129,13 @@ def _needed(node: Any, depth: int = 0) -> set[str]:
     if depth > MAX_DEPTH:
         raise UsageError(f"{node.op_type} {node.name!r} has graphs more than {MAX_DEPTH} deep")
     found = set(filter(None, node.input))
-    for attribute in node.attribute:
-        for graph in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
-            found |= _needed_inside(graph, depth + 1)
+    for graph in inner_graphs(node):
+        own = {one.name for side in (graph.input, graph.initializer) for one in side}
+        own |= {one.values.name for one in graph.sparse_initializer}
+        own |= {name for inside in graph.node for name in inside.output}
+        wanted = {one.name for one in graph.output}
+        found |= wanted.union(*(_needed(inside, depth + 1) for inside in graph.node)) - own
     return found
-
-
-def _needed_inside(graph: Any, depth: int) -> set[str]:
-    own = {one.name for side in (graph.input, graph.initializer) for one in side}
-    own |= {one.values.name for one in graph.sparse_initializer}
-    own |= {name for node in graph.node for name in node.output}
-    wanted: set[str] = {one.name for one in graph.output}
-    for node in graph.node:
-        wanted |= _needed(node, depth)
-    return wanted - own
-
-
-def _sorted(graph: Any, makers: dict[str, int], needs: list[set[str]]) -> Iterable[int]:
-    before = [{makers[name] for name in need if name in makers} for need in needs]
-    if all(max(found, default=-1) < at for at, found in enumerate(before)):
-        return range(len(needs))  # as the format wants it
-    done: list[int] = []
-    seen: set[int] = set()
-    left = list(range(len(needs)))
-    waiting: dict[int, list[int]] = {}
-    counts = [len(found) for found in before]
-    for at, found in enumerate(before):
-        for one in found:
-            waiting.setdefault(one, []).append(at)
-    ready = [at for at in left if counts[at] == 0]
-    while ready:
-        at = ready.pop(0)
-        done.append(at)
-        seen.add(at)
-        for after in waiting.get(at, ()):
-            counts[after] -= 1
-            if counts[after] == 0:
-                ready.append(after)
-    if len(done) < len(needs):
-        node = graph.node[next(at for at in left if at not in seen)]
-        raise UsageError(
-            f"graph {graph.name!r} has a circle: {len(needs) - len(done)} operators wait for each other, "
-            f"among them"
-            f" {node.op_type} {node.name!r}, which makes {list(node.output)[:3]}"
-        )
-    return done
 
 
 def content_of(model: Any, folder: Path | None, supported: Callable[[str, str], bool]) -> ModelContent:
@@ -179,23 +145,18 @@ def content_of(model: Any, folder: Path | None, supported: Callable[[str, str], 
     return _Builder(versions, folder).content(model.graph)
 
 
-def _domain(proto: Any) -> str:
-    return "" if proto.domain == "ai.onnx" else proto.domain
-
-
 def _all_nodes(graph: Any, depth: int = 0) -> Iterable[Any]:
     if depth > MAX_DEPTH:
         raise UsageError(f"graph {graph.name!r} lies more than {MAX_DEPTH} graphs deep: no model needs that")
     for node in graph.node:
         yield node
-        for attribute in node.attribute:
-            for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
-                yield from _all_nodes(inner, depth + 1)
+        for inner in inner_graphs(node):
+            yield from _all_nodes(inner, depth + 1)
 
 
 def _check_supported(graph: Any, versions: dict[str, int], supported: Callable[[str, str], bool]) -> None:
     """Name every operator that cannot be run, with how often it occurs, in one error."""
-    missing = Counter((_domain(node), node.op_type) for node in _all_nodes(graph))
+    missing = Counter((domain_of(node), node.op_type) for node in _all_nodes(graph))
     missing = Counter({kind: count for kind, count in missing.items() if not supported(*kind)})
     if missing:
         told = ", ".join(
@@ -204,10 +165,9 @@ def _check_supported(graph: Any, versions: dict[str, int], supported: Callable[[
         )
         raise UsageError(
             f"{len(missing)} operator{'s' * (len(missing) > 1)} of this model cannot be imported: {told}. "
-            f"Cut the model"
-            " before them with outputs=, or export it without them"
+            "Cut the model before them with outputs=, or export it without them"
         )
-    used = {_domain(node) for node in _all_nodes(graph)}
+    used = {domain_of(node) for node in _all_nodes(graph)}
     for domain in used & KNOWN_DOMAINS.keys():
         if domain and versions.get(domain, 1) > KNOWN_DOMAINS[domain]:
             raise UsageError(
@@ -235,9 +195,13 @@ class _Builder:
         initializers = {one.name: self._store(proto, one.name, one) for one in proto.initializer}
         for one in proto.sparse_initializer:
             initializers[one.values.name] = self._store(proto, one.values.name, one)
-        self._note_narrow(proto)
+        declared = {one.name: one.type.tensor_type.elem_type for one in [*proto.input, *proto.value_info]}
+        declared.update((one.name, one.data_type) for one in proto.initializer)
+        self._narrow.update((name, number) for name, number in declared.items() if number in NARROW_BITS)
         inputs = tuple(one.name for one in proto.input if one.name not in initializers)
-        _check_unique(proto.name, [*inputs, *initializers])
+        for name, times in Counter([*inputs, *initializers]).items():
+            if times > 1:
+                raise UsageError(f"graph {proto.name!r} has {name!r} twice among its inputs and initializers")
         stored = frozenset([*inputs, *initializers])
         ordered, captured = in_order(proto, stored, outer)
         visible = outer | stored | {name for node in ordered for name in node.output if name}
@@ -245,23 +209,16 @@ class _Builder:
         constants: dict[str, int] = {}
         nodes = []
         for one in ordered:
-            if one.op_type == "Constant" and _domain(one) == "" and self._constant(one, constants):
+            if one.op_type == "Constant" and domain_of(one) == "" and self._constant(one, constants):
                 continue
             nodes.append(self._node(one, visible, keys))
         outputs = tuple(one.name for one in proto.output)
-        for inner in (
-            value for node in nodes for value in node.attributes.values() if isinstance(value, Graph)
-        ):
-            captured |= set(inner.captured) - (visible - outer)
-        captured |= set(outputs) & outer - (visible - outer)
+        inner = [one for node in nodes for one in node.attributes.values() if isinstance(one, Graph)]
+        taken = set(outputs) & outer | {name for one in inner for name in one.captured}
+        captured |= taken - (visible - outer)
         return Graph(
             proto.name, inputs, outputs, tuple(nodes), initializers, constants, tuple(sorted(captured))
         )
-
-    def _note_narrow(self, proto: Any) -> None:
-        declared = {one.name: one.type.tensor_type.elem_type for one in [*proto.input, *proto.value_info]}
-        declared.update((one.name, one.data_type) for one in proto.initializer)
-        self._narrow.update((name, number) for name, number in declared.items() if number in NARROW_BITS)
 
     def _store(self, graph: Any, name: str, proto: Any) -> str:
         if not name:
@@ -271,9 +228,9 @@ class _Builder:
             key = f"{graph.name}/{key}"
             if len(key) > 4096:
                 raise UsageError(f"initializer {name!r} occurs again and again")
-        if not hasattr(proto, "values") and is_texts(proto):
-            raise UsageError(f"initializer {name!r} has texts, for which torch has no tensors")
         sparse = hasattr(proto, "values")
+        if not sparse and proto.data_type == STRING:
+            raise UsageError(f"initializer {name!r} has texts, for which torch has no tensors")
         if sparse:
             self._dense += max(0, math.prod(proto.dims))
             check_made("the sparse initializers together", [self._dense])
@@ -284,12 +241,8 @@ class _Builder:
         """Take the tensor of a Constant; False where it is texts."""
         made = self._attributes(proto, frozenset(), {})
         value = next(iter(made.values()), None)
-        if (
-            "value_string" in made
-            or "value_strings" in made
-            or value is None
-            or (isinstance(value, tuple) and (value and isinstance(value[0], str)))
-        ):
+        texts = isinstance(value, tuple) and value and isinstance(value[0], str)
+        if value is None or texts or made.keys() & {"value_string", "value_strings"}:
             return False
         if not isinstance(value, torch.Tensor):
             name = next(iter(made))
@@ -299,7 +252,7 @@ class _Builder:
         return True
 
     def _node(self, proto: Any, visible: frozenset[str], keys: dict[str, str]) -> GraphNode:
-        domain = _domain(proto)
+        domain = domain_of(proto)
         for at, name in enumerate(proto.input):
             if name in keys:
                 self._uses.setdefault(keys[name], set()).add((proto.op_type, at))
@@ -321,7 +274,9 @@ class _Builder:
             case 3:
                 return proto.s.decode("utf-8", "replace")
             case 4:
-                return stored_texts(proto.t) if is_texts(proto.t) else stored_tensor(proto.t, self._folder)
+                if proto.t.data_type == STRING:
+                    return tuple(one.decode("utf-8", "replace") for one in proto.t.string_data)
+                return stored_tensor(proto.t, self._folder)
             case 5:
                 return self.graph(proto.g, visible, keys)
             case 6:
@@ -341,16 +296,9 @@ class _Builder:
         )
 
 
-def _check_unique(graph: str, names: list[str]) -> None:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise UsageError(f"graph {graph!r} has {twice[0]!r} twice among its inputs and initializers")
-
-
 def _signature(proto: Any, graph: Graph) -> Signature:
-    declared = {one.name: one for one in [*proto.input, *proto.output]}
-    sides = (tuple(_spec(declared[name]) for name in names) for names in (graph.inputs, graph.outputs))
-    return Signature(*sides)
+    declared = {one.name: _spec(one) for one in [*proto.input, *proto.output]}
+    return Signature(*(tuple(map(declared.__getitem__, names)) for names in (graph.inputs, graph.outputs)))
 
 
 def _spec(proto: Any) -> TensorSpec:
@@ -359,11 +307,7 @@ def _spec(proto: Any) -> TensorSpec:
     for at, one in enumerate(kind.shape.dim):
         fixed = one.HasField("dim_value") and one.dim_value >= 0
         shape.append(one.dim_value if fixed else one.dim_param or f"{proto.name}_{at}")
-    return TensorSpec(proto.name, tuple(shape), _dtype_name(kind.elem_type))
-
-
-def _dtype_name(number: int) -> str:
-    if number in DTYPES:
-        return str(DTYPES[number]).removeprefix("torch.")
+    number = kind.elem_type
     narrow = {21: "uint4", 22: "int4", 25: "uint2", 26: "int2", FLOAT4: "float4_e2m1", STRING: "string"}
-    return narrow.get(number, "unknown") if number in (*NARROW_INTS, FLOAT4, STRING) else "unknown"
+    known = str(DTYPES[number]).removeprefix("torch.") if number in DTYPES else narrow.get(number, "unknown")
+    return TensorSpec(proto.name, tuple(shape), known)

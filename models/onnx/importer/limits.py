@@ -33,8 +33,7 @@ def check_made(what: str, shape: Sequence[Any]) -> None:
     if math.prod(known) > MAX_ELEMENTS:
         raise UsageError(
             f"{what} asks for a tensor of the shape {tuple(shape)}, more than the {MAX_ELEMENTS} elements "
-            f"that an"
-            " operator may make: if the file is trustworthy, raise "
+            "that an operator may make: if the file is trustworthy, raise "
             "torchrelay.models.onnx.importer.limits.MAX_ELEMENTS"
         )
 

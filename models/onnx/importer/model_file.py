@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,15 @@ def _of_node(node: Any, depth: int) -> Iterable[Any]:
         yield attribute.name
         if attribute.HasField("t"):
             yield from _of_tensor(attribute.t)
-        for graph in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
-            yield from _of_graph(graph, depth + 1)
+    for graph in inner_graphs(node):
+        yield from _of_graph(graph, depth + 1)
+
+
+def inner_graphs(node: Any) -> list[Any]:
+    """The graphs among the attributes of a node."""
+    return [
+        graph for one in node.attribute for graph in [*([one.g] if one.HasField("g") else []), *one.graphs]
+    ]
 
 
 def _of_tensor(tensor: Any) -> Iterable[Any]:
@@ -108,12 +116,13 @@ def _parsed(onnx: Any, content: bytes, what: str) -> Any:
 
 
 def opsets(model: Any) -> dict[str, int]:
-    """The version of each domain; the main one is "" here, also where it is written out."""
-    return {_domain(one.domain): one.version for one in model.opset_import} or {"": 1}
+    """The version of each domain."""
+    return {domain_of(one): one.version for one in model.opset_import} or {"": 1}
 
 
-def _domain(name: str) -> str:
-    return "" if name == "ai.onnx" else name
+def domain_of(proto: Any) -> str:
+    """The domain of a node, function or operator set; "" for the main one, also where it is written out."""
+    return "" if proto.domain == "ai.onnx" else str(proto.domain)
 
 
 def known_model(model: Any) -> Any:
@@ -144,13 +153,11 @@ def _newer_than_known(onnx: Any, model: Any, version: int) -> bool:
     """Whether any operator changed after the newest set that we know; UsageError if nobody can say."""
     if version > onnx.defs.onnx_opset_version():
         raise UsageError(
-            f"the file uses operator set {version}; torchrelay knows up to {KNOWN_OPSET}, and the "
-            f"installed onnx"
-            f" {onnx.__version__} up to {onnx.defs.onnx_opset_version()}, so that it cannot be converted: "
-            f"export the"
-            f" model with opset_version={KNOWN_OPSET} or less"
+            f"the file uses operator set {version}; torchrelay knows up to {KNOWN_OPSET}, and the installed "
+            f"onnx {onnx.__version__} up to {onnx.defs.onnx_opset_version()}, so that it cannot be "
+            f"converted: export the model with opset_version={KNOWN_OPSET} or less"
         )
-    kinds = {node.op_type for node in model.graph.node if _domain(node.domain) == ""}
+    kinds = {node.op_type for node in model.graph.node if domain_of(node) == ""}
     return any(
         onnx.defs.has(kind) and onnx.defs.get_schema(kind, version, "").since_version > KNOWN_OPSET
         for kind in kinds
@@ -184,21 +191,21 @@ def _check_functions(model: Any) -> None:
 
     Also those that do it so often that a file of some thousand bytes unfolds to a model beyond all memory.
     """
-    bodies = {_function(one): Counter(map(_called, _nodes(one.node))) for one in model.functions}
+    bodies = {_kind(one, one.name): Counter(_called(one.node)) for one in model.functions}
     depth: dict[_Name, int] = {}
     size: dict[_Name, int] = {}
-    pending = dict(bodies)
-    while pending:
-        ready = [name for name, calls in pending.items() if not calls.keys() & pending.keys()]
-        if not ready:
-            raise UsageError(f"functions of the model call each other in a circle: {sorted(pending)[:3]}")
-        for name in ready:
-            calls = pending.pop(name)
-            depth[name] = 1 + max((depth[one] for one in calls.keys() & depth.keys()), default=0)
-            size[name] = sum(count * size.get(one, 1) for one, count in calls.items())
-            if depth[name] > MAX_DEPTH:
-                raise UsageError(f"function {name[1]!r} of the model calls others more than {MAX_DEPTH} deep")
-    nodes = sum(size.get(_called(node), 1) for node in _nodes(model.graph.node))
+    try:
+        order = list(
+            TopologicalSorter({name: calls.keys() & bodies for name, calls in bodies.items()}).static_order()
+        )
+    except CycleError as error:
+        raise UsageError(f"functions of the model call each other in a circle: {error.args[1][:3]}") from None
+    for name in order:
+        depth[name] = 1 + max((depth[one] for one in bodies[name].keys() & depth.keys()), default=0)
+        size[name] = sum(count * size.get(one, 1) for one, count in bodies[name].items())
+        if depth[name] > MAX_DEPTH:
+            raise UsageError(f"function {name[1]!r} of the model calls others more than {MAX_DEPTH} deep")
+    nodes = sum(size.get(one, 1) for one in _called(model.graph.node))
     if nodes > MAX_NODES:
         raise UsageError(
             f"the functions of the model unfold to {nodes} operators, more than {MAX_NODES}: if the file is "
@@ -206,21 +213,20 @@ def _check_functions(model: Any) -> None:
         )
 
 
-def _function(one: Any) -> _Name:
-    return _domain(one.domain), one.name, getattr(one, "overload", "")
+def _kind(one: Any, name: str) -> _Name:
+    return domain_of(one), name, getattr(one, "overload", "")
 
 
-def _called(node: Any) -> _Name:
-    return _domain(node.domain), node.op_type, getattr(node, "overload", "")
+def _called(nodes: Iterable[Any]) -> Iterator[_Name]:
+    return (_kind(node, node.op_type) for node in _nodes(nodes))
 
 
 def _nodes(nodes: Iterable[Any]) -> Iterator[Any]:
     """The nodes and those of their graphs; `check_readable` has bounded how deep these lie."""
     for node in nodes:
         yield node
-        for attribute in node.attribute:
-            for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
-                yield from _nodes(inner.node)
+        for inner in inner_graphs(node):
+            yield from _nodes(inner.node)
 
 
 def _first_line(error: BaseException) -> str:

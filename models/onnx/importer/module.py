@@ -111,7 +111,8 @@ class OnnxModule(nn.Module):
         if missing:
             raise UsageError(f"the model needs {', '.join(map(repr, sorted(missing)))}, which was not given")
         _check_content(given)
-        device = _some_device(given.values())
+        tensors = (one for one in given.values() if isinstance(one, torch.Tensor))
+        device = next((one.device for one in tensors), torch.device("cpu"))
         around = Surroundings(self.training, device, self._stored, self._known_ints, self._inner_plans)
         found = run_plan(self._graph, plan, given, around)
         results = tuple(one.tensor(device) if isinstance(one, Ints) else one for one in found)
@@ -177,14 +178,12 @@ class OnnxModule(nn.Module):
 
     def _read_small(self) -> None:
         """Read what may mean sizes, so that a model can be traced that never ran."""
-        small: dict[int | str, torch.Tensor] = {
-            key: state.kept(self, path) for key, path in self._paths.items()
-        }
+        small: dict[int | str, torch.Tensor] = {}
+        small.update((key, state.kept(self, path)) for key, path in self._paths.items())
         small.update(enumerate(self.get_submodule(state.CONSTANTS).buffers()))
         for key, tensor in small.items():
-            if not isinstance(tensor, nn.Parameter) and (
-                not tensor.is_floating_point() or tensor.numel() <= 16
-            ):
+            sizes = not tensor.is_floating_point() or tensor.numel() <= 16
+            if sizes and not isinstance(tensor, nn.Parameter):
                 self._read_again(key, tensor)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -204,14 +203,11 @@ class _Forward:
 
     @property
     def __signature__(self) -> Signature:
-        plain = [
-            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD)
-            for name in python_names(self._module._graph.inputs)
-        ]
-        rest = (("outputs", None), ("aux", ()), ("drop_last", None))
-        return Signature(
-            [*plain, *(Parameter(name, Parameter.KEYWORD_ONLY, default=one) for name, one in rest)]
-        )
+        names = python_names(self._module._graph.inputs)
+        plain = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        rest = {"outputs": None, "aux": (), "drop_last": None}
+        options = [Parameter(name, Parameter.KEYWORD_ONLY, default=one) for name, one in rest.items()]
+        return Signature([*plain, *options])
 
     def __call__(
         self,
@@ -290,7 +286,3 @@ def _check_content(given: Mapping[str, Any]) -> None:
         array = kind.__module__.partition(".")[0] == "numpy" and value.dtype.kind not in "OSU"
         if isinstance(value, (Mapping, str)) or array:
             raise UsageError(f"the input {name!r} is a {kind.__name__}: give a tensor (torch.as_tensor)")
-
-
-def _some_device(values: Any) -> torch.device:
-    return next((one.device for one in values if isinstance(one, torch.Tensor)), torch.device("cpu"))

@@ -7,6 +7,7 @@ may.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,29 +40,23 @@ class Ints:
 
 def known_ints(tensor: torch.Tensor) -> Ints | None:
     """The content of a small tensor of at most one dimension, read from the device; else None."""
-    if (
-        tensor.dim() > 1
-        or tensor.numel() > MAX_KNOWN
-        or tensor.dtype in (torch.int8, torch.uint8, torch.bool)
-    ):
+    bytes_ = tensor.dtype in (torch.int8, torch.uint8, torch.bool)
+    if bytes_ or tensor.dim() > 1 or tensor.numel() > MAX_KNOWN:
         return None
     return Ints(tuple(tensor.reshape(-1).tolist()), tensor.dim() == 0)
 
 
 def as_numbers(value: Any) -> list[Any] | None:
     """What an input that means factors or shares says, as a flat list."""
-    if value is None or isinstance(value, Ints):
-        return None if value is None else list(value.values)
-    return list(value.reshape(-1).tolist())
+    if value is None:
+        return None
+    return list(value.values if isinstance(value, Ints) else value.reshape(-1).tolist())
 
 
 def as_ints(value: Any) -> list[Any] | None:
     """What an input that means sizes, axes or places says, as a flat list."""
-    if value is None:
-        return None
-    if isinstance(value, Ints):
-        return list(value.values)
-    return [int(one) for one in value.reshape(-1).tolist()]
+    found = as_numbers(value)
+    return found if found is None or isinstance(value, Ints) else [int(one) for one in found]
 
 
 def _pairwise(compute: Callable[[Any, Any], Any]) -> Callable[..., Ints | None]:
@@ -82,22 +77,15 @@ def _divided(one: Any, other: Any) -> Any:
 
 
 def _gather(attributes: dict[str, Any], data: Ints, places: Ints) -> Ints | None:
-    inside = all(
-        type(place) is int and -len(data.values) <= place < len(data.values) for place in places.values
-    )
-    return Ints(tuple(data.values[place] for place in places.values), places.scalar) if inside else None
-
-
-def _concat(attributes: dict[str, Any], *parts: Ints) -> Ints:
-    return Ints(tuple(one for part in parts for one in part.values))
+    known, size = data.values, len(data.values)
+    inside = all(type(place) is int and -size <= place < size for place in places.values)
+    return Ints(tuple(known[place] for place in places.values), places.scalar) if inside else None
 
 
 def _slice(attributes: dict[str, Any], data: Ints, *where: Ints) -> Ints | None:
     if "starts" in attributes or any(type(one) is not int for part in where for one in part.values):
         return None
-    if any(len(part.values) != 1 for part in where) or (
-        len(where) > 2 and where[2].values not in ((0,), (-1,))
-    ):
+    if any(len(part.values) != 1 for part in where) or {*(one.values for one in where[2:3])} - {(0,), (-1,)}:
         return None
     step = where[3].values[0] if len(where) > 3 else 1
     begin, end = where[0].values[0], where[1].values[0]
@@ -106,27 +94,8 @@ def _slice(attributes: dict[str, Any], data: Ints, *where: Ints) -> Ints | None:
     return Ints(data.values[begin:end:step])
 
 
-def _same(attributes: dict[str, Any], data: Ints, *_: Ints) -> Ints:
-    return data
-
-
-def _cast(attributes: dict[str, Any], data: Ints) -> Ints | None:
-    return data if attributes.get("to") == 7 else None
-
-
-def _unsqueezed(attributes: dict[str, Any], data: Ints, *_: Ints) -> Ints | None:
-    return Ints(data.values) if data.scalar else None
-
-
-def _squeezed(attributes: dict[str, Any], data: Ints, *_: Ints) -> Ints | None:
-    return Ints(data.values, scalar=True) if len(data.values) == 1 else None
-
-
 def _product(attributes: dict[str, Any], data: Ints, *_: Ints) -> Ints:
-    product: Any = 1
-    for one in data.values:
-        product = product * one
-    return Ints((product,), scalar=not attributes.get("keepdims", 1))
+    return Ints((math.prod(data.values),), scalar=not attributes.get("keepdims", 1))
 
 
 def _reshape(attributes: dict[str, Any], data: Ints, shape: Ints) -> Ints | None:
@@ -141,12 +110,12 @@ _ON_INTS: dict[str, Callable[..., Ints | None]] = {
     "Mul": _pairwise(lambda one, other: one * other),
     "Div": _pairwise(_divided),
     "Gather": _gather,
-    "Concat": _concat,
+    "Concat": lambda said, *parts: Ints(tuple(one for part in parts for one in part.values)),
     "Slice": _slice,
-    "Identity": _same,
-    "Cast": _cast,
-    "Unsqueeze": _unsqueezed,
-    "Squeeze": _squeezed,
+    "Identity": lambda said, data: data,
+    "Cast": lambda said, data: data if said.get("to") == 7 else None,
+    "Unsqueeze": lambda said, data, *_: Ints(data.values) if data.scalar else None,
+    "Squeeze": lambda said, data, *_: Ints(data.values, scalar=True) if len(data.values) == 1 else None,
     "ReduceProd": _product,
     "Reshape": _reshape,
 }

@@ -120,23 +120,11 @@ def constant(root: nn.Module, at: int) -> torch.Tensor:
 T = TypeVar("T")
 
 _WITHOUT_GRADIENT = {
-    "BatchNormalization": (3, 4),
-    "Resize": (1, 2, 3),
-    "Upsample": (1,),
-    "Pad": (2,),
-    "Dropout": (1, 2),
-    "Range": (0, 1, 2),
-    "OneHot": (0, 1),
-    "NonMaxSuppression": (0, 1, 2, 3, 4),
-    "Shape": (0,),
-    "Size": (0,),
-    "ArgMax": (0,),
-    "ArgMin": (0,),
-    "CastLike": (1,),
-    "NonZero": (0,),
-    "QuantizeLinear": (1, 2),
+    "BatchNormalization": (3, 4), "Resize": (1, 2, 3), "Upsample": (1,), "Pad": (2,), "Dropout": (1, 2),
+    "Range": (0, 1, 2), "OneHot": (0, 1), "NonMaxSuppression": (0, 1, 2, 3, 4), "Shape": (0,), "Size": (0,),
+    "ArgMax": (0,), "ArgMin": (0,), "CastLike": (1,), "NonZero": (0,), "QuantizeLinear": (1, 2),
     "DequantizeLinear": (1, 2),
-}
+}  # fmt: skip
 """Inputs that training does not change by gradient: running statistics, sizes, scales of quantization."""
 _MADE_UP = re.compile(
     r"val_\d+|scalar_tensor_default(_\d+)?|_val_\d+|onnx::\w+_\d+|.*/Constant(_\d+)?_output_\d+"
@@ -165,19 +153,15 @@ def trained_initializers(
 ) -> frozenset[str]:
     """The keys that become parameters: floats that something uses where a gradient reaches them."""
     floats = {key: key for key in kept if content.initializers[key].dtype.is_floating_point}
-    found = {key for key in floats if _gradient_reaches(content, key) and not _is_constant(content, key)}
-    return frozenset(found | set(matching(floats, trainable)))
-
-
-def _gradient_reaches(content: ModelContent, key: str) -> bool:
-    uses = content.uses.get(key, frozenset())
-    if content.initializers[key].itemsize == 1 or not uses:
-        return False  # float8 has no arithmetic to be trained in
-    return any(at not in _WITHOUT_GRADIENT.get(operator, ()) for operator, at in uses)
-
-
-def _is_constant(content: ModelContent, key: str) -> bool:
-    return content.initializers[key].numel() == 1 and _MADE_UP.fullmatch(key) is not None
+    found = set(matching(floats, trainable))
+    for key in floats:
+        tensor = content.initializers[key]
+        constant = tensor.numel() == 1 and _MADE_UP.fullmatch(key) is not None
+        if tensor.itemsize > 1 and not constant:  # float8 has no arithmetic to be trained in
+            uses = content.uses.get(key, frozenset())
+            if any(at not in _WITHOUT_GRADIENT.get(operator, ()) for operator, at in uses):
+                found.add(key)
+    return frozenset(found)
 
 
 def as_patterns(patterns: Sequence[str]) -> Sequence[str]:

@@ -95,27 +95,11 @@ def _read(path: Path, offset: int, nbytes: int, what: str) -> torch.Tensor:
 
 STRING = 8
 DTYPES = {
-    1: torch.float32,
-    2: torch.uint8,
-    3: torch.int8,
-    4: torch.uint16,
-    5: torch.int16,
-    6: torch.int32,
-    7: torch.int64,
-    9: torch.bool,
-    10: torch.float16,
-    11: torch.float64,
-    12: torch.uint32,
-    13: torch.uint64,
-    14: torch.complex64,
-    15: torch.complex128,
-    16: torch.bfloat16,
-    17: torch.float8_e4m3fn,
-    18: torch.float8_e4m3fnuz,
-    19: torch.float8_e5m2,
-    20: torch.float8_e5m2fnuz,
-    24: torch.float8_e8m0fnu,
-}
+    1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.uint16, 5: torch.int16, 6: torch.int32,
+    7: torch.int64, 9: torch.bool, 10: torch.float16, 11: torch.float64, 12: torch.uint32, 13: torch.uint64,
+    14: torch.complex64, 15: torch.complex128, 16: torch.bfloat16, 17: torch.float8_e4m3fn,
+    18: torch.float8_e4m3fnuz, 19: torch.float8_e5m2, 20: torch.float8_e5m2fnuz, 24: torch.float8_e8m0fnu,
+}  # fmt: skip
 """By the number that TensorProto.DataType has."""
 NARROW_INTS = {21: (0, 15), 22: (-8, 7), 25: (0, 3), 26: (-2, 1)}
 """uint4, int4, uint2, int2: least and greatest value."""
@@ -161,9 +145,8 @@ def stored_tensor(proto: Any, folder: Path | None = None) -> torch.Tensor:
         raise UsageError("ONNX files have little-endian tensors, and this machine is none")
     count = math.prod(shape)
     if proto.data_location == _EXTERNAL:
-        return _unpacked(
-            external_bytes(proto, folder, _nbytes(proto, count)), proto.data_type, count
-        ).reshape(shape)
+        raw = external_bytes(proto, folder, _nbytes(proto, count))
+        return _unpacked(raw, proto.data_type, count).reshape(shape)
     if proto.HasField("raw_data"):
         _check_size(what, shape, len(proto.raw_data), _nbytes(proto, count))
         raw = torch.frombuffer(bytearray(proto.raw_data), dtype=torch.uint8) if count else torch.empty(0)
@@ -191,16 +174,6 @@ def stored_sparse(proto: Any) -> torch.Tensor:
     return dense.reshape(shape)
 
 
-def stored_texts(proto: Any) -> tuple[str, ...]:
-    """The texts of a TensorProto of texts."""
-    return tuple(one.decode("utf-8", "replace") for one in proto.string_data)
-
-
-def is_texts(proto: Any) -> bool:
-    """Whether it has texts."""
-    return bool(proto.data_type == STRING)
-
-
 def _shape(dims: Sequence[int], what: str) -> tuple[int, ...]:
     shape = tuple(int(one) for one in dims)
     if len(shape) > MAX_RANK or any(one < 0 for one in shape):
@@ -225,20 +198,15 @@ def _unpacked(raw: torch.Tensor, number: int, count: int) -> torch.Tensor:
         return raw.view(DTYPES[number]) if count else torch.empty(0, dtype=DTYPES[number])
     bits = NARROW_BITS[number]
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    parts = ((raw.to(torch.uint8)[:, None] >> shifts) & (2**bits - 1)).reshape(-1)[:count]
-    return narrow_values(parts, number)
-
-
-def narrow_values(codes: torch.Tensor, number: int) -> torch.Tensor:
-    """What the bits of numbers narrower than 8 bits mean."""
+    codes: torch.Tensor = ((raw.to(torch.uint8)[:, None] >> shifts) & (2**bits - 1)).reshape(-1)[:count]
     if number == FLOAT4:
-        table = torch.tensor([*FLOAT4_VALUES, *(-one for one in FLOAT4_VALUES)])
-        return table[codes.long()]
+        values = torch.tensor([*FLOAT4_VALUES, *(-one for one in FLOAT4_VALUES)])
+        return values[codes.long()]
     low, high = NARROW_INTS[number]
     if low == 0:
         return codes.to(torch.uint8)
-    signed = codes.to(torch.int8)
-    return torch.where(signed > high, signed - (high - low + 1), signed)
+    signed: torch.Tensor = codes.to(torch.int8)
+    return signed.where(signed <= high, signed - (high - low + 1))
 
 
 def _typed(proto: Any, what: str, shape: tuple[int, ...], count: int) -> torch.Tensor:

@@ -82,7 +82,7 @@ def twice() -> Any:
 
 
 AT_THE_DOOR: dict[str, tuple[Callable[[], Any], str]] = {
-    "circle": (circle, "a circle: 3 operators wait"),
+    "circle": (circle, "a circle: 2 operators wait"),
     "missing inputs": (lambda: one_node("Sum", "x gone lost", {}), "nothing makes: 'gone', 'lost'"),
     "missing output": (lambda: made.model([], {}, {"x": [1]}, ["y"]), "nothing makes: 'y'"),
     "a value made twice": (twice, "makes the value 'y' twice"),
