@@ -38,12 +38,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=asked.where) as root:
         save(Path(root), asked.mib, asked.tensors)
         for what, *arguments in (
-            ("the same", "diff", f"{root}@2", "@3"),
-            ("2 % of the blocks changed", "diff", f"{root}@0", "@1"),
-            ("that, --whole", "diff", f"{root}@0", "@1", "--whole"),
-            ("that, --quick", "diff", f"{root}@0", "@1", "--quick"),
-            ("all changed", "diff", f"{root}@1", "@2"),
-            ("find-bad, 4 epochs", "find-bad", root, "--all"),
+            ("the same", "ckpt", "diff", f"{root}@2", "@3"),
+            ("2 % of the blocks changed", "ckpt", "diff", f"{root}@0", "@1"),
+            ("that, --whole", "ckpt", "diff", f"{root}@0", "@1", "--whole"),
+            ("that, --quick", "ckpt", "diff", f"{root}@0", "@1", "--quick"),
+            ("all changed", "ckpt", "diff", f"{root}@1", "@2"),
+            ("find-bad, 4 epochs", "ckpt", "find-bad", root, "--all"),
         ):
             print(f"{what:28}{measured(arguments)}", flush=True)
 

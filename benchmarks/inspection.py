@@ -28,8 +28,8 @@ VERBS = (
     ("ckpt show RUN@best", ["ckpt", "show", "{run}@best"]),
     ("ckpt du RUN", ["ckpt", "du", "{run}"]),
     ("ckpt why RUN", ["ckpt", "why", "{run}"]),
-    ("stats RUN", ["stats", "{run}"]),
-    ("compare RUN RUN", ["compare", "{run}", "{run}"]),
+    ("stats RUN", ["ckpt", "stats", "{run}"]),
+    ("compare RUN RUN", ["runs", "compare", "{run}", "{run}"]),
 )
 
 

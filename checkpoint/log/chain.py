@@ -331,7 +331,7 @@ def append(storage: Storage, tail: Tail, draft: RecordDraft) -> Appended:
         if len(changed[0].marks) > len(tail.view.marks) and 2 * len(data) > canonical_json.LIMIT_BYTES:
             raise UsageError(  # the other half is for what writers must be able to append
                 f"{storage.url} has so many tags and pins that a record of its log takes {len(data)} bytes: "
-                "take some away first (torchrelay tag --delete, torchrelay unpin)"
+                "take some away first (torchrelay ckpt tag --delete, torchrelay ckpt pin --delete)"
             )
         if _create(storage, record.slot, data):
             if _is_void(storage, tail, record.slot):

@@ -196,7 +196,7 @@ def has_tables(connection: Connection, where: str) -> bool:
     raise FormatError(
         f"the database {where} has tables of schema version {found} in {SCHEMA.name}, this torchrelay writes "
         f"version {VERSION}: use the torchrelay that made them, or give another database and fill it with "
-        "torchrelay index"
+        "torchrelay runs index"
     )
 
 
@@ -256,8 +256,8 @@ _FIRST_PAUSE_SECS = 0.05
 _LONGEST_PAUSE_SECS = 0.5
 _PASSING = ("database system is", "terminating connection", "too many", "remaining connection slots")
 _REMEDIES = {
-    "not a database": "; move the file away and fill a new one with torchrelay index",
-    "malformed": "; move the file away and fill a new one with torchrelay index",
+    "not a database": "; move the file away and fill a new one with torchrelay runs index",
+    "malformed": "; move the file away and fill a new one with torchrelay runs index",
     "unable to open": "; its folder must be there, and file and folder writable",
     "readonly": "; file and folder must be writable",
 }

@@ -224,7 +224,7 @@ _SHARE_OF_RETRIES = 0.7
 """Of the deadline: so that the reason of the last try is there in time."""
 _IMPATIENT_SECS = 0.5
 _MOST_READ_AGAIN = 10_000
-"""Notes of a run directory that a start compares with the database; `torchrelay index` compares all."""
+"""Notes of a run directory that a start compares with the database; `torchrelay runs index` compares all."""
 
 
 class SqlHandler:
@@ -232,8 +232,8 @@ class SqlHandler:
 
     `url` is `sqlite:///runs.db` or `postgresql://user@host/database`; its password is never shown. Nothing is
     connected before the first `write` or `report`. A database that fails only warns: what it missed is told
-    at the next success, or by `torchrelay index`. `deadline_secs` is how long a call waits for it at most,
-    and half a second while it is known to be away.
+    at the next success, or by `torchrelay runs index`. `deadline_secs` is how long a call waits for it at
+    most, and half a second while it is known to be away.
 
     With `decides=True` a start resumes where the database says: at the user's epoch, else at the newest that
     it knows and no rewind abandoned. Then `last_epoch` raises StorageError, which ends the start, where the
@@ -319,7 +319,7 @@ class SqlHandler:
         if epoch is None and (told := self._run_tells_of(uuid)) is not None:
             raise UsageError(
                 f"the database {database.shown} decides where {self._prefix} resumes and knows no epoch of "
-                f"it, while the run tells of epoch {told}: fill it with torchrelay index, or leave "
+                f"it, while the run tells of epoch {told}: fill it with torchrelay runs index, or leave "
                 "decides=True out"
             )
         return epoch
@@ -380,7 +380,7 @@ class SqlHandler:
         more = f" ({lost} more are forgotten)" if lost else ""
         return (
             f"{waiting} for it{more}. Training goes on, the next success brings the database up to date, and "
-            "so does torchrelay index"
+            "so does torchrelay runs index"
         )
 
     def _store(self, retry_secs: float) -> None:

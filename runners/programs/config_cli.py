@@ -1,4 +1,4 @@
-"""The verbs on a configuration alone: `torchrelay train|test|eval|server|status|amend -m config.yaml`."""
+"""The verbs on a configuration alone: `torchrelay train|test|eval|serve|status|amend -m config.yaml`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ LIGHT_NEEDS = ("pathspec", "fsspec", "PyYAML", "xxhash", "rich", "jinja2")
 TOOLS = ("twine", "readme_renderer[md]")
 """What a package index looks at before it takes a file, in an environment of its own; pinned as all is."""
 LOOKING = (
-    ["--version"], ["--help"], ["ls", "{run}"], ["show", "{run}"], ["stats", "{run}"],
+    ["--version"], ["--help"], ["ls", "{run}"], ["show", "{run}"], ["ckpt", "stats", "{run}"],
     ["ckpt", "show", "{run}@last"], ["ckpt", "du", "{run}"], ["ckpt", "why", "{run}", "1"],
     ["ls", "{run}", "--json"], ["verify", "{run}"],
 )  # fmt: skip

@@ -156,10 +156,10 @@ def ask(run: Path, verbs: tuple[str, ...] = (), *, start: bool = True) -> Answer
         "ckpt why": ["ckpt", "why", str(run)],
         "ckpt du": ["ckpt", "du", str(run)],
         "ckpt verify": ["ckpt", "verify", str(run)],
-        "stats": ["stats", str(run)],
+        "stats": ["ckpt", "stats", str(run)],
         "runs ls": ["runs", "ls", str(run.parent)],
         "runs show": ["runs", "show", str(run)],
-        "lineage": ["lineage", str(run)],
+        "lineage": ["runs", "lineage", str(run)],
         "top": ["top", "--once", str(run)],
         "report": ["report", "-o", str(run.parent / "report.html"), "--no-norms", str(run)],
     }

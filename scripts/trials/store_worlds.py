@@ -217,7 +217,7 @@ class World:
         epoch = max([0, *self.known.saved])
 
         def tag() -> str:
-            said = self._typed("tag", f"{self.url}@{epoch}", f"name{number}")
+            said = self._typed("ckpt", "tag", f"{self.url}@{epoch}", f"name{number}")
             if said == "exit 0":
                 self.known.tagged.add(epoch)
             return said
@@ -231,7 +231,7 @@ class World:
 
         def prune() -> str:
             self.known.let_go(keep, max([0, *self.known.saved]))
-            return self._typed("prune", self.url, "--keep-last", str(keep))
+            return self._typed("ckpt", "prune", self.url, "--keep-last", str(keep))
 
         return f"prune to {keep}", prune
 

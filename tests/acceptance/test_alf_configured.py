@@ -50,7 +50,7 @@ def test_alf_1_3_7_a_configured_stage_takes_weights_once_and_keeps_what_it_is_bu
     run(second, STILL, "runner.train1.epochs=3")
     assert all(torch.equal(one, known[name]) for name, one in weights(second).items())
     capsys.readouterr()
-    assert main(["lineage", str(second / "run"), "--json"]) == 0
+    assert main(["runs", "lineage", str(second / "run"), "--json"]) == 0
     told = capsys.readouterr().out
     assert "teacher" in told and "learning_rate=0.05" in told
     resolved = (second / "run/lineage/teacher/config/resolved.yaml").read_text()

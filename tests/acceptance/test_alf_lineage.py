@@ -97,7 +97,7 @@ def test_alf_2_the_last_stage_alone_is_enough(
     answer = one * 3 * last["agent.head.weight"] + last["agent.head.bias"]
     assert done.stdout == f"{[[answer, answer]]}\n['expert'] ('model',)\n"
     assert (tmp_path / "out.safetensors").stat().st_size > 0
-    assert main(["lineage", str(run), "--json"]) == 0
+    assert main(["runs", "lineage", str(run), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [stage["stage"] for stage in told["stages"]] == ["expert", "expert/low"]
     assert len({told["run"]["uuid"], *(stage["run_id"] for stage in told["stages"])}) == 3
@@ -119,17 +119,17 @@ def test_alf_3_configurations_and_overrides_of_all_stages_are_there(
     chain: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From C's directory: A's overrides, marked, and its source files verbatim, sub-directories included."""
-    assert main(["lineage", str(chain / "c")]) == 0
+    assert main(["runs", "lineage", str(chain / "c")]) == 0
     tree = capsys.readouterr().out
     assert "override lr=0.5" in tree and "override lr=0.25" in tree and "lr=9" not in tree
-    assert main(["lineage", str(chain / "c"), "expert/low", "--json"]) == 0
+    assert main(["runs", "lineage", str(chain / "c"), "expert/low", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["overrides"] == ["lr=0.5"]
     assert told["config"] == {
         "config/model.yaml": "of: a\n",
         "config/sources/parts/deep.yaml": "# lr=0.5\n\tverbatim \u00e4\n",
     }
-    assert main(["lineage", str(chain / "c"), "expert/low"]) == 0
+    assert main(["runs", "lineage", str(chain / "c"), "expert/low"]) == 0
     shown = capsys.readouterr().out
     assert "override lr=0.5" in shown and "--- config/sources/parts/deep.yaml" in shown
 

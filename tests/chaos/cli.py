@@ -24,7 +24,7 @@ _SHOWN = 20
 
 def add_chaos(add: Add) -> None:
     """Define `chaos`."""
-    parser = add("chaos", "strike a run with faults again and again, and count what survives", chaos)
+    parser = add("strike a run with faults again and again, and count what survives", chaos)
     parser.usage = "torchrelay chaos [options] [DIRECTORY | URL | -- COMMAND ... {run} ...]"
     parser.add_argument(
         "target", metavar="DIRECTORY | URL | COMMAND", nargs="*",

@@ -37,7 +37,7 @@ def read_by_everything(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each verb that reads an epoch does."""
     for verb in ("ls", "verify", "show"):
         assert main(["ckpt", verb, str(run)]) == 0, capsys.readouterr().err
-    assert main(["diff", f"{run}@0", f"{run}@1"]) == 0, capsys.readouterr().err
+    assert main(["ckpt", "diff", f"{run}@0", f"{run}@1"]) == 0, capsys.readouterr().err
     assert "damaged" not in capsys.readouterr().out
 
 
@@ -101,7 +101,7 @@ def test_guests_leave_the_writer_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guests fill at most half a record, so that marks never keep a writer from committing."""
     storage = run_of(range(3))
     monkeypatch.setattr(canonical_json, "LIMIT_BYTES", 16_000)
-    with pytest.raises(UsageError, match="unpin"):
+    with pytest.raises(UsageError, match="pin --delete"):
         for number in range(200):
             append_as_guest(storage, pin_draft(f"{number}{'p' * 50}", Key(0, Position(1))))
     writer = take(storage)

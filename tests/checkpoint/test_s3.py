@@ -122,7 +122,7 @@ def test_marks_and_prune_on_s3(capsys):
     url = f"s3://{BUCKET}/runs/pruned"
     blobs = {"w": torch.arange(30_000.0)}
     assert Trial(blobs, epochs=2).train(MultiNodeCheckpointManager(url, reuse=False)) == 2
-    assert main(["tag", f"{url}@1", "paper"]) == main(["prune", url, "--keep-last", "1"]) == 0
+    assert main(["ckpt", "tag", f"{url}@1", "paper"]) == main(["ckpt", "prune", url, "--keep-last", "1"]) == 0
     assert "kept: 1 to 2\n" in capsys.readouterr().out
     storage = storage_of(url, "the place")
     assert [name[:9] for name in storage.list("data")] == ["e00000001", "e00000002"]

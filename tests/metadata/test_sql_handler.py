@@ -95,7 +95,7 @@ def test_the_index_is_made_again(tmp_path: Path, url: str, lost: str, capsys: py
     train(run, url, 3, resume_from_epoch=1)
     (run / lost).unlink(missing_ok=True)
     for _ in range(2):
-        assert main(["index", str(run), "--database", again]) == 0
+        assert main(["runs", "index", str(run), "--database", again]) == 0
         made, told = without_times(contents(again)), without_times(contents(url))
         if lost != "nothing":
             told = {
@@ -112,7 +112,7 @@ def test_a_bare_directory_of_checkpoints_is_indexed(tmp_path: Path, url: str) ->
     job.epoch(lambda ctx: ctx.workspace.update(n=ctx.epoch))
     job.stop_when(max_epochs(2))
     JobRunner(job, MultiNodeCheckpointManager(tmp_path / "c", SqlHandler(live))).train()
-    assert main(["index", str(tmp_path / "c"), "--database", url]) == 0
+    assert main(["runs", "index", str(tmp_path / "c"), "--database", url]) == 0
     assert without_times(contents(url)) == without_times(contents(live))
 
 
@@ -226,7 +226,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, damage: str, capsys: pytest.
     with tells_degraded(str(file), "Training goes on"):
         assert train(tmp_path / "run", f"sqlite:///{file}", 1) == 1
     capsys.readouterr()
-    assert main(["index", str(tmp_path / "run"), "--database", f"sqlite:///{file}"]) == 5
+    assert main(["runs", "index", str(tmp_path / "run"), "--database", f"sqlite:///{file}"]) == 5
     said = capsys.readouterr().err
     assert said.startswith(f"torchrelay: the database sqlite:///{file}") and said.count("\n") == 1
 
@@ -371,7 +371,7 @@ def test_where_it_decides_and_cannot_the_start_ends(tmp_path: Path, url: str) ->
     with pytest.raises(StorageError, match="not a database"):
         train(run, url, 2, decides=True)
     file.unlink()
-    assert main(["index", str(run), "--database", url]) == 0
+    assert main(["runs", "index", str(run), "--database", url]) == 0
     assert train(run, url, 2, decides=True) == 2
 
 
@@ -422,7 +422,7 @@ def test_urls_that_are_refused(tmp_path: Path, text: str, said: str, capsys: pyt
     with pytest.raises(UsageError, match=said) as found:
         SqlHandler(text)
     assert "secret1" not in str(found.value)
-    assert text == "" or main(["index", str(tmp_path), "--database", text]) == 2
+    assert text == "" or main(["runs", "index", str(tmp_path), "--database", text]) == 2
     assert "secret1" not in capsys.readouterr().err
 
 
@@ -488,11 +488,11 @@ def test_index_needs_a_database(tmp_path: Path, url: str, monkeypatch, capsys: p
     for record in (tmp_path / "bad/checkpoints/log").glob("0*.json"):
         record.write_bytes(b"{}")
     (tmp_path / "runs.db").unlink()
-    assert main(["index", str(tmp_path / "good")]) == 2
+    assert main(["runs", "index", str(tmp_path / "good")]) == 2
     assert "TORCHRELAY_DATABASE" in capsys.readouterr().err
     monkeypatch.setenv("TORCHRELAY_DATABASE", url)
-    assert main(["index", str(tmp_path / "nowhere")]) == 2
-    assert main(["index", str(tmp_path / "bad"), str(tmp_path / "good"), "--json"]) == 5
+    assert main(["runs", "index", str(tmp_path / "nowhere")]) == 2
+    assert main(["runs", "index", str(tmp_path / "bad"), str(tmp_path / "good"), "--json"]) == 5
     said = capsys.readouterr()
     assert json.loads(said.out)["failed"] == 1 and len(json.loads(said.out)["done"]) == 1
     assert "job.json" in said.err and saved(url) == [0, 1]
@@ -513,7 +513,7 @@ def test_notes_that_nobody_wrote(tmp_path: Path, url: str) -> None:
                 line[key] = draw.choice(odd)
             lines.write(json.dumps(line) + "\n")
     again = f"sqlite:///{tmp_path / 'again.db'}"
-    assert main(["index", str(run), "--database", again]) == 0
+    assert main(["runs", "index", str(run), "--database", again]) == 0
     assert {row["epoch"] for row in contents(again)["relay_epochs"]} >= {0, 1}
     assert notes_of_file(file, Holder("another job", "told", 0), "/p") == []
     assert len(notes_of_file(file, Holder(whole[0]["job"], "told", 0), "/p", limit=2)) == 2
@@ -547,7 +547,7 @@ def test_a_missing_package_is_told_with_its_remedy(missing: str, url: str, extra
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
         "from torchrelay.tools.cli.main import main\n"
-        f"main(['index', 'x', '--database', {url!r}])"
+        f"main(['runs', 'index', 'x', '--database', {url!r}])"
     )
     said = python(code)
     assert re.fullmatch(rf"torchrelay: .* pip install .*'torchrelay\[{extra}\]'.*\n", said), said

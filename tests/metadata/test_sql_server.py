@@ -70,9 +70,9 @@ def test_the_server_is_stopped_and_started_between_epochs(
     told = contents(url)
     assert {row["epoch"] for row in told["relay_durations"]} == {0, 1, 2, 3, 4, 5}
     again = f"sqlite:///{tmp_path / 'again.db'}"
-    assert main(["index", str(tmp_path / "run"), "--database", again]) == 0
+    assert main(["runs", "index", str(tmp_path / "run"), "--database", again]) == 0
     assert without_times(contents(again)) == without_times(told)
-    assert main(["index", str(tmp_path / "run"), "--database", url]) == 0
+    assert main(["runs", "index", str(tmp_path / "run"), "--database", url]) == 0
     assert without_times(contents(url)) == without_times(told)
 
 
@@ -128,7 +128,7 @@ def test_a_wrong_password_is_told_at_once_and_not_shown(server: Server, tmp_path
     assert time.monotonic() - began < 60
     assert said and all("password authentication failed" in text for text in said)
     done = subprocess.run(
-        [sys.executable, "-m", "torchrelay", "index", str(tmp_path / "run"), "--database", wrong],
+        [sys.executable, "-m", "torchrelay", "runs", "index", str(tmp_path / "run"), "--database", wrong],
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 5 and done.stderr.count("\n") == 1 and not done.stdout

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job.stop_when(max_epochs(epochs))
         with LocalSession(["trainer_0", "trainer_1"]) as session:
             JobRunner(job, folder / "runs" / name).train(session)
-    assert main(["tag", str(folder / "runs/two"), "named"]) == 0
+    assert main(["ckpt", "tag", str(folder / "runs/two"), "named"]) == 0
     return folder
 
 

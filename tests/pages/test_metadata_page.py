@@ -80,7 +80,15 @@ def test_the_queries_run_on_a_server(folder: Path) -> None:
     """The same text is understood by PostgreSQL."""
     with postgresql() as server:
         assert (
-            main(["index", *[str(folder / "runs" / n) for n in ("hello", "again")], "--database", server.url])
+            main(
+                [
+                    "runs",
+                    "index",
+                    *[str(folder / "runs" / n) for n in ("hello", "again")],
+                    "--database",
+                    server.url,
+                ]
+            )
             == 0
         )
         check_answers(server.url)

@@ -33,11 +33,14 @@ def alone(run: Path, folder: Path) -> dict[str, Any]:
     shutil.copy(run / "config/source.yaml", folder / "source/agent.yaml")
     evaluated = evaluate(run, folder)
     assert torchrelay(["verify", str(run), "--replay"]) == 0
-    assert torchrelay(["lineage", str(run)]) == 0
+    assert torchrelay(["runs", "lineage", str(run)]) == 0
     went_on = int(stage(run, folder, "train", "runner.train.epochs=7")["train"])
     again = evaluate(run, folder)
     assert (
-        torchrelay(["export", str(run), "--to", "safetensors", "-o", str(folder / "agent.safetensors")]) == 0
+        torchrelay(
+            ["ckpt", "export", str(run), "--to", "safetensors", "-o", str(folder / "agent.safetensors")]
+        )
+        == 0
     )
     given = [f"runner.train.save_checkpoint_path={run}"]
     width = load_config(folder / "source/agent.yaml", given).section("hyper_parameters")["width"]

@@ -133,7 +133,7 @@ def test_index_gives_a_server_up_that_never_answers(
     with mute_server() as port:
         began = time.monotonic()
         database = f"postgresql://user:secret@127.0.0.1:{port}/db?sslmode=disable"
-        assert main(["index", str(tmp_path / "run"), "--database", database]) == 5
+        assert main(["runs", "index", str(tmp_path / "run"), "--database", database]) == 5
         assert time.monotonic() - began < 60
     said = capsys.readouterr().err
     assert "did not answer within" in said and "secret" not in said

@@ -20,13 +20,13 @@ HUGE = "1" + "0" * 400
 NUMBERS = ("NaN", "1e999", HUGE, "1e308", "true")
 WORDS = ('"\\ud800"', '"\\u009b2J\\u001b[31m"', '"\\u0000"', "null", '{"a":' * 400 + "1" + "}" * 400)
 VERBS = {
-    "run": [["ls", ".."], ["show", "."], ["compare", ".", "."], ["ckpt", "show", ".@best"]],
-    "status": [["ls", ".."], ["show", "."], ["compare", ".", "."], ["top", "."]],
+    "run": [["ls", ".."], ["show", "."], ["runs", "compare", ".", "."], ["ckpt", "show", ".@best"]],
+    "status": [["ls", ".."], ["show", "."], ["runs", "compare", ".", "."], ["top", "."]],
     "live": [["top", "."]],
-    "metrics": [["ls", ".."], ["compare", ".", "."], ["find-bad", ".", "--metric", "loss"]],
+    "metrics": [["ls", ".."], ["runs", "compare", ".", "."], ["ckpt", "find-bad", ".", "--metric", "loss"]],
     "events": [["show", "."], ["top", "."]],
-    "metadata": [["stats", "."], ["top", "."]],
-    "stats": [["stats", "."], ["ls", "."]],
+    "metadata": [["ckpt", "stats", "."], ["top", "."]],
+    "stats": [["ckpt", "stats", "."], ["ls", "."]],
 }
 """The verbs that read a file of notes, by its name."""
 
@@ -120,9 +120,9 @@ def test_a_jump_on_a_branch_that_was_left_is_looked_for_there(
         job.epoch(lambda ctx, bad=bad: ctx.log("loss", math.nan if bad and ctx.epoch == 4 else 1.0))
         job.stop_when(max_epochs(6))
         JobRunner(job, tmp_path / "run").train(resume_from_epoch=None if bad else 2)
-    code, text = said(capfd, "find-bad", f"{tmp_path}/run@6,branch=0", "--metric", "loss")
+    code, text = said(capfd, "ckpt", "find-bad", f"{tmp_path}/run@6,branch=0", "--metric", "loss")
     assert code == 1 and "epoch 4: loss is nan" in text
-    assert said(capfd, "find-bad", f"{tmp_path}/run", "--metric", "loss")[0] == 0
+    assert said(capfd, "ckpt", "find-bad", f"{tmp_path}/run", "--metric", "loss")[0] == 0
 
 
 def test_live_json_is_never_written_through_a_link(run: Path, tmp_path: Path) -> None:

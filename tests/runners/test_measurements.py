@@ -109,7 +109,7 @@ def test_the_best_epoch_is_one_that_was_measured(tmp_path: Path) -> None:
 def test_prune_ignores_gaps(tmp_path: Path) -> None:
     """Retention on demand keeps the epochs that were measured best."""
     train(tmp_path, GAPS)
-    assert main(["prune", str(tmp_path), "--keep-last", "1", "--keep-best", "val/acc:max:2"]) == 0
+    assert main(["ckpt", "prune", str(tmp_path), "--keep-last", "1", "--keep-best", "val/acc:max:2"]) == 0
     assert kept(tmp_path) == [2, 6, 8]
 
 

@@ -162,7 +162,7 @@ def test_sng_9_an_epoch_of_a_plain_job_needs_its_model(tmp_path, capsys, monkeyp
         "import torch\ndef model(): return torch.nn.Linear(2, 1)\ndef text(): return 'x'\n"
     )
     monkeypatch.chdir(tmp_path)
-    typed = ["export", "run@1", "--to", "onnx", "-o", "m.onnx"]
+    typed = ["ckpt", "export", "run@1", "--to", "onnx", "-o", "m.onnx"]
     for more, text in (
         ([], "was not archived: code=False; give the model by --model"),
         (["--model", "made_here:nothing"], "has no nothing"),

@@ -99,7 +99,11 @@ def test_the_life_of_checkpoints(place: str, capsys: pytest.CaptureFixture[str])
     checkpoint = open_checkpoint(place, 3)
     assert torch.equal(checkpoint.load_tensors("model.weight")["model.weight"], first["model"].weight)
     assert torch.equal(checkpoint["w"][1000:1010], first["w"][1000:1010])
-    assert main(["tag", f"{place}@1", "paper"]) == main(["prune", place, "--keep-last", "1"]) == 0
+    assert (
+        main(["ckpt", "tag", f"{place}@1", "paper"])
+        == main(["ckpt", "prune", place, "--keep-last", "1"])
+        == 0
+    )
     storage = storage_of(place, "the place")
     assert [name[:9] for name in storage.list("data")] == ["e00000001", "e00000003"]
     assert open_checkpoint(place, "tag=paper").load_tensors("w")["w"].shape == (300_000,)
@@ -141,11 +145,16 @@ def test_files_of_blobs_and_other_formats(place: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert Trial({"model": model}, epochs=1).train(str(run)) == 1
     for form, name in (("safetensors", "one.safetensors"), ("hf", "directory")):
-        assert main(["export", str(run), "--to", form, "-o", f"{place}/{name}", "--blobs", "model.*"]) == 0
-        assert main(["import", f"{place}/{name}", "--from", form, "-o", f"{place}/from-{form}"]) == 0
+        assert (
+            main(["ckpt", "export", str(run), "--to", form, "-o", f"{place}/{name}", "--blobs", "model.*"])
+            == 0
+        )
+        assert main(["ckpt", "import", f"{place}/{name}", "--from", form, "-o", f"{place}/from-{form}"]) == 0
         back = open_checkpoint(f"{place}/from-{form}").load_tensors("model.model.weight")
         assert torch.equal(back["model.model.weight"], model.weight)
-        assert main(["export", str(run), "--to", form, "-o", f"{place}/{name}"]) == UsageError.exit_code
+        assert (
+            main(["ckpt", "export", str(run), "--to", form, "-o", f"{place}/{name}"]) == UsageError.exit_code
+        )
     assert main(["report", str(run), "-o", f"{place}/report.html"]) == 0
     assert storage_of(place, "the place").read_range("report.html", 0, 15).lower() == b"<!doctype html>"
 
@@ -286,7 +295,11 @@ def test_a_store_that_ignores_conditions(place: str) -> None:
     again = torch.zeros(300_000)
     assert Trial({"w": again}, epochs=4).train(alone(), resume="must") == 4
     assert torch.equal(again, w)
-    for verb in (["tag", f"{place}@1", "paper"], ["pin", f"{place}@2"], ["prune", place, "--keep-last", "1"]):
+    for verb in (
+        ["ckpt", "tag", f"{place}@1", "paper"],
+        ["ckpt", "pin", f"{place}@2"],
+        ["ckpt", "prune", place, "--keep-last", "1"],
+    ):
         assert (main(verb), main([*verb, *promise])) == (UsageError.exit_code, 0), verb
     assert open_log(storage_of(place, "the place")).epochs() == (1, 2, 4)
     storage_of(place, "the place").replace("data/e00000009-abcdef123456/x.safetensors", b"left by a crash")

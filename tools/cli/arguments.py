@@ -11,8 +11,8 @@ from collections.abc import Callable
 from torchrelay.runners.monitoring.console import Output
 
 Run = Callable[[argparse.Namespace, Output], int]
-Add = Callable[[str, str, Run], argparse.ArgumentParser]
-"""Adds a verb: its name, its line in the help, what it does."""
+Add = Callable[[str, Run], argparse.ArgumentParser]
+"""Adds a verb: its line in the help, what it does."""
 _PLACE = "a run directory, a directory of checkpoints, or the URL of one"
 _EPOCH = "@7, @last, @best, @tag=NAME, @epoch=7,branch=0"
 

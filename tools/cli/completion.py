@@ -169,9 +169,7 @@ def _cases(tree: Mapping[str, CompletionOptions]) -> str:
 
 def add_completion(add: Add) -> None:
     """Define `completion`."""
-    parser = add(
-        "completion", "print a script that completes verbs, options and paths in a shell", completion
-    )
+    parser = add("print a script that completes verbs, options and paths in a shell", completion)
     parser.add_argument("shell", choices=tuple(SHELLS), help="bash: source <(torchrelay completion bash)")
 
 

@@ -17,19 +17,19 @@ from torchrelay.tools.cli.arguments import Add, add_strict
 
 def add_check(add: Add) -> None:
     """Define `config check`."""
-    parser = add("check", "say everything that is wrong with it, or ok", check)
+    parser = add("say everything that is wrong with it, or ok", check)
     _add_reading(parser)
     add_strict(parser)
 
 
 def add_print(add: Add) -> None:
     """Define `config print`."""
-    _add_reading(add("print", "print every value that holds, and where it comes from", print_))
+    _add_reading(add("print every value that holds, and where it comes from", print_))
 
 
 def add_schema(add: Add) -> None:
     """Define `config schema`."""
-    parser = add("schema", "print the JSON Schema, for editors", schema)
+    parser = add("print the JSON Schema, for editors", schema)
     parser.add_argument("path", metavar="CONFIG", nargs="?", help="not read: the schema is one for all")
     parser.add_argument(
         "--markdown", action="store_true", help="the table of keys of the documentation instead"
@@ -99,7 +99,7 @@ def _read(chosen: argparse.Namespace, output: Output) -> Config | None:
 
 def add_run_config(add: Add) -> None:
     """Define `run`."""
-    parser = add("run", "run the profiles of a configuration, in the order of its mode", run)
+    parser = add("run the profiles of a configuration, in the order of its mode", run)
     parser.add_argument(
         "-m",
         "--config",

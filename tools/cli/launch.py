@@ -32,7 +32,7 @@ _SETTING = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
 
 def add_launch(add: Add) -> None:
     """Define `launch`."""
-    parser = add("launch", "start a program on several processes or hosts, here or on a cluster", launch)
+    parser = add("start a program on several processes or hosts, here or on a cluster", launch)
     ways = " | ".join(f"--{name}" for name in TARGETS)
     parser.usage = (
         f"torchrelay launch -j NODESxRANKS [{ways}] [options] -- SCRIPT ... | -m MODULE_OR_CONFIG ..."

@@ -1,10 +1,10 @@
 """The command line: looks at runs and checkpoints, copies them out and in, puts them in order.
 
-Only `prune`, `ckpt repair` and `ckpt verify --quarantine` change epochs, and only where no job writes to
-them; `tag`, `pin` and `unpin` change what is said of them, at any time.
+Only `ckpt prune`, `ckpt repair` and `ckpt verify --quarantine` change epochs, and only where no job writes
+to them; `ckpt tag` and `ckpt pin` change what is said of them, at any time.
 
-Only what trains or loads (`train`, `test`, `eval`, `server`, `serve`, `package`, `run`, `export`,
-`import`) needs torch, and imports it when it runs.
+Only what trains or loads (`train`, `test`, `eval`, `serve`, `package`, `run`, `ckpt export`, `ckpt import`)
+needs torch, and imports it when it runs.
 
 Exit codes are those of `torchrelay.errors`; a user's mistake is one line on stderr, no traceback.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ import torchrelay
 from torchrelay.errors import RelayError, StorageError, UsageError, exit_code_of
 from torchrelay.jobs.runtime import IMPOSSIBLE, undisturbed
 from torchrelay.runners.monitoring.console import Output, Parser, by_url, printable
-from torchrelay.tools.cli.arguments import Add, Run
+from torchrelay.tools.cli.arguments import Run
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[Parser]
@@ -37,64 +37,71 @@ _VERBS = {
     "train": ".programs:add_train",
     "test": ".programs:add_test",
     "eval": ".programs:add_eval",
-    "server": ".programs:add_server",
+    "serve": ".programs:add_serve",
     "status": ".programs:add_status",
     "package": ".programs:add_package",
     "amend": ".programs:add_amend",
+    "run": ".config:add_run_config",
+    "launch": ".launch:add_launch",
     "ls": ".runs.ls:add_ls",
     "show": ".runs.show:add_show",
     "verify": ".checkpoints.verify:add_verify",
     "ckpt ls": ".runs.ls:add_ls",
     "ckpt show": ".checkpoints.directory:add_epoch_show",
     "ckpt verify": ".checkpoints.verify:add_verify",
+    "ckpt diff": ".checkpoints.diff:add_diff",
+    "ckpt find-bad": ".checkpoints.find_bad:add_find_bad",
     "ckpt du": ".checkpoints.directory:add_du",
     "ckpt why": ".checkpoints.verify:add_why",
+    "ckpt stats": ".runs.show:add_stats",
     "ckpt repair": ".checkpoints.directory:add_repair",
+    "ckpt prune": ".checkpoints.retention:add_prune",
+    "ckpt tag": ".checkpoints.retention:add_tag",
+    "ckpt pin": ".checkpoints.retention:add_pin",
     "ckpt export": ".checkpoints.convert:add_export",
     "ckpt import": ".checkpoints.convert:add_import",
-    "lineage": ".runs.show:add_lineage",
+    "runs ls": ".runs.library:add_runs_ls",
+    "runs show": ".runs.library:add_runs_show",
+    "runs status": ".programs:add_status",
+    "runs diff": ".runs.compare:add_runs_diff",
+    "runs compare": ".runs.compare:add_compare",
+    "runs code": ".runs.library:add_runs_code",
+    "runs lineage": ".runs.show:add_lineage",
+    "runs index": ".runs.library:add_index",
     "config check": ".config:add_check",
     "config print": ".config:add_print",
     "config schema": ".config:add_schema",
-    "stats": ".runs.show:add_stats",
-    "compare": ".runs.compare:add_compare",
-    "diff": ".checkpoints.diff:add_diff",
-    "find-bad": ".checkpoints.find_bad:add_find_bad",
-    "prune": ".checkpoints.retention:add_prune",
-    "tag": ".checkpoints.retention:add_tag",
-    "pin": ".checkpoints.retention:add_pin",
-    "unpin": ".checkpoints.retention:add_unpin",
-    "completion": ".completion:add_completion",
-    "export": ".checkpoints.convert:add_export",
-    "import": ".checkpoints.convert:add_import",
-    "runs ls": ".runs.library:add_runs_ls",
-    "runs show": ".runs.library:add_runs_show",
-    "runs code": ".runs.library:add_runs_code",
-    "runs diff": ".runs.compare:add_runs_diff",
-    "index": ".runs.library:add_index",
     "top": ".runs.watch:add_top",
     "report": ".runs.watch:add_report",
     "dashboard": ".runs.watch:add_dashboard",
     "chaos": "torchrelay.chaos.cli:add_chaos",
-    "serve": ".programs:add_serve",
-    "run": ".config:add_run_config",
-    "launch": ".launch:add_launch",
+    "completion": ".completion:add_completion",
 }
 """What defines each verb, `module:function`, the module as it is named from this package on.
-Only that of the verb that was typed is
-imported: looking at a run takes a tenth of a second, and most of that would be imports of other verbs."""
+Only that of the verb that was typed is imported: looking at a run takes a tenth of a second, and most of
+that would be imports of other verbs. `ls`, `verify` and `status` are short for those of the groups."""
+_FORMER = {
+    "server": "serve",
+    "unpin": "ckpt pin --delete",
+    **{
+        verb: f"ckpt {verb}"
+        for verb in ("diff", "find-bad", "stats", "prune", "tag", "pin", "export", "import")
+    },
+    **{verb: f"runs {verb}" for verb in ("compare", "lineage", "index")},
+}
+"""Spellings of 0.1 that work until the next version, with a line that tells the new ones."""
 _GROUPS = {
-    "ckpt": "look into checkpoints: prove them, ask why one is not used, put the directory in order",
-    "runs": "look through the runs of all experiments, at their source and what they were started with",
+    "ckpt": "look into checkpoints: prove, compare and copy them, put the directory in order",
+    "runs": "look through the runs of all experiments, at their source and what they were built on",
     "config": "look at a configuration file: is it right, what does it come to, what may stand in it",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; `--help` and `--version` leave by SystemExit."""
-    typed = sys.argv[1:] if argv is None else argv
     output = Output()
     try:
+        typed = _spelled(sys.argv[1:] if argv is None else argv)
         with undisturbed():  # what is imported stays
             parser = _parser(typed)
         chosen = _chosen(parser, typed)
@@ -112,6 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_code_of(error)
     finally:
         output.close()
+
+
+def _spelled(typed: Sequence[str]) -> Sequence[str]:
+    """What was typed, a former spelling as it is written now."""
+    now = _FORMER.get(typed[0]) if typed else None
+    if now is None:
+        return typed
+    sys.stderr.write(f"torchrelay: `{typed[0]}` is `{now}` now; the old spelling goes in the next version\n")
+    return [*now.split(), *typed[1:]]
 
 
 def _of_system(error: OSError) -> RelayError:
@@ -144,10 +160,11 @@ def _parser(typed: Sequence[str]) -> Parser:
     parser.set_defaults(run=None, json=False, parser=parser)
     groups = {"": parser.add_subparsers(title="verbs", metavar="VERB")}
     for verb in _meant(typed):
-        group = verb.rpartition(" ")[0]
+        group, _, name = verb.rpartition(" ")
         if group not in groups:
             groups[group] = _group(groups[""], group)
-        _definition(verb)(partial(_verb, groups[group]))
+        module, _, function = _VERBS[verb].partition(":")
+        getattr(import_module(module, __package__), function)(partial(_verb, groups[group], name))
     return parser
 
 
@@ -157,12 +174,6 @@ def _meant(typed: Sequence[str]) -> Iterable[str]:
         if (verb := " ".join(typed[:count])) in _VERBS:
             return [verb]
     return _VERBS
-
-
-def _definition(verb: str) -> Callable[[Add], None]:
-    module, _, function = _VERBS[verb].partition(":")
-    found: Callable[[Add], None] = getattr(import_module(module, __package__), function)
-    return found
 
 
 def _group(verbs: Verbs, name: str) -> Verbs:

@@ -1,4 +1,4 @@
-"""The verbs of programs and configurations, `train|test|eval|server|status|package|amend`, and `serve`.
+"""The verbs of programs and configurations, `train|test|eval|serve|status|package|amend`.
 
 Without a program they are those of a configuration alone.
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,6 @@ from torchrelay.runners.programs.request import (
     ServeOptions,
     VerbRequest,
     add_options,
-    add_serve_options,
 )
 from torchrelay.runners.remote_runs.names import is_remote
 from torchrelay.runners.remote_runs.resolve import (
@@ -38,6 +37,7 @@ from torchrelay.runners.remote_runs.resolve import (
     existing_directory,
     locate,
     parse_selector,
+    with_epoch,
 )
 from torchrelay.tools.cli.arguments import Add, add_model_options
 from torchrelay.tools.serving.serve import check_installed, say, serve
@@ -90,43 +90,8 @@ def _told(place: RunLocation, run: RunDirectory) -> dict[str, Any]:
 _PROGRAM = re.compile(r".*\.py|[^\W\d][\w.]*:[^\W\d]\w*")
 
 
-def add_train(add: Add) -> None:
-    """Define `train`."""
-    _add(add, "train")
-
-
-def add_test(add: Add) -> None:
-    """Define `test`."""
-    _add(add, "test")
-
-
-def add_eval(add: Add) -> None:
-    """Define `eval`."""
-    _add(add, "eval")
-
-
-def add_server(add: Add) -> None:
-    """Define `server`."""
-    _add(add, "server")
-
-
-def add_status(add: Add) -> None:
-    """Define `status`."""
-    _add(add, "status")
-
-
-def add_amend(add: Add) -> None:
-    """Define `amend`."""
-    _add(add, "amend")
-
-
-def add_package(add: Add) -> None:
-    """Define `package`."""
-    add_model_options(_add(add, "package"))
-
-
-def _add(add: Add, verb: str) -> argparse.ArgumentParser:
-    parser = add(verb, VERBS[verb], partial(_perform, verb))
+def _add(verb: str, add: Add) -> argparse.ArgumentParser:
+    parser = add(VERBS[verb], partial(_perform, verb))
     text = "script.py, or package.module:Class"
     text += {"package": ", or a run, RUN@best", "status": ", or a run or its URL"}.get(
         verb, "; without one -m says all"
@@ -136,6 +101,16 @@ def _add(add: Add, verb: str) -> argparse.ArgumentParser:
     parser.add_argument("program", metavar="PROGRAM", nargs=nargs, help=text)
     add_options(parser, verb)
     return parser
+
+
+add_train, add_test, add_eval, add_status, add_amend = (
+    partial(_add, verb) for verb in ("train", "test", "eval", "status", "amend")
+)
+
+
+def add_package(add: Add) -> None:
+    """Define `package`."""
+    add_model_options(_add("package", add))
 
 
 def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
@@ -248,16 +223,21 @@ def _metadata(where: str, found: LoadedModel) -> dict[str, Any]:
 
 
 _BLOB = "model"
+_OF_MODEL = {name: f"--{name}" for name in ("model", "blob", "handler", "signature", "device")}
+_OF_PROGRAM = {
+    "config": "-m", "overrides": "-o", "strict_config": "--strict-config", "run_id": "--run",
+    "ignore": "--ignore", "runs": "--runs",
+}  # fmt: skip
 
 
 def add_serve(add: Add) -> None:
     """Define `serve`."""
-    parser = add("serve", "answer over HTTP with the model of an epoch, or of a package", serve_model)
-    where = "a run, a directory of checkpoints or its URL, with @7, @last, @best as ever; or a package"
-    parser.add_argument("path", metavar="RUN[@EPOCH]|PACKAGE", help=where)
-    parser.add_argument(
-        "--epoch", dest="at_epoch", metavar="N", help="the same as behind @: 7, last, best, or 7,branch=0"
+    parser = add("answer over HTTP with the model of a run, package, program or configuration", serve_model)
+    where = (
+        "a run, a directory of checkpoints or its URL, with @7, @last, @best as ever; a package; a program "
+        "(script.py, package.module:Class), which serves its newest run; without one -m says all"
     )
+    parser.add_argument("program", metavar="RUN[@EPOCH]|PACKAGE|PROGRAM", nargs="?", help=where)
     parser.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
@@ -267,18 +247,30 @@ def add_serve(add: Add) -> None:
     parser.add_argument("--handler", metavar="MODULE:CLASS", help="what stands around the module")
     parser.add_argument("--signature", metavar="FILE", help="JSON: what it takes and gives, to be held to")
     parser.add_argument("--device", metavar="D", help="where to compute (default: cpu)")
-    add_serve_options(parser)
+    add_options(parser, "server")
 
 
 def serve_model(chosen: argparse.Namespace, output: Output) -> int:
     """Serve until SIGTERM or SIGINT."""
-    options = ServeOptions.of(chosen)
+    _refuse_configuration("serve", chosen.program)
+    options, where = ServeOptions.of(chosen), chosen.program
+    if where is None or (_PROGRAM.fullmatch(where) and not Path(where).is_dir()):
+        if where is None and chosen.config is None:
+            raise UsageError("serve what? Give a run, a package or a PROGRAM, or a configuration with -m")
+        _refuse_given(chosen, _OF_MODEL, "a program or configuration says it itself")
+        return _perform("server", chosen, output)
+    _refuse_given(chosen, _OF_PROGRAM, f"for a program or configuration, which {where} is not")
     check_installed()
-    if Path(chosen.path).is_file():
-        _check_kind(Path(chosen.path))
-        _refuse_given(chosen, ("model", "blob", "signature"), "a package has its own")
+    selector = parse_selector(where if chosen.epoch is None else with_epoch(where, chosen.epoch))
+    package = Path(where)
+    if package.is_file() and selector.wish is None:
+        with package.open("rb") as file:
+            if file.read(2) != b"PK":  # a damaged one is told when it is read
+                raise UsageError(f"{package} is no model package; torchrelay.save makes one, or give a run")
+        _refuse_given(
+            chosen, {name: f"--{name}" for name in ("model", "blob", "signature")}, "a package has its own"
+        )
         return _served(options, lambda: _package(chosen))
-    selector = parse_selector(chosen.path)
     if chosen.model is not None:
         return _served(options, lambda: _named_model(chosen, selector))
     note = read_note(Path(selector.path)) if Path(selector.path).is_dir() else None
@@ -286,7 +278,7 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
         _serve_configured(chosen, selector, options)
     from torchrelay.runners.programs.archived_code import run_process
 
-    _refuse_given(chosen, ("blob", "handler", "signature", "device"), "the program says it; or give --model")
+    _refuse_given(chosen, _OF_MODEL, "the program says it; or give --model")
     run = ProgramRun(Path(selector.path).absolute(), note)
     words = [*options.words(), *(["--epoch", selector.epoch] if selector.wish is not None else [])]
     output.close()
@@ -313,7 +305,7 @@ def _by_program(chosen: argparse.Namespace, selector: Selector, options: ServeOp
     """Serve a program of the model that the run's archived source and configuration make."""
     from torchrelay.tools.serving.program_server import serve_run
 
-    _refuse_given(chosen, ("signature",), "the program of the run's model has its own")
+    _refuse_given(chosen, {"signature": "--signature"}, "the program of the run's model has its own")
     return serve_run(selector.path, selector.epoch, options, chosen.blob, chosen.device)
 
 
@@ -323,20 +315,6 @@ def _by_handler(chosen: argparse.Namespace, selector: Selector, options: ServeOp
 
     with rebuilt(Path(selector.path).resolve(), None, chosen.blob) as found:
         return serve(options, lambda: _plain(chosen, selector, lambda: found.make().module, found.blob))
-
-
-def _check_kind(path: Path) -> None:
-    """Raise UsageError for a file that was never a package; a damaged one is told when it is read."""
-    try:
-        with path.open("rb") as file:
-            begins = file.read(2)
-    except OSError:
-        return
-    if begins != b"PK":
-        remedy = (
-            f"python {path} server serves a program" if path.suffix == ".py" else "torchrelay.save makes one"
-        )
-        raise UsageError(f"{path} is no model package; {remedy}, or give a run")
 
 
 def _check_there(selector: Selector) -> None:
@@ -387,10 +365,10 @@ def _package(chosen: argparse.Namespace) -> ModelSource:
     from torchrelay.tools.serving.model_sources import PackageSource, handler_of
 
     handler = None if chosen.handler is None else handler_of(chosen.handler)
-    return PackageSource(chosen.path, handler, chosen.device)
+    return PackageSource(chosen.program, handler, chosen.device)
 
 
-def _refuse_given(chosen: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
-    for name in names:
-        if getattr(chosen, name) is not None:
-            raise UsageError(f"--{name}: {why}; leave it out")
+def _refuse_given(chosen: argparse.Namespace, options: Mapping[str, str], why: str) -> None:
+    for name, option in options.items():
+        if getattr(chosen, name):
+            raise UsageError(f"{option}: {why}; leave it out")

@@ -263,7 +263,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 def test_diff_for_people(run: Path, capsys: pytest.CaptureFixture[str]):
     """A row per change with figures, NaN before all others, and how much was read."""
-    code, out, err = told(capsys, "diff", f"{run}@0", "@2")
+    code, out, err = told(capsys, "ckpt", "diff", f"{run}@0", "@2")
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[1].split() == [
@@ -277,7 +277,7 @@ def test_diff_for_people(run: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_diff_as_json(run: Path, capsys: pytest.CaptureFixture[str]):
     """One strict JSON object; --top leaves out what changed least but counts it."""
-    _, out, _ = told(capsys, "diff", f"{run}@1", f"{run}@2", "--json", "--top", 1)
+    _, out, _ = told(capsys, "ckpt", "diff", f"{run}@1", f"{run}@2", "--json", "--top", 1)
     found = json.loads(out, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
     assert (found["a"]["epoch"], found["b"]["epoch"]) == (1, 2)
     assert found["counts"]["content"] == found["counts"]["value"] == 1
@@ -300,7 +300,7 @@ def test_a_share_is_never_rounded_to_what_it_is_not(changed: int, of: int, share
 
 def test_diff_of_an_epoch_with_itself(run: Path, capsys: pytest.CaptureFixture[str]):
     """Nothing changed, nothing is listed, and it is said."""
-    code, out, _ = told(capsys, "diff", run, run)
+    code, out, _ = told(capsys, "ckpt", "diff", run, run)
     assert (code, len(out.splitlines())) == (0, 2)
     assert "2 unchanged" in out
 
@@ -318,7 +318,7 @@ def test_diff_of_an_epoch_with_itself(run: Path, capsys: pytest.CaptureFixture[s
 def test_diff_says_what_is_wrong_in_one_line(run: Path, capsys, arguments, code, said):
     """A user's mistake is 2, damage 5: one line on stderr that names it, no traceback."""
     damage(run / "checkpoints", 1)
-    found, out, err = told(capsys, "diff", *(one.replace("RUN", str(run)) for one in arguments))
+    found, out, err = told(capsys, "ckpt", "diff", *(one.replace("RUN", str(run)) for one in arguments))
     assert (found, out, err.count("\n")) == (code, "", 1)
     assert said in err
 
@@ -328,13 +328,13 @@ def test_the_page_tells_commands_that_exist():
     lines = (Path(__file__).parents[3] / "docs/inspection.md").read_text().splitlines()
     typed = [line[1:].partition("#")[0] for line in lines if line.startswith("$ torchrelay ")]
     words = [shlex.split(line)[1:] for line in typed]
-    mine = [one for one in words if one[0] in ("diff", "find-bad")]
+    mine = [one for one in words if one[0] == "ckpt" and one[1] in ("diff", "find-bad")]
     assert len(mine) >= 8
     for one in mine:
         assert command_line._parser(one).parse_args(one).run is not None
 
 
-@pytest.mark.parametrize("verb", [("diff", "RUN@0", "RUN@1"), ("find-bad", "RUN")])
+@pytest.mark.parametrize("verb", [("ckpt", "diff", "RUN@0", "RUN@1"), ("ckpt", "find-bad", "RUN")])
 def test_a_damaged_manifest_is_5(run: Path, capsys: pytest.CaptureFixture[str], verb):
     """Where a manifest is not what was committed: one line that names epoch and file, code 5."""
     for manifest in (run / "checkpoints").glob("data/*/manifest.json"):
@@ -369,11 +369,11 @@ def without_numpy(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_without_numpy_changes_are_told_without_figures(run: Path):
     """Digests need no numpy: what changed is listed, and one line says how to get the figures."""
-    done = without_numpy("diff", f"{run}@0", f"{run}@2")
+    done = without_numpy("ckpt", "diff", f"{run}@0", f"{run}@2")
     assert done.stdout.splitlines()[-1] == "0 False False"
     assert "model.weight" in done.stdout and "1 changed" in done.stdout
     assert "pip install 'torchrelay[inspect]'" in done.stderr
-    bad = without_numpy("find-bad", run)
+    bad = without_numpy("ckpt", "find-bad", run)
     assert bad.stdout.splitlines()[-1] == "2 False False"
     assert bad.stderr.count("\n") == 1 and "pip install 'torchrelay[inspect]'" in bad.stderr
 
@@ -394,7 +394,7 @@ def test_memory_stays_below_64_mib(tmp_path: Path):
     )
     used = []
     for name in ("small", "large"):
-        command = [sys.executable, "-c", code, "diff", f"{tmp_path / name}@1", f"{tmp_path / name}@2"]
+        command = [sys.executable, "-c", code, "ckpt", "diff", f"{tmp_path / name}@1", f"{tmp_path / name}@2"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
         assert "1 changed" in done.stdout
         used.append(int(done.stdout.splitlines()[-1]))

@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = main(["find-bad", *(str(one) for one in arguments)])
+    code = main(["ckpt", "find-bad", *(str(one) for one in arguments)])
     said = capsys.readouterr()
     return code, said.out, said.err
 

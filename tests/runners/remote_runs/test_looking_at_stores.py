@@ -111,10 +111,10 @@ def test_what_cannot_be_is_told_by_its_url(
 def test_verbs_that_mark_write_at_the_url(hosts: Hosts, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Tags, pins and pruning work on the checkpoints where they lie."""
     train(url, 3)
-    assert said(capsys, "tag", f"{url}@1", "paper")[0] == 0
-    assert said(capsys, "pin", f"{url}@2", "kept")[0] == 0
-    assert "kept: 1 to 3" in said(capsys, "prune", url, "--keep-last", "1")[1]
-    assert re.search(r"tag +paper +1", said(capsys, "tag", url)[1])
+    assert said(capsys, "ckpt", "tag", f"{url}@1", "paper")[0] == 0
+    assert said(capsys, "ckpt", "pin", f"{url}@2", "kept")[0] == 0
+    assert "kept: 1 to 3" in said(capsys, "ckpt", "prune", url, "--keep-last", "1")[1]
+    assert re.search(r"tag +paper +1", said(capsys, "ckpt", "tag", url)[1])
 
 
 def test_status_tells_what_a_script_wants_to_know(

@@ -73,16 +73,16 @@ def damage(file: Path) -> None:
         ["ls", "--help"],
         ["ls", "RUN"],
         ["verify", "RUN"],
-        ["diff", "RUN", "@2"],
-        ["diff", "--help"],
-        ["find-bad", "--help"],
+        ["ckpt", "diff", "RUN", "@2"],
+        ["ckpt", "diff", "--help"],
+        ["ckpt", "find-bad", "--help"],
         ["ckpt", "--help"],
         ["ckpt", "why", "RUN"],
         ["ckpt", "repair", "RUN", "--delete-orphans"],
         ["ckpt", "show", "RUN@2,branch=0"],
         ["ckpt", "du", "RUN"],
-        ["stats", "RUN"],
-        ["compare", "RUN"],
+        ["ckpt", "stats", "RUN"],
+        ["runs", "compare", "RUN"],
         ["completion", "bash"],
     ],
 )
@@ -107,6 +107,23 @@ def test_help_of_the_module_names_every_verb() -> None:
     assert all(verb in done.stdout for verb in ("ls", "show", "verify"))
     none = subprocess.run(COMMAND, capture_output=True, text=True, timeout=100, check=False)
     assert (none.returncode, none.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        (["stats"], ["ckpt", "stats"]),
+        (["unpin"], ["ckpt", "pin", "--delete"]),
+        (["compare"], ["runs", "compare"]),
+    ],
+)
+def test_former_spellings_work_and_name_the_new_one(
+    run: Path, capsys: pytest.CaptureFixture[str], former: list[str], now: list[str]
+) -> None:
+    """A verb of the version before ends and prints as the new one does, with one line more on stderr."""
+    code, out, err = told(capsys, *now, run)
+    line = f"torchrelay: `{former[0]}` is `{' '.join(now)}` now; the old spelling goes in the next version\n"
+    assert told(capsys, *former, run) == (code, out, line + err)
 
 
 def test_ls_shows_every_epoch(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,14 +44,14 @@ def completed(folder: Path, *words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        (["torchrelay", "s"], ["serve", "server", "show", "stats", "status"]),
+        (["torchrelay", "s"], ["serve", "show", "status"]),
         (["torchrelay", "ckpt", "w"], ["why"]),
         (["torchrelay", "ckpt", "show", "--bl"], ["--blobs"]),
         (["torchrelay", "ckpt", "verify", "my runs", "--level", "f"], ["full"]),
         (["torchrelay", "verify", "--json", "--lev"], ["--level"]),
         (["torchrelay", "completion", ""], ["bash", "zsh", "fish"]),
         (["torchrelay", "ls", "my"], ["my file", "my runs"]),
-        (["torchrelay", "compare", "ls", "my r"], ["my runs"]),
+        (["torchrelay", "runs", "compare", "ls", "my r"], ["my runs"]),
         (["torchrelay", "ckpt", "show", "my runs", "@", "b"], ["best"]),
         (["torchrelay", "nonsense", "--j"], []),
     ],
@@ -99,7 +99,7 @@ _torchrelay
 @pytest.mark.parametrize(
     ("words", "some"),
     [
-        (["torchrelay", ""], ["ls", "ckpt", "stats"]),
+        (["torchrelay", ""], ["ls", "ckpt", "serve"]),
         (["torchrelay", "ckpt", ""], ["why", "du"]),
         (["torchrelay", "ckpt", "verify", "--level", ""], ["headers", "full"]),
         (["torchrelay", "ls", "-"], ["--json"]),

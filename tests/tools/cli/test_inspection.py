@@ -32,11 +32,11 @@ from torchrelay.tools.cli.completion import tree_of
 from torchrelay.tools.cli.main import main, whole_parser
 
 READING = [
-    ["ls"], ["show"], ["stats"], ["compare"], ["verify"],
+    ["ls"], ["show"], ["ckpt", "stats"], ["runs", "compare"], ["verify"],
     ["ckpt", "ls"], ["ckpt", "show"], ["ckpt", "verify"], ["ckpt", "why"], ["ckpt", "du"],
 ]  # fmt: skip
 """Verbs that only read, and take a run."""
-CHANGING = {"ckpt repair", "export", "import", "chaos", "", "ckpt", "completion"}
+CHANGING = {"ckpt repair", "ckpt export", "ckpt import", "chaos", "", "ckpt", "completion"}
 LEAVES = [parameter("model.w", torch.arange(6.0)), moment("optimizer.m", torch.ones(6)), value("total", 3)]
 
 
@@ -259,20 +259,20 @@ def test_stats_names_the_slowed_node(
     monkeypatch.setattr(LocalWriteHandle, "sync_file", slowly)
     train(tmp_path / "run", 3)
     train(tmp_path / "run", 4)
-    found = as_json(capsys, "stats", tmp_path / "run")
+    found = as_json(capsys, "ckpt", "stats", tmp_path / "run")
     assert found["load"]["actions"] == 1 and len(found["load"]["nodes"]) == 3
     found = found["save"]
     assert found["dominates"] == slow and found["actions"] == 5
     assert sum(found["shares"].values()) == pytest.approx(1)
-    said = told(capsys, "stats", tmp_path / "run")[1].splitlines()
+    said = told(capsys, "ckpt", "stats", tmp_path / "run")[1].splitlines()
     last = said[said.index("1 load, seconds: median (longest)") - 1]
     if slow is None:
         assert last.startswith("no node dominates: the slowest, trainer_")
     else:
         assert last.startswith("trainer_1 dominates: ") and "most of it in fsync; slowest in" in last
         assert found["slowest"]["ratio"] > 1.5
-    assert as_json(capsys, "stats", f"{tmp_path / 'run'}@2")["save"]["actions"] == 1
-    assert as_json(capsys, "stats", tmp_path / "run", "--epoch", "last")["save"]["actions"] == 1
+    assert as_json(capsys, "ckpt", "stats", f"{tmp_path / 'run'}@2")["save"]["actions"] == 1
+    assert as_json(capsys, "ckpt", "stats", tmp_path / "run", "--epoch", "last")["save"]["actions"] == 1
 
 
 SLOW_RANK = """
@@ -300,7 +300,7 @@ def test_stats_names_the_slow_rank_of_a_torchrun_job(
 ) -> None:
     """Of three real ranks the one with the slow disk is named, although all wait for it."""
     assert torchrun(SLOW_RANK, "2", warm=True, ranks=3, cwd=tmp_path).rc == 0
-    found = as_json(capsys, "stats", tmp_path / "run")
+    found = as_json(capsys, "ckpt", "stats", tmp_path / "run")
     assert found["save"]["dominates"] == "trainer_2" and found["save"]["slowest"]["phase"] == "fsync"
     assert found["save"]["slowest"]["slowest_in"] == found["save"]["actions"] == 3
 
@@ -310,16 +310,16 @@ def test_stats_names_the_slow_rank_of_a_torchrun_job(
 
 def test_compare_puts_runs_side_by_side(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Identity, configuration, epochs and metrics are rows; --only-changed leaves out what is the same."""
-    found = as_json(capsys, "compare", runs / "one", runs / "two")
+    found = as_json(capsys, "runs", "compare", runs / "one", runs / "two")
     assert found["runs"] == [str(runs / "one"), str(runs / "two")]
     rows = found["rows"]
     assert rows["config.optimizer.lr"] == [0.1, 0.2] and rows["config.optimizer.beta"] == [0.9, 0.9]
     assert rows["epochs kept"] == [4, 3] and rows["final val/acc"] == [0.0, 1.0]
     assert rows["best val/acc"] == [1.0, 1.0] and rows["best epoch"] == [2, 2]
-    changed = as_json(capsys, "compare", runs / "one", runs / "two", "--only-changed")["rows"]
+    changed = as_json(capsys, "runs", "compare", runs / "one", runs / "two", "--only-changed")["rows"]
     assert changed == {name: row for name, row in rows.items() if row[0] != row[1]}
     assert "config.optimizer.lr" in changed and "job" not in changed and "config.seed" not in changed
-    code, out, _ = told(capsys, "compare", runs / "one", runs / "one", "--only-changed")
+    code, out, _ = told(capsys, "runs", "compare", runs / "one", runs / "one", "--only-changed")
     assert (code, out) == (0, "nothing differs in 2 runs\n")
 
 
@@ -382,7 +382,9 @@ def remote(made: Path) -> Iterator[str]:
     system.rm("/looked", recursive=True)
 
 
-@pytest.mark.parametrize("verb", [one for one in READING if one not in (["compare"], ["show"])], ids=" ".join)
+@pytest.mark.parametrize(
+    "verb", [one for one in READING if one not in (["runs", "compare"], ["show"])], ids=" ".join
+)
 def test_a_store_is_looked_at_by_its_url(
     made: Path, remote: str, capsys: pytest.CaptureFixture[str], verb: list[str]
 ) -> None:

@@ -23,7 +23,7 @@ def test_help_needs_no_torch() -> None:
     for verb in ("export", "import"):
         code = (
             "import sys; from torchrelay.tools.cli.main import main\n"
-            f"try: main([{verb!r}, '--help'])\n"
+            f"try: main(['ckpt', {verb!r}, '--help'])\n"
             "except SystemExit: print('torch' in sys.modules)"
         )
         done = subprocess.run(
@@ -37,9 +37,9 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp/.metadata").write_bytes(b"x")
     for words in (
-        ["export", ".", "--to", "hf", "-o", "x", "--dtype", "nonsense"],
-        ["import", "absent", "--from", "torch", "-o", "x"],
-        ["import", "dcp", "--from", "dcp", "-o", "x"],
+        ["ckpt", "export", ".", "--to", "hf", "-o", "x", "--dtype", "nonsense"],
+        ["ckpt", "import", "absent", "--from", "torch", "-o", "x"],
+        ["ckpt", "import", "dcp", "--from", "dcp", "-o", "x"],
     ):
         done = subprocess.run(
             warmed(["-m", "torchrelay", *words]), cwd=tmp_path, capture_output=True, text=True, timeout=100,
@@ -54,7 +54,7 @@ def test_a_node_is_named_where_tensors_differ(tmp_path: Path, capsys: pytest.Cap
     nodes = [[parameter("ema.w", torch.ones(3)), buffer("ema.mean", torch.ones(3) * rank)] for rank in (0, 1)]
     with Writing(tmp_path / "run/checkpoints") as writing:
         writing.save(1, nodes, 2, scopes={"ema.mean": "rank"})
-    words = ["export", f"{tmp_path}/run@1", "--to", "safetensors", "--blobs", "ema", "-o"]
+    words = ["ckpt", "export", f"{tmp_path}/run@1", "--to", "safetensors", "--blobs", "ema", "-o"]
     assert main([*words, f"{tmp_path}/a"]) == UsageError.exit_code
     assert "nodes='trainer_0'" in capsys.readouterr().err
     assert main([*words, f"{tmp_path}/b", "--nodes", "trainer_1"]) == 0

@@ -37,15 +37,15 @@ def run(made: Path, tmp_path: Path) -> Path:
 
 def test_a_tag_names_an_epoch_until_it_is_taken_away(run: Path, told: Told) -> None:
     """Given, listed, used as a selector and by `open_checkpoint`, moved, which is said, and deleted."""
-    assert told("tag", f"{run}@best", "paper")[:2] == (0, "epoch 2 is tagged paper\n")
-    assert told("pin", f"{run}@1")[1] == "epoch 1 is pinned as epoch-1-branch-0\n"
-    rows = [line.split() for line in told("tag", run)[1].splitlines()[1:]]
+    assert told("ckpt", "tag", f"{run}@best", "paper")[:2] == (0, "epoch 2 is tagged paper\n")
+    assert told("ckpt", "pin", f"{run}@1")[1] == "epoch 1 is pinned as epoch-1-branch-0\n"
+    rows = [line.split() for line in told("ckpt", "tag", run)[1].splitlines()[1:]]
     assert rows == [["tag", "paper", "2", "0"], ["pin", "epoch-1-branch-0", "1", "0"]]
     assert open_checkpoint(run, epoch="tag=paper").epoch == 2
-    assert told("tag", f"{run}@tag=paper", "camera-ready")[1] == "epoch 2 is tagged camera-ready\n"
-    assert told("tag", run, "paper")[1] == "epoch 4 is tagged paper (it was epoch 2)\n"
-    assert told("tag", "--delete", run, "paper")[1] == "tag paper is deleted\n"
-    marks = json.loads(told("tag", run, "--json")[1])["marks"]
+    assert told("ckpt", "tag", f"{run}@tag=paper", "camera-ready")[1] == "epoch 2 is tagged camera-ready\n"
+    assert told("ckpt", "tag", run, "paper")[1] == "epoch 4 is tagged paper (it was epoch 2)\n"
+    assert told("ckpt", "tag", "--delete", run, "paper")[1] == "tag paper is deleted\n"
+    marks = json.loads(told("ckpt", "tag", run, "--json")[1])["marks"]
     assert [(one["kind"], one["name"], one["epoch"]) for one in marks] == [
         ("tag", "camera-ready", 2),
         ("pin", "epoch-1-branch-0", 1),
@@ -54,41 +54,41 @@ def test_a_tag_names_an_epoch_until_it_is_taken_away(run: Path, told: Told) -> N
 
 def test_names_are_taken_behind_options_too(run: Path, told: Told) -> None:
     """`--epoch` and options in the middle mean what they do elsewhere."""
-    assert told("tag", run, "--epoch", "2", "paper")[1] == "epoch 2 is tagged paper\n"
-    assert told("pin", f"{run}@1", "--json", "why")[0] == 0
-    assert told("tag", run, "--delete", "paper")[1] == "tag paper is deleted\n"
-    assert told("unpin", run, "--epoch", "1")[1] == "epoch 1 is no longer pinned as why\n"
+    assert told("ckpt", "tag", run, "--epoch", "2", "paper")[1] == "epoch 2 is tagged paper\n"
+    assert told("ckpt", "pin", f"{run}@1", "--json", "why")[0] == 0
+    assert told("ckpt", "tag", run, "--delete", "paper")[1] == "tag paper is deleted\n"
+    assert told("ckpt", "pin", "--delete", run, "--epoch", "1")[1] == "epoch 1 is no longer pinned as why\n"
 
 
 def test_what_is_marked_survives_retention_and_prune(run: Path, told: Told) -> None:
     """Until the mark is gone."""
-    told("tag", f"{run}@1", "paper")
-    told("pin", f"{run}@2", "reader")
-    told("pin", f"{run}@2", "colleague")
+    told("ckpt", "tag", f"{run}@1", "paper")
+    told("ckpt", "pin", f"{run}@2", "reader")
+    told("ckpt", "pin", f"{run}@2", "colleague")
     assert train(run, [0.1, 0.5, 0.3, 0.2, 0.1], keep_last=1) == 5
-    assert "kept: 1 to 2, 5" in told("prune", run, "--keep-last", "1")[1]
-    assert told("unpin", run, "reader")[0] == 0
-    assert "nothing goes" in told("prune", run, "--keep-last", "1")[1]
-    assert told("unpin", f"{run}@2")[1] == "epoch 2 is no longer pinned as colleague\n"
-    assert told("tag", run, "paper", "--delete")[0] == 0
-    assert "kept: 5\n" in told("prune", run, "--keep-last", "1")[1]
+    assert "kept: 1 to 2, 5" in told("ckpt", "prune", run, "--keep-last", "1")[1]
+    assert told("ckpt", "pin", "--delete", run, "reader")[0] == 0
+    assert "nothing goes" in told("ckpt", "prune", run, "--keep-last", "1")[1]
+    assert told("ckpt", "pin", "--delete", f"{run}@2")[1] == "epoch 2 is no longer pinned as colleague\n"
+    assert told("ckpt", "tag", run, "paper", "--delete")[0] == 0
+    assert "kept: 5\n" in told("ckpt", "prune", run, "--keep-last", "1")[1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("tag", "RUN@1", "two words"), "cannot name a tag or pin"),
-        (("pin", "RUN@1", "line\nbreak"), "cannot name a tag or pin"),
-        (("pin", "RUN@1", "\u202egnp"), "cannot name a tag or pin"),
-        (("tag", "RUN@1", "x" * 64), "cannot name a tag or pin"),
-        (("tag", "RUN@9", "x"), ": there are epochs 0 to 4"),
-        (("tag", "RUN@1"), "give the run without an epoch"),
-        (("tag", "--delete", "RUN"), "needs the name"),
-        (("tag", "--delete", "RUN", "x"), "there is no tag 'x'"),
-        (("unpin", "RUN"), "needs an epoch or a reason"),
-        (("unpin", "RUN@1"), "has no such pin; there are: none"),
-        (("pin", "RUN/status.json"), "is a file"),
-        (("tag", "RUN-not-there", "x"), "there is no"),
+        (("ckpt", "tag", "RUN@1", "two words"), "cannot name a tag or pin"),
+        (("ckpt", "pin", "RUN@1", "line\nbreak"), "cannot name a tag or pin"),
+        (("ckpt", "pin", "RUN@1", "\u202egnp"), "cannot name a tag or pin"),
+        (("ckpt", "tag", "RUN@1", "x" * 64), "cannot name a tag or pin"),
+        (("ckpt", "tag", "RUN@9", "x"), ": there are epochs 0 to 4"),
+        (("ckpt", "tag", "RUN@1"), "give the run without an epoch"),
+        (("ckpt", "tag", "--delete", "RUN"), "needs the name"),
+        (("ckpt", "tag", "--delete", "RUN", "x"), "there is no tag 'x'"),
+        (("ckpt", "pin", "--delete", "RUN"), "needs an epoch or a reason"),
+        (("ckpt", "pin", "--delete", "RUN@1"), "has no such pin; there are: none"),
+        (("ckpt", "pin", "RUN/status.json"), "is a file"),
+        (("ckpt", "tag", "RUN-not-there", "x"), "there is no"),
     ],
 )
 def test_a_mistake_is_one_line(run: Path, told: Told, arguments: tuple[str, ...], words: str) -> None:
@@ -111,10 +111,13 @@ def test_a_running_job_is_not_disturbed(tmp_path: Path, told: Told) -> None:
             assert writer.poll() is None and time.monotonic() < end
             time.sleep(0.05)
         for number in range(6):
-            for words in (("tag", f"{run}@last", f"t{number}"), ("pin", f"{run}@last", f"p{number}")):
+            for words in (
+                ("ckpt", "tag", f"{run}@last", f"t{number}"),
+                ("ckpt", "pin", f"{run}@last", f"p{number}"),
+            ):
                 code, _, err = told(*words)
                 assert code == 0, err
-            assert told("unpin", run, f"p{number}")[0] == 0
+            assert told("ckpt", "pin", "--delete", run, f"p{number}")[0] == 0
         (run / "STOP").touch()
         _, err = writer.communicate(timeout=100)
     finally:

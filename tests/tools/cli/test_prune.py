@@ -58,23 +58,23 @@ def size(run: Path) -> int:
 def test_the_dry_run_says_what_the_real_one_does(run: Path, told: Told) -> None:
     """The same list, line by line, and the bytes that are gone afterwards; then nothing is left to do."""
     before = size(run)
-    code, foretold, _ = told("prune", run, *RULES, "--dry-run")
+    code, foretold, _ = told("ckpt", "prune", run, *RULES, "--dry-run")
     assert code == 0 and size(run) == before and tries(run) == list(range(7))
-    code, said, err = told("prune", run, *RULES)
+    code, said, err = told("ckpt", "prune", run, *RULES)
     assert code == 0 and not err
     assert said.replace(" freed", " would be freed (dry run)") == foretold
     assert [line.split()[0] for line in said.splitlines()[1:-2]] == ["0", "1", "2", "4"]
     assert "kept: 2 to 3, 5 to 6" in said
     assert tries(run) == whole(run) == [2, 3, 5, 6]
     assert not list((run / "checkpoints/data").glob("e00000002-*/*.optim.safetensors"))
-    assert told("prune", run, *RULES)[1] == "kept: 2 to 3, 5 to 6\nnothing goes\n"
+    assert told("ckpt", "prune", run, *RULES)[1] == "kept: 2 to 3, 5 to 6\nnothing goes\n"
 
 
 def test_json_has_the_bytes_that_are_freed(run: Path, told: Told) -> None:
     """The objects of both runs differ in `dry_run` alone."""
     before = size(run)
-    foretold = json.loads(told("prune", run, "--every", "3", "--json", "--dry-run")[1])
-    said = json.loads(told("prune", run, "--every", "3", "--json")[1])
+    foretold = json.loads(told("ckpt", "prune", run, "--every", "3", "--json", "--dry-run")[1])
+    said = json.loads(told("ckpt", "prune", run, "--every", "3", "--json")[1])
     assert {**foretold, "dry_run": False} == said
     assert [one["epoch"] for one in said["gone"]] == [1, 2, 4]
     assert [one["epoch"] for one in said["kept"]] == [0, 3, 5, 6]
@@ -94,7 +94,7 @@ def test_the_rules_of_the_command_are_those_of_a_run(
     run: Path, told: Told, rules: tuple[str, ...], kept: list[int]
 ) -> None:
     """The newest, the pinned and what they need stay beside what was asked for; of equal ones the earlier."""
-    assert told("prune", run, *rules)[0] == 0
+    assert told("ckpt", "prune", run, *rules)[0] == 0
     assert tries(run) == whole(run) == kept
 
 
@@ -125,7 +125,7 @@ def test_a_mistake_deletes_nothing(
     words: str,
 ) -> None:
     """One line that says what is wrong, 2, and every epoch is still there."""
-    ended, _, err = told("prune", run, *arguments)
+    ended, _, err = told("ckpt", "prune", run, *arguments)
     assert ended == code and words in err
     assert tries(run) == list(range(7))
 
@@ -134,7 +134,7 @@ def test_damage_that_nobody_has_met_costs_no_older_epoch(run: Path, told: Told) 
     """The newest provable epoch stays with its optimizer, and it is said why; the damaged one as evidence."""
     for epoch in (5, 6):
         next((run / "checkpoints/data").glob(f"e{epoch:08d}-*/*.optim.safetensors")).write_bytes(b"")
-    code, said, err = told("prune", run, "--keep-last", "1", "--keep-optimizer-last", "1")
+    code, said, err = told("ckpt", "prune", run, "--keep-last", "1", "--keep-optimizer-last", "1")
     assert code == 0 and "kept: 3 to 6" in said
     assert "epoch 6 is damaged" in err and "older ones stay in its place" in err
     storage = LocalStorage(run / "checkpoints")
@@ -145,7 +145,7 @@ def test_damage_that_nobody_has_met_costs_no_older_epoch(run: Path, told: Told) 
 def test_metrics_that_cannot_be_read_keep_their_epoch(run: Path, told: Told) -> None:
     """A manifest that is gone may have been the best one's."""
     next((run / "checkpoints/data").glob("e00000001-*/manifest.json")).unlink()
-    code, said, err = told("prune", run, "--keep-best", "val/acc:max")
+    code, said, err = told("ckpt", "prune", run, "--keep-best", "val/acc:max")
     assert code == 0 and "kept: 1 to 3, 5 to 6" in said
     assert "epoch 1 may be the best and stays" in err
 
@@ -154,7 +154,7 @@ def test_epochs_that_others_refer_to_stay(tmp_path: Path, told: Told) -> None:
     """Of a run of two nodes with frozen tensors the newest epoch is kept, its files, and no others."""
     changes = {2: ["head", "own"], 3: ["head"], 4: ["head", "own"], 5: ["own"]}
     train_frozen(tmp_path / "run", 5, changes, nodes=2)
-    code, said, _ = told("prune", tmp_path / "run", "--keep-last", "1")
+    code, said, _ = told("ckpt", "prune", tmp_path / "run", "--keep-last", "1")
     assert code == 0
     left = whole(tmp_path / "run")
     assert 0 in left and 5 in left and len(left) < 6, said
@@ -167,14 +167,14 @@ def test_a_run_that_is_written_is_left_alone(run: Path, told: Told) -> None:
     """4, with the remedy; what would go is told all the same."""
     writer = LogWriter.take(LocalStorage(run / "checkpoints"), "pruned", period_secs=0.1)
     try:
-        command = [sys.executable, "-m", "torchrelay", "prune", str(run), "--keep-last", "1"]
+        command = [sys.executable, "-m", "torchrelay", "ckpt", "prune", str(run), "--keep-last", "1"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
         assert ended.returncode == 4 and "JobRunner(keep_last=...)" in ended.stderr
-        assert told("prune", run, "--keep-last", "1", "--dry-run")[0] == 0
+        assert told("ckpt", "prune", run, "--keep-last", "1", "--dry-run")[0] == 0
     finally:
         writer.release()
     assert tries(run) == list(range(7))
-    assert told("prune", run, "--keep-last", "1")[0] == 0
+    assert told("ckpt", "prune", run, "--keep-last", "1")[0] == 0
     assert tries(run) == whole(run) == [3, 5, 6]
 
 
@@ -200,9 +200,9 @@ def test_killed_at_any_moment_it_is_repeated(run: Path, chaos: Chaos) -> None:
 
 def test_named_epochs_go_and_nothing_else(run: Path, told: Told) -> None:
     """`prune --epoch N` deletes just that epoch, and `open_checkpoint(...).epochs` lists what is left."""
-    code, foretold, _ = told("prune", run, "--epoch", "4", "--epoch", "1", "--dry-run")
+    code, foretold, _ = told("ckpt", "prune", run, "--epoch", "4", "--epoch", "1", "--dry-run")
     assert code == 0 and tries(run) == list(range(7))
     assert [line.split()[0] for line in foretold.splitlines()[1:-2]] == ["1", "4"]
-    assert told("prune", run, "--epoch", "4", "--epoch", "1")[0] == 0
+    assert told("ckpt", "prune", run, "--epoch", "4", "--epoch", "1")[0] == 0
     assert tries(run) == whole(run) == [0, 2, 3, 5, 6]
     assert open_checkpoint(run).epochs == (0, 2, 3, 5, 6)

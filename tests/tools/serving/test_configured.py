@@ -126,7 +126,7 @@ def test_flm_6_the_command_serves_a_configured_run(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_flm_6_the_verb_serves_the_newest_run_of_a_configuration(tmp_path: Path) -> None:
-    """FLM-6: `server -m config.yaml` answers as `eval` does; changed code and --ignore are refused."""
+    """FLM-6: `serve -m config.yaml` answers as `eval` does; changed code and --ignore are refused."""
     lifecycle_cases.written(tmp_path)
 
     def typed(*words: str) -> subprocess.CompletedProcess[str]:
@@ -136,7 +136,7 @@ def test_flm_6_the_verb_serves_the_newest_run_of_a_configuration(tmp_path: Path)
             check=False,
         )  # fmt: skip
 
-    untrained = typed("server")
+    untrained = typed("serve")
     assert (untrained.returncode, "train first" in untrained.stderr) == (2, True), untrained.stderr
     assert typed("train", "--max-epochs", "1").returncode == 0
     (tmp_path / "sample.txt").write_text(
@@ -149,7 +149,7 @@ def test_flm_6_the_verb_serves_the_newest_run_of_a_configuration(tmp_path: Path)
         tmp_path,
         r"epoch 1 of [0-9a-z-]+",
         row,
-        "server",
+        "serve",
         "-m",
         "config.yaml",
         "--runs",
@@ -158,6 +158,6 @@ def test_flm_6_the_verb_serves_the_newest_run_of_a_configuration(tmp_path: Path)
         "last",
     )
     assert answer["result"] == approx(json.loads((tmp_path / "out.jsonl").read_text())["prediction"])
-    assert "--ignore does nothing" in typed("server", "--ignore").stderr
+    assert "--ignore does nothing" in typed("serve", "--ignore").stderr
     (tmp_path / "model.py").write_text(lifecycle_cases.MODEL + "# changed\n")
-    assert typed("server").returncode == 2
+    assert typed("serve").returncode == 2

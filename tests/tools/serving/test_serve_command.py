@@ -76,14 +76,11 @@ def test_what_may_be_a_password_in_a_url_is_not_told(run: Path, capsys: pytest.C
 def test_places_that_are_none_and_options_for_others(run: Path, capsys: pytest.CaptureFixture[str]):
     """Neither a directory of something else nor a file that is no package; a package takes no --model."""
     (run.parent / "file").write_text("PK, and no zip archive")
-    (run.parent / "script.py").write_text("print()")
     (run.parent / "empty").mkdir()
     assert code(str(run.parent / "nowhere")) == 2 and code(str(run.parent / "empty")) == 2
     assert code(str(run.parent / "file")) == 5, "a format that this version does not read"
     assert code(str(run.parent / "file"), *MODEL) == 2
     assert "a package has its own" in capsys.readouterr().err
-    assert code(str(run.parent / "script.py")) == 2
-    assert "script.py server serves a program" in capsys.readouterr().err
     assert code(f"{run.parent / 'file'}@best") == 2
     assert "leave what is behind @ out" in capsys.readouterr().err
 

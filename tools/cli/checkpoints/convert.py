@@ -1,4 +1,4 @@
-"""`torchrelay export` and `import`: epochs to other formats, ONNX files too, and back to an epoch.
+"""`torchrelay ckpt export|import`: epochs to other formats, ONNX files too, and back to an epoch.
 
 torch is imported when a verb runs, not before: `--help` stays quick.
 """
@@ -67,7 +67,7 @@ _NAMED = 5
 
 def add_export(add: Add) -> None:
     """Define `export`."""
-    parser = add("export", "write an epoch in another format, verified on the way", export)
+    parser = add("write an epoch in another format, verified on the way", export)
     add_epoch(parser)
     formats = (*FORMATS, ONNX)
     parser.add_argument("--to", choices=formats, required=True, help="the format; hf and dcp are directories")
@@ -90,7 +90,7 @@ def add_export(add: Add) -> None:
 
 def add_import(add: Add) -> None:
     """Define `import`."""
-    parser = add("import", "make a directory of checkpoints of what another format holds", import_)
+    parser = add("make a directory of checkpoints of what another format holds", import_)
     parser.add_argument("path", metavar="PATH", help="a file or directory, or its URL")
     parser.add_argument("--from", dest="format", choices=FORMATS, required=True, help="its format")
     parser.add_argument("-o", "--output", metavar="PREFIX", required=True, help="the new directory")

@@ -1,4 +1,4 @@
-"""`torchrelay diff A B`: what changed between two epochs, and by how much. Needs no torch.
+"""`torchrelay ckpt diff A B`: what changed between two epochs, and by how much. Needs no torch.
 
 numpy is imported when numbers are asked for and something changed; without it only what changed is told.
 """
@@ -90,7 +90,7 @@ _HINT = "pip install 'torchrelay[inspect]'"
 
 def add_diff(add: Add) -> None:
     """Define `diff`."""
-    parser = add("diff", "say which blobs changed between two epochs or runs, and by how much", diff)
+    parser = add("say which blobs changed between two epochs or runs, and by how much", diff)
     parser.add_argument("a", metavar="A", help="RUN@3: a run, a directory of checkpoints or a URL, an epoch")
     parser.add_argument("b", metavar="B", help="RUN@7, or @7 for an epoch of the same run")
     add_blobs(parser)

@@ -30,7 +30,7 @@ _SHOWN = 1000
 
 def add_epoch_show(add: Add) -> None:
     """Define `ckpt show`."""
-    parser = add("show", "say what an epoch holds: its blobs with kind, type, shape, scope and bytes", show)
+    parser = add("say what an epoch holds: its blobs with kind, type, shape, scope and bytes", show)
     add_epoch(parser)
     add_blobs(parser)
     parser.add_argument("--leaves", action="store_true", help="every tensor and value by itself")
@@ -145,7 +145,7 @@ _BLOBS = 10
 
 def add_du(add: Add) -> None:
     """Define `ckpt du`."""
-    add_place(add("du", "say where the bytes lie: by epoch, by group, by blob, shared, orphaned", du))
+    add_place(add("say where the bytes lie: by epoch, by group, by blob, shared, orphaned", du))
 
 
 def du(chosen: argparse.Namespace, output: Output) -> int:
@@ -308,7 +308,6 @@ _WORDS = {"mend": "to mend", "delete": "orphan", "keep": "left alone"}
 def add_repair(add: Add) -> None:
     """Define `repair`."""
     parser = add(
-        "repair",
         "make again what follows from the log, finish deletions, list what no record refers to",
         repair,
     )

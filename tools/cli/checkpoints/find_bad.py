@@ -1,4 +1,4 @@
-"""`torchrelay find-bad RUN`: the first epoch with NaN or Inf, or the first jump of a metric.
+"""`torchrelay ckpt find-bad RUN`: the first epoch with NaN or Inf, or the first jump of a metric.
 
 Needs no torch; numpy is imported when it runs.
 """
@@ -159,7 +159,7 @@ _SHOWN = 20
 
 def add_find_bad(add: Add) -> None:
     """Define `find-bad`."""
-    parser = add("find-bad", "find the first epoch with NaN or Inf, or the first jump of a metric", find_bad)
+    parser = add("find the first epoch with NaN or Inf, or the first jump of a metric", find_bad)
     add_epoch(parser, default="@last: epochs up to this one are looked at")
     add_blobs(parser)
     parser.add_argument("--nan-only", action="store_true", help="an Inf is no sign: masks have some")

@@ -1,4 +1,4 @@
-"""`torchrelay prune|tag|pin|unpin`: which epochs stay, and what they are called."""
+"""`torchrelay ckpt prune|tag|pin`: which epochs stay, and what they are called."""
 
 from __future__ import annotations
 
@@ -93,9 +93,7 @@ _COLUMNS = ("epoch", "branch", "goes", "bytes", "try")
 
 def add_prune(add: Add) -> None:
     """Define `prune`."""
-    parser = add(
-        "prune", "delete the epochs that no rule keeps, or those named; marked ones always stay", run_prune
-    )
+    parser = add("delete the epochs that no rule keeps, or those named; marked ones always stay", run_prune)
     add_place(parser)
     parser.add_argument("--keep-last", type=whole_number(1), metavar="N", help="the newest N epochs")
     parser.add_argument(
@@ -222,7 +220,7 @@ _TAG_COLUMNS = ("kind", "name", "epoch", "branch")
 
 def add_tag(add: Add) -> None:
     """Define `tag`."""
-    parser = add("tag", "name an epoch, which is then kept; without a name list tags and pins", tag)
+    parser = add("name an epoch, which is then kept; without a name list tags and pins", tag)
     add_epoch(parser)
     parser.add_argument("name", metavar="NAME", nargs="?", help="the name; one that is there is moved")
     parser.add_argument("--delete", action="store_true", help="take the name away (RUN NAME)")
@@ -241,7 +239,7 @@ def tag(chosen: argparse.Namespace, output: Output) -> int:
 
 def _delete(chosen: argparse.Namespace, output: Output) -> int:
     if chosen.name is None:
-        raise UsageError("tag --delete needs the name: torchrelay tag --delete RUN NAME")
+        raise UsageError("tag --delete needs the name: torchrelay ckpt tag --delete RUN NAME")
     place = without_epoch(chosen.path, "tag --delete", chosen.single_writer)
     view = place.log()
     if view.tagged(chosen.name) is None:
@@ -279,44 +277,35 @@ def _marks(view: LogView) -> list[TagOrPin]:
     return [*marks_of(view, "tag"), *marks_of(view, "pin")]
 
 
-_REASON = "why it is kept, a name of its own in the run"
-
-
 def add_pin(add: Add) -> None:
     """Define `pin`."""
-    parser = add("pin", "keep an epoch whatever retention and prune are told", pin)
+    parser = add("keep an epoch whatever retention and prune are told", pin)
     add_epoch(parser)
-    parser.add_argument("name", metavar="REASON", nargs="?", help=f"{_REASON} (default: made of the epoch)")
-    add_single_writer(parser)
-
-
-def add_unpin(add: Add) -> None:
-    """Define `unpin`."""
-    parser = add("unpin", "let retention have an epoch again", unpin)
-    add_epoch(parser, default="the one pinned for REASON")
-    parser.add_argument("name", metavar="REASON", nargs="?", help="only this pin (default: all of the epoch)")
+    text = "why it is kept, a name of its own in the run (default: made of the epoch)"
+    parser.add_argument("name", metavar="REASON", nargs="?", help=text)
+    parser.add_argument("--delete", action="store_true", help="take a pin away, or all of the epoch")
     add_single_writer(parser)
 
 
 def pin(chosen: argparse.Namespace, output: Output) -> int:
-    """Pin one epoch."""
-    add_mark("pin", chosen.path, lambda key: chosen.name or _name_for(key), output, chosen.single_writer)
-    return 0
-
-
-def _name_for(key: Key) -> str:
-    return f"epoch-{key.position}-branch-{key.branch}"
-
-
-def unpin(chosen: argparse.Namespace, output: Output) -> int:
-    """Take away the pins of an epoch, or the one of a name."""
+    """Pin one epoch; or take away the pins of an epoch, or the one of a name."""
+    if not chosen.delete:
+        add_mark(
+            "pin",
+            chosen.path,
+            lambda key: chosen.name or f"epoch-{key.position}-branch-{key.branch}",
+            output,
+            chosen.single_writer,
+        )
+        return 0
     found = _pins(chosen.path, chosen.name)
     place = locate(parse_selector(chosen.path).path, single_writer=chosen.single_writer)
     for mark in found:
         put(place.storage, unpin_draft(mark.name))
     if output.json:
         output.value({"unpinned": [mark.name for mark in found]})
-    for mark in found if not output.json else ():
+        return 0
+    for mark in found:
         output.line(f"epoch {mark.target.position} is no longer pinned as {mark.name}")
     return 0
 
@@ -326,7 +315,7 @@ def _pins(path: str, name: str | None) -> list[TagOrPin]:
     selector = parse_selector(path)
     if selector.wish is None and name is None:
         raise UsageError(
-            "unpin needs an epoch or a reason: torchrelay unpin RUN@7, torchrelay unpin RUN REASON"
+            "pin --delete needs an epoch or a reason: torchrelay ckpt pin --delete RUN@7, or RUN REASON"
         )
     view = locate(selector.path).log()
     target = None if selector.wish is None else select(path).entry.key

@@ -1,4 +1,4 @@
-"""`torchrelay verify` and `ckpt why`: proves every byte of epochs, and says why one is not used.
+"""`torchrelay ckpt verify|why`: proves every byte of epochs, and says why one is not used.
 
 With `--quarantine` what is damaged is said in the log, so that no start tries it again. With `--replay` a
 recorded call is played again instead, on the model rebuilt from the run's archives.
@@ -47,7 +47,6 @@ NONE_LEFT = NoProvableEpochError.exit_code
 def add_verify(add: Add) -> None:
     """Define `verify`."""
     parser = add(
-        "verify",
         "read every byte of the epochs and prove it; 5 if one is not proved, 3 if no start could use any",
         verify,
     )
@@ -224,7 +223,7 @@ _STYLES = {"chosen": "proved", "not resumable": "quarantined"}
 
 def add_why(add: Add) -> None:
     """Define `why`."""
-    parser = add("why", "say why an epoch is not used, and what a start now would choose", why)
+    parser = add("say why an epoch is not used, and what a start now would choose", why)
     add_epoch(parser, default="the newest, and all down to the one that is chosen")
     parser.add_argument(
         "epoch",

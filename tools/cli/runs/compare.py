@@ -1,4 +1,4 @@
-"""`torchrelay compare` and `runs diff`: runs side by side, and how their source and starts differ."""
+"""`torchrelay runs compare|diff`: runs side by side, and how their source and starts differ."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ Facts = dict[str, Any]
 
 def add_compare(add: Add) -> None:
     """Define `compare`."""
-    parser = add("compare", "put runs side by side: identity, configuration, epochs, metrics, times", compare)
+    parser = add("put runs side by side: identity, configuration, epochs, metrics, times", compare)
     add_run(parser, many=True)
     parser.add_argument("--only-changed", action="store_true", help="leave out what is the same in all")
 
@@ -190,7 +190,7 @@ def _facts(place: RunLocation) -> Facts:
     run = place.run
     if run is None:
         raise UsageError(
-            f"{place.where} holds checkpoints but no run (run.json): torchrelay diff compares epochs"
+            f"{place.where} holds checkpoints but no run (run.json): torchrelay ckpt diff compares epochs"
         )
     identity, status = run.known_identity(), run.known_status()
     facts = {name: identity[name] for name in _IDENTITY if name in identity}
@@ -261,7 +261,7 @@ _STYLES = {"+": "proved", "-": "damaged"}
 
 def add_runs_diff(add: Add) -> None:
     """Define `runs diff`."""
-    parser = add("diff", "show what differs between two runs: source, configuration, surroundings", diff)
+    parser = add("show what differs between two runs: source, configuration, surroundings", diff)
     parser.add_argument(
         "a", metavar="A", help="a run directory, or the id of a run; A#2 is what its start 2 was"
     )

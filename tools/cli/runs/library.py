@@ -1,4 +1,4 @@
-"""`torchrelay runs ls|show|code`, `index`: runs of all experiments, their source, rows of a database.
+"""`torchrelay runs ls|show|code|index`: runs of all experiments, their source, rows of a database.
 
 `metadata.jsonl` has what the handler of a run directory heard. What it lacks is told by the log, and by the
 manifests and `stats.json` of the epochs that are still there.
@@ -61,7 +61,7 @@ _COLUMNS = ("run", "experiment", "state", "epoch", "metric", "code", "config", "
 
 def add_runs_ls(add: Add) -> None:
     """Define `runs ls`."""
-    parser = add("ls", "list the runs of all experiments below a directory", ls)
+    parser = add("list the runs of all experiments below a directory", ls)
     text = "the library (default: TORCHRELAY_RUNS, else runs)"
     parser.add_argument("path", metavar="RUNS", nargs="?", help=text)
     parser.add_argument("--state", choices=STATES, help="only runs that stand so")
@@ -69,9 +69,7 @@ def add_runs_ls(add: Add) -> None:
 
 def add_runs_show(add: Add) -> None:
     """Define `runs show`."""
-    parser = add(
-        "show", "say what a run is of, how it stands, and how it differs from the one before it", show
-    )
+    parser = add("say what a run is of, how it stands, and how it differs from the one before it", show)
     parser.add_argument("path", metavar="RUN", help="a run directory, or the id of a run, or a part of it")
     add_library(parser)
     parser.add_argument("--against", metavar="RUN", help="compare with this run instead")
@@ -176,7 +174,7 @@ def _facts(line: LibraryLine) -> list[tuple[str, Any]]:
 
 def add_runs_code(add: Add) -> None:
     """Define `runs code`."""
-    parser = add("code", "write the archived source of a run to a directory, verified", code)
+    parser = add("write the archived source of a run to a directory, verified", code)
     parser.add_argument("path", metavar="RUN", help="a run directory, or the id of a run")
     add_library(parser)
     parser.add_argument(
@@ -308,7 +306,7 @@ _ROWS_AT_ONCE = 20_000
 
 def add_index(add: Add) -> None:
     """Define `index`."""
-    parser = add("index", "bring a metadata database up to date from the directories of runs", index)
+    parser = add("bring a metadata database up to date from the directories of runs", index)
     add_run(parser, many=True)
     parser.add_argument(
         "--database",

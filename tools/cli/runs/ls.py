@@ -213,7 +213,7 @@ class EpochLine:
 
 def add_ls(add: Add) -> None:
     """Define `ls`."""
-    add_place(add("ls", "list the runs in a directory, or the committed epochs of a run", ls), runs=True)
+    add_place(add("list the runs in a directory, or the committed epochs of a run", ls), runs=True)
 
 
 def ls(chosen: argparse.Namespace, output: Output) -> int:

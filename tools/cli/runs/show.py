@@ -1,4 +1,4 @@
-"""`torchrelay show|lineage|stats`: who a run is, what it was built on, how long its saves took."""
+"""`torchrelay show`, `runs lineage`, `ckpt stats`: who a run is, on what it was built, times of saves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INTERNAL = frozenset({"attempts", "boot_id", "pid_namespace", "pid_start"})
 
 def add_show(add: Add) -> None:
     """Define `show`."""
-    parser = add("show", "say what a run is, how it stands, what happened last", show)
+    parser = add("say what a run is, how it stands, what happened last", show)
     add_run(parser)
     parser.add_argument(
         "--events", type=whole_number(0), default=10, metavar="N", help="so many events (default: 10)"
@@ -91,9 +91,7 @@ _CONFIG = "config/"
 
 def add_lineage(add: Add) -> None:
     """Define `lineage`."""
-    parser = add(
-        "lineage", "say which runs a run was built on, with their epochs and configurations", lineage
-    )
+    parser = add("say which runs a run was built on, with their epochs and configurations", lineage)
     add_run(parser)
     parser.add_argument(
         "stage", metavar="STAGE", nargs="?", help="all that is known of one stage: expert, expert/encoder"
@@ -195,9 +193,7 @@ Actions = list[tuple[NodeTimes, ...]]
 
 def add_stats(add: Add) -> None:
     """Define `stats`."""
-    parser = add(
-        "stats", "say how long saves and loads took by node and phase, and which node dominates", stats
-    )
+    parser = add("say how long saves and loads took by node and phase, and which node dominates", stats)
     add_epoch(parser, default="all saves of live epochs, and all loads")
 
 

@@ -41,7 +41,7 @@ _NAMED_RANKS = 8
 
 def add_top(add: Add) -> None:
     """Define `top`."""
-    parser = add("top", "watch running jobs: where they are, how quick, what was saved, what went wrong", top)
+    parser = add("watch running jobs: where they are, how quick, what was saved, what went wrong", top)
     add_run(parser, many=True)
     parser.add_argument("--once", action="store_true", help="print it once; so it is in a pipe, too")
     parser.add_argument(
@@ -186,9 +186,9 @@ def _secs(text: str) -> float:
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
-def add_report(verb: Callable[..., argparse.ArgumentParser]) -> None:
+def add_report(add: Add) -> None:
     """Add the verb to the parser."""
-    parser = verb("report", "write one page about runs, to be opened in a browser", report)
+    parser = add("write one page about runs, to be opened in a browser", report)
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run directory or its URL; several are laid over each other"
     )
@@ -278,9 +278,9 @@ _NORM_BYTES = 64_000_000
 """By default less than a report reads, because a live page is made again and again."""
 
 
-def add_dashboard(verb: Callable[..., argparse.ArgumentParser]) -> None:
+def add_dashboard(add: Add) -> None:
     """Add the verb to the parser."""
-    parser = verb("dashboard", "serve the pages of runs, live, until Ctrl-C", dashboard)
+    parser = add("serve the pages of runs, live, until Ctrl-C", dashboard)
     parser.add_argument("runs", metavar="RUNS", help="the directory or URL in which runs lie, or one run")
     parser.add_argument(
         "--port", type=_port, default=_PORT, metavar="P", help=f"default: {_PORT}; 0 takes any"
