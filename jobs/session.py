@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrelay import errors
 from torchrelay.errors import PeerError, RelayError
+from torchrelay.records import Json
 
 if TYPE_CHECKING:
     from torchrelay.jobs.cluster import NodePlace
     from torchrelay.jobs.random import RandomStreams
     from torchrelay.jobs.workspace import Workspace
-
-
-Json = Any
 
 
 class Peers(Protocol):

@@ -26,7 +26,6 @@ from torchrelay.checkpoint.files.blob_reader import (
 )
 from torchrelay.checkpoint.files.publish import Where, as_written, publish
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import logical_dtype
 from torchrelay.checkpoint.format.names import Key, Whole, nearest
 from torchrelay.checkpoint.format.position import Patterns, Position, Selection, matches, selection_of
@@ -45,7 +44,7 @@ from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.cluster import check_blob_names
 from torchrelay.jobs.runtime import undisturbed
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 _IDENTITY = ShardIdentity("", Position(0), "blobs", MAIN_GROUP, "")
 _ONE_FILE = ShardLimits(data_bytes=1 << 62, header_bytes=90_000_000, values_bytes=90_000_000)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.files.publish import as_written
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.layouts import Near
 from torchrelay.checkpoint.format.manifest.schema import LeafRow
@@ -39,7 +38,7 @@ from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import object_at
 from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.jobs.runtime import check_file, undisturbed
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
     import torch

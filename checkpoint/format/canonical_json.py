@@ -22,14 +22,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from json.encoder import encode_basestring
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, FormatError, UsageError
-from torchrelay.records import dataclass
-
-Json = Any
-"""None, bool, int, float, str, list of Json, or dict of str to Json."""
+from torchrelay.records import Json, dataclass
 
 INTEGER_LIMIT = 2**53
 _SHALLOW = 6

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format.canonical_json import Fields
 from torchrelay.checkpoint.format.manifest.schema import (
@@ -39,13 +39,10 @@ from torchrelay.checkpoint.format.names import (
     unpack_numbers,
 )
 from torchrelay.errors import FormatError
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.format.manifest.schema import LeafRow
-
-
-Json = Any
 
 
 def layout_json(layout: Layout, number: int) -> Json:

@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.dtypes import item_bytes_of
@@ -33,7 +32,7 @@ from torchrelay.checkpoint.format.mesh_geometry import (
     writing_replicas,
 )
 from torchrelay.checkpoint.format.names import first_of_each
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 Lengths = tuple[int, ...]
 Steps = range | tuple[int, ...]
@@ -233,7 +232,6 @@ def has_copies(placement: Placement) -> bool:
     return isinstance(placement, Replicated)
 
 
-Json = Any
 _REMEMBERED = 1 << 12
 """Forms of leaves on nodes: a process asks for its own again and again, and for those of all once."""
 _REMEMBERED_NEAR = 1 << 10

@@ -20,13 +20,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from operator import eq, sub
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from torchrelay.checkpoint.format.position import Position
 from torchrelay.errors import BlobError, DamagedError, UsageError
 from torchrelay.jobs.cluster import GRADIENTS
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}", re.ASCII)
 GROUP = re.compile(r"[a-z][a-z_]*", re.ASCII)
@@ -353,7 +353,6 @@ class Recent(Generic[T]):
         return made
 
 
-Json = Any
 LIMIT = 1 << 22
 """More items than any column may unpack to: no small file claims a lot of memory. Writers check it, too."""
 _SHORTEST_RUN = 4

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import Fields
 from torchrelay.errors import UsageError
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,7})(?:\+([1-9][0-9]{0,8}))?")
 MAX_EPOCH = 10**8 - 1
@@ -164,9 +164,6 @@ class Facts:
     def last_metrics(self) -> dict[str, float]:
         """The last value of every metric that the run has logged."""
         return {**self.carried, **self.metrics}
-
-
-Json = Any
 
 
 def facts_json(facts: Facts) -> Json:

@@ -26,8 +26,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.errors import BlobError, DamagedError, FormatError, RelayError
+from torchrelay.records import Json
 
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 FACTORIES: dict[str, type] = {

@@ -35,7 +35,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.canonical_json import INTEGER_LIMIT, Json
+from torchrelay.checkpoint.format.canonical_json import INTEGER_LIMIT
 from torchrelay.checkpoint.format.value_decoding import ParameterName, decode, encode_container
 from torchrelay.errors import BlobError
 from torchrelay.jobs.containers import (
@@ -45,6 +45,7 @@ from torchrelay.jobs.containers import (
     record_fields,
     registered_record,
 )
+from torchrelay.records import Json
 
 __all__ = ["decode", "encode"]
 

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.load.verify import Proof, VerificationStatus, prove
@@ -21,7 +20,7 @@ from torchrelay.checkpoint.log.state import Happening, History, happened_to
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import NoProvableEpochError, StorageError
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 
 def first_bad(count: int, is_bad: Callable[[int], bool]) -> int | None:
@@ -86,9 +85,6 @@ def _usual(values: Sequence[float]) -> tuple[float, float]:
     deviation = median(abs(change - usual) for change in changes)
     level = median(abs(value) for value in values)
     return usual, max(_TO_STANDARD_DEVIATION * deviation, _LEVEL * level)
-
-
-Json = Any
 
 
 @dataclass(frozen=True)

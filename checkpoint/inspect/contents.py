@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 from torchrelay.checkpoint.format.layouts import parts_of
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, PerNode
@@ -21,9 +20,7 @@ from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.verify import prove, seen_twice
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import UsageError
-from torchrelay.records import dataclass
-
-Json = Any
+from torchrelay.records import Json, dataclass
 
 
 @dataclass(frozen=True)

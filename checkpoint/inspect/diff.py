@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, intersect
@@ -25,7 +25,7 @@ from torchrelay.checkpoint.inspect.contents import (
     check_chosen,
     parts,
 )
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.inspect.statistics import Change
@@ -148,7 +148,6 @@ def _across(a: Sequence[LeafPart], b: Sequence[LeafPart]) -> Iterator[Region]:
                         yield Region(one, other, a_source, b_source, a_first, b_first, box)
 
 
-Json = Any
 _TOGETHER = 256
 """So many leaves are looked at before the small ones of them are read."""
 Kind = Literal["same", "added", "removed", "form", "value", "content", "gone"]

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import Any, Literal
+from typing import Literal
 
 from torchrelay.checkpoint.format.canonical_json import sealed_bytes
 from torchrelay.checkpoint.format.names import (
@@ -36,9 +36,8 @@ from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.base import Leftovers, Storage, check_exclusion
 from torchrelay.checkpoint.storage.open import NOTES as TIER_NOTES
 from torchrelay.errors import DamagedError, UnknownEpochError
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
-Json = Any
 Does = Literal["mend", "delete", "keep"]
 """What repair does with a finding: always, only when told, never."""
 

@@ -44,7 +44,7 @@ from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, UsageError
 from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.jobs.runtime import undisturbed
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.load.checkpoint import Checkpoint
 
 
-Json = Any
 LARGE_BYTES = 256 << 10
 _decoder = json.JSONDecoder()
 

@@ -17,7 +17,6 @@ from dataclasses import field, replace
 from functools import cached_property
 from typing import Any
 
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, BlobRow, LeafRow, Manifest
 from torchrelay.checkpoint.format.position import Patterns, Position, matches_any
 from torchrelay.checkpoint.format.value_decoding import renamed_references
@@ -29,7 +28,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import objects_inside
 from torchrelay.jobs.cluster import dotted_prefixes
 from torchrelay.jobs.containers import is_container
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 
 @dataclass(frozen=True)

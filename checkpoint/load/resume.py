@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest
 from torchrelay.checkpoint.format.mesh import Mesh
@@ -60,7 +59,7 @@ from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import Session, together, warn
 from torchrelay.jobs.workspace import Entry
 from torchrelay.metadata.statistics import NodeStats, NodeTimes
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 
 class RenamedReader(LeafReader):

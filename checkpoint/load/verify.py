@@ -41,12 +41,12 @@ from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.work import headway
 from torchrelay.errors import DamagedError, FormatError, StorageError
 from torchrelay.jobs.session import Peers
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.format.shard.reader import ShardHeader
 
-Json = Any
+
 Holder = tuple[int, int, str]
 """(try, node, group), numbers as in the manifest: whose files."""
 

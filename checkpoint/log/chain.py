@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import field, replace
 from datetime import datetime, timezone
-from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import read_sealed, sealed_bytes
@@ -45,7 +44,7 @@ from torchrelay.checkpoint.log.state import LostBase, lost_bases, read_history
 from torchrelay.checkpoint.log.view import STRIDE, LogView, chain_end, find_tail, floor
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, StorageError, UsageError
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 HINT = f"{LOG}/HINT"
 HINT_LIMIT_BYTES = 4096
@@ -276,8 +275,6 @@ def _bytes_of(storage: Storage, slot: int) -> bytes | None:
     except FileNotFoundError:
         return None
 
-
-Json = Any
 
 INLINE = 64
 """Live entries (and gone ones of the base) that a record may hold itself."""

@@ -21,7 +21,6 @@ from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.names import DATA
@@ -34,9 +33,7 @@ from torchrelay.checkpoint.log.state import restore
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Leftovers, Storage, Unfinished
 from torchrelay.errors import DirectoryInUseError, StorageError
-from torchrelay.records import dataclass
-
-Json = Any
+from torchrelay.records import Json, dataclass
 
 _GONE_STATES = frozenset("ZX")
 """Zombies and dead processes: nothing of theirs runs any more."""

@@ -42,9 +42,7 @@ from torchrelay.checkpoint.format.position import (
 )
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, FormatError, UsageError
-from torchrelay.records import dataclass
-
-Json = Any
+from torchrelay.records import Json, dataclass
 
 LOG = "log"
 WRITER_KINDS = frozenset({"takeover", "commit", "rewind", "retire", "quarantine", "released"})

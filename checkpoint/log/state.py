@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields, sealed_bytes
@@ -61,9 +60,7 @@ from torchrelay.errors import (
     UnknownEpochError,
     UsageError,
 )
-from torchrelay.records import dataclass
-
-Json = Any
+from torchrelay.records import Json, dataclass
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, unseal
 from torchrelay.checkpoint.format.names import DATA
@@ -100,9 +100,6 @@ class TierStorage(LocalStorage):
 
 def _in_try(path: str) -> bool:
     return path.startswith(f"{DATA}/") and path.count("/") == 2
-
-
-Json = Any
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,7 @@ from torchrelay.checkpoint.format.position import (
     TagOrPin,
 )
 from torchrelay.errors import UnknownEpochError, UsageError
-from torchrelay.records import dataclass
-
-Json = Any
+from torchrelay.records import Json, dataclass
 
 
 def branch_of(state: State, branch: int) -> Branch | None:

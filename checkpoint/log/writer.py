@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from threading import Lock
-from typing import Any
 
 from torchrelay.checkpoint.format.names import check_mark_name
 from torchrelay.checkpoint.format.position import (
@@ -58,8 +57,7 @@ from torchrelay.checkpoint.log.record import (
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError, FencedError, NotAllowedNowError, StorageError, UnknownEpochError
-
-Json = Any
+from torchrelay.records import Json
 
 _ATTEMPTS = 8
 

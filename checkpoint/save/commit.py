@@ -32,13 +32,10 @@ from torchrelay.checkpoint.storage.base import Storage, SupportsFreeSpace
 from torchrelay.errors import SaveFailedError, StorageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.runtime import undisturbed
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.save.pipeline import SaveJob
-
-
-Json = Any
 
 
 @dataclass(frozen=True)

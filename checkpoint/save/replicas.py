@@ -24,7 +24,6 @@ import torch
 import xxhash
 
 from torchrelay.checkpoint.format import canonical_json, dtypes
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import describe
 from torchrelay.checkpoint.format.position import Position
@@ -32,7 +31,7 @@ from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Value, local_of
 from torchrelay.errors import SaveFailedError, UsageError
 from torchrelay.jobs.session import Peers, together
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.save.pipeline import SaveJob

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.value_decoding import ParameterName
 from torchrelay.checkpoint.format.values import encode, is_scalar
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, frozen_of
@@ -36,6 +35,7 @@ from torchrelay.checkpoint.state.wrappers import (
 from torchrelay.errors import BlobError
 from torchrelay.jobs.blobs import is_factory, is_stateful
 from torchrelay.jobs.containers import found_inside
+from torchrelay.records import Json
 
 _INDEX = re.compile(r"\[(-?\w+)\]")
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.state.leaf import is_sharded
 from torchrelay.errors import BlobError
+from torchrelay.records import Json
 
 _STEPS = ("__tensor_flatten__", "__tensor_unflatten__")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

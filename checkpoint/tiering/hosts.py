@@ -23,7 +23,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.names import DATA, TRY
@@ -37,7 +36,7 @@ from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.jobs.session import Peers, together
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 SEEN_WITHIN_SECS = 10.0
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -168,9 +167,6 @@ def _key(directory: Path) -> str:
         boot = _BOOT.read_text().strip()
     rest = directory.relative_to(there)
     return f"{socket.gethostname()} {boot} {found.st_dev} {found.st_ino} {rest}"
-
-
-Json = Any
 
 
 def is_ahead(near: LogView, far: LogView, *, untouched: bool = False) -> bool:

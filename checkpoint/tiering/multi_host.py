@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.position import CommittedPosition, Position, Retirement, State
@@ -32,8 +31,8 @@ from torchrelay.checkpoint.tiering.hosts import Places, guessed, seen
 from torchrelay.checkpoint.tiering.session_log import TierLedger, let_go
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.jobs.session import Peers, decide, together, warn
+from torchrelay.records import Json
 
-Json = Any
 TURN_SECS = 0.5
 """How long rank 0 waits for what is sent at a start until all tell how far they are."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import shard_path
@@ -25,8 +24,8 @@ from torchrelay.checkpoint.tiering import hosts
 from torchrelay.checkpoint.tiering.host_uploads import LostPartError, Others, damage_of, present
 from torchrelay.checkpoint.tiering.upload import PlaceReport, TierUploader, delete_parts, part_path, read_part
 from torchrelay.errors import DamagedError, StorageError
+from torchrelay.records import Json
 
-Json = Any
 FIRST_LOOK_SECS, LONGEST_LOOK_SECS = 0.05, 2.0
 """How long is waited before it is asked again what other hosts have sent."""
 Retain = Callable[[LogWriter], str]

@@ -11,7 +11,6 @@ from torch import nn
 
 from torchrelay.checkpoint.files.publish import Where
 from torchrelay.checkpoint.format import dtypes, values
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import all_strided
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.format.value_decoding import decode
@@ -51,7 +50,7 @@ from torchrelay.models.archive.states import (
     states_of,
     tie_again,
 )
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 
 def save_states(

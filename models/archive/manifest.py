@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.files.publish import Where, as_written, fetched, publish
 from torchrelay.checkpoint.format import canonical_json, dtypes
-from torchrelay.checkpoint.format.canonical_json import Fields, Json, check_stamp, stamp
+from torchrelay.checkpoint.format.canonical_json import Fields, check_stamp, stamp
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, ElementType, block_count, block_digests
 from torchrelay.checkpoint.format.shard.reads import PLAIN, each
 from torchrelay.checkpoint.format.value_decoding import decode, references
@@ -37,7 +37,7 @@ from torchrelay.checkpoint.storage.urls import shown
 from torchrelay.errors import BlobError, DamagedError, FormatError
 from torchrelay.jobs.runtime import check_file
 from torchrelay.metadata.zip_reader import ZipMembers, name_fits, open_zip
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
     import torch

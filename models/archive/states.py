@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.format import values
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.state.flatten import ModuleStates
 from torchrelay.checkpoint.state.leaf import Role
 from torchrelay.checkpoint.state.module_leaves import ModuleEntry, module_entries, named_parameters
@@ -23,7 +22,7 @@ from torchrelay.checkpoint.state.tensor_checks import admitted_in_place
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.runtime import Signature
 from torchrelay.models.archive.manifest import BUFFER, OTHER, PARAMETER, TensorToStore
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 
 def get_params(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from torchrelay.checkpoint.files.publish import Where
 from torchrelay.checkpoint.format import canonical_json, values
-from torchrelay.checkpoint.format.canonical_json import Fields, Json
+from torchrelay.checkpoint.format.canonical_json import Fields
 from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import BlobError, DamagedError, UsageError
@@ -44,6 +44,7 @@ from torchrelay.models.package import reader
 from torchrelay.models.package.export import export, parts_that_train_otherwise
 from torchrelay.models.package.graph_lowering import Dynamic, LoweredProgram
 from torchrelay.models.package.reader import SOURCE, Package, open_package, package_of
+from torchrelay.records import Json
 
 MAIN = "__main__"
 _FOREIGN = tuple(

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.format import values
-from torchrelay.checkpoint.format.canonical_json import Fields, Json, check_stamp, stamp
+from torchrelay.checkpoint.format.canonical_json import Fields, check_stamp, stamp
 from torchrelay.errors import BlobError, DamagedError, FormatError, UsageError
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 LAYOUTS = {"strided": torch.strided}
 MEMORY_FORMATS = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.files.publish import Where
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.canonical_json import Fields, Json
+from torchrelay.checkpoint.format.canonical_json import Fields
 from torchrelay.checkpoint.format.value_decoding import decode, references
 from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
@@ -23,7 +23,7 @@ from torchrelay.models.archive.manifest import (
     ArchiveFile,
     open_archive_file,
 )
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
     import torch

@@ -16,6 +16,7 @@ from typing import Any
 
 from torchrelay.errors import DeadlineError, PeerError, UsageError
 from torchrelay.jobs.runtime import phase, undisturbed
+from torchrelay.records import Json
 from torchrelay.runners.distributed.loops import Loops, Note, contradiction
 from torchrelay.runners.distributed.rendezvous import POLL_SECS, Deadline, Hosts, StoreClient, ranks_text
 
@@ -25,7 +26,7 @@ _KEPT_ROUNDS = 2
 _ASKED = 4
 _LEAVERS = "leavers"
 
-Json = Any
+
 _Runs = list[tuple[int, Any]]
 """Entries in the hosts' order, with the number of ranks in a row that posted the very same one."""
 

@@ -26,10 +26,9 @@ from torchrelay.jobs import runtime
 from torchrelay.jobs.blobs import Step, invoke
 from torchrelay.jobs.cluster import selected
 from torchrelay.jobs.job import NodeHook, Reporter, TaskGroup
-from torchrelay.jobs.session import Json
 from torchrelay.jobs.task import NotHere, Task, TaskOutput
 from torchrelay.jobs.workspace import Origin, Workspace, WorkspaceType
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 from torchrelay.runners.session.context import Context
 from torchrelay.runners.session.mid_epoch import Cursor
 from torchrelay.runners.session.steps import Siblings, TaskRanks, task_failed

@@ -20,8 +20,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.session import Json, Peers
-from torchrelay.records import dataclass
+from torchrelay.jobs.session import Peers
+from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
     import torch

@@ -16,16 +16,13 @@ from torchrelay.errors import DamagedError
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 from torchrelay.runners.session.metrics import MetricSummary, joined_summaries
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.restore.gradients import Gradients
     from torchrelay.jobs.data.loader import EpochLoader
     from torchrelay.runners.session.metrics import MetricLog
-
-
-Json = Any
 
 
 @dataclass(frozen=True)

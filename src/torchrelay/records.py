@@ -17,6 +17,9 @@ from operator import attrgetter, ge, gt, le, lt
 from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
 
+Json = Any
+"""What `json.loads` makes: nothing that is read from a disk is known to be more."""
+
 
 def _dataclass(
     cls: Any = None, /, *, frozen: bool = False, eq: bool = True, order: bool = False, kw_only: bool = False

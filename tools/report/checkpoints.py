@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import Manifest, PerNode
@@ -35,7 +35,7 @@ from torchrelay.errors import RelayError
 from torchrelay.metadata.fs import read_lines
 from torchrelay.metadata.handlers import FILE_NAME
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.tools.report.run_data import (
     BlobBytes,
@@ -56,9 +56,6 @@ from torchrelay.tools.report.run_data import (
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.inspect.statistics import Moments
-
-
-Json = Any
 
 
 @dataclass(frozen=True)

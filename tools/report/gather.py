@@ -12,6 +12,7 @@ from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.metadata.fs import read_lines
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import Json
 from torchrelay.runners.monitoring.status import Standing, standing
 from torchrelay.tools.report.checkpoints import (
     Committed,
@@ -44,7 +45,6 @@ from torchrelay.tools.report.run_data import (
     steps_of,
 )
 
-Json = Any
 _ENDS = {"failure": "FAILED", "preempted": "PREEMPTED"}
 _QUIET = frozenset({"time", "kind", "generation"})
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchrelay.errors import RelayError
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 from torchrelay.runners.monitoring.status import NOT_BEGUN, Standing
 
 T = TypeVar("T")
@@ -316,7 +316,6 @@ class RunFacts:
         return (min(known)[1], sign * min(known)[0]) if known else None
 
 
-Json = Any
 _NAMES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """How JSON, which has no such numbers, is told them (`journal.finite`)."""
 

@@ -50,9 +50,8 @@ from torchrelay.checkpoint.format.position import CommittedPosition, Position, f
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import DamagedError
 from torchrelay.jobs.cluster import GRADIENTS
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
-Json = Any
 T = TypeVar("T")
 
 HINT_LIMIT_BYTES = 1 << 30

@@ -33,7 +33,7 @@ from torchrelay.checkpoint.format.names import (
     try_directory,
 )
 from torchrelay.checkpoint.format.position import Facts, Position
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 
 class Cut(NamedTuple):
@@ -225,7 +225,6 @@ def piece_key(leaf: LeafRow, piece: LeafSlice) -> Key:
     return Flat(leaf.name, piece.first, piece.last)
 
 
-Json = Any
 R = TypeVar("R", bound=tuple[Any, ...])
 OF_POSITION = ("rng", "gradient")
 """Roles of leaves that only a resume takes: nothing else loads, exports or refers to them."""

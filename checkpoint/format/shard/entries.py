@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from torchrelay.checkpoint.format import canonical_json, dtypes, names
 from torchrelay.checkpoint.format import dtypes as digest
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import ElementType
 from torchrelay.checkpoint.format.mesh_geometry import Bounds
 from torchrelay.checkpoint.format.names import (
@@ -32,7 +31,7 @@ from torchrelay.checkpoint.format.names import (
     format_keys,
 )
 from torchrelay.errors import BlobError, FormatError
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 Data = Any
 """torch.Tensor, or Memory of 1-D bytes; to say so would import torch."""

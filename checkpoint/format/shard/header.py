@@ -21,7 +21,6 @@ from itertools import accumulate, pairwise
 
 from torchrelay.checkpoint.format import canonical_json, dtypes, names
 from torchrelay.checkpoint.format import dtypes as digest
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.names import Key, ShardName, encode_name, format_key
 from torchrelay.checkpoint.format.position import MAX_EPOCH, Position
 from torchrelay.checkpoint.format.shard.entries import (
@@ -34,7 +33,7 @@ from torchrelay.checkpoint.format.shard.entries import (
     too_large,
 )
 from torchrelay.errors import BlobError, DamagedError, FormatError, UsageError
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 ALIGNMENT = 4096
 METADATA_KEY = "torchrelay"

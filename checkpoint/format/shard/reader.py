@@ -7,7 +7,7 @@ from functools import partial
 from itertools import compress
 from operator import sub
 
-from torchrelay.checkpoint.format.canonical_json import Json, sha256
+from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests, first_damaged_block
 from torchrelay.checkpoint.format.shard.entries import StoredEntries, StoredEntry
 from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT, ShardContent, header_length, parse
@@ -37,7 +37,7 @@ from torchrelay.checkpoint.storage.base import (
     worth_of_a_request,
 )
 from torchrelay.errors import DamagedError, MissingShardError, StorageError, UsageError
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 _Run = list[tuple[StoredEntry, ReadRequest]]
 RUN = 2 * BLOCK

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 import xxhash
 
 from torchrelay.checkpoint.format import dtypes
-from torchrelay.checkpoint.format.canonical_json import Json, sha256
+from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.dtypes import (
     AT_ONCE,
     BLOCK,
@@ -50,7 +50,7 @@ from torchrelay.checkpoint.format.shard.header import (
 from torchrelay.checkpoint.storage.base import Memory, Storage, WriteHandle
 from torchrelay.checkpoint.storage.work import WRITERS, Seconds, share
 from torchrelay.errors import BlobError, StorageError
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 GATHER = BLOCK
 """Entries below this size are copied together into extents of about this size."""

@@ -37,7 +37,7 @@ from torchrelay.checkpoint.load.reads.boxes import BoxPlan, BoxRead
 from torchrelay.checkpoint.load.verify import Holder, ShardSet, seen_twice
 from torchrelay.checkpoint.storage.base import Memory, Storage, worth_of_a_request
 from torchrelay.errors import UsageError
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 NOWHERE = memoryview(b"")
 
@@ -101,9 +101,6 @@ def check_portions(portions: Sequence[Portion], options: ReadOptions) -> int:
     nbytes = sum(one.nbytes for one in portions)
     read_portions(sorted(portions, key=attrgetter("path", "begin")), nbytes, options, seen_twice)
     return nbytes
-
-
-Json = Any
 
 
 @dataclass(frozen=True)

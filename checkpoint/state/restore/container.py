@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.value_decoding import decode, holds_only_tensors, references
 from torchrelay.checkpoint.format.values import encode, tagged
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, LeafSpec, Role, is_sharded, learning, stand_in
@@ -36,7 +35,7 @@ from torchrelay.jobs.containers import (
     registered_record,
 )
 from torchrelay.jobs.session import warn
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 Builder = Callable[[], Any]
 _ABSENT: Any = object()

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.gradients import (
     ENDS,
@@ -23,6 +22,7 @@ from torchrelay.checkpoint.state.reads import Read
 from torchrelay.checkpoint.state.restore.plan import RestorePlan
 from torchrelay.errors import DamagedError
 from torchrelay.jobs.cluster import GRADIENTS
+from torchrelay.records import Json
 
 
 class Gradients:

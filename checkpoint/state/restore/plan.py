@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
 from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.state.flatten import ModuleStates, parameter_names
@@ -33,6 +32,7 @@ from torchrelay.checkpoint.state.restore.findings import USUAL, Mismatches, Rest
 from torchrelay.checkpoint.state.tensor_checks import admitted_in_place, all_torch_memory, unwritable
 from torchrelay.checkpoint.state.wrappers import description, inner_tensors, is_wrapper, rebuilder, told
 from torchrelay.errors import BlobError, DamagedError
+from torchrelay.records import Json
 
 Maker = Callable[[torch.device | None], torch.Tensor]
 """Gives a tensor once everything is read; plain ones go to the device."""

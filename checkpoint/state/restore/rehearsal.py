@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.format.names import LONGEST_NAME
 from torchrelay.checkpoint.format.shard.entries import form_of
@@ -43,7 +42,7 @@ from torchrelay.checkpoint.state.tree_leaves import container_tensors
 from torchrelay.checkpoint.state.wrappers import is_wrapper, made_by_an_optimizer, told
 from torchrelay.errors import BlobError
 from torchrelay.jobs.containers import is_array
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 
 @dataclass(frozen=True)

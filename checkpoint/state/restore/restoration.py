@@ -20,7 +20,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.format.position import matches_any
 from torchrelay.checkpoint.format.values import decode
@@ -38,6 +37,7 @@ from torchrelay.checkpoint.state.tensor_checks import not_initialised
 from torchrelay.checkpoint.state.tree_leaves import container_tensors, tree_tensors
 from torchrelay.checkpoint.state.wrappers import made_by_an_optimizer
 from torchrelay.errors import PartiallyLoadedError, RelayError
+from torchrelay.records import Json
 
 __all__ = [
     "Builder",

@@ -24,6 +24,7 @@ from torchrelay.jobs.data.fetch import Batch, MappingBatch, make_batch
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.records import Json
 from torchrelay.runners.training.plan import Recipe
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from torchrelay.runners.training.journal import Journal
 
 
-Json = Any
 _PLAIN = (type(None), bool, int, float, str)
 
 
