@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.files.blob_files import read_blobs
 from torchrelay.checkpoint.files.blob_reader import BlobFile, open_blob_file
@@ -33,27 +33,6 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.load.lookup import Nodes
 
 
-class BlobSource(Protocol):
-    """Where blobs come from."""
-
-    def kinds(self) -> Mapping[str, str]:
-        """The stored blobs: `tensor`, `value`, or `stateful` for what needs an object."""
-
-    def content(self, blob: str) -> Any:
-        """A tensor or value."""
-
-    def load(
-        self,
-        objects: Mapping[str, Any],
-        *,
-        strict: bool,
-        rename: Rename | None,
-        exclude: Sequence[str],
-        dtype: Cast,
-    ) -> LoadResult:
-        """Load into objects, in place, all or nothing."""
-
-
 def load_blobs_into(
     workspace: Workspace,
     where: str | os.PathLike[str],
@@ -75,7 +54,7 @@ def load_blobs_into(
     """
     from torchrelay.checkpoint.load.checkpoint import open_checkpoint  # files of blobs need none of it
 
-    source: BlobSource = (
+    source: FileSource | EpochSource = (
         FileSource(open_blob_file(where))
         if Path(where).is_file()
         else EpochSource(open_checkpoint(where, epoch=epoch), nodes)

@@ -34,6 +34,7 @@ from torchrelay.checkpoint.format.dtypes import (
     by_name,
     logical_name,
     memory_of,
+    safetensors_header,
     torch_dtype,
 )
 from torchrelay.errors import BlobError, DamagedError, FormatError, RelayError, StorageError, UsageError
@@ -219,30 +220,21 @@ class Incoming:
 
 
 HEADER_LIMIT = 100_000_000
-_FORMAT = {"format": "pt"}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, ExportedTensor], ties: Mapping[str, str]) -> None:
     """Write a new file; raises BlobError for element types that safetensors cannot express."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element.itemsize, item[0]))
-    header: dict[str, Any] = {"__metadata__": {**_FORMAT, **ties}}
-    end = 0
     for name, tensor in ordered:
         if tensor.element.raw or name == "__metadata__":
             raise BlobError(
                 f"{name}: safetensors cannot hold {tensor.element.name} tensors of this name; leave it out, "
                 "or export to torch"
             )
-        header[name] = {
-            "dtype": tensor.element.code,
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * ((56 - len(text)) % 64)
+    entries = ((name, one.element.code, one.shape, one.nbytes) for name, one in ordered)
+    header = safetensors_header(entries, {"format": "pt", **ties}, _ALIGNMENT)
     with path.open("xb", buffering=0) as file:
-        _write(file, memoryview(len(text).to_bytes(8, "little") + text))
+        _write(file, memoryview(header))
         for _, tensor in ordered:
             for piece in tensor.pieces():
                 _write(file, piece)

@@ -10,8 +10,9 @@ Not cryptographic: they find damage, not forgery. A tensor of no bytes has no bl
 from __future__ import annotations
 
 import ctypes
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from operator import attrgetter
@@ -216,6 +217,20 @@ NAME = "xxh3-128"
 BLOCK = 1 << 20
 SIZE = 16
 """Bytes per block and per digest."""
+
+
+def safetensors_header(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str], alignment: int
+) -> bytes:
+    """Length and header of a file of tensors, each a name, code, shape and bytes; their bytes are aligned."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, code, shape, nbytes in tensors:
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    return len(text).to_bytes(8, "little") + text
 
 
 def block_count(nbytes: int) -> int:

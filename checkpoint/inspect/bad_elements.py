@@ -15,7 +15,7 @@ from torchrelay.checkpoint.inspect.contents import (
     NodeLeaf,
     parts,
 )
-from torchrelay.checkpoint.inspect.statistics import Array, np, steps
+from torchrelay.checkpoint.inspect.statistics import bad_in, steps
 from torchrelay.records import dataclass
 
 
@@ -106,16 +106,6 @@ class Looker:
                 first = at + place
             at += values.size
         return nan, inf, first
-
-
-def bad_in(values: Array, *, nan_only: bool) -> tuple[int, int, int | None]:
-    """How many NaN and Inf an array has (no Inf with `nan_only`), and where the first of these is."""
-    if not nan_only and np.isfinite(values).all():
-        return 0, 0, None
-    nans = np.isnan(values)
-    bad = nans if nan_only else ~np.isfinite(values)
-    count, nan = int(np.count_nonzero(bad)), int(np.count_nonzero(nans))
-    return nan, count - nan, int(bad.argmax()) if count else None
 
 
 def _blocks(part: LeafPart, start: int, stop: int, dtype: str) -> Iterator[tuple[str, bytes]]:

@@ -57,7 +57,7 @@ class Finding:
 
     def json(self) -> dict[str, Json]:
         """As an object of `repair --json`."""
-        return {"does": self.does, "kind": self.kind, "path": self.path, "text": self.text}
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,8 @@ def take_inventory(storage: Storage) -> Inventory:
 
 def _lost(one: LostBase) -> Finding:
     if one.data is None:
-        return Finding(
-            "keep",
-            "lost base",
-            one.ref.path,
-            f"{one.reason}; nothing tells what it held: restore it from a copy",
-        )
+        text = f"{one.reason}; nothing tells what it held: restore it from a copy"
+        return Finding("keep", "lost base", one.ref.path, text)
     return Finding("mend", "base", one.ref.path, f"{one.reason}; it can be made again")
 
 
@@ -216,7 +212,8 @@ def _referred(storage: Storage, history: History, job: str) -> frozenset[str] | 
 
 def _foreign(storage: Storage, view: LogView) -> Iterator[Finding]:
     yield from _strangers("", (name for name in storage.list("") if name not in _TOP))
-    yield from _strangers(LOG, (name for name in storage.list(LOG) if not _of_log(name)))
+    strange = (name for name in storage.list(LOG) if not (_SLOT.fullmatch(name) or _BASE.fullmatch(name)))
+    yield from _strangers(LOG, (name for name in strange if f"{LOG}/{name}" != HINT))
     yield from _strangers(DATA, (name for name in storage.list(DATA) if not TRY.fullmatch(name)))
     for try_name in sorted(view.state.tries):
         directory = try_directory(try_name)
@@ -230,10 +227,6 @@ def _strangers(directory: str, names: Iterable[str]) -> Iterator[Finding]:
     for name in names:
         path = f"{directory}/{name}" if directory else name
         yield Finding("keep", "foreign", path, "not ours, and never touched")
-
-
-def _of_log(name: str) -> bool:
-    return bool(_SLOT.fullmatch(name) or _BASE.fullmatch(name)) or f"{LOG}/{name}" == HINT
 
 
 def _size(storage: Storage, files: Sequence[str]) -> str:
@@ -360,14 +353,14 @@ def usage_of(storage: Storage, view: LogView) -> Usage:
     entries = {entry.try_name: entry for entry in view.entries}
     needs = Counter(name for entry in view.entries for name in set(entry.needs))
     retired = {one.try_name for one in view.retiring}
+
+    def standing(name: str) -> Standing:
+        if name in entries or needs[name]:
+            return "live"
+        return "retired" if name in retired else "orphan"
+
     tries = tuple(
-        TryUse(
-            name,
-            _standing(name, entries, needs, retired),
-            entries.get(name),
-            _groups(storage, name),
-            needs[name],
-        )
+        TryUse(name, standing(name), entries.get(name), _groups(storage, name), needs[name])
         for name in storage.list(DATA)
         if TRY.fullmatch(name)
     )
@@ -375,26 +368,9 @@ def usage_of(storage: Storage, view: LogView) -> Usage:
     return Usage(tries, sum(one.bytes for one in tries if one.name in going))
 
 
-def _standing(
-    name: str, entries: Mapping[str, CommittedPosition], needs: Mapping[str, int], retired: set[str]
-) -> Standing:
-    if name in entries or needs[name]:
-        return "live"
-    return "retired" if name in retired else "orphan"
-
-
 def _groups(storage: Storage, try_name: str) -> Mapping[str, int]:
     found: Counter[str] = Counter()
-    for group, nbytes in _files(storage, try_name):
-        found[group] += nbytes
-    return dict(found)
-
-
-def _files(storage: Storage, try_name: str) -> Iterator[tuple[str, int]]:
     directory = try_directory(try_name)
     for name in storage.list(directory):
-        try:
-            group = parse_shard_file_name(name).group
-        except DamagedError:
-            group = NOTES
-        yield group, storage.stat(f"{directory}/{name}") or 0
+        found[_group_of(name) or NOTES] += storage.stat(f"{directory}/{name}") or 0
+    return dict(found)

@@ -34,36 +34,6 @@ from torchrelay.checkpoint.load.reads.boxes import Copy, Slab
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 
-__all__ = [
-    "HINT",
-    "STEP",
-    "Array",
-    "Change",
-    "Moments",
-    "as_reals",
-    "change_between",
-    "changed_elements",
-    "finite_json",
-    "finite_part",
-    "gathered",
-    "inner",
-    "is_wide",
-    "joined",
-    "joined_changes",
-    "largest",
-    "leaf_moments",
-    "moments_of",
-    "norm",
-    "np",
-    "numbers",
-    "safe",
-    "small_boxes",
-    "steps",
-    "table",
-    "unscaled",
-]
-
-
 HINT = "pip install 'torchrelay[inspect]'"
 
 try:
@@ -178,14 +148,10 @@ def leaf_moments(epoch: Epoch, patterns: str | Sequence[str] = ()) -> dict[str, 
     check_chosen([epoch], wanted)
     items = epoch.chosen(wanted).items()
     return {
-        name: _of_item(epoch, item)
+        name: joined(moments_of(chunk) for chunk in _chunks(epoch, item))
         for name, item in items
         if item.tensor and item.leaf.dtype in HAVE_NUMBERS and not epoch.gone(item)
     }
-
-
-def _of_item(epoch: Epoch, item: NodeLeaf) -> Moments:
-    return joined(moments_of(chunk) for chunk in _chunks(epoch, item))
 
 
 def _chunks(epoch: Epoch, item: NodeLeaf) -> Iterator[Array]:
@@ -212,16 +178,10 @@ def moments_of(values: Array) -> Moments:
     reals, power = safe(as_reals(finite), finite)
     mean = reals.mean()
     from_mean = reals - mean
-    return Moments(
-        values.size,
-        nan,
-        inf,
-        unscaled(math.sqrt(inner(reals, reals)), power),
-        unscaled(mean, power),
-        unscaled(math.sqrt(inner(from_mean, from_mean) / reals.size), power),
-        float(finite.min()),
-        float(finite.max()),
-    )
+    size = unscaled(math.sqrt(inner(reals, reals)), power)
+    std = unscaled(math.sqrt(inner(from_mean, from_mean) / reals.size), power)
+    ends = float(finite.min()), float(finite.max())
+    return Moments(values.size, nan, inf, size, unscaled(mean, power), std, *ends)
 
 
 def joined(all_moments: Iterable[Moments]) -> Moments:
@@ -238,16 +198,10 @@ def _both(a: Moments, b: Moments) -> Moments:
         return Moments(*counts, norms, one.mean, one.std, one.minimum, one.maximum)
     left, right = a.finite / total, b.finite / total
     between = math.sqrt(left) * math.sqrt(right)
-    return Moments(
-        *counts,
-        norms,
-        a.mean * left + b.mean * right,
-        math.hypot(
-            _of(a.std) * math.sqrt(left), _of(b.std) * math.sqrt(right), (a.mean * between - b.mean * between)
-        ),
-        min(_of(a.minimum), _of(b.minimum)),
-        max(_of(a.maximum), _of(b.maximum)),
-    )
+    apart = a.mean * between - b.mean * between
+    std = math.hypot(_of(a.std) * math.sqrt(left), _of(b.std) * math.sqrt(right), apart)
+    ends = min(_of(a.minimum), _of(b.minimum)), max(_of(a.maximum), _of(b.maximum))
+    return Moments(*counts, norms, a.mean * left + b.mean * right, std, *ends)
 
 
 def finite_part(values: Array) -> tuple[Array, int, int]:
@@ -265,6 +219,16 @@ def norm(values: Array) -> float:
     """The root of the sum of squares of finite numbers; infinite where no double can hold it."""
     reals, power = safe(as_reals(values), values)
     return unscaled(math.sqrt(inner(reals, reals)), power)
+
+
+def bad_in(values: Array, *, nan_only: bool) -> tuple[int, int, int | None]:
+    """How many NaN and Inf an array has (no Inf with `nan_only`), and where the first of these is."""
+    if not nan_only and np.isfinite(values).all():
+        return 0, 0, None
+    nans = np.isnan(values)
+    bad = nans if nan_only else ~np.isfinite(values)
+    count, nan = int(np.count_nonzero(bad)), int(np.count_nonzero(nans))
+    return nan, count - nan, int(bad.argmax()) if count else None
 
 
 def as_reals(values: Array) -> Array:
@@ -354,6 +318,8 @@ def _place(slab: Slab, box: Bounds) -> tuple[slice, ...]:
 
 _LARGE = 1e307
 _INTERNAL = ("paired_a", "paired_b", "along")
+_COUNTS = ("compared", "changed", "nan_a", "nan_b", "inf_a", "inf_b")
+_NORMS = ("norm_a", "norm_b", "norm_difference", "paired_a", "paired_b")
 
 
 @dataclass(frozen=True)
@@ -417,21 +383,11 @@ def _both_changes(one: Change, other: Change) -> Change:
     paired_a = math.hypot(one.paired_a, other.paired_a)
     paired_b = math.hypot(one.paired_b, other.paired_b)
     weights = (_share(part.paired_a, paired_a) * _share(part.paired_b, paired_b) for part in (one, other))
-    return Change(
-        one.compared + other.compared,
-        one.changed + other.changed,
-        one.nan_a + other.nan_a,
-        one.nan_b + other.nan_b,
-        one.inf_a + other.inf_a,
-        one.inf_b + other.inf_b,
-        math.hypot(one.norm_a, other.norm_a),
-        math.hypot(one.norm_b, other.norm_b),
-        math.hypot(one.norm_difference, other.norm_difference),
-        max(one.max_abs, other.max_abs),
-        paired_a,
-        paired_b,
-        sum(part.along * weight for part, weight in zip((one, other), weights, strict=True)),
-    )
+    first, second = vars(one), vars(other)
+    counts: dict[str, Any] = {name: first[name] + second[name] for name in _COUNTS}
+    norms: dict[str, Any] = {name: math.hypot(first[name], second[name]) for name in _NORMS}
+    along = sum(part.along * weight for part, weight in zip((one, other), weights, strict=True))
+    return Change(**counts, **norms, max_abs=max(one.max_abs, other.max_abs), along=along)
 
 
 def _share(part: float, whole: float) -> float:
@@ -482,7 +438,8 @@ def _difference(a: Array, b: Array, one: Array, other: Array) -> tuple[Array, in
     It is divided by a power of two where a double could not hold it.
     """
     if a.dtype.kind in "iu" and a.dtype.itemsize == 8:
-        return _whole_difference(a, b), 0
+        first, second = a.view(np.uint64), b.view(np.uint64)  # exact before they are rounded
+        return np.where(a > b, first - second, second - first).astype(np.float64), 0
     if is_wide(a) and max(largest(one), largest(other)) > _LARGE:
         return other / 4 - one / 4, 2
     return other - one, 0
@@ -491,9 +448,3 @@ def _difference(a: Array, b: Array, one: Array, other: Array) -> tuple[Array, in
 def _largest(apart: Array, a: Array) -> float:
     """The largest absolute value of differences of numbers like `a`."""
     return float(np.abs(apart.view(np.complex128)).max()) if np.iscomplexobj(a) else largest(apart)
-
-
-def _whole_difference(a: Array, b: Array) -> Array:
-    """Sizes of differences of 64-bit integers, exact before they are rounded to double precision."""
-    one, other = a.view(np.uint64), b.view(np.uint64)
-    return np.where(a > b, one - other, other - one).astype(np.float64)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import math
 import os
 import struct
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.files.publish import Where, as_written, fetched, publish
 from torchrelay.checkpoint.format import canonical_json, dtypes
@@ -111,23 +110,16 @@ def header_bytes(entries: Mapping[str, ArchiveEntry], alignment: int) -> bytes:
 
     Raises BlobError for a name that safetensors cannot have.
     """
-    found: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name in ordered(entries):
-        entry = entries[name]
-        if name == "__metadata__":
-            raise BlobError("a tensor cannot be called '__metadata__' in a safetensors file: rename it")
-        found[name] = {
-            "dtype": entry.element.code,
-            "shape": list(entry.element.stored_shape(entry.shape)),
-            "data_offsets": [at, at + entry.nbytes],
-        }
-        at += entry.nbytes
-    text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % alignment)
-    if len(text) > HEADER_LIMIT:
+    if "__metadata__" in entries:
+        raise BlobError("a tensor cannot be called '__metadata__' in a safetensors file: rename it")
+    tensors = (
+        (name, one.element.code, one.element.stored_shape(one.shape), one.nbytes)
+        for name, one in ((name, entries[name]) for name in ordered(entries))
+    )
+    header = dtypes.safetensors_header(tensors, {"format": "pt"}, alignment)
+    if len(header) > HEADER_LIMIT:
         raise BlobError(f"{len(entries)} tensors are too many for one file")
-    return len(text).to_bytes(8, "little") + text
+    return header
 
 
 def places(

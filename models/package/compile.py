@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,13 @@ def materialise(model: nn.Module, device: str = "cpu") -> None:
     Raises UsageError, before anything changes, for parts that have such tensors and no
     `reset_parameters`: what their values should be only their author knows.
     """
-    parts = [(name, part) for name, part in model.named_modules() if _has_meta(part)]
-    if unable := [name or type(part).__name__ for name, part in parts if not _can_reset(part)]:
+    parts = [
+        (name, part)
+        for name, part in model.named_modules()
+        if any(one.is_meta for one in (*part.parameters(recurse=False), *part.buffers(recurse=False)))
+    ]
+    unable = [name or type(part).__name__ for name, part in parts if not hasattr(part, "reset_parameters")]
+    if unable:
         raise UsageError(
             f"{', '.join(unable[:8])} lie on the meta device and have no reset_parameters, so nobody "
             "knows their first values: make the model on a real device, or load states into it"
@@ -41,19 +46,6 @@ def materialise(model: nn.Module, device: str = "cpu") -> None:
     tie_again(model, ties)
     for _, part in parts:
         part.reset_parameters()
-
-
-def _has_meta(part: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in _own(part))
-
-
-def _own(part: nn.Module) -> Iterator[nn.Parameter]:
-    yield from part.parameters(recurse=False)
-    yield from part.buffers(recurse=False)  # type: ignore[misc]
-
-
-def _can_reset(part: nn.Module) -> bool:
-    return callable(getattr(part, "reset_parameters", None))
 
 
 def compile(
@@ -85,15 +77,10 @@ def compile(
     return signature
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
-
-
 def _real(inputs: Any, model: nn.Module) -> Any:
     """The inputs with zeros on the model's device in place of meta tensors."""
-    device = _device_of(model)
+    tensors = (*model.parameters(), *model.buffers())
+    device = next((one.device for one in tensors), torch.device("cpu"))
     return mapped(inputs, lambda one: torch.zeros_like(one, device=device) if one.is_meta else one)
 
 
@@ -101,21 +88,17 @@ def _fill_lazy(model: nn.Module, inputs: Any) -> None:
     if any(nn.parameter.is_lazy(one) for one in (*model.parameters(), *model.buffers())):
         call = call_of(model, _real(inputs, model))
         with evaluating(model), torch.no_grad():
-            _called(model, call.args, call.kwargs)
-        if names := [name for name in unready(model) if _is_lazy(model, name)]:
+            _called(model, lambda: model(*call.args, **call.kwargs))
+        state = model.state_dict(keep_vars=True)
+        if names := [name for name in unready(model) if name in state and nn.parameter.is_lazy(state[name])]:
             raise UsageError(
                 f"{', '.join(names[:8])} got no content: forward does not use them with these inputs"
             )
 
 
-def _is_lazy(model: nn.Module, name: str) -> bool:
-    found = model.state_dict(keep_vars=True).get(name)
-    return found is not None and nn.parameter.is_lazy(found)
-
-
-def _called(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _called(model: nn.Module, work: Callable[[], Any]) -> Any:
     try:
-        return model(*args, **kwargs)
+        return work()
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise UsageError(
             f"{type(model).__name__} does not run on these inputs: {type(error).__name__}: {error}"
@@ -128,12 +111,7 @@ def _outputs(model: nn.Module, call: ForwardCall, grown: Mapping[str, int]) -> l
     args, kwargs = mapped((call.args, dict(call.kwargs)), lambda one: tensors[id(one)])
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with evaluating(model), torch.no_grad(), torch.random.fork_rng():
-        try:
-            found = torch.func.functional_call(model, buffers, args, kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise UsageError(
-                f"{type(model).__name__} does not run on these inputs: {type(error).__name__}: {error}"
-            ) from error
+        found = _called(model, lambda: torch.func.functional_call(model, buffers, args, kwargs))
     return tree_of(plain(found), lambda one: isinstance(one, (torch.Tensor, int, float)), "output")[1]
 
 

@@ -21,7 +21,6 @@ from torchrelay.models.package.program import (
     ProgramStep,
     Ref,
     Tree,
-    encode,
     name_of,
     names_in,
     tree_of,
@@ -57,8 +56,8 @@ def call_of(model: nn.Module, inputs: Any) -> ForwardCall:
     found: list[Argument] = []
     leaves: list[tuple[str, torch.Tensor]] = []
     for name, value, positional in _by_name(bound, len(args)):
-        tree, own = tree_of(value, lambda one: isinstance(one, torch.Tensor), name)
-        found.append(Argument(name, _shifted(tree, len(leaves)), positional))
+        tree, own = tree_of(value, lambda one: isinstance(one, torch.Tensor), name, len(leaves))
+        found.append(Argument(name, tree, positional))
         leaves.extend(own)
     return ForwardCall(args, kwargs, tuple(found), tuple(leaves))
 
@@ -77,19 +76,6 @@ def _by_name(bound: inspect.BoundArguments, positional: int) -> Iterator[tuple[s
         else:
             yield name, value, at < positional
             at += 1
-
-
-def _shifted(tree: Any, by: int) -> Any:
-    match tree:
-        case {"leaf": at}:
-            return {"leaf": at + by}
-        case {"dict": pairs}:
-            return {"dict": [[key, _shifted(item, by)] for key, item in pairs]}
-        case {"list": items}:
-            return {"list": [_shifted(item, by) for item in items]}
-        case {"tuple": items}:
-            return {"tuple": [_shifted(item, by) for item in items]}
-    return tree
 
 
 def dynamic_names(call: ForwardCall, dynamic: Dynamic | None) -> dict[str, dict[int, str]]:
@@ -216,10 +202,6 @@ class _Rewriting:
         return argument
 
 
-def _encoded(argument: Any) -> Any:
-    return encode(argument, lambda one: one.name if isinstance(one, Ref) else None)
-
-
 def rewritten(
     traced: torch.export.ExportedProgram,
     call: ForwardCall,
@@ -257,8 +239,7 @@ def rewritten(
     specs, fixed = _input_specs(traced, call, names), tuple(sorted(fixed_sizes(traced, call, names)))
     if drop_unused:
         program, specs = without_unused(program, specs)
-    json = program.to_json(_encoded)
-    return LoweredProgram(program, json, Signature(specs, output_specs), constants, fixed)
+    return LoweredProgram(program, program.to_json(), Signature(specs, output_specs), constants, fixed)
 
 
 def _inputs(traced: torch.export.ExportedProgram) -> tuple[str, ...]:
@@ -296,17 +277,27 @@ def _nodes(traced: torch.export.ExportedProgram) -> dict[str, fx.Node]:
     return {node.name: node for node in traced.graph.nodes}
 
 
+def _shapes(
+    traced: torch.export.ExportedProgram, call: ForwardCall
+) -> list[tuple[str, torch.Tensor, torch.Size]]:
+    """The inputs by name, with their shapes as they were traced."""
+    nodes = _nodes(traced)
+    return [
+        (name, tensor, nodes[placeholder].meta["val"].shape)
+        for placeholder, (name, tensor) in zip(_inputs(traced), call.leaves, strict=True)
+    ]
+
+
 def _size_names(
     traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
 ) -> dict[str, str]:
     """What torch calls a size to what we call it."""
-    nodes, found = _nodes(traced), {}
-    for placeholder, (name, _) in zip(_inputs(traced), call.leaves, strict=True):
-        for at, text in names.get(name, {}).items():
-            size = nodes[placeholder].meta["val"].shape[at]
-            if not is_fixed(size):
-                found[str(size)] = text
-    return found
+    return {
+        str(shape[at]): text
+        for name, _, shape in _shapes(traced, call)
+        for at, text in names.get(name, {}).items()
+        if not is_fixed(shape[at])
+    }
 
 
 def is_fixed(size: Any) -> bool:
@@ -318,12 +309,11 @@ def fixed_sizes(
     traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
 ) -> set[str]:
     """The names of sizes that turned out to be fixed in some input."""
-    nodes = _nodes(traced)
     return {
         text
-        for placeholder, (name, _) in zip(_inputs(traced), call.leaves, strict=True)
+        for name, _, shape in _shapes(traced, call)
         for at, text in names.get(name, {}).items()
-        if is_fixed(nodes[placeholder].meta["val"].shape[at])
+        if is_fixed(shape[at])
     }
 
 
@@ -331,9 +321,8 @@ def _input_specs(
     traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
 ) -> tuple[TensorSpec, ...]:
     """The inputs, with the number for each size that the model turned out to fix."""
-    nodes, found = _nodes(traced), []
-    for placeholder, (name, tensor) in zip(_inputs(traced), call.leaves, strict=True):
-        shape = nodes[placeholder].meta["val"].shape
+    found = []
+    for name, tensor, shape in _shapes(traced, call):
         known = names.get(name, {})
         sizes = tuple(int(size) if is_fixed(size) else known[at] for at, size in enumerate(shape))
         found.append(TensorSpec(name, sizes, _dtype(tensor)))
@@ -349,7 +338,7 @@ def _result(
 ) -> tuple[Any, list[Any], tuple[TensorSpec, ...]]:
     """How outputs are put together; constants among them stay constants."""
     slots = traced.call_spec.out_spec.unflatten([_Slot(value) for value in users])
-    tree, leaves = tree_of(plain(slots), _is_slot, "output")
+    tree, leaves = tree_of(plain(slots), lambda one: isinstance(one, _Slot), "output")
     nodes, specs, outputs = _nodes(traced), [], []
     for name, slot in leaves:
         value = slot.value
@@ -368,10 +357,6 @@ def _result(
 @dataclass(frozen=True)
 class _Slot:
     value: Any
-
-
-def _is_slot(one: Any) -> bool:
-    return isinstance(one, _Slot)
 
 
 def plain(value: Any) -> Any:

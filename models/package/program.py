@@ -53,12 +53,12 @@ class ProgramDevice:
     text: str
 
 
-def encode(value: Any, name_of: Callable[[Any], str | None]) -> Json:
-    """One argument as JSON; `name_of` knows what is the value of a step. Raises BlobError for the rest."""
-    if (name := name_of(value)) is not None:
-        return {"at": name}
+def encode(value: Any) -> Json:
+    """One argument as JSON. Raises BlobError for what a program cannot have."""
+    if isinstance(value, Ref):
+        return {"at": value.name}
     if isinstance(value, (list, tuple)):
-        return [encode(item, name_of) for item in value]
+        return [encode(item) for item in value]
     if isinstance(value, torch.device):
         return {"device": str(value)}
     for kind, table in (("layout", LAYOUTS), ("memory_format", MEMORY_FORMATS)):
@@ -108,33 +108,34 @@ Tree = Json
 _DEPTH = 32
 
 
-def tree_of(value: Any, is_leaf: Callable[[Any], bool], what: str) -> tuple[Tree, list[tuple[str, Any]]]:
+def tree_of(
+    value: Any, is_leaf: Callable[[Any], bool], what: str, first: int = 0
+) -> tuple[Tree, list[tuple[str, Any]]]:
     """The tree of a value, and its leaves with what they are called (`what`, `what_0`, `what_key`).
 
-    Raises BlobError for what it cannot hold.
+    They are counted from `first` on. Raises BlobError for what it cannot hold.
     """
     leaves: list[tuple[str, Any]] = []
+
+    def inside(name: str, key: int | str) -> str:
+        return f"{name}_{key}" if name else str(key)
 
     def walk(one: Any, name: str, depth: int) -> Tree:
         if depth > _DEPTH:
             raise BlobError(f"{what} is nested deeper than {_DEPTH} levels")
         if is_leaf(one):
             leaves.append((name, one))
-            return {"leaf": len(leaves) - 1}
+            return {"leaf": first + len(leaves) - 1}
         if isinstance(one, (list, tuple)):
             kind = "list" if isinstance(one, list) else "tuple"
-            return {kind: [walk(item, _inside(name, at), depth + 1) for at, item in enumerate(one)]}
+            return {kind: [walk(item, inside(name, at), depth + 1) for at, item in enumerate(one)]}
         if isinstance(one, Mapping):
             if not all(type(key) is str for key in one):
                 raise BlobError(f"{name} is a dict with keys that are no strings")
-            return {"dict": [[key, walk(item, _inside(name, key), depth + 1)] for key, item in one.items()]}
+            return {"dict": [[key, walk(item, inside(name, key), depth + 1)] for key, item in one.items()]}
         return {"value": values.encode(one, name)}
 
     return walk(value, what, 0), leaves
-
-
-def _inside(name: str, key: int | str) -> str:
-    return f"{name}_{key}" if name else str(key)
 
 
 def built(tree: Tree, leaves: Sequence[Any]) -> Any:
@@ -247,8 +248,8 @@ class PackagedProgram:
     outputs: tuple[Any, ...]
     result: Tree
 
-    def to_json(self, encode: Any) -> Json:
-        """As JSON has it; `encode` writes one argument."""
+    def to_json(self) -> Json:
+        """As JSON has it."""
         return {
             "format": stamp(),
             "arguments": [
@@ -291,7 +292,9 @@ def program_from_json(json: Json, what: str) -> PackagedProgram:
         steps.append(step)
     outputs = tuple(decode(item) for item in fields.items("outputs"))
     _check_known(outputs, known, what)
-    given = fields.each("arguments", _argument)
+    given = fields.each(
+        "arguments", lambda one: Argument(one.text("name"), one.values.get("tree"), one.flag("positional"))
+    )
     for one in given:
         check_tree(one.tree, len(inputs))
     check_tree(json.get("result"), len(outputs))
@@ -303,10 +306,6 @@ def _where(where: Json, what: str) -> tuple[str, str]:
         case [("state" | "constant") as kind, str(name)]:
             return kind, name
     raise DamagedError(f"{what}: a tensor lies at {str(where)[:100]}")
-
-
-def _argument(fields: Fields) -> Argument:
-    return Argument(fields.text("name"), fields.values.get("tree"), fields.flag("positional"))
 
 
 def _step(fields: Fields) -> ProgramStep:

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.dtypes import ElementType, by_code, logical_dtype, stored_bytes, torch_dtype
+from torchrelay.checkpoint.format.dtypes import (
+    ElementType,
+    by_code,
+    logical_dtype,
+    safetensors_header,
+    stored_bytes,
+    torch_dtype,
+)
 from torchrelay.errors import BlobError, DamagedError, FormatError
 from torchrelay.tools.serving.errors import FaultyAnswerError, wrong
 
@@ -192,8 +199,7 @@ def _tensor(body: bytearray, at: int, element: ElementType, shape: tuple[int, ..
 
 def body_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
     """A safetensors file; raises FaultyAnswerError for element types that it cannot hold."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    parts, end = list[memoryview](), 0
+    parts, entries = list[memoryview](), list[tuple[str, str, Sequence[int], int]]()
     for name, tensor in tensors.items():
         try:
             element = logical_dtype(tensor.dtype, name)
@@ -202,12 +208,5 @@ def body_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
         if element.raw:
             raise FaultyAnswerError(f"{name} is {element.name}, which safetensors cannot hold: ask for JSON")
         parts.append(stored_bytes(tensor, name))
-        header[name] = {
-            "dtype": element.code,
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+        entries.append((name, element.code, tensor.shape, tensor.nbytes))
+    return b"".join([safetensors_header(entries, metadata, 8), *parts])
