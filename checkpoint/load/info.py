@@ -170,9 +170,8 @@ class EpochTable:
     def blob_lines(self, names: Collection[str]) -> Iterator[BlobLine]:
         """These blobs, in the manifest's order."""
         rows = self._rows(self._leaves.words("blob"), names)
-        for name, (kind, scope) in self.blobs.items():
-            if name in names:
-                yield self._line(name, kind, scope, rows.get(name, ()), self.sizes.get(name, 0))
+        for name in filter(names.__contains__, self.blobs):
+            yield self._line(name, *self.blobs[name], rows.get(name, ()), self.sizes.get(name, 0))
 
     def leaf_lines(self, names: Collection[str]) -> Iterator[BlobLine]:
         """These leaves, in the manifest's order."""

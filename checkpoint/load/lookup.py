@@ -332,9 +332,13 @@ def renamed_all(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
     """New name to old; raises UsageError where two would become one, or one would have no name."""
     if rename is None:
         return {name: name for name in names}
+    return names_apart(((name, renamed(name, rename)) for name in names), rename)
+
+
+def names_apart(pairs: Iterable[tuple[str, str]], rename: Rename | None) -> dict[str, str]:
+    """The same of pairs of old and new names."""
     found: dict[str, str] = {}
-    for name in names:
-        new = renamed(name, rename)
+    for name, new in pairs:
         if (not new and rename) or found.setdefault(new, name) != name:
             other = f"{found[new]!r} and {name!r} both" if new else repr(name)
             raise UsageError(f"rename={rename!r} makes {other} {new!r}: choose other names")

@@ -20,7 +20,7 @@ from typing import Any
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, BlobRow, LeafRow, Manifest
 from torchrelay.checkpoint.format.position import Patterns, Position, matches_any
 from torchrelay.checkpoint.format.value_decoding import renamed_references
-from torchrelay.checkpoint.load.lookup import Rename, pattern_list, renamed
+from torchrelay.checkpoint.load.lookup import Rename, names_apart, pattern_list, renamed
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import OPTIM_GROUP
 from torchrelay.checkpoint.state.module_leaves import PARAMS, groups_prefix, state_prefix
@@ -130,13 +130,7 @@ class Renaming:
     @cached_property
     def stored(self) -> dict[str, str]:
         """New names to stored ones; raises UsageError where two leaves would get one name."""
-        found: dict[str, str] = {}
-        for leaf in self.manifest.leaves:
-            name = self.name(leaf)
-            if not name or found.setdefault(name, leaf.name) != leaf.name:
-                both = f"{found[name]!r} and {leaf.name!r} both" if name else repr(leaf.name)
-                raise UsageError(f"rename={self.rename!r} makes {both} {name!r}: choose other names")
-        return found
+        return names_apart(((leaf.name, self.name(leaf)) for leaf in self.manifest.leaves), self.rename)
 
     @cached_property
     def renamed_manifest(self) -> Manifest:
