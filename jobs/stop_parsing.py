@@ -109,7 +109,11 @@ def _as_condition(given: Any) -> StopCondition:
     if _is_condition(given):
         return given  # type: ignore[no-any-return]
     if isinstance(given, TaskOutput):
-        return AskedValue(f"output({given})", _OutputValue(given), f"{given} is true")
+        return AskedValue(
+            f"output({given})",
+            lambda ctx: given.fetch_all().get(ctx.workspace.node, SILENT),
+            f"{given} is true",
+        )
     if isinstance(given, str):  # `trainer_1:done`, or `done` on the current node, else on every node
         node, _, name = given.rpartition(":")
         current = Node.current(required=False)
@@ -149,14 +153,6 @@ def _is_condition(given: Any) -> bool:
     if given.rule not in RULES:
         raise UsageError(f"stop condition {given.name!r} has the rule {given.rule!r}, not {', '.join(RULES)}")
     return True
-
-
-@dataclass(frozen=True)
-class _OutputValue:
-    output: TaskOutput
-
-    def __call__(self, ctx: Any) -> Any:
-        return self.output.fetch_all().get(ctx.workspace.node, SILENT)
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,7 @@ class Blobs(Mapping[str, BlobInfo]):
 
     def __getitem__(self, name: str) -> BlobInfo:
         if name not in self._rows:
-            raise _UnknownBlobError(f"there is no blob {name!r}{nearest(name, self._rows)}")
+            raise UnknownNameError(f"there is no blob {name!r}{nearest(name, self._rows)}")
         return _blob_info(self._rows[name], self._leaves.get(name, []), self._reader)
 
     @cached_property
@@ -327,7 +327,7 @@ class Blobs(Mapping[str, BlobInfo]):
         return f"<blobs {', '.join(self._rows)}>"
 
 
-class _UnknownBlobError(UsageError, KeyError):
+class UnknownNameError(UsageError, KeyError):
     """A KeyError too, so that `get` and `in` behave as for any mapping."""
 
     __str__ = UsageError.__str__
@@ -444,9 +444,7 @@ class Upstreams(Mapping[str, UpstreamStage]):
 
     def __getitem__(self, alias: str) -> UpstreamStage:
         if alias not in list(self):
-            raise _UnknownStageError(
-                f"this run was built on no stage {alias!r:.80}{nearest(str(alias), self)}"
-            )
+            raise UnknownNameError(f"this run was built on no stage {alias!r:.80}{nearest(str(alias), self)}")
         return UpstreamStage(self._checkpoint, self._head + alias, self._records)
 
     def __iter__(self) -> Iterator[str]:
@@ -458,9 +456,3 @@ class Upstreams(Mapping[str, UpstreamStage]):
 
     def __repr__(self) -> str:
         return f"<built on {', '.join(self) or 'nothing'}>"
-
-
-class _UnknownStageError(UsageError, KeyError):
-    """A KeyError too, so that `get` and `in` behave as for any mapping."""
-
-    __str__ = UsageError.__str__

@@ -290,13 +290,21 @@ class _Choice:
         everybody = len(self.manifest.world.nodes)
         return all(
             self.manifest.is_shared(leaf)
-            or (self._buffers.has(leaf) and len(self._owners(leaf.name)) == everybody)
+            or (self._is_buffer(leaf) and len(self._owners(leaf.name)) == everybody)
             for leaf in leaves
         )
 
+    def _is_buffer(self, leaf: LeafRow) -> bool:
+        """Whether a leaf is a buffer of a module, or a copy of one: it ends like its name, in its form."""
+        ends = leaf.name.split(".")
+        return leaf.role == "buffer" or any(
+            (".".join(ends[at:]), leaf.dtype, leaf.shape) in self._buffers for at in range(1, len(ends))
+        )
+
     @cached_property
-    def _buffers(self) -> _Buffers:
-        return _Buffers(self.manifest)
+    def _buffers(self) -> set[tuple[str, str | None, tuple[int, ...]]]:
+        buffers = [leaf for leaf in self.manifest.leaves if leaf.role == "buffer"]
+        return {(leaf.name[len(leaf.blob) + 1 :], leaf.dtype, leaf.shape) for leaf in buffers}
 
     def _take_own_or_first(self, leaves: Sequence[LeafRow]) -> None:
         """Every node takes its own value, a node that is new the one of the first owner."""
@@ -334,21 +342,6 @@ class _Choice:
 
     def _first(self, name: str) -> LeafRow:
         return self.manifest.leaves[self.manifest.rows[name][0]]
-
-
-class _Buffers:
-    """The buffers of an epoch's modules, and what is a copy of one: it ends like its name, in its form."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        buffers = [leaf for leaf in manifest.leaves if leaf.role == "buffer"]
-        self._forms = {(leaf.name[len(leaf.blob) + 1 :], leaf.dtype, leaf.shape) for leaf in buffers}
-
-    def has(self, leaf: LeafRow) -> bool:
-        """Whether a leaf is a buffer, or a copy of one."""
-        ends = leaf.name.split(".")
-        return leaf.role == "buffer" or any(
-            (".".join(ends[at:]), leaf.dtype, leaf.shape) in self._forms for at in range(1, len(ends))
-        )
 
 
 def owner_names(manifest: Manifest, name: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,15 +177,8 @@ def seed_cpu_streams(seed: int) -> None:
         numpy.random.seed(mix(seed, _NUMPY) % 2**32)
 
 
-class InProcess:
-    """Batches fetched when they are asked for."""
-
-    def __init__(self, fetch: Fetch) -> None:
-        self._fetch = fetch
-
-    def fetch(self, requests: Iterable[FetchRequest], worker_seed: int) -> Iterator[Any]:
-        """Answer `requests` in order, none of them before it is asked for."""
-        return (self._fetch[request] for request in requests)
+BatchSource = Callable[[Iterable[FetchRequest], int], Iterator[Any]]
+"""Answers requests in order; the streams of workers start from the number."""
 
 
 class InWorkers:
@@ -203,8 +197,8 @@ class InWorkers:
             **options,
         )
 
-    def fetch(self, requests: Iterable[FetchRequest], worker_seed: int) -> Iterator[Any]:
-        """Answer `requests` in order; the workers' own streams start from `worker_seed`."""
+    def __call__(self, requests: Iterable[FetchRequest], worker_seed: int) -> Iterator[Any]:
+        """See `BatchSource`."""
         self._feed.requests = requests
         self._generator.manual_seed(worker_seed)
         return iter(self._loader)
@@ -219,7 +213,7 @@ class _Feed:
         return iter(self.requests)
 
 
-def batch_source(fetch: Fetch, num_workers: int, options: Mapping[str, Any]) -> InProcess | InWorkers:
+def batch_source(fetch: Fetch, num_workers: int, options: Mapping[str, Any]) -> BatchSource:
     """Choose by what was given; raises UsageError for options that EpochLoader decides itself."""
     reserved = {"batch_sampler", "collate_fn", "generator", "sampler"} & set(options)
     if reserved:
@@ -230,7 +224,11 @@ def batch_source(fetch: Fetch, num_workers: int, options: Mapping[str, Any]) -> 
         raise UsageError(f"num_workers is an integer from 0, not {num_workers!r}")
     if num_workers or options:
         return InWorkers(fetch, num_workers, options)
-    return InProcess(fetch)
+    return partial(_in_process, fetch)
+
+
+def _in_process(fetch: Fetch, requests: Iterable[FetchRequest], worker_seed: int) -> Iterator[Any]:
+    return (fetch[request] for request in requests)  # none before it is asked for
 
 
 def _as_it_is(data: Any) -> Any:

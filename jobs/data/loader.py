@@ -263,7 +263,7 @@ class EpochLoader:
         requests = (self._request(order, step, rank, plan.world) for step in plan)
         worker_seed = mix(self._seed, self._epoch, _WORKERS, rank)
         try:
-            for data, step in zip(self._source.fetch(requests, worker_seed), plan, strict=False):
+            for data, step in zip(self._source(requests, worker_seed), plan, strict=False):
                 self._check_alive(iteration)
                 self._samples_done = step.stop
                 begin, end = step.share(rank, plan.world)

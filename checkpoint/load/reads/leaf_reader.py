@@ -103,18 +103,6 @@ def check_portions(portions: Sequence[Portion], options: ReadOptions) -> int:
     return nbytes
 
 
-@dataclass(frozen=True)
-class _PieceLocation:
-    """Where a piece is stored."""
-
-    key: Key
-    header: ShardHeader
-
-    @property
-    def text(self) -> str:
-        return format_key(self.key)
-
-
 Source = tuple[str, str | None]
 """A leaf, and the node whose own is meant."""
 
@@ -225,16 +213,13 @@ class LeafReader:
             self.read_into(leaf, memoryview(whole), node)
             target[:] = memoryview(whole)[start:stop]
             return
-        for place in self._places(leaf, node):
-            key = place.key
+        for key, text, header in self._places(leaf, node):
             begin, end = (key.start, key.stop) if isinstance(key, Flat) else (0, spec.elements)
             begin, end = begin * spec.item_bytes, end * spec.item_bytes
             first, last = max(start, begin), min(stop, end)
             if first < last:
-                piece = ReadRequest(
-                    place.text, first - begin, last - begin, target[first - start : last - start]
-                )
-                _read_twice(place.header, [piece], self.options)
+                part = target[first - start : last - start]
+                _read_twice(header, [ReadRequest(text, first - begin, last - begin, part)], self.options)
 
     def value_json(self, leaf: str, node: str | None = None) -> Json:
         """A value in its typed form."""
@@ -260,8 +245,8 @@ class LeafReader:
         have none.
         """
         hashed = xxhash.xxh3_128()
-        for place in self._places(leaf, node):
-            hashed.update(place.header.entries[place.text].digests)
+        for _, text, header in self._places(leaf, node):
+            hashed.update(header.entries[text].digests)
         return str(hashed.hexdigest())
 
     def same_content(self, one: Source, other: Source) -> bool:
@@ -285,12 +270,10 @@ class LeafReader:
         spec = self.spec(read.leaf, read.node)
         memory = _memory(spec, read, spec.elements)
         found = []
-        for place in self._places(read.leaf, read.node):
-            key, first, stop = place.key, 0, spec.elements
-            if isinstance(key, Flat):
-                first, stop = key.start, key.stop
+        for key, text, header in self._places(read.leaf, read.node):
+            first, stop = (key.start, key.stop) if isinstance(key, Flat) else (0, spec.elements)
             part = memory[first * spec.item_bytes : stop * spec.item_bytes]
-            found.append((place.header, ReadRequest(place.text, 0, (stop - first) * spec.item_bytes, part)))
+            found.append((header, ReadRequest(text, 0, (stop - first) * spec.item_bytes, part)))
         return found
 
     def _sharded(self, read: LeafRead) -> bool:
@@ -306,11 +289,14 @@ class LeafReader:
         near = parts_near(self.manifest.layouts[spec.layout], row, spec, [w.box for w in target.windows])
         return BoxRead(spec, near if owner is None else near.of(owner), target, memory)
 
-    def _places(self, leaf: str, node: str | None) -> list[_PieceLocation]:
+    def _places(self, leaf: str, node: str | None) -> Iterator[tuple[Key, str, ShardHeader]]:
+        """Where the pieces of a leaf are stored: each one's key, its text, and the file's header."""
         row = find_row(self.manifest, leaf, node)
         found = self.manifest.leaves[row]
         parts = self._parts(row, holder_of(self.manifest, row, node))
-        return [_PieceLocation(key, self.header(found, number, format_key(key))) for number, key in parts]
+        for number, key in parts:
+            text = format_key(key)
+            yield key, text, self.header(found, number, text)
 
     def _parts(self, row: int, owner: int | None) -> list[tuple[int, Key]]:
         leaf = self.manifest.leaves[row]

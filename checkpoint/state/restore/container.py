@@ -50,7 +50,9 @@ class _Record:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class StoredTensor:
+    """A tensor of a stored value, by its name."""
+
     name: str
 
 
@@ -194,7 +196,7 @@ def _shown(draft: RestorePlan, name: str) -> Any:
     """What stands for a tensor in a plan; of an array or a list of numbers one like it, without content."""
     spec = draft.specs.get(name)
     if spec is None or spec.role is not Role.VALUE:
-        return _Tensor(name)
+        return StoredTensor(name)
     return empty(spec)
 
 
@@ -227,7 +229,7 @@ def _twins(
 
     Raises BlobError for an instance of a dataclass that nothing here says how to make.
     """
-    if isinstance(shown, _Tensor):
+    if isinstance(shown, StoredTensor):
         yield shown.name, live if isinstance(live, torch.Tensor) else None
     elif isinstance(shown, _Record):
         kind = _class_of(live, shown, classes, path, root=root)

@@ -28,7 +28,12 @@ from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role, learn
 from torchrelay.checkpoint.state.module_leaves import match_strides, named_parameters, orphans, parameters
 from torchrelay.checkpoint.state.names import Kind, kind_of, optimizers_in
 from torchrelay.checkpoint.state.reads import Read, outside_inference_mode
-from torchrelay.checkpoint.state.restore.container import ContainerLoad, draft_container, regrouped
+from torchrelay.checkpoint.state.restore.container import (
+    ContainerLoad,
+    StoredTensor,
+    draft_container,
+    regrouped,
+)
 from torchrelay.checkpoint.state.restore.findings import USUAL, RestoreOptions
 from torchrelay.checkpoint.state.restore.module import draft_module
 from torchrelay.checkpoint.state.restore.optimizer import draft_optimizer, draft_shared_parameters
@@ -83,7 +88,7 @@ def _left_out(draft: RestorePlan, value: Any, spec: LeafSpec) -> list[tuple[Any,
         return []
     optimizers = [[draft.names.get(id(it)) for it in parameters(one)] for one in optimizers_in(value)]
     found: list[tuple[Any, ...]] = []
-    tree = decode(draft.json(spec), tensor=_Inner)
+    tree = decode(draft.json(spec), tensor=lambda name: StoredTensor(str(name)))
     for path, state, groups in _optimizer_states(tree):
         numbers = [number for group in groups for number in group["params"]]
         fitting = [names for names in optimizers if len(names) == len(numbers)]
@@ -99,15 +104,8 @@ def _left_out(draft: RestorePlan, value: Any, spec: LeafSpec) -> list[tuple[Any,
     return found
 
 
-class _Inner:
-    """A tensor of a stored value, by its name."""
-
-    def __init__(self, name: Any) -> None:
-        self.name = str(name)
-
-
-def _inner_tensors(tree: Any) -> Iterator[_Inner]:
-    if isinstance(tree, _Inner):
+def _inner_tensors(tree: Any) -> Iterator[StoredTensor]:
+    if isinstance(tree, StoredTensor):
         yield tree
     elif isinstance(tree, Mapping | list | tuple):
         for one in tree.values() if isinstance(tree, Mapping) else tree:
