@@ -25,7 +25,8 @@ from torchrelay.checkpoint.format.manifest.schema import LeafRow
 from torchrelay.checkpoint.format.mesh_geometry import whole
 from torchrelay.checkpoint.format.names import all_plain, encode_name
 from torchrelay.checkpoint.format.shard.entries import EntryForm
-from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT, METADATA_KEY
+from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT
+from torchrelay.checkpoint.format.shard.header_text import LEAVES, METADATA_KEY, WrittenRows
 from torchrelay.checkpoint.format.shard.reader import ShardHeader, read_header
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest, ThreadMemory, verifies
 from torchrelay.checkpoint.format.value_decoding import references
@@ -43,8 +44,6 @@ from torchrelay.records import Json, dataclass
 if TYPE_CHECKING:
     import torch
 
-LEAVES = ":leaves"
-"""The value that is the list of leaves; no blob can have that name."""
 _AT_ONCE = 512
 """Rows that are hashed with one call, while the processor's cache has them."""
 
@@ -194,14 +193,19 @@ def _of_others(storage: Storage, name: str) -> bool:
     return isinstance(metadata, dict) and METADATA_KEY not in metadata
 
 
-def seal(rows: Sequence[str], values: Mapping[str, Json]) -> str:
-    """SHA-256 of everything that a header says of leaves (see `tensor_rows`, `row`) and checked values."""
+def seal(rows: Iterable[Sequence[str]], values: Mapping[str, Json]) -> str:
+    """SHA-256 of all that a header says of leaves (see `tensor_rows`, `row`; some at a time) and values."""
     hashed, comma = hashlib.sha256(b"[["), ""
-    for at in range(0, len(rows), _AT_ONCE):
-        hashed.update(f"{comma}{','.join(rows[at : at + _AT_ONCE])}".encode())
+    for some in rows:
+        hashed.update(f"{comma}{','.join(some)}".encode())
         comma = ","
     hashed.update(b"],%b]" % canonical_json.dumps_read(dict(values)))
     return hashed.hexdigest()
+
+
+def slices(count: int) -> Iterator[slice]:
+    """Of so many leaves some at a time."""
+    return (slice(at, at + _AT_ONCE) for at in range(0, count, _AT_ONCE))
 
 
 def row(one: LeafSpec) -> str:
@@ -221,31 +225,42 @@ def openings(names: Sequence[str], blobs: Sequence[str], roles: Iterable[str]) -
 
 def tensor_rows(opened: Iterable[str], forms: Sequence[EntryForm]) -> list[str]:
     """The rows of very many tensors that are no aliases: few have a form of their own."""
+    return list(map(add, opened, _row_ends(forms)))
+
+
+def _row_ends(forms: Sequence[EntryForm]) -> Iterator[str]:
     known = {id(form): form for form in forms}
     ends = {
         key: f',"tensor",{canonical_json.dumps([form.dtype, list(form.shape)]).decode()[1:-1]},null]'
         for key, form in known.items()
     }
-    return list(map(add, opened, map(ends.__getitem__, map(id, forms))))
+    return map(ends.__getitem__, map(id, forms))
 
 
 class BlobLeaves(Mapping[str, LeafSpec]):
     """The leaves of a blob file by name; described when they are asked for."""
 
-    def __init__(self, header: ShardHeader, said: Sequence[Sequence[str]]) -> None:
+    def __init__(self, header: ShardHeader, said: WrittenRows | Sequence[Sequence[str]]) -> None:
         """Of rows of leaf, blob and role; TypeError or ValueError for others."""
         self._header = header
         self._made: dict[str, LeafSpec] = {}
         entries, values = header.entries.keys(), header.values.keys()
         self._plain: Set[str] = entries
-        self._names, self._blobs, self._roles = map(list, zip(*said, strict=True)) if said else ([], [], [])
+        self._written = isinstance(said, WrittenRows)
+        if isinstance(said, WrittenRows):
+            self._names = self._blobs = said.names
+            self._roles = [said.role] * len(said)
+        else:
+            columns = map(list, zip(*said, strict=True)) if said else ([], [], [])
+            self._names, self._blobs, self._roles = columns
         own = self._numbers.keys()
         if len(own) < len(said):
             raise ValueError("a leaf is there twice")
-        if not set(map(type, self._blobs)) <= {str}:
+        if self._blobs != self._names and not set(map(type, self._blobs)) <= {str}:
             raise TypeError("a blob has a name that is no text")
-        plain = all_plain(self._names)
-        self._all_plain = plain and entries >= own and own.isdisjoint(values)
+        own_entries = entries >= own and own.isdisjoint(values)
+        plain = (own_entries and header.entries.all_plain) or all_plain(self._names)
+        self._all_plain = plain and own_entries
         if not self._all_plain:
             self._plain = entries - values if plain else set()
 
@@ -298,16 +313,21 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         """What `seal` gives for these leaves; raises KeyError, TypeError or ValueError for what is none."""
         if not set(self._roles) <= _ROLES.keys():
             raise ValueError("a leaf has a role that is none")
-        if self._all_plain:
-            return seal(self._tensor_rows(self._names, self._blobs, self._roles), values)
-        here = [name in self._plain for name in self._names]
-        columns = (list(compress(column, here)) for column in (self._names, self._blobs, self._roles))
-        rows = iter(self._tensor_rows(*columns))
-        both = zip(self._names, here, strict=True)
-        return seal([next(rows) if own else row(self[name]) for name, own in both], values)
+        forms = self._header.entries.forms(self._names) if self._all_plain else []
+        return seal((self._rows(some, forms) for some in slices(len(self._names))), values)
 
-    def _tensor_rows(self, names: list[str], blobs: list[str], roles: list[str]) -> list[str]:
-        return tensor_rows(openings(names, blobs, roles), self._header.entries.forms(names))
+    def _rows(self, some: slice, forms: Sequence[EntryForm]) -> list[str]:
+        columns = self._names[some], self._blobs[some], self._roles[some]
+        if self._all_plain and self._written:
+            names, _, roles = columns
+            both = zip(names, roles, _row_ends(forms[some]), strict=True)
+            return [f'["{name}","{name}","{role}"{end}' for name, role, end in both]
+        if self._all_plain:
+            return tensor_rows(openings(*columns), forms[some])
+        here = [name in self._plain for name in columns[0]]
+        names, blobs, roles = (list(compress(column, here)) for column in columns)
+        rows = iter(tensor_rows(openings(names, blobs, roles), self._header.entries.forms(names)))
+        return [next(rows) if own else row(self[name]) for name, own in zip(columns[0], here, strict=True)]
 
 
 def _row(spec: LeafSpec) -> LeafRow:

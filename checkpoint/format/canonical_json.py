@@ -48,9 +48,14 @@ def dumps(value: Json, *, within: int = 0) -> bytes:
 
 
 def loads(
-    data: bytes, *, what: str, limit_bytes: int = 64 << 20, depth: int = DEPTH_LIMIT, again: bool = False
+    data: bytes | str,
+    *,
+    what: str,
+    limit_bytes: int = 64 << 20,
+    depth: int = DEPTH_LIMIT,
+    again: bool = False,
 ) -> Json:
-    """Read JSON from bytes that nobody has proved yet, but with `again`.
+    """Read JSON from bytes, or a text that UTF-8 can hold, that nobody has proved yet, but with `again`.
 
     `what` names the bytes in messages. White space around and between tokens is allowed. Raises
     DamagedError for anything that is no JSON or that canonical JSON cannot hold. `again` says that these
@@ -60,7 +65,8 @@ def loads(
     if len(data) > limit_bytes:
         raise DamagedError(f"{what}: {len(data)} bytes of JSON, more than the limit of {limit_bytes}")
     try:
-        value = (_AGAIN if again else _DECODER).decode(data.decode("utf-8"))
+        text = data if isinstance(data, str) else data.decode("utf-8")
+        value = (_AGAIN if again else _DECODER).decode(text)
     except RecursionError:
         raise DamagedError(f"{what}: nested deeper than {depth} levels") from None
     except ValueError as error:
@@ -68,9 +74,19 @@ def loads(
     if again:
         return value
     _check_readable(value, depth, what)
-    if _SURROGATE.search(data) and (near := _lone_surrogate(value)):
+    if "\\" in text and _SURROGATE.search(text) and (near := _lone_surrogate(value)):
         raise DamagedError(f"{what}: {near} has a lone surrogate, which UTF-8 cannot hold")
     return value
+
+
+def text_at(text: str, at: int) -> tuple[str, int]:
+    """The JSON string that begins at a place, and where it ends; raises ValueError for none."""
+    if not text.startswith('"', at):
+        raise ValueError("no string")
+    found, end = _AGAIN.raw_decode(text, at)
+    if not found.isascii():
+        found.encode("utf-8")  # an escape may stand for half a character
+    return found, end
 
 
 def dumps_read(value: Json) -> bytes:
@@ -214,7 +230,7 @@ def _no_constant(text: str) -> NoReturn:
 
 
 _CONTAINERS = frozenset({dict, list, tuple})
-_SURROGATE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """An escape that may stand for half a character; UTF-8 itself has none."""
 _KINDS = _CONTAINERS | {type(None), bool, int, float, str}
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)

@@ -343,15 +343,16 @@ class Loading:
 
     def _check_apart(self) -> None:
         """Refuse objects that share memory in part: the leaf that is read last would overwrite the other."""
-        live = dict(self._columns.in_place.tensors)
-        blobs = {name: name for name in live}
-        for one in self._wanted:
-            if one.read.live is not None:
-                live[one.read.spec.name], blobs[one.read.spec.name] = one.read.live, one.read.spec.blob
-        if len(set(blobs.values())) < 2:  # one object is as its program built it
+        in_place, others = self._columns.in_place, [one for one in self._wanted if one.read.live is not None]
+        blobs = {one.read.spec.name: one.read.spec.blob for one in others}
+        if len(set(blobs.values())) + len(in_place.tensors) < 2:  # one object is as its program built it
             return
-        if len({one.untyped_storage().data_ptr() for one in live.values()}) == len(live):
+        live = {one.read.spec.name: one.read.live for one in others if one.read.live is not None}
+        storages = [*in_place.plain.storages, *(one.untyped_storage() for one in live.values())]
+        if len(set(map(torch.UntypedStorage.data_ptr, storages))) == len(storages):
             return
+        live = {**in_place.tensors, **live}
+        blobs |= {name: name for name in in_place.tensors}
         for name, (other, _) in overlaps_of(live).items():
             if blobs[name] != blobs[other]:
                 raise BlobError(

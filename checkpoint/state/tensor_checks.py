@@ -27,7 +27,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchrelay.checkpoint.format.dtypes import (
     AT_ONCE,
-    all_in_memory,
     all_in_order,
     all_strided,
     check_dense,
@@ -224,6 +223,7 @@ class PlainTensors:
 
     forms: list[EntryForm] = field(default_factory=list)
     memories: list[Memory] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
     storages: list[torch.UntypedStorage] = field(default_factory=list)
 
     def take(self, some: Sequence[Any], forms: Sequence[EntryForm] | None = None) -> bool:
@@ -233,14 +233,23 @@ class PlainTensors:
         types = list(map(attrgetter("dtype"), some))
         if not all(map(is_storable, set(types))):
             return False
-        found = list(map(form_of, map(logical_name, types), map(attrgetter("shape"), some)))
-        if forms not in (None, found) or not all_in_order(some, any(kind.is_complex for kind in set(types))):
+        kinds, shapes = list(map(logical_name, types)), map(attrgetter("shape"), some)
+        if forms is None:
+            forms = list(map(form_of, kinds, shapes))
+        elif [form.dtype for form in forms] != kinds or [form.shape for form in forms] != list(shapes):
             return False
-        if not all_in_memory(some):
+        if not all_in_order(some, any(kind.is_complex for kind in set(types))):
             return False
-        self.forms += found
+        try:
+            addresses = list(map(torch.Tensor.data_ptr, some))
+        except RuntimeError:
+            return False
+        if not all(addresses) and not all(map(has_memory, some)):
+            return False
+        self.forms += forms
+        self.addresses += addresses
         self.storages += map(torch.Tensor.untyped_storage, some)
-        self.memories += memories_at(list(map(torch.Tensor.data_ptr, some)), [form.nbytes for form in found])
+        self.memories += memories_at(addresses, [form.nbytes for form in forms])
         return True
 
 
@@ -331,7 +340,7 @@ def fitting(objects: Mapping[str, Any], names: Sequence[str], forms: Sequence[En
         for name, one, form in zip(names[part], live[part], forms[part], strict=True):
             if plain.take([one], [form]):
                 found[name] = one
-    if shared := _shared(found):
+    if shared := _shared(found, plain.addresses):
         alone = [(name, form) for name, form in zip(names, forms, strict=True) if name not in shared]
         return fitting(objects, [name for name, _ in alone], [form for _, form in alone])
     if not all_torch_memory(plain.storages) and unwritable(found.items()):
@@ -339,9 +348,8 @@ def fitting(objects: Mapping[str, Any], names: Sequence[str], forms: Sequence[En
     return InPlace(found, plain)
 
 
-def _shared(found: Mapping[str, torch.Tensor]) -> set[str]:
+def _shared(found: Iterable[str], places: Sequence[int]) -> set[str]:
     """The names of tensors that begin where another one does; empty ones begin nowhere."""
-    places = list(map(torch.Tensor.data_ptr, found.values()))
     if len(set(places)) == len(places):
         return set()
     count = Counter(places)

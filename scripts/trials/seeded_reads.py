@@ -58,3 +58,17 @@ def reading() -> Iterator[Bug]:
         'text.partition("@")[2])\n',
         ["tests/checkpoint/test_header_columns.py"],
     )
+    yield Bug(
+        "rows of a list of leaves are taken unseen",
+        "checkpoint/format/shard/header_text.py",
+        "        if part != _BETWEEN_ROWS.join(",
+        "        if not _BETWEEN_ROWS.join(",
+        ["tests/checkpoint/test_listed_leaves.py"],
+    )
+    yield Bug(
+        "what stands between the names of a header is taken unseen",
+        "checkpoint/format/shard/header_text.py",
+        "        if [offsets for _, _, offsets in said] != [",
+        "        if not [",
+        ["tests/checkpoint/test_header_columns.py"],
+    )

@@ -72,6 +72,7 @@ def outcome(header: bytes, data_bytes: int) -> object:
 
 def outcome_one_by_one(header: bytes, data_bytes: int) -> object:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_header, "written_header", lambda *args: None)
         patch.setattr(shard_header, "columns_of", lambda *args: None)
         return outcome(header, data_bytes)
 
@@ -206,6 +207,92 @@ def test_a_piece_like_another_is_looked_at_as_one_by_one(box, new):
     found = outcome(text, DATA_BYTES)
     assert found == outcome_one_by_one(text, DATA_BYTES)
     assert isinstance(found[0], list) == (new == [4, 5]), found
+
+
+def plain_content():
+    """A header in which every entry is a whole leaf under a plain name, as text."""
+    entries = entries_of([entry(Whole(f"m.{n}"), "float32", (n, 3), 12 * n) for n in range(1, 9)]).ordered()
+    part = ShardPart(ShardIdentity("job", Position(3), "trainer_0", "main", "e00000003-abcdef"), 1, entries)
+    header = HeaderFrame(part).filled(bytes(range(16)) * len(entries))
+    return header[8:].decode().rstrip(), part.data_bytes
+
+
+PLAIN, PLAIN_BYTES = plain_content()
+
+
+def padded(text):
+    data = text.encode("utf-8", "surrogatepass")
+    data = data.ljust(len(data) + -(len(data) + 8) % 4096)
+    return len(data).to_bytes(8, "little") + data
+
+
+def outcome_decoded(header: bytes, data_bytes: int) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_header, "written_header", lambda *args: None)
+        return outcome(header, data_bytes)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_a_header_taken_apart_as_text_is_understood_and_refused_as_the_decoded_one(data):
+    """Whatever is put, taken away or changed in the text: the same entries, or the same error."""
+    text = PLAIN
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(PLAIN.index('"m.1"') - 10, len(text)) | st.integers(0, len(text)))
+        cut = data.draw(st.sampled_from([0, 1, 1, 2, 7]))
+        pieces = ["", "0", "1", "2", ",", ":", "[", "]", "{", "}", '"', "\\", " ", "\n", "m", "-", ".0", "e0"]
+        words = [
+            '\\"',
+            "%",
+            "@",
+            "ü",
+            "null",
+            "true",
+            ',"m.1":{}',
+            '"x":1,',
+            "[1],",
+            "\\ud800",
+            "F64",
+            "alias_of",
+        ]
+        text = text[:at] + data.draw(st.sampled_from([*pieces, *words])) + text[at + cut :]
+    header, size = padded(text), PLAIN_BYTES + data.draw(st.sampled_from([0, 0, 0, 12, -1]))
+    assert outcome(header, size) == outcome_decoded(header, size)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"m.2"', '"m.1"'),
+        ('"m.2"', '"__metadata__"'),
+        ('"m.2"', '"m\\u002e2"'),
+        ('"m.2"', '"m%2"'),
+        ("[2,3]", "[2.0,3]"),
+        ("[2,3]", "[3,2,1]"),
+        ("[2,3]", "[-2,-3]"),
+        ("[2,3]", "[2, 3]"),
+        ("[2,3]", "[" * 3000 + "]" * 3000),
+        ('"dtype":"F32","shape":[2,3]', '"shape":[2,3],"dtype":"F32"'),
+        ('"dtype":"F32","shape":[2,3]', '"dtype":"I32","dtype":"F32","shape":[2,3]'),
+        ('"data_offsets":[12,36]', '"data_offsets":[12,36],"more":1'),
+        ('"data_offsets":[12,36]', '"data_offsets":[12,0036]'),
+        ('"data_offsets":[12,36]', '"data_offsets":[36,12]'),
+        ('"data_offsets":[0,12]},"m.2"', '"data_offsets":[m.2"'),
+        ('{"torchrelay"', '{"torchrelay":"","torchrelay"'),
+        ('{"torchrelay"', '{"more":"","torchrelay"'),
+    ],
+)
+def test_what_only_looks_like_our_text_is_decoded(old, new):
+    """Keys that occur twice, escapes, numbers that are no counts: as the decoder sees them."""
+    assert old in PLAIN
+    header = padded(PLAIN.replace(old, new, 1))
+    assert outcome(header, PLAIN_BYTES) == outcome_decoded(header, PLAIN_BYTES)
+
+
+def test_a_plain_header_is_not_decoded(monkeypatch):
+    """The quick way is taken where it can be."""
+    monkeypatch.setattr(shard_header, "_decoded", None)
+    assert isinstance(outcome(padded(PLAIN), PLAIN_BYTES)[0], list)
 
 
 def test_the_unchanged_header_is_read_as_columns(monkeypatch):

@@ -1,4 +1,4 @@
-"""The list of leaves of a blob file: what it may say, and what is damage."""
+"""The list of leaves of a blob file, understood as text: the same leaves and errors as when it is decoded."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from torchrelay import load_into, save_blobs
+from torchrelay import load_blobs, load_into, save_blobs
 from torchrelay.checkpoint.files.blob_reader import open_blob_file
+from torchrelay.checkpoint.format.shard import header, header_text
+from torchrelay.checkpoint.format.shard.header_text import LEAVES, WrittenRows
 from torchrelay.errors import DamagedError, RelayError
 
 NAMES = ["m.2", "m.10", "m.1", "other,x", "a b"]
@@ -47,6 +51,27 @@ def opened(path: Path) -> object:
         return type(error), str(error)
 
 
+def opened_decoded(path: Path) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(header, "written_header", lambda *args: None)
+        patch.setattr(header, "metadata_with_rows", lambda text: None)
+        return opened(path)
+
+
+def listed(path: Path) -> bool:
+    return isinstance(open_blob_file(path).header.values[LEAVES]["leaves"], WrittenRows)
+
+
+def test_a_plain_list_is_not_decoded(tmp_path, monkeypatch):
+    """The quick way is taken where it can be: leaves in their own order, whatever the order of the file."""
+    (tmp_path / "file").write_bytes(PLAIN)
+    expected = opened_decoded(tmp_path / "file")
+    monkeypatch.setattr(header, "_decoded", None)
+    assert listed(tmp_path / "file")
+    assert opened(tmp_path / "file") == expected
+    assert list(load_blobs(tmp_path / "file")) == NAMES
+
+
 @pytest.mark.parametrize(
     "blobs",
     [
@@ -76,11 +101,65 @@ def opened(path: Path) -> object:
         "before",
     ],
 )
-def test_every_kind_of_list_is_understood(tmp_path, blobs):
+def test_every_kind_of_list_is_understood_alike(tmp_path, blobs):
     """Parameters, values, tensors inside of values, names that need escapes, values that look like a list."""
     save_blobs(tmp_path / "file", blobs)
     found = opened(tmp_path / "file")
+    assert found == opened_decoded(tmp_path / "file")
     assert isinstance(found[0], list), found
+
+
+def test_a_tied_tensor_is_understood_alike(tmp_path):
+    """An alias has a row and no entry."""
+    shared = torch.ones(2)
+    save_blobs(tmp_path / "file", {"a": shared, "b": shared})
+    assert opened(tmp_path / "file") == opened_decoded(tmp_path / "file")
+
+
+CHANGES = [
+    "",
+    "m",
+    "1",
+    ",",
+    "[",
+    "]",
+    "],[",
+    '"',
+    '\\"',
+    '\\",\\"',
+    '\\"],[\\"',
+    '"},"',
+    "\\",
+    "\\\\",
+    " ",
+    "\n",
+]
+WORDS = [
+    "tensor",
+    "parameter",
+    "nothing",
+    "value",
+    "ü",
+    "\ud800",
+    '[\\"m.1\\",\\"m.1\\",\\"tensor\\"],',
+    "null",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_changed_list_is_understood_and_refused_as_the_decoded_one(data):
+    """Whatever is put, taken away or changed in or near the list: the same leaves, or the same error."""
+    text = TEXT
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(ROWS.start - 30, ROWS.stop + 20) | st.integers(0, len(text)))
+        cut = data.draw(st.sampled_from([0, 1, 1, 2, 5, 30]))
+        text = text[:at] + data.draw(st.sampled_from([*CHANGES, *WORDS])) + text[at + cut :]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(header_text, "_AT_ONCE", data.draw(st.sampled_from([1, 30, 100, 1 << 16])))
+        path = Path(folder) / "file"
+        path.write_bytes(with_header(text))
+        assert opened(path) == opened_decoded(path)
 
 
 ONE, OTHER = ('[\\"m.2\\",\\"m.2\\",\\"tensor\\"]', '[\\"m.10\\",\\"m.10\\",\\"tensor\\"]')
@@ -110,6 +189,7 @@ def test_no_other_list_passes(tmp_path, old, new):
     (tmp_path / "file").write_bytes(with_header(TEXT[: ROWS.start] + rows + TEXT[ROWS.stop :]))
     with pytest.raises(DamagedError, match=r"leaves|not the one that was saved"):
         open_blob_file(tmp_path / "file")
+    assert opened(tmp_path / "file") == opened_decoded(tmp_path / "file")
 
 
 def test_rows_that_lie_elsewhere_are_not_the_list_of_the_file(tmp_path):
@@ -121,6 +201,7 @@ def test_rows_that_lie_elsewhere_are_not_the_list_of_the_file(tmp_path):
     (tmp_path / "file").write_bytes(with_header(text))
     with pytest.raises(DamagedError, match="not the one that was saved"):
         open_blob_file(tmp_path / "file")
+    assert opened(tmp_path / "file") == opened_decoded(tmp_path / "file")
 
 
 def test_damage_names_its_tensor_where_the_orders_differ(tmp_path):
@@ -134,3 +215,14 @@ def test_damage_names_its_tensor_where_the_orders_differ(tmp_path):
         with pytest.raises(DamagedError, match=rf"block 0 of {name}, at"):
             load_into(tmp_path / "file", into)
         assert not any(tensor.any() for tensor in into.values()), number
+
+
+@given(st.text("ab,", max_size=40), st.integers(1, 12), st.integers(0, 3), st.integers(0, 3))
+@example("aaaaaaaaaaaa,b", 1, 0, 0)
+def test_windows_lose_nothing_but_separators(text, size, before, behind):
+    """Put together again they are the text."""
+    data = "," * before + text + "," * behind
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(header_text, "_AT_ONCE", size)
+        found = list(header_text._windows(data, before, before + len(text), ","))
+    assert ",".join(found) == text

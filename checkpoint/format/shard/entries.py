@@ -224,11 +224,11 @@ class EntryColumns:
         return [self.starts[number] for number in numbers], [self.stops[number] for number in numbers]
 
 
-def columns_of(said: Mapping[str, Json], data_bytes: int, digest_bytes: int) -> EntryColumns | None:
+def columns_of(said: Mapping[str, Json], data_bytes: int) -> EntryColumns | None:
     """The columns of a header's entries if there is nothing to object to, else None: look for what it is.
 
-    Checked are types, element types, shapes, that the entries fill the data without a gap, and that
-    there are as many digests as blocks; keys are not looked at.
+    Checked are types, element types, shapes, and that the entries fill the data without a gap; keys are
+    not looked at.
     """
     try:
         entries = list(said.values())
@@ -241,7 +241,7 @@ def columns_of(said: Mapping[str, Json], data_bytes: int, digest_bytes: int) -> 
     if not _all_are(dict, entries) or not _all_are(list, shapes) or not _all_are(list, bounds):
         return None
     edges = list(chain.from_iterable(bounds))
-    if not set(map(len, bounds)) <= {2} or not _are_counts(edges) or not _are_counts(_flat(shapes)):
+    if not set(map(len, bounds)) <= {2} or not are_counts(edges) or not are_counts(_flat(shapes)):
         return None
     starts, stops = edges[0::2], edges[1::2]
     if [0, *stops] != [*starts, data_bytes] or data_bytes >= canonical_json.INTEGER_LIMIT:
@@ -252,11 +252,8 @@ def columns_of(said: Mapping[str, Json], data_bytes: int, digest_bytes: int) -> 
         return None
     if 0 in sizes and any(too_large(shape) for shape, size in zip(shapes, sizes, strict=True) if not size):
         return None
-    blocks = digest.first_blocks(sizes)
-    if digest_bytes != blocks[-1] * digest.SIZE:
-        return None
     forms = list(map(form_said, [kind.name for kind in kinds], map(tuple, shapes)))
-    return EntryColumns(forms, starts, stops, blocks)
+    return EntryColumns(forms, starts, stops, digest.first_blocks(sizes))
 
 
 def too_large(shape: Sequence[int]) -> bool:
@@ -268,7 +265,8 @@ def _all_are(kind: type, items: Sequence[object]) -> bool:
     return set(map(type, items)) <= {kind}
 
 
-def _are_counts(numbers: Sequence[int]) -> bool:
+def are_counts(numbers: Sequence[int]) -> bool:
+    """Whether all are whole numbers from 0 on."""
     return _all_are(int, numbers) and min(numbers, default=0) >= 0
 
 
@@ -362,6 +360,11 @@ class StoredEntries(Mapping[str, StoredEntry]):
     def in_columns(self) -> bool:
         """Whether all entries lie in columns, as they do but where each was looked at alone."""
         return len(self.stored.columns.forms) == len(self._numbers)
+
+    @property
+    def all_plain(self) -> bool:
+        """Whether each is known to be a whole leaf, of which its key is the name."""
+        return self.in_columns and not self._odd and not self._known
 
     def numbers(self, keys: Sequence[str]) -> Sequence[int]:
         """The numbers of entries in the columns of the file; raises KeyError."""

@@ -32,11 +32,16 @@ from torchrelay.checkpoint.format.shard.entries import (
     columns_of,
     too_large,
 )
+from torchrelay.checkpoint.format.shard.header_text import (
+    METADATA_KEY,
+    HeaderText,
+    metadata_with_rows,
+    written_header,
+)
 from torchrelay.errors import BlobError, DamagedError, FormatError, UsageError
 from torchrelay.records import Json, dataclass
 
 ALIGNMENT = 4096
-METADATA_KEY = "torchrelay"
 _quoted = json.JSONEncoder(ensure_ascii=False).encode
 """A text as JSON; JSON within JSON is quoted twice."""
 
@@ -278,16 +283,17 @@ def parse(header: bytes, file_bytes: int, *, what: str, vouched: bool = False) -
     """
     if header_length(header, file_bytes, what=what) != len(header):
         raise DamagedError(f"{what}: the header is not {len(header)} bytes long")
-    said = canonical_json.loads(header[8:], what=f"{what}: header", limit_bytes=len(header), again=vouched)
-    if not isinstance(said, dict):
-        raise DamagedError(f"{what}: the header is no JSON object")
-    outer = said.pop("__metadata__", None)
-    text = outer.get(METADATA_KEY) if isinstance(outer, dict) else None
-    if not isinstance(text, str):
-        raise FormatError(f"{what} was not written by torchrelay: its metadata say nothing of it")
-    inner = _parse_metadata(text, what, vouched)
-    pieces = _pieces(inner, what)
-    entries = _entries(said, pieces, inner["digests"], range(len(header), file_bytes), what)
+    data = range(len(header), file_bytes)
+    found = written_header(header, len(data)) or _decoded(header, len(data), what, vouched)
+    numbers, columns = found.numbers, found.columns
+    inner = _parse_metadata(found.metadata, what, vouched)
+    pieces, digests = _pieces(inner, what), inner["digests"]
+    if columns and columns.blocks[-1] * digest.SIZE == len(digests):
+        entries = _entries(numbers, pieces, StoredColumns(columns, digests, data.start), what)
+    else:
+        said = canonical_json.loads(header[8:], what=what, limit_bytes=len(header), again=True)
+        del said["__metadata__"]
+        entries = StoredEntries(numbers, _one_by_one(said, pieces, digests, data, what))
     if not vouched:
         entries.look_at_all()
     identity, part = _identity(inner, what), inner.get("part")
@@ -299,12 +305,23 @@ def parse(header: bytes, file_bytes: int, *, what: str, vouched: bool = False) -
     return ShardContent(identity, part, entries, aliases, values, len(header), file_bytes)
 
 
+def _decoded(header: bytes, data_bytes: int, what: str, vouched: bool) -> HeaderText:
+    """What any other header says."""
+    said = canonical_json.loads(header[8:], what=f"{what}: header", limit_bytes=len(header), again=vouched)
+    if not isinstance(said, dict):
+        raise DamagedError(f"{what}: the header is no JSON object")
+    outer = said.pop("__metadata__", None)
+    text = outer.get(METADATA_KEY) if isinstance(outer, dict) else None
+    if not isinstance(text, str):
+        raise FormatError(f"{what} was not written by torchrelay: its metadata say nothing of it")
+    numbers = dict(zip(said, range(len(said)), strict=True))
+    return HeaderText(text, numbers, columns_of(said, data_bytes))
+
+
 def _parse_metadata(text: str, what: str, vouched: bool) -> dict[str, Json]:
-    try:
-        data = text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise DamagedError(f"{what}: the metadata are no Unicode") from None
-    inner = canonical_json.loads(data, what=f"{what}: metadata", limit_bytes=len(data), again=vouched)
+    inner = metadata_with_rows(text) or canonical_json.loads(
+        text, what=f"{what}: metadata", limit_bytes=len(text), again=vouched
+    )
     if not isinstance(inner, dict):
         raise DamagedError(f"{what}: the metadata are no JSON object")
     canonical_json.check_stamp(inner.get("format"), what=what)
@@ -361,22 +378,13 @@ def _pieces(inner: dict[str, Json], what: str) -> dict[str, dict[str, Json]]:
 
 
 def _entries(
-    said: dict[str, Json],
-    pieces: dict[str, dict[str, Json]],
-    digests: bytes,
-    data: range,
-    what: str,
+    numbers: dict[str, int], pieces: dict[str, dict[str, Json]], stored: StoredColumns, what: str
 ) -> StoredEntries:
-    """All entries, checked together; of odd ones so far only their bounds. One by one once all is wrong."""
-    columns = columns_of(said, len(data), len(digests))
-    numbers = dict(zip(said, range(len(said)), strict=True))
-    if columns is None:
-        return StoredEntries(numbers, _one_by_one(said, pieces, digests, data, what))
-    stored = StoredColumns(columns, digests, data.start)
+    """All entries, of which those of a form of their own are looked at when they are asked for."""
     looked_at: dict[tuple[object, ...], tuple[dtypes.ElementType, tuple[int, ...]]] = {}
 
     def look(number: int, text: str) -> StoredEntry:
-        key, piece, form = names.parse_key(text), pieces.get(text, {}), columns.forms[number]
+        key, piece, form = names.parse_key(text), pieces.get(text, {}), stored.columns.forms[number]
         # All that decides but the name; as text, for 1, 1.0 and True are equal.
         alike = (form.dtype, form.shape, text.partition("@")[2], repr(piece))
         if alike not in looked_at:
@@ -388,7 +396,7 @@ def _entries(
             looked_at[alike] = kind, shape
         return stored.entry(number, key, *looked_at[alike])
 
-    others = [key for key in said if key not in pieces]
+    others = [key for key in numbers if key not in pieces] if pieces else list(numbers)
     plain = names.all_plain(others)
     odd = pieces.keys() if plain else {*pieces, *(key for key in others if not names.is_plain(key))}
     return StoredEntries(numbers, {}, stored, odd, look)

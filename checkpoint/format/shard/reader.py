@@ -265,7 +265,8 @@ class ShardHeader:
         if not self.entries.in_columns:
             whole = [ReadRequest(key, 0, self.entry(key).nbytes, memoryview(b"")) for key in keys]
             return self.checks(whole, memory)
-        numbers = sorted(set(self._numbers(keys)))
+        wanted = set(self._numbers(keys))
+        numbers = range(len(self.entries)) if len(wanted) == len(self.entries) else sorted(wanted)
         starts, stops = self.entries.stored.columns.bounds(numbers)
         sizes = list(map(sub, stops, starts))
         large = [self.entries.key_at(one) for one, size in zip(numbers, sizes, strict=True) if size > BLOCK]
