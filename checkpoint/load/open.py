@@ -12,7 +12,7 @@ from torchrelay.checkpoint.load.info import glance
 from torchrelay.checkpoint.load.lookup import nearest_directory
 from torchrelay.checkpoint.load.verify import Proof, VerificationStatus, prove
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.job_file import has_job, holds_job
+from torchrelay.checkpoint.log.record import has_job, holds_job
 from torchrelay.checkpoint.log.view import EpochQuery, LogView, best_first, named_entry, whole_epochs
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage

@@ -22,9 +22,10 @@ from datetime import datetime, timezone
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import read_sealed, sealed_bytes
+from torchrelay.checkpoint.format.names import DATA, TRY, manifest_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Key, State
-from torchrelay.checkpoint.log.job_file import outvoted
 from torchrelay.checkpoint.log.record import (
+    JOB_PATH,
     LOG,
     BaseRef,
     JobFile,
@@ -37,6 +38,8 @@ from torchrelay.checkpoint.log.record import (
     encode,
     encode_base,
     read_job,
+    readable_records,
+    repeated_in,
     slot_path,
     whole_entries,
 )
@@ -87,8 +90,7 @@ def open_log(storage: Storage, job_name: str | None = None) -> LogView:
     With a `job_name` a directory of another job is refused (UsageError). Raises DamagedError when no
     record can be trusted, FormatError for a newer version's log, StorageError when it cannot be read.
     """
-    job = read_job(storage)
-    if job is None:
+    if (job := read_job(storage)) is None:
         return LogView()
     tail = read_tail(storage, job)
     if job_name is not None:
@@ -101,10 +103,35 @@ def read_tail(storage: Storage, job: JobFile) -> Tail:
     try:
         return _tail_of(storage, job)
     except DamagedError:
-        told = outvoted(storage, job)
+        told = _outvoted(storage, job)
         if told is None:
             raise
         return _tail_of(storage, told)
+
+
+def _outvoted(storage: Storage, job: JobFile) -> JobFile | None:
+    """The job that log and epochs agree on, where `job.json` is whole and names another; else None.
+
+    The log alone does not decide: that could be the one that was copied here from somewhere else.
+    """
+    record = next(readable_records(storage), None)
+    if record is None or record.job == job.uuid:
+        return None
+    entries = record.state.entries
+    if not any(_is_there(storage, one) for one in reversed(entries)) and (
+        entries or any(map(TRY.fullmatch, storage.list(DATA)))
+    ):
+        return None
+    damage = f"{JOB_PATH} is that of another job ({job.name!r}, uuid {job.uuid}), log and epochs are not"
+    return replace(repeated_in(record.job, record.state.holder), damage=damage)
+
+
+def _is_there(storage: Storage, entry: CommittedPosition) -> bool:
+    with suppress(FileNotFoundError):
+        path = manifest_path(entry.try_name)
+        found = canonical_json.sha256(storage.read_range(path, 0, storage.stat(path) or 0))
+        return found == entry.manifest_sha256
+    return False
 
 
 def _tail_of(storage: Storage, job: JobFile) -> Tail:
@@ -121,12 +148,10 @@ def _tail_of(storage: Storage, job: JobFile) -> Tail:
 
 def read_hint(storage: Storage) -> int | None:
     """The slot that HINT names. It is unproved: anything odd is no hint."""
-    try:
-        data = storage.read_range(HINT, 0, HINT_LIMIT_BYTES)
-    except OSError:  # a hint that cannot be read is no hint; the log itself will say what is wrong
-        return None
-    match = re.fullmatch(rb"([0-9]{1,20})\n", data)
-    return int(match[1]) if match else None
+    with suppress(OSError):  # a hint that cannot be read is no hint; the log itself will say what is wrong
+        match = re.fullmatch(rb"([0-9]{1,20})\n", storage.read_range(HINT, 0, HINT_LIMIT_BYTES))
+        return int(match[1]) if match else None
+    return None
 
 
 def advance(storage: Storage, tail: Tail) -> tuple[Tail, Record | None]:
@@ -235,20 +260,17 @@ def _check_chain(storage: Storage, job: JobFile, record: Record, newest: int) ->
     notices: list[str] = []
     link: Link | None = Link(record.generation, record.previous_sha256)
     for slot in range(record.slot - 1, chain_end(record.slot) - 1, -1):
-        data = _bytes_of(storage, slot)
+        data, newer, link = _bytes_of(storage, slot), link, None
         if data is None:
             _check_not_moved(storage, newest)
             notices.append(f"{slot_path(slot)} is missing; newer records do not need it")
-            link = None
             continue
         try:
-            older = decode_link(data, slot=slot, job=job.uuid)
+            link = decode_link(data, slot=slot, job=job.uuid)
         except DamagedError as error:
             notices.append(f"{error}; newer records do not need it")
-            link = None
-            continue
-        _check_link(storage, link, older, canonical_json.sha256(data), slot)
-        link = older
+        else:
+            _check_link(storage, newer, link, canonical_json.sha256(data), slot)
     return tuple(notices)
 
 
@@ -319,7 +341,9 @@ def append(storage: Storage, tail: Tail, draft: RecordDraft) -> Appended:
     """
     while True:
         if overtaken(storage, tail):
-            tail = _read_anew(storage, tail, draft)
+            tail = read_tail(storage, tail.job)  # perhaps only guests have marked epochs
+            storage.sync_dir(LOG)
+            _give_way(tail, draft)
         changed = draft.change(tail.view.state)
         if changed is None:
             return Appended(tail, None)
@@ -343,14 +367,6 @@ def append(storage: Storage, tail: Tail, draft: RecordDraft) -> Appended:
             _give_way(tail, draft)
         elif draft.kind == "takeover":
             raise OvertakenError(tail)
-
-
-def _read_anew(storage: Storage, tail: Tail, draft: RecordDraft) -> Tail:
-    """The end of a log that went on by very many records: perhaps only guests have marked epochs."""
-    tail = read_tail(storage, tail.job)
-    storage.sync_dir(LOG)
-    _give_way(tail, draft)
-    return tail
 
 
 def _give_way(tail: Tail, draft: RecordDraft) -> None:
@@ -443,7 +459,9 @@ def _write_base(storage: Storage, entries: tuple[CommittedPosition, ...]) -> Bas
 def thin(storage: Storage, job: JobFile, newest: int) -> None:
     """Delete what a log whose newest slot is `newest` keeps no longer, base files included."""
     for slot in reversed(_beyond(storage, newest)):
-        base = _base_of(storage, job, slot)
+        base = None
+        with suppress(StorageError, FileNotFoundError):
+            base = _read_base_of(storage, job, slot)
         if base is not None and not any(
             _may_need(storage, job, one, base) for one in (slot + 1, floor(slot))
         ):
@@ -461,14 +479,6 @@ def _beyond(storage: Storage, newest: int) -> list[int]:
             break
         found.append(slot)
     return found
-
-
-def _base_of(storage: Storage, job: JobFile, slot: int) -> str | None:
-    """The base file that a slot's record refers to; None also for a record that cannot be read."""
-    try:
-        return _read_base_of(storage, job, slot)
-    except (StorageError, FileNotFoundError):
-        return None
 
 
 def _may_need(storage: Storage, job: JobFile, slot: int, base: str) -> bool:

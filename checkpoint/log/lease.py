@@ -27,8 +27,7 @@ from torchrelay.checkpoint.format.names import DATA
 from torchrelay.checkpoint.format.position import State
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.chain import OvertakenError, RecordDraft, Tail, append, mended, read_tail
-from torchrelay.checkpoint.log.job_file import write_again
-from torchrelay.checkpoint.log.record import LOG, JobFile, check_job
+from torchrelay.checkpoint.log.record import JOB_PATH, LOG, JobFile, check_job, encode_job
 from torchrelay.checkpoint.log.state import restore
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Leftovers, Storage, Unfinished
@@ -342,7 +341,8 @@ def _mended(storage: Storage, found: Tail, taken: Tail) -> Tail:
     """Write again what the log told instead of its files: it is ours, so nobody else does."""
     try:
         if found.job.damage:
-            write_again(storage, found.job)
+            storage.replace(JOB_PATH, encode_job(found.job))
+            storage.sync_dir("")
         if found.base is not None and found.base.lost is not None:
             restore(storage, found.base.lost)
     except StorageError:

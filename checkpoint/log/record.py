@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import field, replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format import canonical_json
@@ -266,13 +267,16 @@ def entry_of(value: Json, what: str) -> CommittedPosition:
 
 def _entry(fields: Fields) -> CommittedPosition:
     branch, position = key_of(fields)
+    needs = fields.texts("needs")
+    if not all(TRY.fullmatch(name) for name in needs):
+        raise fields.wrong("needs")
     return CommittedPosition(
         branch=branch,
         position=position,
         try_name=_try_name(fields),
         manifest_bytes=fields.integer("manifest_bytes"),
         manifest_sha256=fields.text("manifest_sha256"),
-        needs=_needs(fields),
+        needs=needs,
         groups=fields.texts("groups"),
         resumable=fields.flag("resumable"),
         health=fields.text("health"),
@@ -285,13 +289,6 @@ def _try_name(fields: Fields) -> str:
     if TRY.fullmatch(name) is None:
         raise fields.wrong("try")
     return name
-
-
-def _needs(fields: Fields) -> tuple[str, ...]:
-    names = fields.texts("needs")
-    if not all(TRY.fullmatch(name) for name in names):
-        raise fields.wrong("needs")
-    return names
 
 
 def position_json(position: Position | None) -> Json:
@@ -379,10 +376,8 @@ class JobFile:
 
     def as_repeated(self, holder: Mapping[str, Any]) -> JobFile:
         """The job as the log's holder tells it, with `damage` where the file says something else."""
-        if "named" not in holder:  # written before the log repeated the file
-            return self
         told = repeated_in(self.uuid, holder)
-        if told == self:
+        if told == self or "named" not in holder:  # written before the log repeated the file
             return self
         return replace(told, damage=self.damage or f"{JOB_PATH} is not as the log repeats it")
 
@@ -394,12 +389,11 @@ def read_job(storage: Storage) -> JobFile | None:
     file of another version, DamagedError where no record of the log can be trusted either.
     """
     data = _job_bytes(storage)
-    if data is None and storage.stat(slot_path(0)) is not None:
-        data = _job_bytes(storage)  # whoever began the job since then created this file before the slot
-        if data is None:
-            return _told_by_log(storage, f"{JOB_PATH} is missing")
-    if data is None:
+    if data is None and storage.stat(slot_path(0)) is None:
         return None
+    data = data or _job_bytes(storage)  # whoever began the job since then created this file before the slot
+    if data is None:
+        return _told_by_log(storage, f"{JOB_PATH} is missing")
     try:
         fields = Fields(unseal("job", data, JOB_PATH), JOB_PATH)
         check_stamp(fields.values.get("format"), what=f"{storage.url}/{JOB_PATH}")
@@ -436,10 +430,9 @@ def repeated_in(job_uuid: str, holder: Mapping[str, Any]) -> JobFile:
 
 
 def _job_bytes(storage: Storage) -> bytes | None:
-    try:
+    with suppress(FileNotFoundError):
         return read_sealed("job", lambda: sealed_bytes(storage, JOB_PATH))
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def check_job(storage: Storage, job: JobFile, name: str | None) -> JobFile:
@@ -463,8 +456,7 @@ def open_job(storage: Storage, name: str | None) -> JobFile:
 
 def begin_job(storage: Storage, name: str | None) -> JobFile:
     """The same; a job that is there already is not compared with the name."""
-    found = read_job(storage)
-    if found is not None:
+    if (found := read_job(storage)) is not None:
         return found
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     job = JobFile(name or directory_name(storage), str(uuid.uuid4()), created, named=name is not None)
@@ -472,8 +464,7 @@ def begin_job(storage: Storage, name: str | None) -> JobFile:
     try:
         storage.link_exclusive(JOB_PATH, encode_job(job))
     except FileExistsError:
-        found = read_job(storage)
-        if found is not None:
+        if (found := read_job(storage)) is not None:
             return found
         # Damaged before anything was written. Of two that get here slot 0 decides, the other one follows.
         storage.replace(JOB_PATH, encode_job(job))
@@ -490,3 +481,17 @@ def encode_job(job: JobFile) -> bytes:
     """The bytes of `job.json`."""
     fields = {"name": job.name, "uuid": job.uuid, "created": job.created, "named": job.named}
     return seal("job", {"format": stamp(), **fields})
+
+
+def has_job(directory: Path) -> bool:
+    """Whether a local directory holds checkpoints: by `job.json`, or by a log that has lost it."""
+    if (directory / JOB_PATH).is_file():
+        return True
+    with suppress(OSError):
+        return any(SLOT.fullmatch(path.name) for path in (directory / LOG).iterdir())
+    return False
+
+
+def holds_job(storage: Storage) -> bool:
+    """The same of any storage."""
+    return storage.stat(JOB_PATH) is not None or storage.stat(slot_path(0)) is not None

@@ -9,15 +9,14 @@ It is a note, not a proof: lost or damaged, files are sent again and every epoch
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path
 from typing import NoReturn, cast
 
 from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, unseal
 from torchrelay.checkpoint.format.names import DATA
-from torchrelay.checkpoint.log.record import (
-    read_job,
-)
+from torchrelay.checkpoint.log.record import JOB_PATH, encode_job, open_job, read_job
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import LongReads, ReadHandle, SingleWriter, Storage, reads_of
 from torchrelay.checkpoint.storage.local import LocalStorage
@@ -225,3 +224,34 @@ def refuse_near(storage: Storage) -> NoReturn:
         f"{storage.url} is the near directory of {far}: give that as the place of the checkpoints, and "
         "tier=Tier(near=...) with this one"
     )
+
+
+def same_job(one: Storage, other: Storage) -> None:
+    """Refuse two places that belong to different jobs (UsageError), also such of one name."""
+    jobs = read_job(one), read_job(other)
+    if jobs[0] is not None and jobs[1] is not None and jobs[0].uuid != jobs[1].uuid:
+        raise UsageError(
+            f"{one.url} and {other.url} belong to two jobs, or to one that was begun twice: choose an empty "
+            "directory for one of them"
+        )
+
+
+def share_job(near: Storage, far: Storage, name: str | None) -> None:
+    """Make both places those of one job: where one has begun none, it gets the other's file.
+
+    Raises what `open_job` and `same_job` raise.
+    """
+    if read_job(near) is None:
+        open_job(far, name)
+        _copy(far, near)
+    elif read_job(far) is None:
+        _copy(near, far)
+    same_job(near, far)
+
+
+def _copy(source: Storage, target: Storage) -> None:
+    job = read_job(source)
+    target.mkdir("")
+    with suppress(FileExistsError):
+        target.link_exclusive(JOB_PATH, encode_job(job) if job else b"")
+    target.sync_dir("")

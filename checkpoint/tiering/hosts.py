@@ -28,10 +28,9 @@ from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.names import DATA, TRY
 from torchrelay.checkpoint.format.position import Branch, CommittedPosition, Retirement, State
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.job_file import same_job
 from torchrelay.checkpoint.log.retention import delete_try
 from torchrelay.checkpoint.log.state import without
-from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, read_notes
+from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, read_notes, same_job
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError, StorageError, UsageError

@@ -21,8 +21,8 @@ from torchrelay.checkpoint.load.verify import (
     prove_together,
 )
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.job_file import share_job
 from torchrelay.checkpoint.log.record import entry_json, entry_of
+from torchrelay.checkpoint.log.tiered_storage import share_job
 from torchrelay.checkpoint.log.view import Look
 from torchrelay.checkpoint.save.commit import Apart
 from torchrelay.checkpoint.tiering import hosts

@@ -14,9 +14,15 @@ from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.format.position import CommittedPosition, Position, State
 from torchrelay.checkpoint.load.verify import JointProof, Level, Target, VerificationStatus, prove_together
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.job_file import same_job, share_job
 from torchrelay.checkpoint.log.retention import Keeping
-from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, read_notes, refuse_to_begin
+from torchrelay.checkpoint.log.tiered_storage import (
+    Notes,
+    TierStorage,
+    read_notes,
+    refuse_to_begin,
+    same_job,
+    share_job,
+)
 from torchrelay.checkpoint.log.view import LogView, Look
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.base import check_exclusion

@@ -10,7 +10,7 @@ import torch
 
 from torchrelay.checkpoint.format.position import Selection
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
-from torchrelay.checkpoint.log.job_file import has_job
+from torchrelay.checkpoint.log.record import has_job
 from torchrelay.errors import NoProvableEpochError, NotAllowedNowError, UnknownEpochError, UsageError
 from torchrelay.jobs.blobs import is_stateful
 from torchrelay.jobs.job import Job

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.load import open as opening
 from torchrelay.checkpoint.load.lookup import nearest_directory
 from torchrelay.checkpoint.load.open import Best, best_of_run, place_of
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.job_file import has_job
+from torchrelay.checkpoint.log.record import has_job
 from torchrelay.checkpoint.log.tiered_storage import opened
 from torchrelay.checkpoint.log.view import EpochQuery, LogView, named_entry, wanted
 from torchrelay.checkpoint.storage.base import Distrusted, SingleWriter, Storage

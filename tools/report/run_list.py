@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from torchrelay.checkpoint.log.job_file import has_job
+from torchrelay.checkpoint.log.record import has_job
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.monitoring.status import standing

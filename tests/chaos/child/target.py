@@ -25,8 +25,8 @@ from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.checkpoint.load.open import place_of
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.job_file import has_job, holds_job
 from torchrelay.checkpoint.log.record import JOB_PATH as JOB_FILE
+from torchrelay.checkpoint.log.record import has_job, holds_job
 from torchrelay.checkpoint.manager.checkpoint_manager import MultiNodeCheckpointManager
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.open import storage_of
