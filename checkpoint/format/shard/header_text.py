@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
 from torchrelay.checkpoint.format import canonical_json, dtypes, names
-from torchrelay.checkpoint.format.canonical_json import Json
 from torchrelay.checkpoint.format.shard.entries import (
     EntryColumns,
     EntryForm,
@@ -24,7 +23,7 @@ from torchrelay.checkpoint.format.shard.entries import (
     too_large,
 )
 from torchrelay.errors import DamagedError, FormatError
-from torchrelay.records import dataclass
+from torchrelay.records import Json, dataclass
 
 METADATA_KEY = "torchrelay"
 LEAVES = ":leaves"
