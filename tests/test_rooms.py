@@ -107,7 +107,7 @@ ORDERS = {
         "programs",
         "artifacts",
     ),
-    "tools": ("launch", "report", "serving", "cli"),
+    "tools": ("launch", "serving", "report", "cli"),
     "tools/cli": ("arguments", "runs", "checkpoints", "config", "launch", "programs", "main", "completion"),
 }
 """Folders and modules of a room, from left to right; what is not named here may import all that is."""

@@ -28,7 +28,6 @@ class RequestLimits:
     elements: int = 4 << 20
     samples: int = 256
     secs: float = 30.0
-    head_secs: float = 10.0
     drain_secs: float = 30.0
     queue: int = 2048
     requests: int = 4096
@@ -75,6 +74,7 @@ class ServeOptions:
 
     port: int = PORT
     host: str = "127.0.0.1"
+    token: str | None = None
     token_file: str | None = None
     watch: bool = False
     max_batch: int = RequestLimits.max_batch
@@ -144,9 +144,7 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     known = {one.name: one.default for one in fields(ServeOptions)}
     parser.add_argument("--port", type=port, default=PORT, metavar="P", help=f"default: {PORT}; 0 takes any")
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
-    parser.add_argument(
-        "--token-file", metavar="FILE", help="who asks must send what is in it; needed with another --host"
-    )
+    add_token_options(parser)
     parser.add_argument("--watch", action="store_true", help="serve newer epochs when they are committed")
     for name, kind, metavar, text in _SERVE_OPTIONS:
         default = known[name.replace("-", "_")]
@@ -154,6 +152,17 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=_positive(kind), default=default, metavar=metavar,
             help=f"{text} (default: {default:g})" if isinstance(default, float) else f"{text} ({default})",
         )  # fmt: skip
+
+
+def add_token_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Define the two ways to give a token; `default` is one that the environment gives."""
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument(
+        "--token-file", metavar="FILE", help="who asks must send what is in it; needed with another --host"
+    )
+    ways.add_argument(
+        "--token", default=default, metavar="TEXT", help="the same, seen by all who may list processes"
+    )
 
 
 def port(text: str) -> int:

@@ -18,10 +18,10 @@ import torch
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
 from torchrelay.runners.programs.request import RequestLimits
-from torchrelay.tools.serving.app import doorkeeper
+from torchrelay.tools.serving.app import Running
 from torchrelay.tools.serving.handlers import ModelSlot, Served, TensorHandler
 from torchrelay.tools.serving.monitoring import Watching
-from torchrelay.tools.serving.server import Running, bound_socket
+from torchrelay.tools.serving.web import access_at, bound_socket
 
 JSON = {"content-type": "application/json"}
 
@@ -57,7 +57,7 @@ def serving(
     listening = bound_socket(host, 0)
     port = listening.getsockname()[1]
     told = RequestLimits(**{"secs": 60.0, "drain_secs": 30.0, **limits})
-    running = Running(ModelSlot(served), listening, told, doorkeeper(host, port, token), watching)
+    running = Running(ModelSlot(served), listening, told, access_at(host, port, token), watching)
     begun = threading.Event()
     thread = threading.Thread(target=lambda: running.run(begun.set), daemon=True)
     thread.start()

@@ -128,7 +128,7 @@ def test_a_thread_within_torch_does_not_abort_the_end(monkeypatch: pytest.Monkey
             return None
 
     ends: list[int] = []
-    monkeypatch.setattr("torchrelay.tools.serving.server.Running", lambda *args: Stuck())
+    monkeypatch.setattr("torchrelay.tools.serving.app.Running", lambda *args: Stuck())
     monkeypatch.setattr(os, "_exit", ends.append)
     assert serving_module.serve(ServeOptions(port=0), Source) == 0
     assert ends == [0]

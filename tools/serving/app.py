@@ -1,89 +1,38 @@
-"""The application: paths, who may ask them, errors in the words of HTTP, and its OpenAPI document."""
+"""The application: paths, who may ask them, errors in the words of HTTP, its OpenAPI document; its process.
+
+SIGTERM and SIGINT: no new connections, `/ready` says 503, requests that are being answered have `drain_secs`,
+what is left then gets a 503, and the process ends with 0. A second signal ends it at once.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
-import hmac
 import json
+import socket
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from pathlib import Path
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from jinja2 import Environment
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 import torchrelay
-from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
-from torchrelay.records import dataclass
 from torchrelay.runners.programs.request import RequestLimits
-from torchrelay.tools.report.server import SHORTEST_TOKEN, Access, is_loopback
-from torchrelay.tools.serving.batching import Computing
+from torchrelay.tools.serving.batching import Computing, Queue
 from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError, tell, unavailable
 from torchrelay.tools.serving.handlers import ModelSlot, Served
-from torchrelay.tools.serving.monitoring import CONTENT_TYPE, Meters
-from torchrelay.tools.serving.requests import GoneError, Predicting
+from torchrelay.tools.serving.monitoring import CONTENT_TYPE, Meters, Watching
+from torchrelay.tools.serving.requests import Predicting
 from torchrelay.tools.serving.tensors import MEDIA_TYPE
+from torchrelay.tools.serving.web import Access, HttpServer, Scope
 
 OPEN = ("/health", "/ready")
 """What may be asked without the token: who looks after processes asks these, and they tell nothing."""
-
-
-@dataclass(frozen=True)
-class Doorkeeper:
-    """Without a token only requests to this machine by its own names are let in."""
-
-    port: int
-    token: str | None = None
-
-    def refusal(self, path: str, headers: Mapping[str, str]) -> RefusedError | None:
-        """Why a request is not let in; None where it is."""
-        if self.token is None:
-            # A page of another site that was made to lead here sends that site's name (DNS rebinding).
-            fits = Access(self.port).host_fits(headers.get("host"))
-            return None if fits else RefusedError(421, "this server answers to localhost alone")
-        if path in OPEN:
-            return None
-        kind, _, said = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and same(said.strip(), self.token):
-            return None
-        return RefusedError(401, "send the header Authorization: Bearer TOKEN")
-
-
-def same(said: str, token: str) -> bool:
-    """In a time that does not tell how much of it is right."""
-    return hmac.compare_digest(said.encode(errors="replace"), token.encode())
-
-
-def doorkeeper(host: str, port: int, token: str | None) -> Doorkeeper:
-    """Raises UsageError where other machines could ask without a token."""
-    if token is None and not is_loopback(host.lower()):
-        raise UsageError(
-            f"--host {host} lets other machines ask: give --token-file with a token that they must send, or "
-            "leave --host out and come through an ssh tunnel"
-        )
-    return Doorkeeper(port, token)
-
-
-def read_token(path: str | None) -> str | None:
-    """The token in a file; raises UsageError for a file that cannot be read, and for a text that is none."""
-    if path is None:
-        return None
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not ASCII"
-        raise UsageError(f"--token-file {path} cannot be read: {why}") from None
-    if len(token) < SHORTEST_TOKEN or not token.isprintable() or " " in token:
-        raise UsageError(
-            f"--token-file {path}: a token has at least {SHORTEST_TOKEN} signs and no spaces, for example "
-            "what openssl rand -hex 16 prints"
-        )
-    return token
 
 
 _STYLE = (
@@ -231,7 +180,6 @@ def _answer(text: str, content: Json) -> Json:
     return {"description": text, "content": content}
 
 
-Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -249,11 +197,11 @@ class Application:
         predicting: Predicting,
         computing: Computing,
         meters: Meters,
-        door: Doorkeeper,
+        access: Access,
         limits: RequestLimits,
     ) -> None:
         self._holder, self._predicting, self._computing = holder, predicting, computing
-        self._meters, self._door, self._limits = meters, door, limits
+        self._meters, self._access, self._limits = meters, access, limits
         self._running = 0
         self._endpoints: dict[str, Endpoint] = {
             "/predict": self._predict,
@@ -296,7 +244,7 @@ class Application:
         """The answer or the refusal; None where the client is gone."""
         try:
             return await self._endpoint(request)(request)
-        except GoneError:
+        except ClientDisconnect:
             return None
         except RefusedError as error:
             return _refusal(error)
@@ -308,23 +256,24 @@ class Application:
 
     def _endpoint(self, request: Request) -> Endpoint:
         """Who answers; raises RefusedError for who is not let in, and for what there is not."""
-        refused = self._door.refusal(request.scope["path"], request.headers)
-        if refused is not None:
-            raise refused
+        path = request.scope["path"]
+        refused = self._access.refusal(request.headers)
+        if refused is not None and not (refused[0] == 401 and path in OPEN):
+            raise RefusedError(*refused)
         if self._running > self._limits.requests:
             raise unavailable("too many requests at once")
-        endpoint = self._endpoints.get(request.scope["path"])
+        endpoint = self._endpoints.get(path)
         if endpoint is None:
             raise RefusedError(404, "there is no such path: GET / tells what there is")
-        if request.method not in _methods(request.scope["path"]):
-            raise RefusedError(405, f"ask by {_methods(request.scope['path'])[0]}")
+        if request.method not in _methods(path):
+            raise RefusedError(405, f"ask by {_methods(path)[0]}")
         return endpoint
 
     def _say_fault(self, error: Exception) -> None:
         tell("torchrelay serve: a request failed on this side", "".join(traceback.format_exception(error)))
 
     async def _predict(self, request: Request) -> Response:
-        body, kind, served = await self._predicting.answer(request.headers, request.receive)
+        body, kind, served = await self._predicting.answer(request)
         epoch = {} if served.epoch is None else {"X-Torchrelay-Epoch": str(served.epoch)}
         return Response(body, media_type=kind, headers={**_SAFE, **epoch})
 
@@ -358,7 +307,7 @@ class Application:
         return Response(page(self._described()), headers=HEADERS)
 
     def _described(self) -> dict[str, Any]:
-        return description(self._holder.current, self._limits, token=self._door.token is not None)
+        return description(self._holder.current, self._limits, token=self._access.token is not None)
 
 
 def _leaves_bytes(request: Request) -> bool:
@@ -389,3 +338,80 @@ def _refusal(error: RefusedError) -> Response:
 
 def _methods(path: str) -> tuple[str, ...]:
     return ("POST",) if path == "/predict" else ("GET", "HEAD")
+
+
+_LAST_SECS = 2.0
+"""Beyond `drain_secs`: for writing the last refusals."""
+
+
+class Running:
+    """One server: what is served, what computes, what listens."""
+
+    def __init__(
+        self,
+        holder: ModelSlot,
+        listening: socket.socket,
+        limits: RequestLimits,
+        access: Access,
+        watching: Watching | None = None,
+    ) -> None:
+        self.holder, self.limits, self.meters = holder, limits, Meters()
+        self._socket, self._watching = listening, watching
+        queue = Queue(limits)
+        self._computing = Computing(queue, self.meters)
+        self._predicting = Predicting(holder, queue, limits)
+        application = Application(holder, self._predicting, self._computing, self.meters, access, limits)
+        self._server = _DrainingServer(application, limits, self._drain, self._computing.close)
+
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until a signal, or `stop`; `ready` is called when connections are taken."""
+        self._computing.start()
+        if self._watching is not None:
+            self._watching.start(self.holder, self.meters)
+        self._server.ready = ready
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self._computing.close()
+            if self._watching is not None:
+                self._watching.stop()
+
+    def ended(self) -> bool:
+        """Whether, after `run`, no thread computes or loads any more; waits a little for that."""
+        watched = self._watching is None or self._watching.ended(_LAST_SECS / 2)
+        return self._computing.ended(_LAST_SECS / 2) and watched
+
+    def stop(self) -> None:
+        """Leave as after SIGTERM; for other threads."""
+        self._server.should_exit = True
+
+    def _drain(self) -> None:
+        self.holder.draining = True
+
+
+class _DrainingServer(HttpServer):
+    """With the end that is told above."""
+
+    def __init__(
+        self,
+        application: Application,
+        limits: RequestLimits,
+        drain: Callable[[], None],
+        close: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            application,
+            log_level="error",
+            limit_concurrency=limits.connections + 1,  # uvicorn refuses the one that reaches it
+            timeout_graceful_shutdown=int(limits.drain_secs + _LAST_SECS),
+        )
+        self._limits, self._drain, self._close = limits, drain, close
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain: what is being answered has its seconds, then it is refused."""
+        self._drain()
+        timer = asyncio.get_running_loop().call_later(self._limits.drain_secs, self._close)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()

@@ -40,8 +40,8 @@ from torchrelay.tools.serving.tensors import joined, rows, shape_of
 
 if TYPE_CHECKING:
     from torchrelay.runners.programs.command_context import ConfiguredScene
+    from torchrelay.tools.serving.app import Running
     from torchrelay.tools.serving.handlers import Served
-    from torchrelay.tools.serving.server import Running
 
 
 _LOOK_SECS = 1.0

@@ -11,14 +11,14 @@ is the handler's business.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import torch
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.errors import DamagedError
@@ -28,60 +28,11 @@ from torchrelay.tools.serving.batching import PendingRequest, Queue, refusal_of
 from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError, busy, unavailable, wrong
 from torchrelay.tools.serving.handlers import ModelSlot, Served
 from torchrelay.tools.serving.tensors import MEDIA_TYPE, body_of, elements, json_bytes, plain, tensors_of
+from torchrelay.tools.serving.web import WorkerThread, settle
 
-T = TypeVar("T")
 SMALL_BYTES = 16 << 10
 """What is shorter is done at once: handing it over would take longer."""
 SMALL_ELEMENTS = 2048
-
-
-class Desk:
-    """One daemon thread that does one work at a time, and so needs the memory of one."""
-
-    def __init__(self) -> None:
-        self._works: SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]] = (
-            SimpleQueue()
-        )
-        threading.Thread(target=self._run, name="torchrelay serve bodies", daemon=True).start()
-
-    async def do(self, work: Callable[[], T]) -> T:
-        """What `work` returns, or its error; it may go on when nobody waits for it any more."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def tell(result: Any, error: BaseException | None) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(settle, future, result, error)
-
-        self._works.put((lambda: None if future.cancelled() else work(), tell))
-        return await future
-
-    def _run(self) -> None:
-        while True:
-            work, tell = self._works.get()
-            try:
-                result, error = work(), None
-            except BaseException as raised:
-                result, error = None, raised
-            tell(result, error)
-            del work, tell, result, error
-
-
-def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """Give a future what came of it, unless nobody waits any more."""
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
-Receive = Callable[[], Awaitable[Any]]
-
-
-class GoneError(Exception):
-    """The client is gone: nobody reads an answer."""
 
 
 class Body:
@@ -94,23 +45,22 @@ class Body:
         self.data = bytearray()
         self._budget, self._weight, self._taken = budget, weight, 0
 
-    async def read(self, receive: Receive, headers: Mapping[str, str], most: int) -> None:
-        """Read it whole. Raises RefusedError 413 where it is too long, 429 where all are; GoneError."""
-        check_length(headers, most)
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                raise GoneError
-            chunk = message.get("body", b"")
+    async def read(self, request: Request, most: int) -> None:
+        """Read it whole. Raises RefusedError 413 where it is too long, 429 where all are; ClientDisconnect.
+
+        What says itself that it is too long is refused before a byte is read.
+        """
+        said = request.headers.get("content-length", "0")
+        if not said.isdecimal() or len(said) > 15 or int(said) > most:
+            raise _too_long(most)
+        async for chunk in request.stream():
             if len(self.data) + len(chunk) > most:
-                raise too_long(most)
+                raise _too_long(most)
             cost = len(chunk) * self._weight
             if not self._budget.take(cost):
                 raise busy("too many large requests at once")
             self._taken += cost
             self.data += chunk
-            more = message.get("more_body", False)
 
     def release(self) -> None:
         """It is not needed any more."""
@@ -118,15 +68,7 @@ class Body:
         self._taken = 0
 
 
-def check_length(headers: Mapping[str, str], most: int) -> None:
-    """Refuse before a byte is read what says itself that it is too long."""
-    said = headers.get("content-length")
-    if said is not None and (not said.isdecimal() or len(said) > 15 or int(said) > most):
-        raise too_long(most)
-
-
-def too_long(most: int) -> RefusedError:
-    """413."""
+def _too_long(most: int) -> RefusedError:
     return wrong(f"the body is longer than {most} bytes", 413)
 
 
@@ -258,26 +200,26 @@ class Predicting:
     def __init__(self, holder: ModelSlot, queue: Queue, limits: RequestLimits) -> None:
         self._holder, self._queue, self._limits = holder, queue, limits
         self._budget = Budget(limits.held_bytes)
-        self._desk = Desk()
+        self._worker = WorkerThread("torchrelay serve bodies")
 
     @property
     def waiting(self) -> int:
         """Samples that wait for a batch."""
         return len(self._queue)
 
-    async def answer(self, headers: Mapping[str, str], receive: Receive) -> Answer:
-        """The body of the answer and its type. Raises RefusedError, GoneError, FaultyAnswerError."""
-        form = form_of(headers)
+    async def answer(self, request: Request) -> Answer:
+        """The body of the answer and its type. Raises RefusedError, ClientDisconnect, FaultyAnswerError."""
+        form = form_of(request.headers)
         body = Body(self._budget, 1 if form.binary else JSON_WEIGHT)
         try:
             with anyio.move_on_after(self._limits.secs) as scope:
-                await body.read(receive, headers, form.limit(self._limits))
-                return await self._answered(body, form, receive)
+                await body.read(request, form.limit(self._limits))
+                return await self._answered(body, form, request.receive)
         finally:
             body.release()
         if scope.cancelled_caught:
             raise unavailable(f"there was no answer within {self._limits.secs:g} s")
-        raise GoneError
+        raise ClientDisconnect
 
     async def _answered(self, body: Body, form: ContentFormat, receive: Receive) -> Answer:
         served = self._holder.current
@@ -290,8 +232,8 @@ class Predicting:
         return text, MEDIA_TYPE if form.binary_answer else JSON, served
 
     async def _off(self, large: bool, work: Callable[[], Any]) -> Any:
-        """Do it here where it is small, else at the desk."""
-        return await self._desk.do(work) if large else work()
+        """Do it here where it is small, else in the thread for that."""
+        return await self._worker.do(work) if large else work()
 
     async def _computed(self, served: Served, samples: list[Any], receive: Receive) -> PendingRequest:
         """Have it computed, while looking whether the client is still there."""
@@ -309,7 +251,7 @@ class Predicting:
         try:
             await asyncio.wait((future, gone), return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
-                raise GoneError
+                raise ClientDisconnect
             future.result()
         finally:
             if not future.done():

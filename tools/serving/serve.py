@@ -12,11 +12,11 @@ from torchrelay.errors import UsageError
 
 if TYPE_CHECKING:
     from torchrelay.runners.programs.request import ServeOptions
+    from torchrelay.tools.serving.app import Running
     from torchrelay.tools.serving.handlers import ModelSource
-    from torchrelay.tools.serving.server import Running
 
 
-def check_installed() -> None:
+def check_installed(what: str = "serving") -> None:
     """Raises UsageError where the extra is missing, or several ranks were started."""
     missing = []
     for name in ("starlette", "uvicorn", "prometheus_client"):
@@ -25,7 +25,7 @@ def check_installed() -> None:
         except ImportError:
             missing.append(name)
     if missing:
-        raise UsageError(f"serving needs {', '.join(missing)}: pip install 'torchrelay[serve]'")
+        raise UsageError(f"{what} needs {', '.join(missing)}: pip install 'torchrelay[serve]'")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError("a server is one process: start it without torchrun")
 
@@ -41,15 +41,15 @@ def serve(
     The address is taken first, so that one that cannot be had costs no loading; nobody is answered before
     the model is there.
     """
-    from torchrelay.tools.serving.app import doorkeeper, read_token
+    from torchrelay.tools.serving.app import Running
     from torchrelay.tools.serving.handlers import ModelSlot
     from torchrelay.tools.serving.monitoring import Watching
-    from torchrelay.tools.serving.server import Running, bound_socket, url_of
+    from torchrelay.tools.serving.web import access_at, bound_socket, read_token, url_of
 
-    limits, token = options.limits(), read_token(options.token_file)
-    doorkeeper(options.host, options.port, token)
+    limits, token = options.limits(), read_token(options.token, options.token_file)
+    access_at(options.host, options.port, token)
     with bound_socket(options.host, options.port) as listening:
-        door = doorkeeper(options.host, listening.getsockname()[1], token)
+        access = access_at(options.host, listening.getsockname()[1], token)
         found = source()
         if options.watch and not getattr(found, "follows", False):
             raise UsageError(
@@ -57,7 +57,7 @@ def serve(
             )
         holder = ModelSlot(found.first())
         watching = Watching(found, say) if options.watch else None
-        running = Running(holder, listening, limits, door, watching)
+        running = Running(holder, listening, limits, access, watching)
         began(running)
         served = holder.current
         what = served.name if served.epoch is None else f"epoch {served.epoch} of {served.name}"

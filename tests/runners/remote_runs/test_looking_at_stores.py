@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import threading
 import urllib.request
 from pathlib import Path
 
 import fsspec
 import pytest
+from dashboards import dashboard
 from stored_jobs import Hosts, in_memory, put, train
 
 from torchrelay.runners.remote_runs import local_copies as mirrors
@@ -18,9 +18,7 @@ from torchrelay.runners.remote_runs.download import RunFiles
 from torchrelay.runners.remote_runs.local_copies import Mirror, mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
 from torchrelay.tools.cli.main import main
-from torchrelay.tools.report.run_data import ReadLimits
 from torchrelay.tools.report.run_list import FarRuns
-from torchrelay.tools.report.server import DashboardServer
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +186,7 @@ def test_foreign_files_and_odd_names(hosts: Hosts, url: str, capsys: pytest.Capt
 
 def test_the_dashboard_of_a_store(top: str) -> None:
     """The list and the pages of runs are served by URL, and a name that leads elsewhere is none."""
-    with DashboardServer(FarRuns(top), "127.0.0.1", 0, None, ReadLimits(norm_bytes=0)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with dashboard(FarRuns(top)) as server:
         page = urllib.request.urlopen(server.url, timeout=60).read().decode()
         assert "hello" in page
         assert "other" in page
@@ -199,7 +196,6 @@ def test_the_dashboard_of_a_store(top: str) -> None:
         assert f"{top}/hello" in run
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{server.url}run/..%2Fhello", timeout=60)
-        server.shutdown()
 
 
 def test_names_of_glances() -> None:

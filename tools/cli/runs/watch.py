@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.storage.open import is_remote as in_store
@@ -22,6 +20,7 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.runners.monitoring.console import Output, human_number
 from torchrelay.runners.monitoring.status import RunLook, look_at, runs_at, standing
 from torchrelay.runners.monitoring.text import duration, human_bytes, per_second
+from torchrelay.runners.programs.request import add_token_options, port
 from torchrelay.runners.remote_runs.names import for_a_glance, is_remote
 from torchrelay.runners.remote_runs.resolve import existing_directory, locate_run
 from torchrelay.tools.cli.arguments import Add, add_run
@@ -283,32 +282,26 @@ def add_dashboard(add: Add) -> None:
     parser = add("serve the pages of runs, live, until Ctrl-C", dashboard)
     parser.add_argument("runs", metavar="RUNS", help="the directory or URL in which runs lie, or one run")
     parser.add_argument(
-        "--port", type=_port, default=_PORT, metavar="P", help=f"default: {_PORT}; 0 takes any"
+        "--port", type=port, default=_PORT, metavar="P", help=f"default: {_PORT}; 0 takes any"
     )
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
-    parser.add_argument(
-        "--token",
-        default=os.environ.get(_TOKEN),
-        metavar="TEXT",
-        help=f"who looks must know it; needed with another --host; better in {_TOKEN}, where no list of "
-        "processes shows it",
-    )
+    add_token_options(parser, os.environ.get(_TOKEN))
     add_limits(parser, _NORM_BYTES)
 
 
 def dashboard(chosen: argparse.Namespace, output: Output) -> int:
     """Serve until SIGINT or SIGTERM, which end it at once, with 0."""
-    from torchrelay.tools.report.server import DashboardServer
+    from torchrelay.tools.serving.serve import check_installed
 
-    store = _store(chosen.runs)
-    limits = limits_of(chosen)
-    signal.signal(signal.SIGTERM, _stop)
-    with (
-        suppress(KeyboardInterrupt),  # also while the address is being told
-        DashboardServer(store, chosen.host, chosen.port, chosen.token, limits) as server,
-    ):
-        _say(server, store, chosen, output)
-        server.serve_forever(poll_interval=60)
+    check_installed("the dashboard")
+    from torchrelay.tools.report.server import DashboardServer
+    from torchrelay.tools.serving.web import read_token
+
+    store, token = _store(chosen.runs), read_token(chosen.token, chosen.token_file)
+    server = DashboardServer(store, chosen.host, chosen.port, token, limits_of(chosen))
+    with server.socket:
+        server.ready = lambda: _say(server, store, token, output)
+        server.run(sockets=[server.socket])
     return 0
 
 
@@ -322,19 +315,9 @@ def _store(text: str) -> RunIndex:
     return RunIndex(Path(text))
 
 
-def _say(server: DashboardServer, store: RunIndex, chosen: argparse.Namespace, output: Output) -> None:
+def _say(server: DashboardServer, store: RunIndex, token: str | None, output: Output) -> None:
     if output.json:
-        output.value({"url": server.url, "runs": store.names(), "token": chosen.token is not None})
+        output.value({"url": server.url, "runs": store.names(), "token": token is not None})
         return
-    how = "?token=..." if chosen.token is not None else ""
+    how = "?token=..." if token is not None else ""
     output.line(f"serving {store.shown} at {server.url}{how} (Ctrl-C ends it)")
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or int(text[:6]) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
-    return int(text)

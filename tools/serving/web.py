@@ -1,0 +1,181 @@
+"""What the server of models and the dashboard share: who is let in, the socket, uvicorn. Without torch."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any, TypeVar
+
+import uvicorn
+
+from torchrelay.errors import UsageError
+from torchrelay.records import dataclass
+
+T = TypeVar("T")
+Scope = MutableMapping[str, Any]
+_SHORTEST_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class Access:
+    """Without a token only this machine is answered, under a name of itself; with one, whoever sends it."""
+
+    port: int
+    token: str | None = None
+
+    def refusal(self, headers: Mapping[str, str], *also: str) -> tuple[int, str] | None:
+        """Status and reason for who is not let in. The token comes as a bearer, or is one of `also`."""
+        if self.token is None:
+            # A page of another site that was made to lead here sends that site's name (DNS rebinding).
+            here = self._names_here(headers.get("host", ""))
+            return None if here else (421, "this server answers to localhost alone")
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        said = [bearer.strip() if kind.lower() == "bearer" else "", *also]
+        # in a time that does not tell how much of it is right
+        if any(hmac.compare_digest(one.encode(errors="replace"), self.token.encode()) for one in said):
+            return None
+        return 401, "send the header Authorization: Bearer TOKEN"
+
+    def _names_here(self, host: str) -> bool:
+        name, _, port = host.rpartition(":") if host.rpartition(":")[2].isdecimal() else (host, "", "80")
+        return is_loopback(name.strip("[]").lower()) and port == str(self.port)
+
+
+def access_at(host: str, port: int, token: str | None) -> Access:
+    """Who is let in at an address; raises UsageError where other machines could ask without a token."""
+    if token is None and not is_loopback(host.lower()):
+        raise UsageError(
+            f"--host {host} lets other machines ask: give --token-file, or --token, with a token that they "
+            "must send, or leave --host out and come through an ssh tunnel"
+        )
+    return Access(port, token)
+
+
+def read_token(token: str | None, path: str | None) -> str | None:
+    """The token that was given, or stands in a file; raises UsageError for what is none."""
+    where = "--token"
+    if path is not None:
+        where = f"--token-file {path}"
+        try:
+            token = Path(path).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not ASCII"
+            raise UsageError(f"{where} cannot be read: {why}") from None
+    if token is None:
+        return None
+    good = token.isascii() and token.isprintable() and " " not in token
+    if len(token) < _SHORTEST_TOKEN or not good:
+        raise UsageError(
+            f"{where}: a token has at least {_SHORTEST_TOKEN} signs of ASCII and no spaces, for example what "
+            "openssl rand -hex 16 prints"
+        )
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is this machine, for this machine alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket at an address, before anything is loaded; raises UsageError where it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+    except (OSError, OverflowError) as error:
+        found.close()
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else "ports go up to 65535"
+        raise UsageError(f"cannot serve at {host} port {port}: {reason}; choose another --port") from error
+    return found
+
+
+def url_of(listening: socket.socket) -> str:
+    """Where it is asked."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn for one application. A signal ends it and is not raised again; a second one ends it at once."""
+
+    def __init__(self, application: Any, **options: Any) -> None:
+        fixed: dict[str, Any] = {
+            "http": "h11",
+            "ws": "none",
+            "lifespan": "off",
+            "loop": "asyncio",
+            "interface": "asgi3",
+            "log_config": None,
+            "access_log": False,
+            "proxy_headers": False,
+            "server_header": False,
+            "timeout_keep_alive": 30,
+            "h11_max_incomplete_event_size": 32 << 10,
+        }
+        super().__init__(uvicorn.Config(application, **fixed, **options))
+        self.ready: Callable[[], None] = lambda: None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self.ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Leave; leaving was what the signal asked for."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+class WorkerThread:
+    """One daemon thread that does one work at a time, and so needs the memory of one."""
+
+    def __init__(self, name: str) -> None:
+        self._works: SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]] = (
+            SimpleQueue()
+        )
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    async def do(self, work: Callable[[], T]) -> T:
+        """What `work` returns, or its error; it may go on when nobody waits for it any more."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def tell(result: Any, error: BaseException | None) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle, future, result, error)
+
+        self._works.put((lambda: None if future.cancelled() else work(), tell))
+        return await future
+
+    def _run(self) -> None:
+        while True:
+            work, tell = self._works.get()
+            try:
+                result, error = work(), None
+            except BaseException as raised:
+                result, error = None, raised
+            tell(result, error)
+            del work, tell, result, error
+
+
+def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """Give a future what came of it, unless nobody waits any more."""
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
