@@ -110,7 +110,7 @@ class PredictionFile:
         self._out: Any = None
 
     def part(self) -> Any:
-        """Open this rank's part of an epoch; write rows to it by `put`."""
+        """Open this rank's part of an epoch; `write_rows` writes to it."""
         return self._system.open(self._part(self.rank), "w", encoding="utf-8", newline="\n")
 
     def merge(self, constant: Row) -> None:
@@ -147,11 +147,6 @@ class PredictionFile:
             self._columns = list(row)
             writer.writerow(self._columns)
         writer.writerow([_cell(row.get(name)) for name in self._columns])
-
-
-def put(part: Any, index: int, row: Row) -> None:
-    """Write a row of a part."""
-    part.write(json.dumps([index, row]) + "\n")
 
 
 def write_text(path: str, text: str) -> None:
@@ -203,7 +198,7 @@ def evaluation(
             for batch in ctx.steps(phase.loader, count=False):
                 outputs = _measured(phase, ctx, batch, tally, names)
                 if part is not None and batch.count:
-                    _write(context, phase, batch, outputs, part)
+                    write_rows(phase, batch, outputs, part)
         names.update(log_tally(phase, ctx, tally))
         absent = [name for name in phase.metrics or () if name not in names]
         if absent:
@@ -236,12 +231,13 @@ def _measured(phase: PhaseState, ctx: Context, batch: Any, tally: Tally, names: 
     return outputs
 
 
-def _write(context: StepContext, phase: PhaseState, batch: Any, outputs: Any, part: Any) -> None:
+def write_rows(phase: PhaseState, batch: Any, outputs: Any, part: Any) -> None:
+    """Write a row per sample of a batch: what the model predicts, which are its outputs unless it says."""
     predict = getattr(phase.model, "predict", None)
     predicted = predict(outputs, batch) if callable(predict) else outputs
     rows = rows_of(predicted, batch.count, f"phase {phase.name}")
     for index, row in zip(batch.indices.tolist(), rows, strict=True):
-        put(part, index, row)
+        part.write(json.dumps([index, row]) + "\n")
 
 
 def log_tally(phase: PhaseState, ctx: Context, tally: Tally) -> Iterable[str]:

@@ -30,8 +30,7 @@ from torchrelay.runners.config_runs.evaluation import (
     format_of,
     load_weights,
     moved_batch,
-    put,
-    rows_of,
+    write_rows,
 )
 from torchrelay.runners.config_runs.processes import apart, let_go
 from torchrelay.runners.config_runs.profiles import call_step
@@ -268,14 +267,9 @@ def _rows_of_one(context: StepContext, phase: PhaseState, dataset: Dataset, out:
     """A row per sample of a file, in its order; the result takes its place when it is whole."""
     loader: Any = Network().build_loader(context, phase.keys, dataset)
     result = PredictionFile(str(out.absolute()), format_of(out.name, None), 0, 1)
-    predict = getattr(phase.model, "predict", None)
     with torch.no_grad(), result.part() as part:
         for batch in loader.placed(0, 1):
-            outputs = phase.model(moved_batch(batch, context.device))
-            predicted = predict(outputs, batch) if callable(predict) else outputs
-            rows = rows_of(predicted, batch.count, f"phase {phase.name}")
-            for index, row in zip(batch.indices.tolist(), rows, strict=True):
-                put(part, index, row)
+            write_rows(phase, batch, phase.model(moved_batch(batch, context.device)), part)
     result.merge({})
     result.close()
 

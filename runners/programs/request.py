@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import field, fields
 from typing import Any
 
 from torchrelay.errors import UsageError
@@ -68,6 +68,11 @@ class Budget:
 PORT = 8331
 
 
+def _option(default: Any, metavar: str, text: str) -> Any:
+    """A field, and how it is shown where it is typed."""
+    return field(default=default, metadata={"metavar": metavar, "help": text})
+
+
 @dataclass(frozen=True)
 class ServeOptions:
     """The options; each is what it is called on the command line."""
@@ -77,16 +82,24 @@ class ServeOptions:
     token: str | None = None
     token_file: str | None = None
     watch: bool = False
-    max_batch: int = RequestLimits.max_batch
-    max_delay_ms: float = RequestLimits.max_delay_secs * 1000
-    timeout: float = RequestLimits.secs
-    drain: float = RequestLimits.drain_secs
-    max_body: int = RequestLimits.body_bytes
-    max_json: int = RequestLimits.json_bytes
-    max_depth: int = RequestLimits.depth
-    max_elements: int = RequestLimits.elements
-    max_samples: int = RequestLimits.samples
-    max_queue: int = RequestLimits.queue
+    max_batch: int = _option(
+        RequestLimits.max_batch,
+        "N",
+        "compute at most N samples at once; 1: every answer as `eval` gives it, bit for bit",
+    )
+    max_delay_ms: float = _option(
+        RequestLimits.max_delay_secs * 1000, "MS", "let a sample wait so long for others to share its batch"
+    )
+    timeout: float = _option(RequestLimits.secs, "SECS", "give a request up after SECS: 503")
+    drain: float = _option(
+        RequestLimits.drain_secs, "SECS", "after SIGTERM finish what is asked, for at most SECS"
+    )
+    max_body: int = _option(RequestLimits.body_bytes, "BYTES", "refuse longer bodies: 413")
+    max_json: int = _option(RequestLimits.json_bytes, "BYTES", "refuse longer bodies of JSON: 413")
+    max_depth: int = _option(RequestLimits.depth, "N", "refuse JSON that is nested deeper: 400")
+    max_elements: int = _option(RequestLimits.elements, "N", "refuse tensors with more elements: 413")
+    max_samples: int = _option(RequestLimits.samples, "N", "refuse more samples in one request: 413")
+    max_queue: int = _option(RequestLimits.queue, "N", "refuse requests when so many samples wait: 429")
 
     @classmethod
     def of(cls, chosen: argparse.Namespace) -> ServeOptions:
@@ -120,38 +133,21 @@ class ServeOptions:
         return found
 
 
-_SERVE_OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
-    (
-        "max-batch",
-        int,
-        "N",
-        "compute at most N samples at once; 1: every answer as `eval` gives it, bit for bit",
-    ),
-    ("max-delay-ms", float, "MS", "let a sample wait so long for others to share its batch"),
-    ("timeout", float, "SECS", "give a request up after SECS: 503"),
-    ("drain", float, "SECS", "after SIGTERM finish what is asked, for at most SECS"),
-    ("max-body", int, "BYTES", "refuse longer bodies: 413"),
-    ("max-json", int, "BYTES", "refuse longer bodies of JSON: 413"),
-    ("max-depth", int, "N", "refuse JSON that is nested deeper: 400"),
-    ("max-elements", int, "N", "refuse tensors with more elements: 413"),
-    ("max-samples", int, "N", "refuse more samples in one request: 413"),
-    ("max-queue", int, "N", "refuse requests when so many samples wait: 429"),
-)
-
-
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
     """Define them."""
-    known = {one.name: one.default for one in fields(ServeOptions)}
     parser.add_argument("--port", type=port, default=PORT, metavar="P", help=f"default: {PORT}; 0 takes any")
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
     add_token_options(parser)
     parser.add_argument("--watch", action="store_true", help="serve newer epochs when they are committed")
-    for name, kind, metavar, text in _SERVE_OPTIONS:
-        default = known[name.replace("-", "_")]
-        parser.add_argument(
-            f"--{name}", type=_positive(kind), default=default, metavar=metavar,
-            help=f"{text} (default: {default:g})" if isinstance(default, float) else f"{text} ({default})",
-        )  # fmt: skip
+    for one in fields(ServeOptions):
+        if one.metadata:
+            told, default = one.metadata, one.default
+            parser.add_argument(
+                f"--{one.name.replace('_', '-')}", type=_positive(type(default)), default=default,
+                metavar=told["metavar"],
+                help=f"{told['help']} (default: {default:g})" if isinstance(default, float)
+                else f"{told['help']} ({default})",
+            )  # fmt: skip
 
 
 def add_token_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -277,79 +273,12 @@ def read_request(argv: Sequence[str] | None = None) -> VerbRequest:
 
 def add_options(parser: argparse.ArgumentParser, verb: str) -> None:
     """Define what a verb takes."""
-    for add in _OPTIONS[verb]:
-        add(parser)
-    _configuration(parser)
-    parser.add_argument(
-        "--runs", metavar="DIR", help="where the runs of experiments lie (or TORCHRELAY_RUNS)"
-    )
-
-
-def _configuration(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", dest="config", metavar="CONFIG", help="a configuration file, YAML")
-    parser.add_argument(
-        "-o", dest="overrides", metavar="KEY=VALUE", action="append", default=[], help="change a value of it"
-    )
-    parser.add_argument(
-        "--strict-config", action="store_true", help="end with 2 where a key of it is never read"
-    )
-
-
-def _starting(parser: argparse.ArgumentParser) -> None:
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--force", action="store_true", help="make a new run, though nothing changed")
-    either.add_argument("--retrain", action="store_true", help="train the same run again from the beginning")
-    parser.add_argument(
-        "--run", dest="run_id", metavar="ID", help="this run of the same code (default: the newest)"
-    )
-    parser.add_argument("--epoch", metavar="N", help="go back to epoch N of the run of this very code")
-    parser.add_argument("--max-epochs", metavar="N", type=_count, help="train until so many epochs are done")
-    parser.add_argument(
-        "--time-limit", metavar="T", type=_time, help="leave before T; the same command goes on"
-    )
-
-
-def _using(parser: argparse.ArgumentParser) -> None:
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--ignore", action="store_true", help="use the changed code with the last weights")
-    either.add_argument("--run", dest="run_id", metavar="ID", help="this run, by its archived code")
-    parser.add_argument("--epoch", metavar="E", help="a number, last or best (default: last)")
-
-
-def _retest(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--retest", action="store_true", help="measure again and replace the result")
-
-
-def _paths(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="IN... OUT; a directory is all its files")
-
-
-def _writing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="FILE", required=True, help="the package")
-    parser.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
-
-
-def _run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", dest="run_id", metavar="ID", help="this run (default: the newest)")
-
-
-def _check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="end with 1 where train would train")
-
-
-def _message(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--message", metavar="TEXT", default="", help="a comment, kept with the run")
-
-
-_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "train": (_starting, _message),
-    "test": (_using, _retest),
-    "eval": (_paths, _using),
-    "server": (add_serve_options, _using),
-    "status": (_run, _check),
-    "package": (_writing, _using),
-    "amend": (_run, _message),
-}
+    if verb == "server":
+        add_serve_options(parser)
+    for either in (*_OPTIONS[verb], *_OF_ALL):
+        group = parser.add_mutually_exclusive_group() if len(either) > 1 else parser
+        for name, how in either.items():
+            group.add_argument(name, **how)
 
 
 def _count(text: str) -> int:
@@ -363,3 +292,58 @@ def _time(text: str) -> float:
         return seconds_of(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+_FLAG = {"action": "store_true"}
+_RUN = {"dest": "run_id", "metavar": "ID"}
+_NEWEST = {"--run": {**_RUN, "help": "this run (default: the newest)"}}
+_MESSAGE = {"--message": {"metavar": "TEXT", "default": "", "help": "a comment, kept with the run"}}
+_USING = (
+    {
+        "--ignore": {**_FLAG, "help": "use the changed code with the last weights"},
+        "--run": {**_RUN, "help": "this run, by its archived code"},
+    },
+    {"--epoch": {"metavar": "E", "help": "a number, last or best (default: last)"}},
+)
+_Options = tuple[dict[str, dict[str, Any]], ...]
+_OPTIONS: dict[str, _Options] = {
+    "train": (
+        {
+            "--force": {**_FLAG, "help": "make a new run, though nothing changed"},
+            "--retrain": {**_FLAG, "help": "train the same run again from the beginning"},
+        },
+        {"--run": {**_RUN, "help": "this run of the same code (default: the newest)"}},
+        {"--epoch": {"metavar": "N", "help": "go back to epoch N of the run of this very code"}},
+        {"--max-epochs": {"metavar": "N", "type": _count, "help": "train until so many epochs are done"}},
+        {"--time-limit": {"metavar": "T", "type": _time, "help": "leave before T; the same command goes on"}},
+        _MESSAGE,
+    ),
+    "test": (*_USING, {"--retest": {**_FLAG, "help": "measure again and replace the result"}}),
+    "eval": (
+        {"paths": {"metavar": "PATH", "nargs": "+", "help": "IN... OUT; a directory is all its files"}},
+        *_USING,
+    ),
+    "server": _USING,
+    "status": (_NEWEST, {"--check": {**_FLAG, "help": "end with 1 where train would train"}}),
+    "package": (
+        {"--out": {"metavar": "FILE", "required": True, "help": "the package"}},
+        {"--overwrite": {**_FLAG, "help": "replace the file if it is there"}},
+        *_USING,
+    ),
+    "amend": (_NEWEST, _MESSAGE),
+}
+"""Of each verb; of several in one mapping only one may be given."""
+_OF_ALL: _Options = (
+    {"-m": {"dest": "config", "metavar": "CONFIG", "help": "a configuration file, YAML"}},
+    {
+        "-o": {
+            "dest": "overrides",
+            "metavar": "KEY=VALUE",
+            "action": "append",
+            "default": [],
+            "help": "change a value of it",
+        }
+    },
+    {"--strict-config": {**_FLAG, "help": "end with 2 where a key of it is never read"}},
+    {"--runs": {"metavar": "DIR", "help": "where the runs of experiments lie (or TORCHRELAY_RUNS)"}},
+)

@@ -55,7 +55,7 @@ def stored_run_of(
     run: RunDirectory | None, session: SessionBase, state: RunState, journal: Journal, manager: Manager | None
 ) -> StoredRun:
     """Brings a run of a store down, and puts it up behind the training."""
-    if run is None or run.url is None:
+    if run is None or run.url is None or manager is None:
         return _ABSENT  # type: ignore[no-any-return]
     from torchrelay.runners.training.extras.remote_run import StoredRun
 

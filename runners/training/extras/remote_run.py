@@ -13,10 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.load.info import glance
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.record import JOB_PATH as JOB_FILE
@@ -97,19 +95,15 @@ class StoredRun:
         session: SessionBase,
         state: RunState,
         journal: Journal,
-        manager: Manager | None,
+        manager: Manager,
     ) -> None:
-        self._session, self._state, self._journal, self._manager = session, state, journal, manager
-        self._peers = session.peers
-        self._run = run if run.url is not None else None
-        self._files: RunFiles | None = None
+        self._run, self._session, self._state, self._journal = run, session, state, journal
+        self._engine, self._peers = manager.engine, session.peers
+        self._files = RunFiles.at(str(run.url), "the run directory", manager.engine.single_writer)
         self._behind: BackgroundUploader | None = None
         self._putter: Putter | None = None
         self._lock: WorkspaceLock | None = None
         self._brought = Brought()
-        if self._run is not None and manager is not None:
-            writers = manager.engine.single_writer
-            self._files = RunFiles.at(str(self._run.url), "the run directory", writers)
 
     # Before the run
 
@@ -118,42 +112,38 @@ class StoredRun:
 
         All call it. Raises UsageError, StorageError, DirectoryInUseError on all processes.
         """
-        run, files = self._run, self._files
-        if run is None or files is None:
-            return
 
         def make() -> None:
-            make_workspace(run.path)
+            make_workspace(self._run.path)
             if self._peers.rank == 0:
-                self._lock = WorkspaceLock(run.path)
+                self._lock = WorkspaceLock(self._run.path)
                 self._lock.take()
 
         together(self._peers, "make the workspace", make)
-        check_store(files, self._peers, place)
-        decide(
-            self._peers, "bring the run down", lambda: self._bring(run, files), deadline_secs=BRINGING_SECS
-        )
+        check_store(self._files, self._peers, place)
+        decide(self._peers, "bring the run down", self._bring, deadline_secs=BRINGING_SECS)
 
-    def _bring(self, run: RunDirectory, files: RunFiles) -> None:
+    def _bring(self) -> None:
+        run, files = self._run, self._files
         found, left_out = found_in(files, for_a_start)
         found = {**unlisted(files, NEEDED.difference(found, left_out)), **found}
-        if self._is_of_another(run, files, known="run.json" in found):
+        if self._is_of_another(known="run.json" in found):
             beside = set_aside(run.path)
             self._journal.say(f"the workspace had files of another run, which lie in {beside} now")
         self._brought = bring(files, found, run.path, local_goes_on)
         self._brought.left_out.update(left_out)
         for name, why in self._brought.left_out.items():
             self._journal.warn(f"{run.url}/{name} is left where it is: {why}")
-        wanted = files.stat(STOP) is not None
-        if wanted:
+        if files.stat(STOP) is not None:
             run.stop_file.touch()
         else:
             run.stop_file.unlink(missing_ok=True)
 
-    def _is_of_another(self, run: RunDirectory, files: RunFiles, *, known: bool) -> bool:
+    def _is_of_another(self, *, known: bool) -> bool:
         """Whether what lies in the workspace is of a run that the store does not have, or not any more."""
+        files = self._files
         try:
-            here = run.identity()
+            here = self._run.identity()
         except RelayError:
             return True
         if here is None:
@@ -170,65 +160,52 @@ class StoredRun:
 
     def opened(self) -> None:
         """The log is ours: what this process writes is put up from now on. Rank 0 waits for a first pass."""
-        ledger = self._ledger
-        if ledger is None or ledger.holding is None or self._peers.rank != 0:
+        ledger, files = self._engine.ledger, self._files
+        if ledger.holding is None or self._peers.rank != 0:
             return
         with suppress(StorageError):
-            self._give_up_parts()
-        self._begin_behind(travels, ledger.ask, EVERY_SECS)
-        if self._behind is not None and not self._behind.flush(BEGIN_SECS):
+            # Uploads that a killed process began end; the log sees to those of epochs.
+            for name, upload in files.unfinished(""):
+                if not name.startswith(f"{files.root.lstrip('/')}/{CHECKPOINTS}/"):
+                    files.give_up((name, upload))
+        if not self._begin_behind(travels, ledger.ask, EVERY_SECS).flush(BEGIN_SECS):
             self.look()
-
-    def _give_up_parts(self) -> None:
-        """End uploads of the run's files that a killed process began; the log sees to those of epochs."""
-        files = self._files
-        for name, upload in files.unfinished("") if files is not None else ():
-            if files is not None and not name.startswith(f"{files.root.lstrip('/')}/{CHECKPOINTS}/"):
-                files.give_up((name, upload))
 
     def goes_on(self, target: Target | None) -> None:
         """It is known from where, and as which attempt: rank 0 mends curves, others put their own files."""
-        if self._ledger is None:
-            return
         attempt = self._state.attempt
         if self._peers.rank == 0:
-            self._mend(self._ledger, target, attempt)
+            self._mend(target, attempt)
             return
         log = f"logs/attempt_{attempt}/rank_{self._peers.rank}.log"
         nodes = [place.name for place in self._session.local_nodes]
         own = {log, f"{log}.1", *(f"crash/{node}.attempt_{attempt}.safetensors" for node in nodes)}
         self._begin_behind(own.__contains__, lambda: None, _OTHERS_SECS)
 
-    @property
-    def _ledger(self) -> Ledger | None:
-        """The log of a run in a store; None where there is no such run."""
-        return None if self._run is None or self._manager is None else self._manager.engine.ledger
-
-    def _begin_behind(self, wanted: Callable[[str], bool], may_put: Callable[[], None], every: float) -> None:
-        run, files = self._run, self._files
-        if run is None or files is None:
-            return
-        files.patience = _BEHIND
-        self._putter = Putter(files, run.path, wanted)
+    def _begin_behind(
+        self, wanted: Callable[[str], bool], may_put: Callable[[], None], every: float
+    ) -> BackgroundUploader:
+        self._files.patience = _BEHIND
+        self._putter = Putter(self._files, self._run.path, wanted)
         self._putter.kept.update(self._brought.left_out)
         look = self._look_around if self._peers.rank == 0 else lambda: None
         self._behind = BackgroundUploader(self._putter, may_put, look, every)
         remember_last_words(self._last_words)
+        return self._behind
 
     def _look_around(self) -> None:
         """Has somebody asked for the end; has somebody written over our status."""
-        run, files, putter = self._run, self._files, self._putter
-        if run is None or files is None or putter is None:
-            return
-        if files.stat(STOP) is not None and not run.stop_file.exists():
+        if self._files.stat(STOP) is not None and not self._run.stop_file.exists():
             with suppress(OSError):
-                run.stop_file.touch()
-        putter.look_at_status()
+                self._run.stop_file.touch()
+        if self._putter is not None:
+            self._putter.look_at_status()
 
-    def _mend(self, ledger: Ledger, target: Target | None, attempt: int) -> None:
+    def _mend(self, target: Target | None, attempt: int) -> None:
         """Lines of metrics that a lost process took with it are made again from the checkpoints."""
-        run, writer = self._run, ledger.writer
-        if run is None or target is None or writer is None:
+        run, ledger = self._run, self._engine.ledger
+        writer = ledger.writer
+        if target is None or writer is None:
             return
         with suppress(StorageError):
             upto = target.position.epoch
@@ -240,7 +217,7 @@ class StoredRun:
     def look(self) -> None:
         """At a boundary: have the store brought up to date soon, and tell once what keeps it from that."""
         behind = self._behind
-        if behind is None or self._run is None:
+        if behind is None:
             return
         trouble = behind.trouble()
         if trouble is not None and self._peers.rank == 0:
@@ -262,10 +239,15 @@ class StoredRun:
         The log is still ours then.
         """
         behind, self._behind = self._behind, None
-        if behind is None or self._run is None:
+        if behind is None:
             return
         forget_last_words(self._last_words)
-        left = behind.close(min(secs, self._secs_left(failed=failed)))
+        left_secs = None if self._state.requests is None else self._state.requests.secs_left()
+        if failed:
+            secs = min(secs, FAILED_SECS)
+        elif left_secs is not None:
+            secs = min(secs, max(LAST_WORDS_SECS, left_secs - LAST_WORDS_SECS))
+        left = behind.close(min(secs, END_SECS))
         if self._peers.rank != 0:
             return
         if left:
@@ -279,32 +261,27 @@ class StoredRun:
                 f"links and odd files are not put up ({_some(links)}): put copies into the run directory"
             )
 
-    def _secs_left(self, *, failed: bool) -> float:
-        if failed:
-            return FAILED_SECS
-        left = None if self._state.requests is None else self._state.requests.secs_left()
-        return END_SECS if left is None else max(LAST_WORDS_SECS, left - LAST_WORDS_SECS)
-
     def finish_over(self) -> None:
         """A run that is over: a process that was lost at its end may have left something here to put up."""
-        run, files = self._run, self._files
-        if run is None or files is None or self._peers.rank != 0:
+        if self._peers.rank != 0:
             return
+        here = b""
+        with suppress(OSError):
+            here = (self._run.path / "status.json").read_bytes()
         with suppress(RelayError):
-            if files.read_range("status.json", 0, MAX_JSON_BYTES) != _bytes_of(run.path / "status.json"):
-                self._put_apart(run.status().get("generation"))
+            if self._files.read_range("status.json", 0, MAX_JSON_BYTES) != here:
+                self._put_apart(self._run.status().get("generation"))
 
     def finish_by_hand(self) -> None:
         """Put up what a save outside of a train call has left; the log is nobody's then."""
-        if self._ledger is not None and self._peers.rank == 0:
-            self._put_apart(self._ledger.last_generation())
+        if self._peers.rank == 0:
+            self._put_apart(self._engine.ledger.last_generation())
 
     def _put_apart(self, generation: object) -> None:
         """Put up what is here, unless another has written there since that generation."""
-        ledger = self._ledger
 
         def may_put() -> None:
-            if ledger is None or ledger.last_generation() != generation:
+            if self._engine.ledger.last_generation() != generation:
                 raise FencedError("the run has been gone on with elsewhere")
 
         self._begin_behind(travels, may_put, EVERY_SECS)
@@ -319,10 +296,3 @@ class StoredRun:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
