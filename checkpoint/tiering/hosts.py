@@ -19,13 +19,12 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.names import DATA, TRY
 from torchrelay.checkpoint.format.position import Branch, CommittedPosition, Retirement, State
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import delete_try
@@ -285,12 +284,6 @@ def mirrored(far: State, entry: CommittedPosition) -> State | None:
     return without(replace(far, entries=entries, retiring=still), over)
 
 
-def newest_replicated(near: LogView, far: LogView) -> CommittedPosition | None:
-    """The newest entry of the near line that the far log has."""
-    there = {entry.try_name for entry in far.entries}
-    return next((entry for entry in reversed(near.line()) if entry.try_name in there), None)
-
-
 @dataclass(frozen=True)
 class NearLogStatus:
     """What a leader says. `generation`: that of the far log when this near log was taken with it, or -1.
@@ -316,20 +309,31 @@ def claim_of(row: list[Json]) -> NearLogStatus:
     return NearLogStatus(int(rank), int(generation), bool(ahead), bool(sends), tuple(map(str, alone)))
 
 
+def notes_of(storage: TierStorage) -> Notes:
+    """What is noted near of this far place."""
+    noted = read_notes(storage.near)
+    return noted if noted is not None and noted.far == storage.far.url else Notes(storage.far.url)
+
+
+def is_part(storage: TierStorage) -> bool:
+    """Whether another place has the near log of the run, so that the one here counts for nothing."""
+    noted = read_notes(storage.near)
+    return noted is not None and noted.part
+
+
 def claim(storage: TierStorage, job_name: str | None, rank: int) -> NearLogStatus | None:
     """That of the near log here; None without one, or where another place's log counts since then.
 
     Raises StorageError and DamagedError for logs that cannot be read, UsageError for that of another job.
     """
-    notes = read_notes(storage.near) or Notes()
-    if notes.part:
+    if is_part(storage):
         return None
     same_job(storage.near, storage.far)
     near = open_log(storage.near, job_name)
     if near.slot < 0:
         return None
     far = open_log(storage.far, job_name)
-    mine = notes if notes.far == storage.far.url else Notes()
+    mine = notes_of(storage)
     lacks = to_send(near, far)
     return NearLogStatus(
         rank,
@@ -378,12 +382,6 @@ def retirement_of(told: list[Json]) -> Retirement:
     """Read what `row` made."""
     name, groups = told
     return Retirement(str(name), None if groups is None else tuple(map(str, groups)))
-
-
-def left_over(near: Storage, live: Collection[str]) -> tuple[Retirement, ...]:
-    """Tries that lie here and that the log does not need."""
-    names = near.list(DATA)
-    return tuple(Retirement(name) for name in names if TRY.fullmatch(name) and name not in live)
 
 
 def delete(near: Storage, gone: Iterable[Retirement]) -> None:

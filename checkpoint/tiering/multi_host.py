@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.names import DATA, TRY
 from torchrelay.checkpoint.format.position import CommittedPosition, Position, Retirement, State
 from torchrelay.checkpoint.load.verify import (
     FULL_PROOF_SECS,
@@ -124,8 +125,13 @@ class HostsLedger(TierLedger):
         if not self.places.many:
             return super().open(peers)
         counts = [one for one in found if one.rank == self._reader and one.ahead]
-        for other in found[len(counts) :]:
-            self._warn_given_up(peers, other)
+        for other in found[len(counts) :] if peers.rank == 0 else ():
+            if other.rank != 0:  # what rank 0's place had is told when it adopts the far log
+                warn(
+                    f"the near log of rank {other.rank} is of an older history: what it had near only (epoch "
+                    f"{', '.join(other.alone)}) is given up",
+                    stacklevel=2,
+                )
         if counts and counts[0].rank != 0 and counts[0].sends and not self._send_from(peers, counts[0].rank):
             return False
         super().open(peers)
@@ -134,14 +140,6 @@ class HostsLedger(TierLedger):
         if sent and self._sender is not None:
             self._sender.give_way()
         return sent
-
-    def _warn_given_up(self, peers: Peers, other: hosts.NearLogStatus) -> None:
-        if peers.rank == 0 and other.rank != 0:  # what rank 0's place had is told when it adopts the far log
-            warn(
-                f"the near log of rank {other.rank} is of an older history: what it had near only (epoch "
-                f"{', '.join(other.alone)}) is given up",
-                stacklevel=3,
-            )
 
     def _send_from(self, peers: Peers, by: int) -> bool:
         """The log is on another host than rank 0: its leader holds both logs until all of it is sent.
@@ -208,7 +206,9 @@ class HostsLedger(TierLedger):
             sender.start()
             self._sender = sender
             if told["live"] is not None and by == 0:
-                self._left_over = hosts.left_over(self.storage.near, frozenset(told["live"]))
+                names = self.storage.near.list(DATA)
+                gone = (name for name in names if TRY.fullmatch(name) and name not in told["live"])
+                self._left_over = tuple(map(Retirement, gone))
 
         together(peers, "near directories of the job", begin)
 

@@ -73,8 +73,9 @@ class Replicator(TierUploader):
     @property
     def newest(self) -> Position | None:
         """The newest position of the run that is replicated."""
-        found = hosts.newest_replicated(self._writer.view, self._far.view)
-        return None if found is None else found.position
+        there = {entry.try_name for entry in self._far.view.entries}
+        line = reversed(self._writer.view.line())
+        return next((entry.position for entry in line if entry.try_name in there), None)
 
     def check(self) -> None:
         """Raise FencedError where another job has the far log. Asks no storage."""
@@ -228,7 +229,11 @@ class Replicator(TierUploader):
         if isinstance(error, LostPartError):
             reason: str | None = str(error)
         elif isinstance(error, DamagedError):
-            reason = self._damage(entry)
+            if self._others is not None:  # what is not here may lie at the far place, or with another host
+                reason = damage_of(self._near, entry)
+            else:
+                proof = prove(self._storage, entry, level="full")
+                reason = proof.reason if proof.outcome is VerificationStatus.DAMAGED else None
         else:
             raise error
         if reason is None:
@@ -236,13 +241,6 @@ class Replicator(TierUploader):
         self._writer.quarantine(entry.key, reason)
         what = "is given up" if isinstance(error, LostPartError) else "is damaged and is not replicated"
         self._fail(f"epoch {entry.position} {what}: {reason}")
-
-    def _damage(self, entry: CommittedPosition) -> str | None:
-        """Of what this place has; what it lacks may lie at the far place, or with another host."""
-        if self._others is not None:
-            return damage_of(self._near, entry)
-        proof = prove(self._storage, entry, level="full")
-        return proof.reason if proof.outcome is VerificationStatus.DAMAGED else None
 
     def _ask(self) -> None:
         self._far.ask()

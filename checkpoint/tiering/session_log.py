@@ -15,14 +15,7 @@ from torchrelay.checkpoint.format.position import CommittedPosition, Position, S
 from torchrelay.checkpoint.load.verify import JointProof, Level, Target, VerificationStatus, prove_together
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping
-from torchrelay.checkpoint.log.tiered_storage import (
-    Notes,
-    TierStorage,
-    read_notes,
-    refuse_to_begin,
-    same_job,
-    share_job,
-)
+from torchrelay.checkpoint.log.tiered_storage import TierStorage, refuse_to_begin, same_job, share_job
 from torchrelay.checkpoint.log.view import LogView, Look
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.base import check_exclusion
@@ -69,7 +62,7 @@ class TierLedger(Ledger):
         same_job(self.storage.near, self.storage.far)
         near = open_log(self.storage.near, self.job_name)
         far = open_log(self.storage.far, self.job_name)
-        return near if self._is_ahead(near, far, untouched=self._notes().made(far)) else far
+        return near if self._is_ahead(near, far, untouched=hosts.notes_of(self.storage).made(far)) else far
 
     def _looked(self, view: LogView) -> dict[str, Any]:
         far = open_log(self.storage.far, self.job_name)
@@ -77,14 +70,9 @@ class TierLedger(Ledger):
 
     def _is_ahead(self, near: LogView, far: LogView, *, untouched: bool) -> bool:
         """Whether the near log tells the run; one that another host's has replaced since does not."""
-        noted = read_notes(self.storage.near)
-        if noted is not None and noted.part:
+        if hosts.is_part(self.storage):
             return False
         return hosts.is_ahead(near, far, untouched=untouched)
-
-    def _notes(self) -> Notes:
-        notes = read_notes(self.storage.near)
-        return notes if notes is not None and notes.far == self.storage.far.url else Notes()
 
     # Holding
 
@@ -102,7 +90,7 @@ class TierLedger(Ledger):
         share_job(near, far, self.job_name)
         before = open_log(far, self.job_name)
         far_writer = self._take_one(far)
-        untouched = self._notes().made(before) and before.slot + 1 == far_writer.generation
+        untouched = hosts.notes_of(self.storage).made(before) and before.slot + 1 == far_writer.generation
         try:
             writer = self._take_one(near)
             try:
@@ -143,7 +131,7 @@ class TierLedger(Ledger):
         def adopt(state: State) -> tuple[State, dict[str, Any]]:
             return hosts.adopted(state, far.state), dict(hosts.branch_payload(far.current))
 
-        there = far.state.tries | self._notes().replicated
+        there = far.state.tries | hosts.notes_of(self.storage).replicated
         lost = [str(entry.position) for entry in near.line() if entry.try_name not in there]
         writer.change("rewind", adopt)
         if lost:

@@ -29,10 +29,11 @@ from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest
 from torchrelay.checkpoint.load.verify import VerificationStatus, prove
-from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, forgotten, read_notes, write_notes
+from torchrelay.checkpoint.log.tiered_storage import TierStorage, forgotten, write_notes
 from torchrelay.checkpoint.storage.base import Storage, WriteHandle
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.storage.work import share
+from torchrelay.checkpoint.tiering.hosts import notes_of
 from torchrelay.checkpoint.tiering.uploader import Uploader
 from torchrelay.errors import DamagedError, RelayError, StorageError
 from torchrelay.records import dataclass
@@ -78,9 +79,7 @@ class TierUploader(Uploader):
         super().__init__(name)
         self.moved = Moved()
         self._tier, self._storage, self._near = tier, storage, storage.near
-        noted = read_notes(self._near)
-        mine = noted is not None and noted.far == storage.far.url
-        self._notes = noted if noted is not None and mine else Notes(storage.far.url)
+        self._notes = notes_of(storage)
         self._failures: list[str] = []
 
     @property
@@ -167,7 +166,10 @@ class TierUploader(Uploader):
     def send_manifest(self, entry: CommittedPosition) -> None:
         """Send the manifest, which nobody trusts before a record names it."""
         path = manifest_path(entry.try_name)
-        self._send_small(path, self._near.read_range(path, 0, entry.manifest_bytes))
+        data = self._near.read_range(path, 0, entry.manifest_bytes)
+        if not self._lies_there(path, len(data), sha256(data)):
+            self._create(path, lambda handle: handle.write_at(0, memoryview(data)))
+            self._note_sent(path, len(data), sha256(data))
 
     def _send_shard(self, path: str, row: ShardRow) -> None:
         if self._lies_there(path, row.nbytes, row.header_sha256):
@@ -189,11 +191,6 @@ class TierUploader(Uploader):
 
         self._create(path, write)
         self._note_sent(path, row.nbytes, row.header_sha256)
-
-    def _send_small(self, path: str, data: bytes) -> None:
-        if not self._lies_there(path, len(data), sha256(data)):
-            self._create(path, lambda handle: handle.write_at(0, memoryview(data)))
-            self._note_sent(path, len(data), sha256(data))
 
     def send_stats(self, try_name: str) -> None:
         """Times are no part of the epoch."""

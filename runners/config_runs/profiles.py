@@ -296,33 +296,28 @@ class _Profile:
         """Run it here, or on processes of its own."""
         if self.runner.kind == LOCAL_TRAIN and not env.launched and self.runner.worker_num > 1:
             return self._on_local_ranks(later)
-        context = self._context()
+        settings, runner, config = self.config.settings, self.runner, self.config
+        place = epochs_place if runner.infers else run_directory_of
+        own = self.run_dir if not runner.infers or is_of_training(settings, runner) else None
+        where, options = own or place(settings, runner), {}
+        if not runner.infers:
+            known = {"configuration": recorded(config), "code": source_of(config), **built_on(config)}
+            options = {**known, **runner_options(runner, where), **replayed(settings, runner)}
+            options |= self.job_options
+        context = StepContext.of(config, runner, where, self.classes, job_options=options)
+
+        def tell_unread(context: StepContext) -> None:
+            session = context.get("session")
+            self.unread.tell(runner, Solo() if session is None else session.peers)
+
         world_stays = env.launched or current_world() is not None
         with apart():
             try:
-                ran = run_steps(context, later, self._tell_unread)
+                ran = run_steps(context, later, tell_unread)
                 return ProfileResult(self.runner.name, context.get("result"), ran)
             finally:
                 if (session := context.get("session")) is not None:
                     let_go(session, world_stays=world_stays)
-
-    def _tell_unread(self, context: StepContext) -> None:
-        session = context.get("session")
-        self.unread.tell(self.runner, Solo() if session is None else session.peers)
-
-    def _context(self) -> StepContext:
-        settings, runner = self.config.settings, self.runner
-        place = epochs_place if runner.infers else run_directory_of
-        own = self.run_dir if not runner.infers or is_of_training(settings, runner) else None
-        where = own or place(settings, runner)
-        options = {} if runner.infers else self._job_options(where)
-        return StepContext.of(self.config, runner, where, self.classes, job_options=options)
-
-    def _job_options(self, where: str | Path) -> dict[str, Any]:
-        config = self.config
-        known = {"configuration": recorded(config), "code": source_of(config), **built_on(config)}
-        replay = replayed(config.settings, self.runner)
-        return {**known, **runner_options(self.runner, str(where)), **replay, **self.job_options}
 
     def _on_local_ranks(self, later: Sequence[str]) -> ProfileResult:
         overrides = self.config.overrides.texts
@@ -333,13 +328,11 @@ class _Profile:
         try:
             run_local_ranks(command)
         except Exception as error:
-            if isinstance(error, LocalRanksError) and self._was_preempted():
-                error.exit_code = PreemptedError.exit_code
+            if isinstance(error, LocalRanksError):
+                # What its processes ended with is known to the run alone: torchrun tells 1 for all codes.
+                place = self.run_dir or run_directory_of(self.config.settings, self.runner)
+                run = mirror_of(place).run(wanted=for_a_glance) if is_remote(place) else RunDirectory(place)
+                if run.status().get("state") == "PREEMPTED":
+                    error.exit_code = PreemptedError.exit_code
             raise StepFailedError(self.runner.name, step_named("loop"), error, later) from error
         return ProfileResult(self.runner.name)
-
-    def _was_preempted(self) -> bool:
-        """What its processes ended with is known to the run alone: torchrun tells 1 for all codes."""
-        place = self.run_dir or run_directory_of(self.config.settings, self.runner)
-        run = mirror_of(place).run(wanted=for_a_glance) if is_remote(place) else RunDirectory(place)
-        return run.status().get("state") == "PREEMPTED"

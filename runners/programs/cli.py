@@ -81,22 +81,18 @@ def load_and_perform(target: str, request: VerbRequest) -> None:
     """Do it and end the process, as the program would by itself; raises UsageError for a bad target."""
     path = Path(target)
     if path.suffix == ".py" or path.is_file():
-        _run_script(path, request)
+        if not path.is_file():
+            raise UsageError(f"there is no script {path}")
+        sys.argv = [str(path), request.verb]
+        sys.path[0] = str(path.resolve().parent)
+        hand_over(request, str(path))
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        finally:
+            hand_over(None)
         raise UsageError(f"{target} does not end with torchrelay.main(...): add it, or give module:Class")
     program = _of_module(target)
     run_and_leave(lambda: perform(program, request))
-
-
-def _run_script(path: Path, request: VerbRequest) -> None:
-    if not path.is_file():
-        raise UsageError(f"there is no script {path}")
-    sys.argv = [str(path), request.verb]
-    sys.path[0] = str(path.resolve().parent)
-    hand_over(request, str(path))
-    try:
-        runpy.run_path(str(path), run_name="__main__")
-    finally:
-        hand_over(None)
 
 
 def _of_module(target: str) -> type[Program]:

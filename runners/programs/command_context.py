@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
+from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.urls import is_url
@@ -31,6 +32,7 @@ from torchrelay.metadata.code.snapshot import GONE, Snapshot, digest_in, of_mani
 from torchrelay.metadata.experiments import (
     Evaluated,
     Identity,
+    ProgramRecord,
     ProgramRun,
     RunStore,
     evaluated,
@@ -329,15 +331,13 @@ class ConfiguredScene(BaseScene):
         steps = None if runner.stop is None else runner.stop.max_steps
         found: dict[str, Any] = {"max_epochs": runner.max_epochs, "max_steps": steps}
         if runner.epochs_per_partition is not None:
-            found["newest_data"] = self._newest_data()
+            from torchrelay.runners.config_runs.growing_data import partitions_there
+
+            workspace = self.config.workspace
+            datasets = [one for _, one in phases_of(self.config.settings, runner) if one is not None]
+            names = [one[0] for two in datasets for one in partitions_there(two.data_path, workspace)]
+            found["newest_data"] = max(names, default="")
         return found
-
-    def _newest_data(self) -> str:
-        from torchrelay.runners.config_runs.growing_data import partitions_there
-
-        datasets = [one for _, one in phases_of(self.config.settings, self.runner) if one is not None]
-        names = [one[0] for two in datasets for one in partitions_there(two.data_path, self.config.workspace)]
-        return max(names, default="")
 
     @property
     def _runs(self) -> str | None:
@@ -382,8 +382,16 @@ def status(scene: BaseScene) -> int:
     found: dict[str, Any] = {
         "experiment": scene.origin.name,
         "runs": len(runs),
-        "run": None if run is None else _run(run),
+        "run": None,
     }
+    if run is not None:
+        checkpoints = LocalStorage(run.path / "checkpoints")
+        amended = [one.get("code_id") for one in run.note.amended]
+        codes = {"code_id": run.note.code_id, "amended": amended}
+        found["run"] = {
+            **run_facts(run.path, str(run.path), run.note, lambda: open_log(checkpoints).newest()),
+            **codes,
+        }
     found |= {"changed": _changed(scene, run), "train": _would(scene)}
     if scene.request.json:
         say(json.dumps(found, indent=1))
@@ -393,23 +401,31 @@ def status(scene: BaseScene) -> int:
     return 1 if scene.request.check and found["train"]["trains"] else 0
 
 
-def _run(run: ProgramRun) -> dict[str, Any]:
-    stands, result = standing(run.path), newest_result(run.path)
-    epoch = None
+def run_facts(
+    run: Path, where: str, note: ProgramRecord | None, newest: Callable[[], CommittedPosition | None]
+) -> dict[str, Any]:
+    """How a run stands, as `status` tells it; `newest` finds its newest epoch, where there is one."""
+    stands, result, epoch = standing(run), newest_result(run), None
     with suppress(RelayError):
-        newest = open_log(LocalStorage(run.path / "checkpoints")).newest()
-        epoch = None if newest is None else newest.position.epoch
+        found = newest()
+        epoch = None if found is None else found.position.epoch
     return {
-        "id": run.id,
-        "path": str(run.path),
+        "id": run.name,
+        "path": where,
         "state": stands.word,
         "why": stands.why,
         "epoch": epoch,
-        "message": run.note.message,
-        "code_id": run.note.code_id,
-        "amended": [one.get("code_id") for one in run.note.amended],
+        "message": "" if note is None else note.message,
         "test": None if result is None else {"epoch": result.get("epoch"), **(result.get("metrics") or {})},
     }
+
+
+def run_line(facts: Mapping[str, Any]) -> str:
+    """The same in a line."""
+    why = f" ({facts['why']})" if facts["why"] else ""
+    message = f", {facts['message']!r}" if facts["message"] else ""
+    epoch = "no epoch saved" if facts["epoch"] is None else f"newest epoch {facts['epoch']}"
+    return f"run {facts['id']}: {facts['state']}{why}, {epoch}{message}"
 
 
 def _changed(scene: BaseScene, run: ProgramRun | None) -> dict[str, Any] | None:
@@ -443,10 +459,7 @@ def _lines(scene: BaseScene, found: dict[str, Any]) -> list[str]:
     runs = f"{found['runs']} run{'' if found['runs'] == 1 else 's'}"
     lines = [f"experiment {found['experiment']}: {runs} in {scene.store.directory}"]
     if run is not None:
-        why = f" ({run['why']})" if run["why"] else ""
-        message = f", {run['message']!r}" if run["message"] else ""
-        epoch = "no epoch saved" if run["epoch"] is None else f"newest epoch {run['epoch']}"
-        lines.append(f"run {run['id']}: {run['state']}{why}, {epoch}{message}")
+        lines.append(run_line(run))
         amended = "".join(f", amended from {(one or '?')[:SHORT]}" for one in run["amended"])
         lines.append(f"its code: {(run['code_id'] or 'not archived')[:SHORT]}{amended}")
         if run["test"] is not None:

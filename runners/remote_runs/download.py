@@ -135,19 +135,15 @@ class RunFiles(ObjectStorage):
                 raise StorageError(f"{local} is no regular file: remove it")
             if found.st_size <= _AT_ONCE_BYTES:
                 self.replace(path, file.read(found.st_size))
-            else:
-                self._put_long(path, file, found.st_size)
-
-    def _put_long(self, path: str, file: IO[bytes], nbytes: int) -> None:
-        staged = self.open_replacing(path)
-        try:
-            at = 0
-            while at < nbytes and (data := file.read(min(_PIECE_BYTES, nbytes - at))):
-                staged.write_at(at, memoryview(data))
-                at += len(data)
-            staged.sync_file()
-        finally:
-            staged.close()
+                return
+            staged, at = self.open_replacing(path), 0
+            try:
+                while at < found.st_size and (data := file.read(min(_PIECE_BYTES, found.st_size - at))):
+                    staged.write_at(at, memoryview(data))
+                    at += len(data)
+                staged.sync_file()
+            finally:
+                staged.close()
 
     def each(self, work: Callable[[str], object], names: list[str]) -> None:
         """Do `work` for each name, several at a time where the store allows; raises the first error."""

@@ -11,19 +11,18 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchrelay.checkpoint.storage.urls import is_url
-from torchrelay.errors import RelayError, UsageError
-from torchrelay.metadata.experiments import ProgramRun, newest_result, read_note
-from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.errors import UsageError
+from torchrelay.metadata.experiments import ProgramRun, read_note
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.programs.archived_code import perform_archived
+from torchrelay.runners.programs.command_context import run_facts, run_line
 from torchrelay.runners.programs.request import (
     VERBS,
     ServeOptions,
@@ -32,7 +31,6 @@ from torchrelay.runners.programs.request import (
 )
 from torchrelay.runners.remote_runs.names import is_remote
 from torchrelay.runners.remote_runs.resolve import (
-    RunLocation,
     Selector,
     existing_directory,
     locate,
@@ -57,34 +55,15 @@ def run_status(text: str, chosen: argparse.Namespace, output: Output) -> int:
     place = locate(text)
     if place.run is None:
         raise UsageError(f"{text} holds checkpoints but no run: torchrelay ls lists its epochs")
-    stands, told = standing(place.run.path), _told(place, place.run)
+    run, stands = place.run, standing(place.run.path)
+    told = run_facts(run.path, str(run.where), read_note(run.path), lambda: place.log().newest(boundary=True))
     if output.json:
         output.value(told)
     else:
-        why = f" ({told['why']})" if told["why"] else ""
-        epoch = "no epoch saved" if told["epoch"] is None else f"newest epoch {told['epoch']}"
-        message = f", {told['message']!r}" if told["message"] else ""
-        output.line(f"run {told['id']}: {told['state']}{why}, {epoch}{message}")
+        output.line(run_line(told))
         if told["test"] is not None:
             output.line(f"tested at epoch {told['test']['epoch']}")
     return 1 if chosen.check and not stands.over else 0
-
-
-def _told(place: RunLocation, run: RunDirectory) -> dict[str, Any]:
-    stands, result, note = standing(run.path), newest_result(run.path), read_note(run.path)
-    epoch = None
-    with suppress(RelayError):
-        newest = place.log().newest(boundary=True)
-        epoch = None if newest is None else newest.position.epoch
-    return {
-        "id": run.name,
-        "path": str(run.where),
-        "state": stands.word,
-        "why": stands.why,
-        "epoch": epoch,
-        "message": "" if note is None else note.message,
-        "test": None if result is None else {"epoch": result.get("epoch"), **(result.get("metrics") or {})},
-    }
 
 
 _PROGRAM = re.compile(r".*\.py|[^\W\d][\w.]*:[^\W\d]\w*")

@@ -41,12 +41,6 @@ from torchrelay.runners.training.journal import Journal
 MOST_EPOCHS = 200
 
 
-def missing_epochs(told: Sequence[int], committed: Sequence[int], upto: int) -> list[int]:
-    """Epochs up to `upto` that are committed behind the last one that is told of, oldest first. Pure."""
-    last = max((one for one in told if one <= upto), default=0)
-    return [one for one in committed if last < one <= upto][-MOST_EPOCHS:]
-
-
 def mend_curves(
     run: RunDirectory, view: LogView, storage: Storage, generation: int, upto: int, attempt: int
 ) -> list[int]:
@@ -55,9 +49,9 @@ def mend_curves(
     What cannot be read stays missing.
     """
     entries = {one.position.epoch: one for one in view.line() if one.position.boundary and one.healthy}
-    told = [line["epoch"] for line in run.metrics()]
+    last = max((line["epoch"] for line in run.metrics() if line["epoch"] <= upto), default=0)
     mended: list[int] = []
-    for epoch in missing_epochs(told, sorted(entries), upto):
+    for epoch in [one for one in sorted(entries) if last < one <= upto][-MOST_EPOCHS:]:
         try:
             facts = glance(storage, entries[epoch]).facts
         except OSError:
