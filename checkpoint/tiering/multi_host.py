@@ -27,8 +27,8 @@ from torchrelay.checkpoint.log.tiered_storage import share_job
 from torchrelay.checkpoint.log.view import Look
 from torchrelay.checkpoint.save.commit import Apart
 from torchrelay.checkpoint.tiering import hosts
-from torchrelay.checkpoint.tiering.host_uploads import Others, PartSender, damage_in
 from torchrelay.checkpoint.tiering.hosts import Places, guessed, seen
+from torchrelay.checkpoint.tiering.replicator import Others, PartSender, damage_in
 from torchrelay.checkpoint.tiering.session_log import TierLedger, let_go
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.jobs.session import Peers, decide, together, warn

@@ -21,8 +21,7 @@ from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.tiering import hosts
-from torchrelay.checkpoint.tiering.host_uploads import Others
-from torchrelay.checkpoint.tiering.replicator import Replicator
+from torchrelay.checkpoint.tiering.replicator import Others, Replicator
 from torchrelay.errors import FencedError, RelayError, SaveFailedError
 from torchrelay.jobs.session import Peers, together, warn
 

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, sha256, unseal
 from torchrelay.checkpoint.format.manifest import codec
@@ -41,6 +42,9 @@ from torchrelay.records import dataclass
 WINDOW = 8 << 20
 """Bytes that a sending thread holds at most."""
 _ALONE = ReadOptions(threads=1)
+FIRST_LOOK_SECS, LONGEST_LOOK_SECS = 0.05, 2.0
+"""How long is waited before it is asked again what other hosts have sent."""
+T = TypeVar("T")
 _NICE = 10
 """Threads that send come after those of the training."""
 
@@ -251,6 +255,18 @@ class TierUploader(Uploader):
             if text not in self._failures:
                 self._failures.append(text)
             self._changed.notify_all()
+
+    def _look_until(self, look: Callable[[], T | None], wanted: Callable[[], bool]) -> T | None:
+        """What `look` finds, asked again after longer and longer pauses; None where nobody wants it."""
+        pause = FIRST_LOOK_SECS
+        while (found := look()) is None:
+            self._check_going_on()
+            if not wanted():
+                return None
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping, pause)
+            pause = min(1.5 * pause, LONGEST_LOOK_SECS)
+        return found
 
     def _run(self) -> None:
         if sys.platform == "linux":  # which alone can say so of one thread, and those that it starts

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection
 from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.config.section_types import ClassPath
 from torchrelay.jobs.config.tree import ConfigError, ConfigProblem, Tracked
@@ -115,7 +115,7 @@ class Loader:
         return self._folders[folder]
 
 
-def load_classes(settings: Settings, runner: RunnerKeys, loader: Loader) -> Classes:
+def load_classes(settings: Settings, runner: RunnerSection, loader: Loader) -> Classes:
     """Everything of the user's that a profile names; raises ClassLoadError for the first that cannot be."""
     own = f"runner.{runner.name}"
     steps = {}
@@ -127,7 +127,7 @@ def load_classes(settings: Settings, runner: RunnerKeys, loader: Loader) -> Clas
     return Classes(steps, others)
 
 
-def _others(settings: Settings, runner: RunnerKeys) -> Iterator[tuple[str, ClassPath]]:
+def _others(settings: Settings, runner: RunnerSection) -> Iterator[tuple[str, ClassPath]]:
     for phase, _ in phases_of(settings, runner):
         yield f"phase.{phase.name}.model", phase.model
     for dataset in datasets_of(settings, runner):
@@ -186,7 +186,7 @@ class Unread:
     told: set[str] = field(default_factory=set)
     _started: set[ClassPath] = field(default_factory=set)
 
-    def tell(self, runner: RunnerKeys, peers: Peers) -> None:
+    def tell(self, runner: RunnerSection, peers: Peers) -> None:
         """Say what of a profile's sections was not read, as rank 0 finds it; if `strict` raise UsageError."""
         settings = self.config.settings
         self._started.update(_classes(settings, runner))
@@ -194,7 +194,7 @@ class Unread:
         useless = () if runner.infers else self.config.without_effect()
         decide(peers, "unread keys", lambda: self._tell(sections, useless))
 
-    def tell_ahead(self, profiles: Sequence[tuple[RunnerKeys, Classes]]) -> None:
+    def tell_ahead(self, profiles: Sequence[tuple[RunnerSection, Classes]]) -> None:
         """If strict, raise ConfigError for the dead keys of all profiles before the first one trains.
 
         Readers and models are made for it, and let go of. A profile with steps of its own may read anything
@@ -239,7 +239,7 @@ class Unread:
             )
 
 
-def _made_here(config: Config, runner: RunnerKeys, classes: Classes) -> bool:
+def _made_here(config: Config, runner: RunnerSection, classes: Classes) -> bool:
     try:
         with apart():
             for phase, _ in phases_of(config.settings, runner):
@@ -252,7 +252,9 @@ def _made_here(config: Config, runner: RunnerKeys, classes: Classes) -> bool:
     return True
 
 
-def sections_of(settings: Settings, runner: RunnerKeys, started: Collection[ClassPath]) -> Iterator[Tracked]:
+def sections_of(
+    settings: Settings, runner: RunnerSection, started: Collection[ClassPath]
+) -> Iterator[Tracked]:
     """The user's sections that are to be read when a profile, and these classes, have started up. Pure."""
     for dataset in datasets_of(settings, runner):
         yield dataset.extra
@@ -263,7 +265,7 @@ def sections_of(settings: Settings, runner: RunnerKeys, started: Collection[Clas
         yield settings.hyper_parameters.extra
 
 
-def _classes(settings: Settings, runner: RunnerKeys) -> Iterator[ClassPath]:
+def _classes(settings: Settings, runner: RunnerSection) -> Iterator[ClassPath]:
     """The classes of the user that a profile uses."""
     yield from (phase.model for phase, _ in phases_of(settings, runner))
     yield from (path for one in datasets_of(settings, runner) if (path := reader_path(one)) is not None)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn, optim
 
     from torchrelay.jobs.config.config import Config
-    from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
+    from torchrelay.jobs.config.runner_schema import RunnerSection
     from torchrelay.jobs.config.schema import Settings
     from torchrelay.jobs.data.loader import EpochLoader
     from torchrelay.jobs.job import Job
@@ -130,7 +130,7 @@ class StepContext(MutableMapping[str, Any]):
 
     config: Slot[Config] = Slot(None, "the configuration")
     settings: Slot[Settings] = Slot(None, "its keys with their types")
-    runner: Slot[RunnerKeys] = Slot(None, "the keys of this profile")
+    runner: Slot[RunnerSection] = Slot(None, "the keys of this profile")
     runner_name: Slot[str] = Slot(None, "the profile's name")
     is_infer: Slot[bool] = Slot(None, "whether it evaluates stored epochs instead of training")
     run_dir: Slot[str] = Slot(None, "the run directory of a profile that trains; where `infer` finds epochs")
@@ -154,7 +154,7 @@ class StepContext(MutableMapping[str, Any]):
 
     @classmethod
     def of(
-        cls, config: Config, runner: RunnerKeys, run_dir: str, classes: Classes, **more: Any
+        cls, config: Config, runner: RunnerSection, run_dir: str, classes: Classes, **more: Any
     ) -> StepContext:
         """What the steps of a profile begin with; `more` are entries that differ."""
         env = read_launch_env()

@@ -26,7 +26,7 @@ from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.checkpoint.log.view import ranges, whole_epochs
 from torchrelay.checkpoint.storage.urls import is_url, open_file_system
 from torchrelay.errors import UnknownEpochError, UsageError
-from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection
 from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.config.section_types import EpochChoice
 from torchrelay.jobs.config.tree import hint
@@ -264,7 +264,7 @@ def moved_batch(batch: Any, device: torch.device) -> Any:
 
 
 def load_weights(
-    phase: PhaseState, settings: Settings, runner: RunnerKeys, where: str, epoch: int | str = "last"
+    phase: PhaseState, settings: Settings, runner: RunnerSection, where: str, epoch: int | str = "last"
 ) -> None:
     """Load a phase's model from an epoch of a run, or from a file of `save_blobs`, in place and verified.
 
@@ -284,7 +284,7 @@ def load_weights(
 
 
 def _source(
-    phase: PhaseState, settings: Settings, runner: RunnerKeys, where: str, stored: Collection[str]
+    phase: PhaseState, settings: Settings, runner: RunnerSection, where: str, stored: Collection[str]
 ) -> str:
     """The dotted name below which the model lies there."""
     if runner.init_prefix is not None:
@@ -300,7 +300,7 @@ def _source(
 
 
 def _wanted(
-    phase: PhaseState, runner: RunnerKeys, source: str
+    phase: PhaseState, runner: RunnerSection, source: str
 ) -> tuple[dict[str, Any], Mapping[str, str] | None]:
     """What is loaded, and how stored names become those of the phase."""
     target = f"{phase.name}.{MODEL}"
@@ -321,7 +321,7 @@ def _wanted(
     return objects, rename or None
 
 
-def chosen_epochs(runner: RunnerKeys, where: str) -> tuple[list[int], str | None]:
+def chosen_epochs(runner: RunnerSection, where: str) -> tuple[list[int], str | None]:
     """The epochs that are meant, ascending, and what has to be said of it.
 
     Raises UsageError where no run is, UnknownEpochError naming epochs that were listed and are not there, or

@@ -18,7 +18,7 @@ from typing import Any
 
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import NotAllowedNowError, RelayError, UsageError
-from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection
 from torchrelay.jobs.config.schema import Dataset
 from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.session import Peers, decide
@@ -160,13 +160,13 @@ def _name(path: Path, workspace: Path) -> str:
     return os.path.relpath(text, workspace) if text.startswith(f"{workspace}{os.sep}") else text
 
 
-def grows(runner: RunnerKeys, dataset: Dataset) -> bool:
+def grows(runner: RunnerSection, dataset: Dataset) -> bool:
     """Whether the data of an epoch are looked up before it."""
     return dataset.grows or runner.epochs_per_partition is not None
 
 
 def growing_loader(
-    kind: type, dataset: Dataset, workspace: Path, runner: RunnerKeys, options: Mapping[str, Any]
+    kind: type, dataset: Dataset, workspace: Path, runner: RunnerSection, options: Mapping[str, Any]
 ) -> GrowingLoader:
     """A loader over data that are read by a reader of class `kind`, made anew for the files of an epoch."""
 

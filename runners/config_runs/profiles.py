@@ -19,8 +19,7 @@ from torchrelay.errors import (
     exit_code_of,
 )
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN
-from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
+from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN, RunnerSection
 from torchrelay.jobs.config.tree import hint
 from torchrelay.jobs.session import Solo
 from torchrelay.metadata.experiments import RunStore
@@ -215,7 +214,7 @@ def check_keys(config: Config) -> None:
         Unread(config, strict=True).tell_ahead(list(zip(chosen, loaded, strict=True)))
 
 
-def _chosen(config: Config, mode: Sequence[str] | None) -> Sequence[RunnerKeys]:
+def _chosen(config: Config, mode: Sequence[str] | None) -> Sequence[RunnerSection]:
     known = {one.name: one for one in config.settings.runner}
     for name in mode or ():
         if name not in known:
@@ -226,7 +225,7 @@ def _chosen(config: Config, mode: Sequence[str] | None) -> Sequence[RunnerKeys]:
     return chosen
 
 
-def _check_place(config: Config, runner: RunnerKeys) -> None:
+def _check_place(config: Config, runner: RunnerSection) -> None:
     """Refuse to make one run where the verbs keep several: they could not go on there."""
     place = run_directory_of(config.settings, runner)
     if is_remote(place) or (Path(place) / "run.json").exists():
@@ -240,7 +239,7 @@ def _check_place(config: Config, runner: RunnerKeys) -> None:
     )
 
 
-def _check_weights(config: Config, chosen: Sequence[RunnerKeys]) -> None:
+def _check_weights(config: Config, chosen: Sequence[RunnerSection]) -> None:
     """Refuse weights that are nowhere, before a profile in front of them trains for hours.
 
     Steps of the user's may write anywhere, so behind such a profile nothing is refused.
@@ -276,7 +275,7 @@ def _check_found(key: str, where: str, epoch: int | str | None) -> None:
             raise UnknownEpochError(f"{key}: {error}") from None
 
 
-def _loaded(config: Config, runner: RunnerKeys, stack: ExitStack) -> Classes:
+def _loaded(config: Config, runner: RunnerSection, stack: ExitStack) -> Classes:
     loader = Loader()
     stack.callback(loader.forget)
     with apart():
@@ -286,7 +285,7 @@ def _loaded(config: Config, runner: RunnerKeys, stack: ExitStack) -> Classes:
 @dataclass(frozen=True)
 class _Profile:
     config: Config
-    runner: RunnerKeys
+    runner: RunnerSection
     classes: Classes
     run_dir: str | None
     job_options: JobOptions

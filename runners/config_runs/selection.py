@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.runner_schema import CLUSTER_TRAIN, LOCAL_TRAIN
-from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
+from torchrelay.jobs.config.runner_schema import CLUSTER_TRAIN, LOCAL_TRAIN, RunnerSection
 from torchrelay.jobs.config.schema import Dataset, Phase, Settings
 from torchrelay.jobs.config.section_types import ClassPath, split_weights
 from torchrelay.metadata.code.capture import Given
@@ -32,7 +31,7 @@ MODEL, OPTIMIZER, LOADER, SCHEDULER = "model", "optimizer", "loader", "scheduler
 """What a phase's blobs are called, below its name."""
 
 
-def phases_of(settings: Settings, runner: RunnerKeys) -> list[tuple[Phase, Dataset | None]]:
+def phases_of(settings: Settings, runner: RunnerSection) -> list[tuple[Phase, Dataset | None]]:
     """The phases of a profile in their order, each with its dataset."""
     known = {one.name: one for one in settings.phase}
     names = list(known) if runner.phases is None else runner.phases
@@ -46,7 +45,7 @@ def validation_dataset(settings: Settings, phase: Phase) -> Dataset | None:
     return next(one for one in settings.dataset if one.name == phase.validation.dataset_name)
 
 
-def datasets_of(settings: Settings, runner: RunnerKeys) -> list[Dataset]:
+def datasets_of(settings: Settings, runner: RunnerSection) -> list[Dataset]:
     """All datasets that a profile reads, each once."""
     found: dict[str, Dataset] = {}
     for phase, dataset in phases_of(settings, runner):
@@ -70,19 +69,19 @@ def optimizer_path(settings: Settings) -> ClassPath | None:
     return ClassPath(optimizer.kind, name, module=module)
 
 
-def run_directory_of(settings: Settings, runner: RunnerKeys) -> str:
+def run_directory_of(settings: Settings, runner: RunnerSection) -> str:
     """Where a profile that trains keeps its run."""
     if runner.save_checkpoint_path is not None:
         return runner.save_checkpoint_path
     return "/".join(part for part in (settings.run_dir, settings.name, runner.name) if part)
 
 
-def weights_place(runner: RunnerKeys) -> tuple[str | None, int | str | None]:
+def weights_place(runner: RunnerSection) -> tuple[str | None, int | str | None]:
     """The run or file that `init_model_path` names, and the epoch behind it: `RUN@7`, `RUN@best`, `RUN/7`."""
     return (None, None) if runner.init_model_path is None else split_weights(runner.init_model_path)
 
 
-def epochs_place(settings: Settings, runner: RunnerKeys) -> str:
+def epochs_place(settings: Settings, runner: RunnerSection) -> str:
     """Where `infer` finds epochs: its `init_model_path`, else the run of the only profile that trains.
 
     That is the only one of the mode, or of the file where the mode has none.
@@ -99,7 +98,7 @@ def epochs_place(settings: Settings, runner: RunnerKeys) -> str:
     )
 
 
-def is_of_training(settings: Settings, runner: RunnerKeys) -> bool:
+def is_of_training(settings: Settings, runner: RunnerSection) -> bool:
     """Whether `infer` looks at what a profile of this configuration trains, by name or for want of one."""
     where, _ = weights_place(runner)
     return where is None or where in [
@@ -122,7 +121,7 @@ def stored_phase(settings: Settings, phase: Phase, stored: Collection[str]) -> s
     return there[0] if len(there) == 1 else None
 
 
-def keeping(runner: RunnerKeys) -> dict[str, Any]:
+def keeping(runner: RunnerSection) -> dict[str, Any]:
     """What JobRunner is told of which epochs stay. Every epoch is saved; an interval thins what stays."""
     interval, every, last = runner.save_checkpoint_interval, runner.keep_every, runner.keep_last
     best = None if runner.keep_best is None else (runner.keep_best.metric, runner.keep_best.mode)
@@ -140,7 +139,7 @@ def _dataset(settings: Settings, phase: Phase) -> Dataset | None:
     return next(one for one in settings.dataset if one.name == phase.dataset_name)
 
 
-def device_of(runner: RunnerKeys, local_rank: int) -> torch.device:
+def device_of(runner: RunnerSection, local_rank: int) -> torch.device:
     """The device of a process; raises UsageError, with the reason, for one that cannot be had.
 
     `auto` is the GPU of the local rank where there is one. `selected_gpus` are taken in their order, by local
@@ -167,7 +166,7 @@ def device_of(runner: RunnerKeys, local_rank: int) -> torch.device:
     return torch.device("cuda", chosen[local_rank])
 
 
-def check_launch(runner: RunnerKeys, *, launched: bool, world_size: int) -> None:
+def check_launch(runner: RunnerSection, *, launched: bool, world_size: int) -> None:
     """Raise UsageError where a profile and the way in which it was started contradict each other."""
     own = f"runner.{runner.name}"
     if runner.kind == CLUSTER_TRAIN and not launched:
@@ -266,7 +265,7 @@ def built_on(config: Config) -> dict[str, Any]:
     return {"upstream": runs, "init_from": starts}
 
 
-def replayed(settings: Settings, runner: RunnerKeys) -> dict[str, Any]:
+def replayed(settings: Settings, runner: RunnerSection) -> dict[str, Any]:
     """What JobRunner is told of `replay`: the model of each phase, made by its class again."""
     if not runner.replay:
         return {}

@@ -24,8 +24,7 @@ from torchrelay.checkpoint.files.interop import export_checkpoint
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.storage.open import Tier, joined
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.runner_schema import CheckpointKeys
-from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
+from torchrelay.jobs.config.runner_schema import CheckpointKeys, RunnerSection
 from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import warn
@@ -104,7 +103,7 @@ def local_beside(given: str | None, run_dir: str, name: str, key: str) -> Path:
     return Path(given or f"{run_dir}/{name}")
 
 
-def inference_export(runner: RunnerKeys, run_dir: str, phases: Sequence[str]) -> InferenceExport | None:
+def inference_export(runner: RunnerSection, run_dir: str, phases: Sequence[str]) -> InferenceExport | None:
     """What the keys of a profile ask for; None where they do not. Every epoch unless an interval is given."""
     if runner.save_inference_path is None and runner.save_inference_interval is None:
         return None
@@ -276,7 +275,7 @@ def train_job(context: StepContext) -> Job:
     return job
 
 
-def _ends(runner: RunnerKeys) -> list[Any]:
+def _ends(runner: RunnerSection) -> list[Any]:
     stop, ends = runner.stop, list[Any]()
     if runner.max_epochs is not None:
         ends.append(max_epochs(runner.max_epochs))
@@ -293,7 +292,7 @@ def _ends(runner: RunnerKeys) -> list[Any]:
     return ends
 
 
-def runner_options(runner: RunnerKeys, where: str) -> dict[str, Any]:
+def runner_options(runner: RunnerSection, where: str) -> dict[str, Any]:
     """What JobRunner is told of the keys of a profile, whose run lies at `where`."""
     found = keeping(runner) | {"on_crash": runner.on_crash}
     signal = runner.save_signal

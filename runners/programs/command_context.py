@@ -24,7 +24,7 @@ from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.interpolation import RunPlace
-from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection
 from torchrelay.jobs.session import Peers, Solo
 from torchrelay.metadata.code.archive import NO_CHANGES, SHORT, SourceChanges, changes, open_archive
 from torchrelay.metadata.code.selection import LARGEST_UNKNOWN_BYTES, Root
@@ -276,12 +276,12 @@ class ConfiguredScene(BaseScene):
         return load_config(self.file, [*self.request.overrides, *more], source=self.source, place=place)
 
     @cached_property
-    def runner(self) -> RunnerKeys:
+    def runner(self) -> RunnerSection:
         """The profile that trains; raises UsageError where not exactly one does."""
         return _the_one(self.file, self.config)
 
     @contextmanager
-    def processes(self, runner: RunnerKeys | None = None) -> Iterator[Peers]:
+    def processes(self, runner: RunnerSection | None = None) -> Iterator[Peers]:
         """The processes that were started, to agree on something; they stay together for what comes."""
         env = read_launch_env()
         if not env.launched:
@@ -295,7 +295,7 @@ class ConfiguredScene(BaseScene):
         finally:
             let_go(session, world_stays=True)
 
-    def inferring(self) -> list[RunnerKeys]:
+    def inferring(self) -> list[RunnerSection]:
         """The profiles of the mode that infer."""
         return [one for one in self.config.settings.runners_of_mode() if one.infers]
 
@@ -362,7 +362,7 @@ class ConfiguredScene(BaseScene):
         return [f"runner.{runner.name}.{key}={value}" for key, value in asked.items() if value is not None]
 
 
-def _the_one(file: str, config: Config) -> RunnerKeys:
+def _the_one(file: str, config: Config) -> RunnerSection:
     """The profile of the mode that trains, else of the file."""
     found = config.settings.training()
     if len(found) == 1:

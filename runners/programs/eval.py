@@ -16,7 +16,7 @@ from torchrelay.checkpoint.files.publish import publish
 from torchrelay.checkpoint.storage.urls import is_url
 from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config
-from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection
 from torchrelay.jobs.config.schema import Dataset, Settings
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Peers, decide, together
@@ -228,7 +228,7 @@ def fit_configuration(scene: ConfiguredScene, run: Path, epoch: str) -> None:
         load_what_is_there(context.job, run, epoch, *left_out)
 
 
-def _profile(scene: ConfiguredScene) -> tuple[RunnerKeys, Dataset]:
+def _profile(scene: ConfiguredScene) -> tuple[RunnerSection, Dataset]:
     """The first profile of the mode that infers, else the one that trains; its only phase's dataset."""
     found = scene.inferring()
     runner = found[0] if found else replace(scene.runner, kind="infer", **_NO_WARM_START)
@@ -246,7 +246,7 @@ def _profile(scene: ConfiguredScene) -> tuple[RunnerKeys, Dataset]:
 
 
 def _built(
-    config: Config, settings: Settings, runner: RunnerKeys, run_dir: str, stack: ExitStack
+    config: Config, settings: Settings, runner: RunnerSection, run_dir: str, stack: ExitStack
 ) -> StepContext:
     """The context behind the steps `setup` and `build`."""
     loader = Loader()

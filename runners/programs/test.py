@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.jobs.config.runner_schema import RunnerSection as RunnerKeys
+from torchrelay.jobs.config.runner_schema import RunnerSection
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import decide
 from torchrelay.metadata.experiments import read_result, write_result
@@ -118,7 +118,7 @@ def test_configuration(scene: ConfiguredScene) -> int:
     return done.exit_code
 
 
-def _epochs(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerKeys]) -> list[str]:
+def _epochs(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerSection]) -> list[str]:
     """Overrides: which epochs each profile goes over."""
     asked = scene.request.epoch is not None
     fixed = [one for one in profiles if asked or not _chooses(one)]
@@ -136,13 +136,13 @@ def _epochs(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerKeys]) 
     return [*cleared, *(f"runner.{one.name}.epoch={used.epoch}" for one in fixed)]
 
 
-def _chooses(runner: RunnerKeys) -> bool:
+def _chooses(runner: RunnerSection) -> bool:
     of_path = weights_place(runner)[1]
     return runner.epoch is not None or runner.infer_start_epoch is not None or of_path is not None
 
 
 def _stored(
-    scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerKeys], ids: Mapping[str, str]
+    scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerSection], ids: Mapping[str, str]
 ) -> dict[str, Any] | None:
     """What was measured before, where that is all there would be to do."""
     writes = any(one.predictions_path or one.metrics_path for one in profiles)
@@ -155,7 +155,7 @@ def _stored(
     return found
 
 
-def _rows(done: ConfigResult, profiles: Sequence[RunnerKeys]) -> Rows:
+def _rows(done: ConfigResult, profiles: Sequence[RunnerSection]) -> Rows:
     """Metrics by epoch; of several profiles their names begin with the profile's."""
     found: Rows = {}
     for one in profiles:
