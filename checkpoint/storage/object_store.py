@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from torchrelay.checkpoint.storage.base import PRIVATE, Memory, ReadHandle, SingleWriter
 from torchrelay.checkpoint.storage.transfers import (
@@ -29,6 +29,9 @@ from torchrelay.checkpoint.storage.transfers import (
 )
 from torchrelay.checkpoint.storage.urls import open_file_system, shown
 from torchrelay.errors import StorageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -74,7 +77,7 @@ class ObjectStorage:
         self._escaped = "" if self._protocols & _COLONS else ":"
 
     @classmethod
-    def open(cls, url: str, what: str, single_writer: SingleWriter = None) -> ObjectStorage:
+    def open(cls, url: str, what: str, single_writer: SingleWriter = None) -> Self:
         """The storage at a URL; asks the store nothing. Raises UsageError, naming the URL as `what`."""
         return cls(*open_file_system(url, what), shown(url), single_writer=single_writer)
 

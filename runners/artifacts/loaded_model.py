@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +19,7 @@ from torchrelay.errors import UsageError
 from torchrelay.models.onnx.exporter.to_onnx import OnnxFile, check_packages, place_of, to_onnx
 from torchrelay.records import dataclass
 from torchrelay.runners.artifacts.rebuild import rebuilt
+from torchrelay.runners.programs.run_selection import imported
 from torchrelay.runners.training.extras.onnx_export import run_facts
 
 Where = str | os.PathLike[str]
@@ -130,20 +129,12 @@ def _size(text: str, one: str) -> tuple[str | None, int]:
 def named(text: str, what: str) -> Any:
     """What `module:name` names, imported from here; raises UsageError where there is no such thing.
 
-    `what` is the option, for messages. The working directory stays on `sys.path`: functions import, too.
+    `what` is the option, for messages.
     """
     module, colon, name = text.partition(":")
     if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise UsageError(f"{what} {text!r:.80}: give module:name")
-    here = os.getcwd()  # noqa: PTH109 - the text
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-            raise UsageError(f"{what}: there is no module {error.name}, seen from here") from None
-        raise
+    found = imported(module, name, what)
     if not callable(found):
         raise UsageError(f"{what}: {module} has no {name} that can be called")
     return found

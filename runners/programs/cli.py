@@ -10,8 +10,6 @@ No call stack is looked at. A class of another module cannot tell, so that the c
 
 from __future__ import annotations
 
-import importlib
-import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +21,7 @@ from torchrelay.runners.programs.command_context import status
 from torchrelay.runners.programs.eval import evaluate, package
 from torchrelay.runners.programs.program import Program, Scene
 from torchrelay.runners.programs.request import VerbRequest, read_request
+from torchrelay.runners.programs.run_selection import imported
 from torchrelay.runners.programs.test import test
 from torchrelay.runners.programs.train import amend, train
 from torchrelay.runners.training.exit import hand_over, run_and_leave, taken
@@ -103,13 +102,7 @@ def _of_module(target: str) -> type[Program]:
         )
     if not (colon and name and all(part.isidentifier() for part in module.split("."))):
         raise UsageError(f"{target!r} is no program: give script.py, or package.module:Class")
-    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - the text
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-            raise UsageError(f"there is no module {error.name} for {target}, seen from here") from None
-        raise
+    found = imported(module, name, target)
     if not (isinstance(found, type) and issubclass(found, Program)):
         raise UsageError(f"{module} has no {name} that is a torchrelay.Program")
     return found

@@ -11,7 +11,7 @@ from typing import Any
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Parser
-from torchrelay.runners.session.stop_requests import seconds_of
+from torchrelay.runners.session.stop_requests import seconds_typed
 
 
 @dataclass(frozen=True)
@@ -287,13 +287,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _time(text: str) -> float:
-    try:
-        return seconds_of(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 _FLAG = {"action": "store_true"}
 _RUN = {"dest": "run_id", "metavar": "ID"}
 _NEWEST = {"--run": {**_RUN, "help": "this run (default: the newest)"}}
@@ -315,7 +308,13 @@ _OPTIONS: dict[str, _Options] = {
         {"--run": {**_RUN, "help": "this run of the same code (default: the newest)"}},
         {"--epoch": {"metavar": "N", "help": "go back to epoch N of the run of this very code"}},
         {"--max-epochs": {"metavar": "N", "type": _count, "help": "train until so many epochs are done"}},
-        {"--time-limit": {"metavar": "T", "type": _time, "help": "leave before T; the same command goes on"}},
+        {
+            "--time-limit": {
+                "metavar": "T",
+                "type": seconds_typed,
+                "help": "leave before T; the same command goes on",
+            }
+        },
         _MESSAGE,
     ),
     "test": (*_USING, {"--retest": {**_FLAG, "help": "measure again and replace the result"}}),

@@ -11,6 +11,7 @@ the launcher's process. A plain `python script.py` has none.
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
@@ -258,6 +259,23 @@ class ProgramOrigin:
         said = runs or (os.environ if environ is None else environ).get(RUNS)
         refuse_remote(said or "", f"the program {self.name}")
         return RunStore(Path(os.path.abspath(said or self.runs)) / self.name)  # noqa: PTH100 - without `..`
+
+
+def imported(module: str, name: str, what: str) -> Any:
+    """What a module, looked for from here too, calls so; None where it has no such name.
+
+    `what` is for messages. The working directory stays on `sys.path`: functions import, too. Raises
+    UsageError where there is no such module.
+    """
+    here = os.getcwd()  # noqa: PTH109 - the text
+    if sys.path[:1] != [here]:
+        sys.path.insert(0, here)
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            raise UsageError(f"{what}: there is no module {error.name}, seen from here") from None
+        raise
 
 
 def origin_of(program: type[Any]) -> ProgramOrigin:

@@ -13,9 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.urls import open_file_system, shown
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.fs import MAX_JSON_BYTES
 from torchrelay.records import dataclass
@@ -51,11 +49,6 @@ class Listed:
 
 class RunFiles(ObjectStorage):
     """A run's place in a store. Raises StorageError, as the storage of checkpoints does."""
-
-    @classmethod
-    def at(cls, url: str, what: str, single_writer: SingleWriter = None) -> RunFiles:
-        """The place of a URL; asks the store nothing. Raises UsageError, naming the URL as `what`."""
-        return cls(*open_file_system(url, what), shown(url), single_writer=single_writer)
 
     @property
     def side_by_side(self) -> int:

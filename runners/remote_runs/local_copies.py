@@ -59,7 +59,7 @@ class Mirror:
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url = canonical(url, "the run")
-        self.files = RunFiles.at(self.url, "the run")
+        self.files = RunFiles.open(self.url, "the run")
         self.files.patience = _LOOKING
         self.root = folder / (last_name(self.url) or "runs")
         self.left_out: dict[str, str] = {}

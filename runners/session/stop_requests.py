@@ -10,6 +10,7 @@ again, it interrupts as ever.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import signal
@@ -57,6 +58,14 @@ def seconds_of(limit: TimeLimit) -> float:
             "or a timedelta"
         )
     return secs
+
+
+def seconds_typed(text: str) -> float:
+    """The same as the type of an option."""
+    try:
+        return seconds_of(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def deadlines_of(limit_secs: float | None, environ: Mapping[str, str]) -> tuple[StopDeadline, ...]:

@@ -31,7 +31,7 @@ from torchrelay.checkpoint.format.position import MAX_EPOCH
 from torchrelay.errors import NoProvableEpochError, UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.text import EVERY_SECS
-from torchrelay.runners.session.stop_requests import seconds_of
+from torchrelay.runners.session.stop_requests import seconds_typed
 
 if TYPE_CHECKING:
     from torchrelay.runners.training.extras.warm_start import WarmStart
@@ -234,13 +234,6 @@ def _check_taken(others: list[str]) -> None:
         )
 
 
-def _limit(text: str) -> float:
-    try:
-        return seconds_of(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 6):
         raise argparse.ArgumentTypeError(
@@ -265,7 +258,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--time-limit": {
         "metavar": "T",
-        "type": _limit,
+        "type": seconds_typed,
         "help": "leave in time before T (seconds, or 1h30m) to be continued by the same command",
     },
     "--max-attempts": {

@@ -93,7 +93,7 @@ class StoredRun:
     ) -> None:
         self._run, self._session, self._state, self._journal = run, session, state, journal
         self._engine, self._peers = manager.engine, session.peers
-        self._files = RunFiles.at(str(run.url), "the run directory", manager.engine.single_writer)
+        self._files = RunFiles.open(str(run.url), "the run directory", manager.engine.single_writer)
         self._behind: BackgroundUploader | None = None
         self._putter: Putter | None = None
         self._lock: WorkspaceLock | None = None

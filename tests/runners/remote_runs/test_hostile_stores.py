@@ -52,7 +52,7 @@ def test_links_in_a_store_are_not_followed(tmp_path: Path) -> None:
     (run / "notes.json").write_text("{}")
     (run / "link.json").symlink_to(secret / "notes.json")
     (run / "config").symlink_to(secret)
-    files = RunFiles.at(f"local://{run}", "the run")
+    files = RunFiles.open(f"local://{run}", "the run")
     found, left_out = found_in(files, for_a_look)
     bring(files, found, into)
     assert [one.name for one in into.rglob("*")] == ["notes.json"]
@@ -61,7 +61,7 @@ def test_links_in_a_store_are_not_followed(tmp_path: Path) -> None:
 
 def test_links_that_a_server_tells_of() -> None:
     """A client of sftp tells links by their type."""
-    files = RunFiles.at("memory://hostile/links", "the run")
+    files = RunFiles.open("memory://hostile/links", "the run")
     told: list[dict[str, Any]] = [{"type": "link", "size": 3}, {"type": "other"}, {"type": "file"}]
     assert [files._listed(one, "x").link for one in told] == [True, True, False]
 

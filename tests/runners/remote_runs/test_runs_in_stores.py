@@ -484,7 +484,7 @@ def test_a_workspace_that_is_not_ours(url: str, hosts: Hosts, tmp_path: Path) ->
 
 def test_a_status_of_others_is_put_over(url: str, hosts: Hosts, tmp_path: Path) -> None:
     """A status that somebody put over ours is seen at the next look, and ours put again, nothing else."""
-    files = RunFiles.at(url, "the run")
+    files = RunFiles.open(url, "the run")
     (tmp_path / "status.json").write_text("{}")
     (tmp_path / "notes").write_text("mine")
     putter = Putter(files, tmp_path)
@@ -502,7 +502,7 @@ def test_files_that_grow_are_put_the_more_rarely_the_longer_they_are(
 ) -> None:
     """A file is due again after what it takes at the bound; whoever wants all of it now gets it."""
     now = [0.0]
-    putter = Putter(RunFiles.at(url, "the run"), tmp_path, clock=lambda: now[0])
+    putter = Putter(RunFiles.open(url, "the run"), tmp_path, clock=lambda: now[0])
     for size in (BYTES_PER_SEC * 10, BYTES_PER_SEC * 10 + 1):
         (tmp_path / "values.jsonl").write_bytes(b"x" * size)
         (found,) = putter.changed(patient=False).items()
