@@ -129,13 +129,6 @@ class Replicator(TierUploader):
         far = self._far.view
         return frozenset(entry.try_name for entry in self.pending) | hosts.anchor(far)
 
-    @property
-    def newest(self) -> Position | None:
-        """The newest position of the run that is replicated."""
-        there = {entry.try_name for entry in self._far.view.entries}
-        line = reversed(self._writer.view.line())
-        return next((entry.position for entry in line if entry.try_name in there), None)
-
     def check(self) -> None:
         """Raise FencedError where another job has the far log. Asks no storage."""
         if self._fenced is not None:
@@ -193,7 +186,19 @@ class Replicator(TierUploader):
         except (OSError, DamagedError) as error:
             if self._writer.view.entry(entry.key) is None:
                 return  # a whole epoch has taken the place of this position meanwhile
-            self._judge(entry, error)
+            # One that is damaged near, or lacks files, is never sent; all else is tried again.
+            reason, what = None, "is damaged and is not replicated"
+            if isinstance(error, LostPartError):
+                reason, what = str(error), "is given up"
+            elif isinstance(error, DamagedError) and self._others is not None:
+                reason = damage_of(self._near, entry)  # the rest may be far, or with another host
+            elif isinstance(error, DamagedError):
+                proof = prove(self._storage, entry, level="full")
+                reason = proof.reason if proof.outcome is VerificationStatus.DAMAGED else None
+            if reason is None:
+                raise
+            self._writer.quarantine(entry.key, reason)
+            self._fail(f"epoch {entry.position} {what}: {reason}")
             return
         self._commit(entry)
 
@@ -282,24 +287,6 @@ class Replicator(TierUploader):
         self._note()
         if doubts:
             self._fail(f"old epochs could not be deleted in {self.far.url}: {doubts}")
-
-    def _judge(self, entry: CommittedPosition, error: Exception) -> None:
-        """An epoch that is damaged near, or lacks files, is never sent; all else is tried again."""
-        if isinstance(error, LostPartError):
-            reason: str | None = str(error)
-        elif isinstance(error, DamagedError):
-            if self._others is not None:  # what is not here may lie at the far place, or with another host
-                reason = damage_of(self._near, entry)
-            else:
-                proof = prove(self._storage, entry, level="full")
-                reason = proof.reason if proof.outcome is VerificationStatus.DAMAGED else None
-        else:
-            raise error
-        if reason is None:
-            raise error
-        self._writer.quarantine(entry.key, reason)
-        what = "is given up" if isinstance(error, LostPartError) else "is damaged and is not replicated"
-        self._fail(f"epoch {entry.position} {what}: {reason}")
 
     def _ask(self) -> None:
         self._far.ask()

@@ -105,13 +105,7 @@ class GrowingLoader(EpochLoader):
         return super()._batches(*args)
 
     def _open(self, epoch: int | None = None) -> None:
-        files = self._files_of(self.epoch if epoch is None else epoch)
-        if files != self._files:
-            self._take(self._read(files))
-            self._files = files
-
-    def _files_of(self, epoch: int) -> list[str]:
-        chosen = self.known
+        epoch, chosen = self.epoch if epoch is None else epoch, self.known
         if self.per_partition is not None:
             at = epoch // self.per_partition
             chosen = self.known[at : at + 1]
@@ -119,7 +113,10 @@ class GrowingLoader(EpochLoader):
             raise UsageError(
                 f"there is no data for epoch {epoch + 1}: {len(self.known)} partitions are known"
             )
-        return [file for partition in chosen for file in partition[1:]]
+        files = [file for partition in chosen for file in partition[1:]]
+        if files != self._files:
+            self._take(self._read(files))
+            self._files = files
 
 
 @dataclass(frozen=True)

@@ -337,7 +337,10 @@ def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], N
         look(phase, ctx.session.peers)
         for batch in meter.over(watch(ctx)):
             values = train_step(phase, ctx, batch, tally)
-            _tell(context, phase, ctx, meter.step(batch.count, values))
+            line = meter.step(batch.count, values)
+            if line is not None and ctx.rank == 0:
+                where = f"{context.runner_name} epoch {ctx.epoch} {phase.name} step {ctx.step}"
+                print(f"{where}: {line}", flush=True)
             _keep(context, phase, ctx, values)
         log_tally(phase, ctx, tally)
         phase.step_scheduler(epoch=True)
@@ -360,11 +363,6 @@ def train_step(phase: PhaseState, ctx: Context, batch: Any, tally: Tally) -> dic
     for name, value in values.items():
         ctx.log(f"{phase.prefix}{name}", value, weight=phase.weight(batch.count, ctx.world_size))
     return values
-
-
-def _tell(context: StepContext, phase: PhaseState, ctx: Context, line: str | None) -> None:
-    if line is not None and ctx.rank == 0:
-        print(f"{context.runner_name} epoch {ctx.epoch} {phase.name} step {ctx.step}: {line}", flush=True)
 
 
 def _keep(context: StepContext, phase: PhaseState, ctx: Context, values: Mapping[str, Any]) -> None:

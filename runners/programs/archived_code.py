@@ -50,7 +50,17 @@ def run_process(run: ProgramRun, verb: str, words: Sequence[str], target: str | 
         command = [sys.executable, *_program(run, captured, verb, source, target), *words]
         if isinstance(folder, str) and run.note.config_id is not None:
             command += ["-m", str(run.path / folder / RESOLVED)]
-        return _waited(command, _environment(run, captured["code"], source))
+        environment = _environment(run, captured["code"], source)
+        process = subprocess.Popen(command, env=environment)  # noqa: S603 - the user's own program, as it was
+        with signals_to(process, (signal.SIGTERM,)):
+            try:
+                return process.wait()
+            except KeyboardInterrupt:  # Ctrl-C reaches both: it has its time to leave
+                return process.wait()
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
 
 
 def captured_code(run: ProgramRun) -> dict[str, Any]:
@@ -89,20 +99,6 @@ def _environment(run: ProgramRun, code: Mapping[str, Any], source: Path) -> dict
         "PYTHONPATH": os.pathsep.join([*first, *before]),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-
-
-def _waited(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The exit code of a process that is told of this one's SIGTERM."""
-    process = subprocess.Popen(command, env=dict(environment))  # noqa: S603 - the user's own program, as it was
-    with signals_to(process, (signal.SIGTERM,)):
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # Ctrl-C reaches both: it has its time to leave
-            return process.wait()
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
 
 
 S = TypeVar("S", bound="BaseScene")

@@ -42,21 +42,17 @@ class Used:
         return f"{self.epoch},branch={self.branch}"
 
 
-def chosen_run(scene: BaseScene) -> ProgramRun:
-    """The run of a request; raises UsageError, NotAllowedNowError."""
-    wanted = scene.archived or scene.request.run_id
-    if wanted is not None:
-        return scene.store.find(wanted)
-    runs = scene.known()
-    try:
-        return scene.store.find(choose_to_use(scene.identity, runs, ignore=scene.request.ignore).id)
-    except NotAllowedNowError as error:
-        raise NotAllowedNowError(f"{error}{_what(scene, scene.store.find(runs[-1].id))}") from None
-
-
 def use(scene: BaseScene) -> dict[str, Any]:
     """Rank 0: choose run and epoch, as a dict for the others. Raises what choosing and opening raise."""
-    run = chosen_run(scene)
+    wanted = scene.archived or scene.request.run_id
+    if wanted is not None:
+        run = scene.store.find(wanted)
+    else:
+        runs = scene.known()
+        try:
+            run = scene.store.find(choose_to_use(scene.identity, runs, ignore=scene.request.ignore).id)
+        except NotAllowedNowError as error:
+            raise NotAllowedNowError(f"{error}{_what(scene, scene.store.find(runs[-1].id))}") from None
     said, code, config = "", run.note.code_id, run.note.config_id
     own = scene.archived is not None or scene.identity_of(run).same(scene.identity)
     if scene.archived is not None:

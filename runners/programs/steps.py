@@ -240,27 +240,19 @@ class FirstCall:
         self.signature: Signature | None = None
         self._handle = module.register_forward_hook(self._seen, with_kwargs=True)
 
-    def _seen(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+    def _seen(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         self._handle.remove()
-        self.signature = signature_of(module, args, kwargs, output)
+        named = [*zip(_names(module, len(args)), args, strict=True), *kwargs.items()]
+        inputs = [spec for name, value in named for spec in _specs(name, value)]
+        outputs = list(_specs("output", output))
+        if inputs and outputs and all(spec.shape for spec in inputs):  # tensors with a first dimension
+            self.signature = Signature(tuple(inputs), tuple(outputs))
 
     def write(self, run: Path) -> None:
         """Store it in the run, once; a run that cannot take it goes on without."""
         if self.signature is not None and not (run / FILE).exists():
             with suppress(RelayError):
                 write_json(run / FILE, self.signature.to_json(), durable=False)
-
-
-def signature_of(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
-) -> Signature | None:
-    """What one call took and gave; None where that is not tensors with a first dimension."""
-    named = [*zip(_names(module, len(args)), args, strict=True), *kwargs.items()]
-    inputs = [spec for name, value in named for spec in _specs(name, value)]
-    outputs = list(_specs("output", output))
-    if not inputs or not outputs or not all(spec.shape for spec in inputs):
-        return None
-    return Signature(tuple(inputs), tuple(outputs))
 
 
 def _names(module: nn.Module, count: int) -> list[str]:

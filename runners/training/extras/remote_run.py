@@ -169,7 +169,15 @@ class StoredRun:
         """It is known from where, and as which attempt: rank 0 mends curves, others put their own files."""
         attempt = self._state.attempt
         if self._peers.rank == 0:
-            self._mend(target, attempt)
+            ledger = self._engine.ledger
+            if target is not None and ledger.writer is not None:
+                with suppress(StorageError):
+                    view, upto = ledger.writer.view, target.position.epoch
+                    mended = mend_curves(self._run, view, ledger.storage, ledger.generation, upto, attempt)
+                    if mended:
+                        some = f"epochs {mended[0]} to {mended[-1]}" if mended[1:] else f"epoch {mended[0]}"
+                        text = f"metrics of {some}, lost with a process, come from the checkpoints"
+                        self._journal.say(text)
             return
         log = f"logs/attempt_{attempt}/rank_{self._peers.rank}.log"
         nodes = [place.name for place in self._session.local_nodes]
@@ -194,19 +202,6 @@ class StoredRun:
                 self._run.stop_file.touch()
         if self._putter is not None:
             self._putter.look_at_status()
-
-    def _mend(self, target: Target | None, attempt: int) -> None:
-        """Lines of metrics that a lost process took with it are made again from the checkpoints."""
-        run, ledger = self._run, self._engine.ledger
-        writer = ledger.writer
-        if target is None or writer is None:
-            return
-        with suppress(StorageError):
-            upto = target.position.epoch
-            mended = mend_curves(run, writer.view, ledger.storage, ledger.generation, upto, attempt)
-            if mended:
-                some = f"epochs {mended[0]} to {mended[-1]}" if len(mended) > 1 else f"epoch {mended[0]}"
-                self._journal.say(f"metrics of {some}, lost with a process, come from the checkpoints")
 
     def look(self) -> None:
         """At a boundary: have the store brought up to date soon, and tell once what keeps it from that."""

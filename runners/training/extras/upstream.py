@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.names import LINEAGE, UPSTREAM, nearest
@@ -25,7 +25,6 @@ from torchrelay.metadata.lineage import check_alias
 from torchrelay.metadata.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.state.checkpoint_set import TensorForm
     from torchrelay.jobs.job import Job
     from torchrelay.runners.session.base import SessionBase
     from torchrelay.runners.training.extras.warm_start import WarmStart, WarmStartSource
@@ -148,9 +147,6 @@ def _upstream(alias: str, one: Any) -> Upstream:
     return found
 
 
-_Kept: TypeAlias = "Mapping[str, Mapping[str, TensorForm]]"
-
-
 class Stages:
     """Mutable; one per train call."""
 
@@ -180,10 +176,20 @@ class Stages:
 
     def declare(self, job: Job, resumed: Manifest | None) -> None:
         """Declare the blobs that hold what is known and kept of the stages, as a start declares them anew."""
-        kept = self._kept() if resumed is None else _kept_in(resumed)
-        if kept is None or (resumed is None and not self._sources):
+        if resumed is None and not self._sources:
             return
-        from torchrelay.checkpoint.state.checkpoint_set import made_of
+        if resumed is not None and LINEAGE not in {blob.name for blob in resumed.blobs}:
+            return  # its run was built on none
+        from torchrelay.checkpoint.state.checkpoint_set import forms_by_blob, made_of
+
+        if resumed is not None:
+            kept = forms_by_blob(resumed, [name for name in resumed.rows if name.startswith(UPSTREAM)])
+        else:
+            kept = {
+                f"{UPSTREAM}{alias}.{blob}": forms
+                for alias, source in self._sources.items()
+                for blob, forms in forms_by_blob(source.checkpoint.manifest, source.kept).items()
+            }
 
         index: dict[str, Any] = {}
         for source in self._sources.values():
@@ -226,24 +232,6 @@ class Stages:
                 f"this run was built on {_told(before)}, not on {_told(self.given.asked())}, as is asked for "
                 "now: that counts for a run that begins, in another run directory or with resume='never'"
             )
-
-    def _kept(self) -> _Kept:
-        from torchrelay.checkpoint.state.checkpoint_set import forms_by_blob
-
-        return {
-            f"{UPSTREAM}{alias}.{blob}": forms
-            for alias, source in self._sources.items()
-            for blob, forms in forms_by_blob(source.checkpoint.manifest, source.kept).items()
-        }
-
-
-def _kept_in(manifest: Manifest) -> _Kept | None:
-    """What an epoch keeps of stages; None where its run was built on none."""
-    if LINEAGE not in {blob.name for blob in manifest.blobs}:
-        return None
-    from torchrelay.checkpoint.state.checkpoint_set import forms_by_blob
-
-    return forms_by_blob(manifest, [name for name in manifest.rows if name.startswith(UPSTREAM)])
 
 
 def _told(asked: Mapping[str, Any]) -> str:
