@@ -26,7 +26,7 @@ CROWDED = {"jobs": 14}
 UPWARD = {
     ("checkpoint.archive.singa", "models"),  # a documented module in its former place
     ("runners.programs.cli", "tools"),  # the verb `server`, imported when it is typed
-    ("runners.programs.config_cli", "tools"),
+    ("runners.programs.perform", "tools"),
 }
 """Imports of a room above, which are meant (see test_rooms)."""
 CIRCLES = {

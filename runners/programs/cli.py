@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchrelay.errors import UsageError
-from torchrelay.runners.programs.archived_code import perform_scene
 from torchrelay.runners.programs.command_context import status
 from torchrelay.runners.programs.eval import evaluate, package
+from torchrelay.runners.programs.perform import perform_scene
 from torchrelay.runners.programs.program import Program, Scene
 from torchrelay.runners.programs.request import VerbRequest, read_request
 from torchrelay.runners.programs.run_selection import imported

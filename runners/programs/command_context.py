@@ -48,13 +48,13 @@ from torchrelay.runners.config_runs.selection import (
 )
 from torchrelay.runners.distributed.environment import read_launch_env
 from torchrelay.runners.monitoring.status import standing
-from torchrelay.runners.programs.archived_code import captured_code
 from torchrelay.runners.programs.request import VerbRequest
 from torchrelay.runners.programs.run_selection import (
     RUNS,
     ProgramOrigin,
     RunInfo,
     TrainRequest,
+    captured_code,
     choose_to_train,
     newest_of,
 )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrelay.errors import DirectoryInUseError, NotAllowedNowError, UsageError
+from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.code.selection import Root, Sources, sources_of
 from torchrelay.metadata.code.snapshot import Snapshot, main_script, take
 from torchrelay.metadata.experiments import Identity, ProgramRecord, ProgramRun, RunStore, update_note
@@ -259,6 +260,14 @@ class ProgramOrigin:
         said = runs or (os.environ if environ is None else environ).get(RUNS)
         refuse_remote(said or "", f"the program {self.name}")
         return RunStore(Path(os.path.abspath(said or self.runs)) / self.name)  # noqa: PTH100 - without `..`
+
+
+def captured_code(run: ProgramRun) -> dict[str, Any]:
+    """The record of the code that the run is of now."""
+    found = [one for one in captures(run.path) if code_id_of(one) == run.note.code_id]
+    if run.note.code_id is None or not found:
+        raise UsageError(f"the source of {run.id} was not archived, so it cannot be run")
+    return found[-1]
 
 
 def imported(module: str, name: str, what: str) -> Any:

@@ -21,8 +21,6 @@ from torchrelay.metadata.experiments import ProgramRun, read_note
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.monitoring.status import standing
-from torchrelay.runners.programs.archived_code import perform_archived
-from torchrelay.runners.programs.command_context import run_facts, run_line
 from torchrelay.runners.programs.request import (
     VERBS,
     ServeOptions,
@@ -55,6 +53,8 @@ def run_status(text: str, chosen: argparse.Namespace, output: Output) -> int:
     place = locate(text)
     if place.run is None:
         raise UsageError(f"{text} holds checkpoints but no run: torchrelay ls lists its epochs")
+    from torchrelay.runners.programs.command_context import run_facts, run_line
+
     run, stands = place.run, standing(place.run.path)
     told = run_facts(run.path, str(run.where), read_note(run.path), lambda: place.log().newest(boundary=True))
     if output.json:
@@ -104,7 +104,7 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
         raise UsageError(f"{verb} what? Give a PROGRAM, or a configuration with -m")
     output.close()
     if chosen.program is None:
-        from torchrelay.runners.programs.config_cli import perform_configuration
+        from torchrelay.runners.programs.perform import perform_configuration
         from torchrelay.runners.training.exit import run_and_leave
 
         run_and_leave(lambda: perform_configuration(request))
@@ -170,6 +170,8 @@ def package_run(target: str, request: VerbRequest, typed: Typed) -> int | None:
         return _package_here(selector, epoch or "last", request, typed)
     if typed.given:
         raise UsageError(f"{', '.join(typed.given)}: the program of the run says it; or give --model, too")
+    from torchrelay.runners.programs.perform import perform_archived
+
     return perform_archived(ProgramRun(path, note), request, epoch)
 
 
@@ -255,7 +257,7 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
     note = read_note(Path(selector.path)) if Path(selector.path).is_dir() else None
     if note is None or not note.is_of_program:
         _serve_configured(chosen, selector, options)
-    from torchrelay.runners.programs.archived_code import run_process
+    from torchrelay.runners.programs.perform import run_process
 
     _refuse_given(chosen, _OF_MODEL, "the program says it; or give --model")
     run = ProgramRun(Path(selector.path).absolute(), note)

@@ -1,8 +1,8 @@
-"""`--run ID`: the archived code of a run, in a process of its own, on the unpacked archive.
+"""How a verb is done: in this process, or for `--run ID` by archived code; and by a configuration alone.
 
-Without torch: whoever starts such a process only waits for it.
-
-Classes are those of the archive, unpacked; data lie where they lay, and results go where they went.
+The archived code of a run gets a process of its own, on the unpacked archive. Without torch: whoever starts
+such a process only waits for it. Classes are those of the archive, unpacked; data lie where they lay, and
+results go where they went.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.code.archive import open_archive, unpack_source
-from torchrelay.metadata.code.capture import captures, code_id_of
 from torchrelay.metadata.experiments import ProgramRun
 from torchrelay.runners.config_runs.processes import signals_to
-
-if TYPE_CHECKING:
-    from torchrelay.runners.programs.command_context import BaseScene
-    from torchrelay.runners.programs.request import VerbRequest
-
+from torchrelay.runners.programs.command_context import BaseScene, ConfiguredScene, status
+from torchrelay.runners.programs.request import VerbRequest
+from torchrelay.runners.programs.run_selection import captured_code
 
 MARK = "TORCHRELAY_ARCHIVED"
 """Tells the process on the archive whose run it works for; taken out of its environment at once."""
@@ -63,14 +61,6 @@ def run_process(run: ProgramRun, verb: str, words: Sequence[str], target: str | 
                     process.wait()
 
 
-def captured_code(run: ProgramRun) -> dict[str, Any]:
-    """The record of the code that the run is of now."""
-    found = [one for one in captures(run.path) if code_id_of(one) == run.note.code_id]
-    if run.note.code_id is None or not found:
-        raise UsageError(f"the source of {run.id} was not archived, so it cannot be run")
-    return found[-1]
-
-
 def _program(
     run: ProgramRun, captured: Mapping[str, Any], verb: str, source: Path, target: str | None
 ) -> list[str]:
@@ -101,7 +91,7 @@ def _environment(run: ProgramRun, code: Mapping[str, Any], source: Path) -> dict
     }
 
 
-S = TypeVar("S", bound="BaseScene")
+S = TypeVar("S", bound=BaseScene)
 
 
 def perform_scene(
@@ -161,3 +151,38 @@ def _options(runs: Path, request: VerbRequest, epoch: str | None) -> list[str]:
     words += request.serve.words() if request.serve is not None else []
     flags = (("--overwrite", request.overwrite), ("--retest", request.retest), ("--json", request.json))
     return words + [option for option, on in flags if on]
+
+
+def perform_configuration(request: VerbRequest) -> int:
+    """Do it in this process, or in one on archived code; returns the exit code."""
+    return perform_scene(
+        request,
+        lambda archived, source: ConfiguredScene(request, archived, source),
+        lambda: _verb(request.verb),
+    )
+
+
+def _verb(name: str) -> Callable[[ConfiguredScene], int]:
+    """The function of a verb; those that load tensors are of modules that import torch."""
+    if name == "train":
+        from torchrelay.runners.programs.train import train_configuration
+
+        return train_configuration
+    if name == "test":
+        from torchrelay.runners.programs.test import test_configuration
+
+        return test_configuration
+    if name == "eval":
+        from torchrelay.runners.programs.eval import evaluate_configuration
+
+        return evaluate_configuration
+    if name == "server":
+        from torchrelay.tools.serving.program_server import serve_config  # the only call of a room above
+
+        return serve_config
+    if name == "amend":
+        from torchrelay.runners.programs.eval import fit_configuration
+        from torchrelay.runners.programs.train import amend
+
+        return lambda scene: amend(scene, partial(fit_configuration, scene))
+    return status
