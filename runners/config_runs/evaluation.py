@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import heapq
 import json
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from operator import itemgetter
@@ -38,6 +37,7 @@ from torchrelay.runners.config_runs.context import PhaseState, StepContext
 from torchrelay.runners.config_runs.selection import MODEL, OPTIMIZER, stored_phase, weights_place
 from torchrelay.runners.config_runs.user_objects import on_device
 from torchrelay.runners.session.context import Context
+from torchrelay.runners.session.metrics import finite
 from torchrelay.runners.session.run_state import RunState
 
 
@@ -88,9 +88,12 @@ def rows_of(predicted: Any, count: int, what: str) -> list[Row]:
     listed = {name: _listed(value) for name, value in columns.items()}
     for name, values in listed.items():
         if values is None or len(values) != count:
+            column = columns[name]
+            is_tensor = isinstance(column, torch.Tensor)
+            found = f"a tensor of shape {tuple(column.shape)}" if is_tensor else f"{column!r:.40}"
             raise UsageError(
                 f"{what}: predictions of {count} samples must be tensors with a row for each, {name!r} is "
-                f"{_described(columns[name])}: give the model a method predict(self, outputs, batch)"
+                f"{found}: give the model a method predict(self, outputs, batch)"
             )
     return [{name: values[at] for name, values in listed.items() if values} for at in range(count)]
 
@@ -118,8 +121,8 @@ class PredictionFile:
         with ExitStack() as stack:
             opened = (self._system.open(self._part(one), "r", encoding="utf-8") for one in range(self.ranks))
             parts = [stack.enter_context(part) for part in opened]
-            for _, row in heapq.merge(*(map(_decoded, part) for part in parts), key=itemgetter(0)):
-                self._write({**constant, **row})
+            for index, row in heapq.merge(*(map(json.loads, part) for part in parts), key=itemgetter(0)):
+                self._write({**constant, "index": index, **row})
         for one in range(self.ranks):
             self._system.rm(self._part(one))
 
@@ -146,7 +149,8 @@ class PredictionFile:
         if self._columns is None:
             self._columns = list(row)
             writer.writerow(self._columns)
-        writer.writerow([_cell(row.get(name)) for name in self._columns])
+        cells = [row.get(name) for name in self._columns]
+        writer.writerow([json.dumps(one) if isinstance(one, (list, dict)) else one for one in cells])
 
 
 def write_text(path: str, text: str) -> None:
@@ -165,25 +169,10 @@ def _opened(path: str) -> tuple[Any, str]:
     return fsspec.filesystem("file"), path
 
 
-def _decoded(line: str) -> tuple[int, Row]:
-    index, row = json.loads(line)
-    return index, {"index": index, **row}
-
-
 def _listed(value: Any) -> list[Any] | None:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().tolist() if value.dim() else None
     return list(value) if isinstance(value, (list, tuple)) else None
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"{value!r:.40}"
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, (list, dict)) else value
 
 
 def evaluation(
@@ -406,11 +395,9 @@ def _tell(context: StepContext, rows: list[Row]) -> None:
     text = ", ".join(f"{name} {value:.6g}" for name, value in sorted(shown.items()))
     print(f"{context.runner_name} epoch {rows[-1]['epoch']}: {text}", flush=True)
     if context.runner.metrics_path is not None:
-        lines = "".join(json.dumps(_finite(row)) + "\n" for row in rows)
+        told = [
+            {name: finite(one) if isinstance(one, float) else one for name, one in row.items()}
+            for row in rows
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in told)
         write_text(context.runner.metrics_path, lines)
-
-
-def _finite(row: Row) -> Row:
-    """JSON has no NaN and no infinity: they become texts."""
-    odd = {name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-    return {name: str(value) if name in odd else value for name, value in row.items()}

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from torchrelay.checkpoint.log.record import JOB_PATH as JOB_FILE
@@ -182,15 +183,12 @@ def mirrored_run(path: Path, wanted: Wanted) -> RunDirectory:
     return RunDirectory(path)
 
 
+@cache
 def _folder() -> Path:
     """Made when it is first needed, for this user alone."""
-    if not _made:
-        _made.append(Path(tempfile.mkdtemp(prefix="torchrelay-look-")))
-        atexit.register(shutil.rmtree, _made[0], ignore_errors=True)
-    return _made[0]
-
-
-_made: list[Path] = []
+    made = Path(tempfile.mkdtemp(prefix="torchrelay-look-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
 
 
 def _stand_for_logs(files: RunFiles, path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,10 @@ class Putter:
         count = 0
         while left and count < MOST_FILES:
             here = left.pop()
-            for entry in _entries(self.root / here):
+            entries: list[os.DirEntry[str]] = []
+            with suppress(OSError), os.scandir(self.root / here) as found:  # else it is gone meanwhile
+                entries = list(found)
+            for entry in entries:
                 name = f"{here}/{entry.name}" if here else entry.name
                 if not is_name(entry.name) or not travels(name) or name.count("/") >= DEEPEST:
                     continue
@@ -143,25 +147,13 @@ class Putter:
                     continue
                 elif not entry.is_file(follow_symlinks=False):
                     self.links.add(name)
-                elif (seen := _seen(entry)) is not None:
+                else:
+                    try:
+                        stat = entry.stat(follow_symlinks=False)
+                    except OSError:
+                        continue
                     count += 1
-                    yield name, seen
-
-
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as found:
-            return list(found)
-    except OSError:  # gone meanwhile
-        return []
-
-
-def _seen(entry: os.DirEntry[str]) -> Seen | None:
-    try:
-        found = entry.stat(follow_symlinks=False)
-    except OSError:
-        return None
-    return Seen(found.st_size, found.st_mtime_ns, found.st_ino)
+                    yield name, Seen(stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
 EVERY_SECS = 5.0
