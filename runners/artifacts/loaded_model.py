@@ -54,21 +54,16 @@ def loaded_model(
         raise UsageError(f"{where} is no run directory, so nothing tells its model: give model= (--model)")
     with rebuilt(run, factory, blob) as found:
         made = found.make()
-        fill(opened, made.module, found.blob)
+        if found.blob not in opened.blobs:
+            raise UsageError(
+                f"epoch {opened.epoch} has no blob {found.blob!r}, it has {', '.join(opened.blobs)}: "
+                "give blob= (--blob)"
+            )
+        opened.load_saved({found.blob: made.module})
         example = made.inputs() if inputs is None and made.inputs is not None else inputs
         if example is None:
             raise UsageError("what is the model called with? give inputs= (--input x=float32[batch,10])")
         yield LoadedModel(made.module, opened, run, found.of_batches, example)
-
-
-def fill(opened: Checkpoint, module: nn.Module, blob: str) -> None:
-    """Load a blob of an epoch into a module; raises UsageError where there is none of this name."""
-    if blob not in opened.blobs:
-        raise UsageError(
-            f"epoch {opened.epoch} has no blob {blob!r}, it has {', '.join(opened.blobs)}: "
-            "give blob= (--blob)"
-        )
-    opened.load_saved({blob: module})
 
 
 def run_of(where: Where) -> Path | None:

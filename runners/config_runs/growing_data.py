@@ -24,7 +24,7 @@ from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.session import Peers, decide
 from torchrelay.jobs.stop import Rule, StopAnswer
 from torchrelay.records import dataclass
-from torchrelay.runners.config_runs.context import PhaseState, StepContext
+from torchrelay.runners.config_runs.context import StepContext
 from torchrelay.runners.config_runs.selection import LOADER
 from torchrelay.runners.config_runs.user_objects import made, made_dataset
 
@@ -157,11 +157,6 @@ def _name(path: Path, workspace: Path) -> str:
     return os.path.relpath(text, workspace) if text.startswith(f"{workspace}{os.sep}") else text
 
 
-def grows(runner: RunnerSection, dataset: Dataset) -> bool:
-    """Whether the data of an epoch are looked up before it."""
-    return dataset.grows or runner.epochs_per_partition is not None
-
-
 def growing_loader(
     kind: type, dataset: Dataset, workspace: Path, runner: RunnerSection, options: Mapping[str, Any]
 ) -> GrowingLoader:
@@ -176,12 +171,6 @@ def growing_loader(
 
     per = runner.epochs_per_partition
     return GrowingLoader(there, read, dataset.batch_size, per_partition=per, **options)
-
-
-def look(phase: PhaseState, peers: Peers) -> None:
-    """Before an epoch: have its data looked up, where they grow."""
-    if isinstance(phase.loader, GrowingLoader):
-        phase.loader.look(peers)
 
 
 def ends_of_data(context: StepContext) -> Iterator[PartitionsOver]:

@@ -30,9 +30,10 @@ from torchrelay.jobs.data.data_parallel import data_parallel
 from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.random import seed
 from torchrelay.jobs.session import Peers, decide
+from torchrelay.metadata.handlers import SeveralHandlers
 from torchrelay.runners.config_runs.context import PhaseScope, PhaseState, StepContext
 from torchrelay.runners.config_runs.evaluation import agreed_epochs, infer_epochs, load_weights
-from torchrelay.runners.config_runs.growing_data import growing_loader, grows
+from torchrelay.runners.config_runs.growing_data import growing_loader
 from torchrelay.runners.config_runs.processes import session_on
 from torchrelay.runners.config_runs.selection import (
     device_of,
@@ -42,7 +43,7 @@ from torchrelay.runners.config_runs.selection import (
     validation_dataset,
     weights_place,
 )
-from torchrelay.runners.config_runs.training import inference_export, train_job, with_export, with_onnx
+from torchrelay.runners.config_runs.training import inference_export, train_job, with_onnx
 from torchrelay.runners.config_runs.user_objects import (
     SlotReader,
     made,
@@ -206,7 +207,8 @@ class Network(Step):
             "num_workers": phase.thread_num if phase.thread_num > 1 else 0,
             "sample_error": partial(sample_error, dataset),
         }
-        if grows(context.runner, dataset) and not context.is_infer:
+        grows = dataset.grows or context.runner.epochs_per_partition is not None
+        if grows and not context.is_infer:
             return growing_loader(kind, dataset, context.workspace, context.runner, options)
         return EpochLoader(made_dataset(reader, dataset), dataset.batch_size, **options)
 
@@ -257,7 +259,10 @@ class Runner(Step):
         for phase in context.phases.values():  # a look at its data, in a step before, is no training
             phase.loader.load_state_dict({**phase.loader.state_dict(), "samples_done": 0})
         export = inference_export(context.runner, context.run_dir, list(context.phases))
-        options = with_onnx(with_export(context.job_options, export), context)
+        options = with_onnx(context.job_options, context)
+        if export is not None:
+            there = options.get("metadata_handler")
+            options["metadata_handler"] = export if there is None else SeveralHandlers([there, export])
         runner = JobRunner(context.job, context.run_dir, **options)
         context.result = result = runner.train(context.session)
         if export is not None and result.status == "FINISHED":

@@ -31,11 +31,10 @@ from torchrelay.jobs.session import warn
 from torchrelay.jobs.stop import early_stopping, max_epochs, max_steps, max_time
 from torchrelay.jobs.task import Task
 from torchrelay.metadata.fs import append_line
-from torchrelay.metadata.handlers import SeveralHandlers
 from torchrelay.records import dataclass
 from torchrelay.runners.config_runs.context import PhaseState, StepContext
 from torchrelay.runners.config_runs.evaluation import Tally, evaluation, log_tally, metrics_of, moved_batch
-from torchrelay.runners.config_runs.growing_data import ends_of_data, look
+from torchrelay.runners.config_runs.growing_data import GrowingLoader, ends_of_data
 from torchrelay.runners.config_runs.selection import MODEL, keeping, phases_of, reader_path
 from torchrelay.runners.config_runs.user_objects import made, made_dataset
 from torchrelay.runners.remote_runs.names import is_remote
@@ -115,14 +114,6 @@ def inference_export(runner: RunnerSection, run_dir: str, phases: Sequence[str])
             "replaces them; leave the key out to have them in each run"
         )
     return InferenceExport(run_dir, path, phases, runner.save_inference_interval or 1)
-
-
-def with_export(options: Mapping[str, Any], export: InferenceExport | None) -> dict[str, Any]:
-    """JobRunner's options with this handler, beside one that is there."""
-    if export is None:
-        return dict(options)
-    there = options.get("metadata_handler")
-    return {**options, "metadata_handler": export if there is None else SeveralHandlers([there, export])}
 
 
 def first_batch(context: StepContext, phase: str) -> tuple[Any]:
@@ -334,7 +325,8 @@ def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], N
     def train(ctx: Context) -> None:
         phase.trained.train()
         meter, tally = Meter(context.runner.print_interval, phase.loader.world), Tally(phase.model)
-        look(phase, ctx.session.peers)
+        if isinstance(phase.loader, GrowingLoader):
+            phase.loader.look(ctx.session.peers)
         for batch in meter.over(watch(ctx)):
             values = train_step(phase, ctx, batch, tally)
             line = meter.step(batch.count, values)
