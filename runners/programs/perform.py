@@ -64,17 +64,17 @@ def run_process(run: ProgramRun, verb: str, words: Sequence[str], target: str | 
 def _program(
     run: ProgramRun, captured: Mapping[str, Any], verb: str, source: Path, target: str | None
 ) -> list[str]:
-    """The script in the archive, or the module by the command line."""
+    """The script in the archive, or the module by the command line, which calls `server` by another name."""
+    typed, script = "serve" if verb == "server" else verb, captured["code"].get("script")
     if target == "":
-        return ["-m", "torchrelay", verb]
-    script = captured["code"].get("script")
+        return ["-m", "torchrelay", typed]
     if isinstance(script, str):
         return [str(source / script), verb]
     if target is None:
         raise UsageError(
-            f"the program of {run.id} was no script: name it, torchrelay {verb} module:Class --run {run.id}"
+            f"the program of {run.id} was no script: name it, torchrelay {typed} module:Class --run {run.id}"
         )
-    return ["-m", "torchrelay", verb, target]
+    return ["-m", "torchrelay", typed, target]
 
 
 def _environment(run: ProgramRun, code: Mapping[str, Any], source: Path) -> dict[str, str]:
