@@ -33,7 +33,7 @@ from torchrelay.checkpoint.format.shard.entries import Entries, form_of, whole_e
 from torchrelay.checkpoint.format.shard.header import HeaderFrame, ShardIdentity, ShardLimits, ShardPart, cut
 from torchrelay.checkpoint.format.shard.header_text import LEAVES
 from torchrelay.checkpoint.format.shard.writer import write_part
-from torchrelay.checkpoint.load.lookup import Rename, check_prefix_used, pattern_list, renamed_all
+from torchrelay.checkpoint.load.lookup import Rename, pattern_list, renamed_all, without_prefix
 from torchrelay.checkpoint.load.tensors import Cast, cast, check_types_used, checked_cast, checked_device
 from torchrelay.checkpoint.state.checkpoint_set import check_patterns_used, select
 from torchrelay.checkpoint.state.flatten import leaves_of, tensor_role
@@ -243,14 +243,14 @@ def load_blobs(
     checked_device(device)
     files = _open_all(urls, verify)
     chosen = _chosen(files, _patterns(names), strict=strict)
-    new_names = _stripped(chosen, prefix) if prefix else renamed_all(chosen, rename)
+    new_names = without_prefix(chosen, prefix) if prefix else renamed_all(chosen, rename)
     created: dict[str, Any] = {}
     for file in files:
         created.update(read_blobs(file, [name for name, holder in chosen.items() if holder is file]))
     placed: dict[int, Any] = {}  # names of one tensor get one tensor
     for value in created.values():
         if id(value) not in placed:
-            placed[id(value)] = _placed(value, device)
+            placed[id(value)] = value.to(device) if isinstance(value, torch.Tensor) else value
     return {new: placed[id(created[old])] for new, old in new_names.items()}
 
 
@@ -288,30 +288,16 @@ def _chosen(files: Sequence[BlobFile], patterns: Sequence[str], *, strict: bool)
             for name in file.specs:
                 if matches(name, pattern) and (name not in within or name == pattern):
                     hit = True
-                    _add(found, name, file)
+                    holder = found.setdefault(name, file)
+                    if holder is not file:
+                        raise UsageError(
+                            f"{name!r} is in {holder.path} and {file.path}: say which by loading them "
+                            "one by one"
+                        )
         if strict and not hit:
             known = [name for file in files for name in file.specs]
-            raise UsageError(f"no blob {pattern!r} in {_paths(files)}{nearest(pattern, known)}")
-    return found
-
-
-def _add(found: dict[str, BlobFile], name: str, file: BlobFile) -> None:
-    holder = found.setdefault(name, file)
-    if holder is not file:
-        raise UsageError(f"{name!r} is in {_paths([holder, file])}: say which by loading them one by one")
-
-
-def _paths(files: Sequence[BlobFile]) -> str:
-    return " and ".join(str(file.path) for file in files)
-
-
-def _stripped(names: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    check_prefix_used(names, prefix)
-    for name in names:
-        new = name.removeprefix(prefix)
-        if not new or found.setdefault(new, name) != name:
-            raise UsageError(f"prefix={prefix!r} leaves {name!r} without a name of its own: choose another")
+            places = " and ".join(str(file.path) for file in files)
+            raise UsageError(f"no blob {pattern!r} in {places}{nearest(pattern, known)}")
     return found
 
 
@@ -350,7 +336,3 @@ def _converted(leaf: Leaf, kind: Kind, dtype: Cast, *, meta: bool) -> Leaf:
     if kind not in _CONVERTIBLE or not isinstance(content, torch.Tensor) or leaf.role is Role.VALUE:
         return leaf
     return replace(leaf, content=cast(content.to("meta") if meta else content, leaf.name, dtype))
-
-
-def _placed(value: Any, device: str | torch.device | None) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -43,13 +43,13 @@ from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.load.lookup import (
     Nodes,
     check_decided,
-    check_prefix_used,
     choose,
     find_row,
     node_for,
     node_of,
     pattern_list,
     several_owners,
+    without_prefix,
 )
 from torchrelay.checkpoint.load.tensors import Cast, cast_of, check_types_used, checked_cast
 from torchrelay.checkpoint.log.writer import LogWriter
@@ -84,7 +84,9 @@ def content_of(
     tensors: dict[str, ExportedTensor] = {}
     ties: dict[str, str] = {}
     chosen = _chosen(checkpoint, blobs, nodes)
-    new_names = _new_names([name for name, _, _ in chosen], prefix)
+    # Older epochs have in their names what wrappers inserted.
+    outside = without_prefix((name for name, _, _ in chosen), prefix, without_reserved)
+    new_names = {name: new for new, name in outside.items()}
     check_types_used((*new_names.values(), *manifest.rows), dtype)
     places = {name: (find_row(manifest, name, node), node) for name, node, kind in chosen if kind == "tensor"}
     # Of several names the one that the program had first, as readers of other formats expect.
@@ -143,19 +145,6 @@ def _all_leaves(checkpoint: Checkpoint, nodes: Nodes) -> list[tuple[str, str | N
     ]
     found = [(name, node_for(manifest, name, nodes), kinds[name]) for name in decided]
     return sorted(found, key=lambda one: one[2])
-
-
-def _new_names(names: Sequence[str], prefix: str) -> dict[str, str]:
-    """The names outside: without the prefix, and without what wrappers inserted into older epochs' names."""
-    found: dict[str, str] = {}
-    taken: dict[str, str] = {}
-    check_prefix_used(names, prefix)
-    for name in names:
-        new = without_reserved(name).removeprefix(prefix)
-        if not new or taken.setdefault(new, name) != name:
-            raise UsageError(f"prefix={prefix!r} leaves {name!r} without a name of its own: choose another")
-        found[name] = new
-    return found
 
 
 def _outgoing(checkpoint: Checkpoint, name: str, node: str | None, cast: Any) -> ExportedTensor:
@@ -278,7 +267,8 @@ def leaves_from(incoming: Incoming, blob: str | None) -> list[Leaf]:
     flat = any(isinstance(value, torch.Tensor) for value in tree.values())
     for name, value in tree.items():
         if is_state_dict(value):
-            found += _module(name, value)
+            for key, one in value.items():
+                found += _entry(f"{name}.{key}", name, one)
             owners[name] = None
         elif flat and blob is not None:
             found += _entry(f"{blob}.{name}", blob, value)
@@ -303,11 +293,6 @@ def is_state_dict(value: Any) -> bool:
         and any(isinstance(one, torch.Tensor) for one in value.values())
         and not any(isinstance(one, (Mapping, list, tuple)) for one in value.values())
     )
-
-
-def _module(blob: str, state: Mapping[str, Any]) -> Iterator[Leaf]:
-    for name, value in state.items():
-        yield from _entry(f"{blob}.{name}", blob, value)
 
 
 def _entry(name: str, blob: str, value: Any) -> Iterator[Leaf]:

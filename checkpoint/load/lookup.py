@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import islice
@@ -310,11 +310,20 @@ def renamed(name: str, rename: Rename | None) -> str:
     return name
 
 
-def check_prefix_used(names: Iterable[str], prefix: str) -> None:
-    """Raise UsageError for a prefix that no name begins with: most likely a misspelt one."""
-    known = list(names)
+def without_prefix(names: Iterable[str], prefix: str, plain: Callable[[str], str] = str) -> dict[str, str]:
+    """The names by what is left of them without a prefix, of what `plain` makes of them.
+
+    Raises UsageError for a prefix that no name begins with (most likely a misspelt one), and where nothing
+    of a name is left, or the same of two.
+    """
+    known, found = list(names), dict[str, str]()
     if known and not any(name.startswith(prefix) for name in known):
         raise UsageError(f"no name begins with prefix={prefix!r}{nearest(prefix, known)}")
+    for name in known:
+        new = plain(name).removeprefix(prefix)
+        if not new or found.setdefault(new, name) != name:
+            raise UsageError(f"prefix={prefix!r} leaves {name!r} without a name of its own: choose another")
+    return found
 
 
 def check_exclude_used(names: Iterable[str], patterns: Iterable[str]) -> None:

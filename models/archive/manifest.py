@@ -105,23 +105,6 @@ def ordered(entries: Mapping[str, ArchiveEntry]) -> list[str]:
     return sorted(entries, key=lambda name: (-entries[name].element.itemsize, name))
 
 
-def header_bytes(entries: Mapping[str, ArchiveEntry], alignment: int) -> bytes:
-    """The length and header of a safetensors member of these tensors, padded to `alignment`.
-
-    Raises BlobError for a name that safetensors cannot have.
-    """
-    if "__metadata__" in entries:
-        raise BlobError("a tensor cannot be called '__metadata__' in a safetensors file: rename it")
-    tensors = (
-        (name, one.element.code, one.element.stored_shape(one.shape), one.nbytes)
-        for name, one in ((name, entries[name]) for name in ordered(entries))
-    )
-    header = dtypes.safetensors_header(tensors, {"format": "pt"}, alignment)
-    if len(header) > HEADER_LIMIT:
-        raise BlobError(f"{len(entries)} tensors are too many for one file")
-    return header
-
-
 def places(
     header: bytes, data: int, nbytes: int, entries: Mapping[str, ArchiveEntry], what: str
 ) -> dict[str, int]:
@@ -197,12 +180,20 @@ def add_member(archive: zipfile.ZipFile, name: str, nbytes: int, pieces: Iterabl
 def write_tensors(archive: zipfile.ZipFile, member: str, tensors: Mapping[str, TensorToStore]) -> Json:
     """Write a member; what the manifest says of its tensors. Raises BlobError for what cannot be stored."""
     entries = {name: _entry(name, one) for name, one in tensors.items()}
-    header = header_bytes(entries, ALIGNMENT)
+    if "__metadata__" in entries:
+        raise BlobError("a tensor cannot be called '__metadata__' in a safetensors file: rename it")
+    order = [(name, entries[name]) for name in ordered(entries)]
+    described = (
+        (name, one.element.code, one.element.stored_shape(one.shape), one.nbytes) for name, one in order
+    )
+    header = dtypes.safetensors_header(described, {"format": "pt"}, ALIGNMENT)
+    if len(header) > HEADER_LIMIT:
+        raise BlobError(f"{len(entries)} tensors are too many for one file")
     digests = dict.fromkeys(entries, b"")
 
     def pieces() -> Iterator[memoryview]:
         yield memoryview(header)
-        for name in ordered(entries):
+        for name, _ in order:
             memory = dtypes.stored_bytes(tensors[name].tensor, name)
             for at in range(0, len(memory), BLOCK):
                 block = memory[at : at + BLOCK]

@@ -85,8 +85,9 @@ def states_of(module: nn.Module) -> States:
     extra state that is no plain value.
     """
     if names := unready(module):
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise UsageError(
-            f"{len(names)} states have no content yet: {_some(names)}; "
+            f"{len(names)} states have no content yet: {', '.join(names[:8])}{more}; "
             "torchrelay.compile(model, inputs) gives it to lazy and meta modules"
         )
     tensors: dict[str, TensorToStore] = {}
@@ -113,10 +114,6 @@ def _outgoing(entry: ModuleEntry) -> TensorToStore:
         )
     role = {Role.PARAMETER: PARAMETER, Role.BUFFER: BUFFER}.get(entry.role, OTHER)  # type: ignore[arg-type]
     return TensorToStore(admitted_in_place(entry.value, entry.name), role, entry.value.requires_grad)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:

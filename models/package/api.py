@@ -19,7 +19,6 @@ from torch import nn
 
 from torchrelay.checkpoint.files.publish import Where
 from torchrelay.checkpoint.format import canonical_json, values
-from torchrelay.checkpoint.format.canonical_json import Fields
 from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.errors import BlobError, DamagedError, UsageError
@@ -61,11 +60,8 @@ def sources_of(model: nn.Module) -> tuple[str, dict[str, bytes], str]:
     kind = type(model)
     class_path = f"{_module_name(kind.__module__)}:{kind.__qualname__}"
     if "<locals>" in kind.__qualname__:
-        return (
-            class_path,
-            {},
-            f"{kind.__qualname__} is a class inside of a function, which nothing can import",
-        )
+        why = f"{kind.__qualname__} is a class inside of a function, which nothing can import"
+        return class_path, {}, why
     own = {base.__module__ for part in model.modules() for base in type(part).__mro__}
     waiting, files = sorted(own), dict[str, bytes]()
     seen: set[str] = set()
@@ -78,29 +74,22 @@ def sources_of(model: nn.Module) -> tuple[str, dict[str, bytes], str]:
         source = _source_text(module)
         if source is None:
             continue
-        files[_file_name(name, module)] = source
+        base = _module_name(name).replace(".", "/")
+        files[f"{base}/__init__.py" if hasattr(module, "__path__") else f"{base}.py"] = source
         waiting.extend(_imported(source, name, module))
         waiting.extend(name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1))
-    if not _has_class(files, class_path) and kind.__module__.startswith(PREFIX):
+    base = _module_name(kind.__module__).replace(".", "/")
+    has_class = bool({f"{base}.py", f"{base}/__init__.py"} & files.keys())
+    if not has_class and kind.__module__.startswith(PREFIX):
         why = "was made by archived source (trust_source, load_code), which is not archived again"
         return class_path, {}, f"{class_path.partition('.')[2]} {why}: give a model of the source's own file"
-    if not _has_class(files, class_path) and _is_foreign_class(kind):
+    if not has_class and getattr(sys.modules.get(kind.__module__), "__file__", None) is not None:
         return class_path, {}, f"{class_path} is of an installed package, which is not archived"
-    if not _has_class(files, class_path):
+    if not has_class:
         return class_path, {}, f"the module of {class_path} is no file"
     if odd := [name for name in sorted(files) if not name_fits(f"source/{name}")]:
         return class_path, {}, f"its source {odd[0]!r} has a name with other signs than archives hold"
     return class_path, files, ""
-
-
-def _has_class(files: dict[str, bytes], class_path: str) -> bool:
-    base = class_path.partition(":")[0].replace(".", "/")
-    return f"{base}.py" in files or f"{base}/__init__.py" in files
-
-
-def _is_foreign_class(kind: type) -> bool:
-    module = sys.modules.get(kind.__module__)
-    return module is not None and getattr(module, "__file__", None) is not None
 
 
 def _module_name(name: str) -> str:
@@ -108,11 +97,6 @@ def _module_name(name: str) -> str:
     if name == MAIN and (file := getattr(sys.modules[MAIN], "__file__", None)):
         return Path(file).stem
     return name
-
-
-def _file_name(name: str, module: ModuleType) -> str:
-    base = _module_name(name).replace(".", "/")
-    return f"{base}/__init__.py" if hasattr(module, "__path__") else f"{base}.py"
 
 
 def _source_text(module: ModuleType) -> bytes | None:
@@ -357,7 +341,10 @@ def load(path: Where, *, trust_source: bool = False) -> nn.Module:
 
 
 def _constructed(archive: ArchiveFile, package: Package) -> nn.Module:
-    args, kwargs = _arguments(archive.fields.fields("package").fields("constructor"))
+    fields = archive.fields.fields("package").fields("constructor")
+    args, kwargs = decode(fields.values.get("args")), decode(fields.values.get("kwargs"))
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise DamagedError(f"{fields.what} is damaged: no arguments")
     contents = {name: archive.read(SOURCE + name, MEMBER_LIMIT) for name in package.source}
     module, _, name = package.class_path.partition(":")
     try:
@@ -373,10 +360,3 @@ def _constructed(archive: ArchiveFile, package: Package) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise BlobError(f"{package.class_path} of {package.where} makes a {type(model).__name__}, no module")
     return model
-
-
-def _arguments(fields: Fields) -> tuple[list[Any], Mapping[str, Any]]:
-    args, kwargs = decode(fields.values.get("args")), decode(fields.values.get("kwargs"))
-    if not isinstance(args, list) or not isinstance(kwargs, dict):
-        raise DamagedError(f"{fields.what} is damaged: no arguments")
-    return args, kwargs

@@ -205,21 +205,19 @@ def _check_inputs(inputs: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
     for value, spec in zip(inputs, specs, strict=True):
         if not isinstance(value, torch.Tensor):
             raise UsageError(f"{spec.name} must be a tensor, not {type(value).__name__}")
-        dtype = str(value.dtype).removeprefix("torch.")
-        if dtype != spec.dtype or len(value.shape) != len(spec.shape):
-            raise UsageError(_unlike(value, spec))
-        for size, wanted in zip(value.shape, spec.shape, strict=True):
-            if isinstance(wanted, int):
-                if size != wanted:
-                    raise UsageError(_unlike(value, spec))
-            elif named.setdefault(wanted, (size, spec.name))[0] != size:
-                first, where = named[wanted]
+        dtype, wanted = str(value.dtype).removeprefix("torch."), ", ".join(map(str, spec.shape))
+        fixed = zip(value.shape, spec.shape, strict=False)
+        if (
+            dtype != spec.dtype
+            or len(value.shape) != len(spec.shape)
+            or any(isinstance(size, int) and size != have for have, size in fixed)
+        ):
+            raise UsageError(
+                f"{spec.name} is {dtype}{list(value.shape)}; the model takes {spec.dtype}[{wanted}]"
+            )
+        for have, size in zip(value.shape, spec.shape, strict=True):
+            if not isinstance(size, int) and named.setdefault(size, (have, spec.name))[0] != have:
+                first, where = named[size]
                 raise UsageError(
-                    f"{wanted} is {first} in {where} and {size} in {spec.name}: it must be one size"
+                    f"{size} is {first} in {where} and {have} in {spec.name}: it must be one size"
                 )
-
-
-def _unlike(value: torch.Tensor, spec: TensorSpec) -> str:
-    dtype = str(value.dtype).removeprefix("torch.")
-    wanted = ", ".join(map(str, spec.shape))
-    return f"{spec.name} is {dtype}{list(value.shape)}; the model takes {spec.dtype}[{wanted}]"

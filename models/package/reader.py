@@ -12,7 +12,7 @@ from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields
 from torchrelay.checkpoint.format.value_decoding import decode, references
 from torchrelay.errors import DamagedError, FormatError, UsageError
-from torchrelay.jobs.runtime import Signature, TensorSpec
+from torchrelay.jobs.runtime import Signature
 from torchrelay.models.archive.manifest import (
     CONSTANTS,
     MEMBER_LIMIT,
@@ -207,15 +207,10 @@ def _of_package(package: Package) -> Iterable[str]:
 
 
 def signature_lines(signature: Signature) -> Iterable[str]:
-    """What goes in and what comes out, a line each."""
+    """What goes in and what comes out, a line each: `x float32[batch, 3]`."""
     for side, specs in (("input", signature.inputs), ("output", signature.outputs)):
         for spec in specs:
-            yield f"  {side:<11} {spec_text(spec)}"
-
-
-def spec_text(spec: TensorSpec) -> str:
-    """`x float32[batch, 3]`."""
-    return f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]"
+            yield f"  {side:<11} {spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]"
 
 
 def _aux(archive: ArchiveFile) -> Iterable[str]:
@@ -239,13 +234,10 @@ def _states(
         yield f"  {name} is {first}"
     for name in extra:
         yield f"  {name} is a plain value"
-    numbers = [_elements(entry) for entry in entries.values() if entry.role == PARAMETER]
+    learned = [entry for entry in entries.values() if entry.role == PARAMETER]
+    count = sum(entry.nbytes // entry.element.itemsize for entry in learned)
     nbytes = sum(entry.nbytes for entry in entries.values())
-    yield f"  {len(entries)} states, {sum(numbers):,} parameters, {nbytes:,} bytes"
-
-
-def _elements(entry: ArchiveEntry) -> int:
-    return entry.nbytes // entry.element.itemsize
+    yield f"  {len(entries)} states, {count:,} parameters, {nbytes:,} bytes"
 
 
 def _of_module(module: Any) -> Iterable[str]:

@@ -113,25 +113,22 @@ def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tup
         if made is None:
             raise RuntimeError("the exporter made nothing")
         graph = made.model
-        _check_operator_set(graph, opset)
+        written = graph.opset_imports[""]
+        if opset is not None and written != opset:  # it goes on with a version that it knows
+            raise UsageError(
+                f"opset={opset}: torch {torch.__version__} writes this model in operator set {written} "
+                "instead; give another (--opset), or leave it out"
+            )
         states = _states(graph, program)
         _simplify(graph, states)
-        _name_states(states)
+        for value, name in states.values():  # torch calls a state otherwise where an input has its name
+            if value.name != name and value.is_initializer():
+                value.name = name
     except UsageError:
         raise
     except Exception as error:
         raise refusal(error, type(model).__name__) from error
     return graph, _symbols(graph, grown)
-
-
-def _check_operator_set(graph: Model, opset: int | None) -> None:
-    """Torch's exporter goes on with a version that it knows where it cannot write the wanted one."""
-    made = graph.opset_imports[""]
-    if opset is not None and made != opset:
-        raise UsageError(
-            f"opset={opset}: torch {torch.__version__} writes this model in operator set {made} instead; "
-            "give another (--opset), or leave it out"
-        )
 
 
 def check_apart(inputs: Sequence[str], outputs: Sequence[str]) -> None:
@@ -202,25 +199,15 @@ def _simplify(graph: Model, states: Mapping[int, Any]) -> None:
     from onnx_ir.passes import common
     from onnxscript import optimizer
 
+    def folds(node: Any) -> bool | None:
+        return False if any(id(one) in states for one in node.inputs) else None
+
     optimizer.inline(graph)
     for _ in range(2):
-        optimizer.fold_constants(
-            graph, onnx_shape_inference=True, should_fold=lambda node: _folds(node, states)
-        )
+        optimizer.fold_constants(graph, onnx_shape_inference=True, should_fold=folds)
         optimizer.remove_unused_nodes(graph)
     common.CommonSubexpressionEliminationPass()(graph)
     common.RemoveUnusedOpsetsPass()(graph)
-
-
-def _folds(node: Any, states: Mapping[int, Any]) -> bool | None:
-    return False if any(id(one) in states for one in node.inputs) else None
-
-
-def _name_states(states: Mapping[int, tuple[Value, str]]) -> None:
-    """The exporter gives a state another name where an input has that; inputs are named later."""
-    for value, name in states.values():
-        if value.name != name and value.is_initializer():
-            value.name = name
 
 
 def _symbols(graph: Model, example: Example) -> dict[str, str]:

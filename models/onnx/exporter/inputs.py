@@ -119,7 +119,7 @@ def example_of(model: torch.nn.Module, inputs: Any, names: Sequence[str] | None,
     if not found:
         raise UsageError("inputs hold no tensor: give examples of what forward takes")
     own = leaf_names([_name(model, args, kwargs, path) for path, _ in found])
-    chosen = _checked_names(names, own)
+    chosen = _chosen_names("input_names", names, own)
     tensors = dict(zip(chosen, (leaf for _, leaf in found), strict=True))
     return Example(args, kwargs, chosen, _sizes(tensors, dynamic))
 
@@ -164,12 +164,12 @@ def _parameter(model: torch.nn.Module, index: int) -> str:
     return f"input_{index}"
 
 
-def _checked_names(given: Sequence[str] | None, own: Sequence[str]) -> tuple[str, ...]:
+def _chosen_names(option: str, given: Sequence[str] | None, own: Sequence[str]) -> tuple[str, ...]:
     if given is None:
         return tuple(own)
     if isinstance(given, str) or len(given) != len(own) or len(set(given)) != len(given):
         raise UsageError(
-            f"input_names={given!r}: give {len(own)} different names, one for each of {', '.join(own)}"
+            f"{option}={given!r}: give {len(own)} different names, one for each of {', '.join(own)}"
         )
     return tuple(given)
 
@@ -224,7 +224,8 @@ def cases_of(model: torch.nn.Module, example: Example, output_names: Sequence[st
     first = _case(model, example, extents, output_names, "")
     if not extents:
         return [first]
-    other = {size: _other(extent) for size, extent in extents.items()}
+    # Fewer where that leaves two and more: longer than the example a model may refuse to be.
+    other = {size: extent - 1 if extent > 2 else extent + 1 for size, extent in extents.items()}
     remedy = "; where a size of the inputs never differs, leave it out of dynamic="
     return [first, _case(model, example.resized(other), other, output_names, remedy)]
 
@@ -242,11 +243,6 @@ def compare(path: Path, cases: Sequence[Case], tolerance: Tolerance) -> float:
         for (name, wanted), answer in zip(case.outputs.items(), found, strict=True):
             worst = max(worst, _difference(name, torch.from_numpy(answer), wanted, tolerance, case.extents))
     return worst
-
-
-def _other(extent: int) -> int:
-    """Fewer where that leaves two and more: longer than the example a model may refuse to be."""
-    return extent - 1 if extent > 2 else extent + 1
 
 
 def _case(
@@ -278,11 +274,8 @@ def _outputs(answer: Any, names: Sequence[str] | None) -> dict[str, torch.Tensor
             raise UsageError(f"forward returns {leaf!r:.60} as {name!r}: a file gives tensors only")
     if not tensors:
         raise UsageError("forward returns no tensor, so there is nothing to put into a file")
-    if names is not None and (isinstance(names, str) or len(names) != len(own) or len(set(names)) < len(own)):
-        raise UsageError(
-            f"output_names={names!r}: give {len(own)} different names, one for each of {', '.join(own)}"
-        )
-    return dict(zip(own if names is None else names, (one.detach().clone() for one in tensors), strict=True))
+    chosen = _chosen_names("output_names", names, own)
+    return dict(zip(chosen, (one.detach().clone() for one in tensors), strict=True))
 
 
 def _session(path: Path) -> Any:

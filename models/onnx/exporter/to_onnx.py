@@ -145,7 +145,9 @@ def to_onnx(
     place = place_of(path, overwrite=overwrite)
     example = example_of(bare_module(model), inputs, input_names, dynamic)
     tolerance = _checked(rtol, atol)
-    _check_texts(metadata or {})
+    for name, value in (metadata or {}).items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise UsageError(f"metadata has {name!r}: {value!r:.60}: names and values are texts")
     with undisturbing():
         copied = own_copy(model)
         with kept_buffers(copied):
@@ -202,12 +204,6 @@ def _specs(values: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> tuple[
                       for at, dim in enumerate(dims))  # fmt: skip
         found.append(TensorSpec(name, shape, str(tensor.dtype).removeprefix("torch.")))
     return tuple(found)
-
-
-def _check_texts(metadata: Mapping[str, str]) -> None:
-    for name, value in metadata.items():
-        if not (isinstance(name, str) and isinstance(value, str)):
-            raise UsageError(f"metadata has {name!r}: {value!r:.60}: names and values are texts")
 
 
 def _describe(graph: ir.Model, signature: Signature, metadata: Mapping[str, str]) -> None:
