@@ -40,7 +40,6 @@ from torchrelay.jobs.session import Peers, decide, warn
 IDLE_SECS = 60.0
 """How long the thread waits for more to do before it ends."""
 
-
 PATIENCE_SECS = 300.0
 """How long is waited for deletions at most: less than the other processes wait for this one."""
 

@@ -85,12 +85,9 @@ class LastStep:
 
 _grad_of = attrgetter("grad")
 
-
 _version_of = attrgetter("_version")
 
-
 STEPS: dict[int, LastStep] = {}
-
 
 _installed: list[Any] = []
 

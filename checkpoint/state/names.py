@@ -46,7 +46,6 @@ class Kind(Enum):
 
 _TENSORS = (torch.Tensor, nn.Parameter)
 
-
 RECREATABLE = (Kind.TENSOR, Kind.CONTAINER, Kind.VALUE)
 """What a load can make anew; everything else needs an object to load into."""
 

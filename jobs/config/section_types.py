@@ -164,7 +164,6 @@ GPUS = One(
 )
 """The numbers as a tuple; each may stand once."""
 
-
 Kind = Literal["latest", "best", "all", "numbers"]
 _RANGE = re.compile(r"(0|[1-9][0-9]{0,5})\.\.(0|[1-9][0-9]{0,5})?")
 _WORDS: dict[str, Kind] = {"latest": "latest", "last": "latest", "best": "best", "all": "all"}
@@ -229,7 +228,6 @@ EPOCHS = One(
     check=_epochs,
 )
 """The form of `epoch:`; becomes an EpochChoice."""
-
 
 _PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
 

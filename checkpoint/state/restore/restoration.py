@@ -60,7 +60,6 @@ __all__ = [
     "stay_as_built",
 ]
 
-
 Builder = Callable[[], Any]
 
 
