@@ -39,7 +39,8 @@ from torchrelay.checkpoint.state.checkpoint_set import check_patterns_used, sele
 from torchrelay.checkpoint.state.flatten import leaves_of, tensor_role
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, LeafSpec, Role, Value, is_sharded, spec_of
 from torchrelay.checkpoint.state.names import Kind, kind_of
-from torchrelay.checkpoint.state.restore.restoration import RestoreOptions, restoration
+from torchrelay.checkpoint.state.restore.findings import RestoreOptions
+from torchrelay.checkpoint.state.restore.restoration import restoration
 from torchrelay.checkpoint.state.tensor_checks import PlainTensors, plain_tensors
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import BlobError, UsageError

@@ -19,8 +19,9 @@ from torchrelay.checkpoint.load.tensors import Cast, Loading, TensorColumns, Ten
 from torchrelay.checkpoint.state.flatten import leaf_names
 from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role
 from torchrelay.checkpoint.state.restore.container import check_changed
+from torchrelay.checkpoint.state.restore.findings import RestoreOptions
 from torchrelay.checkpoint.state.restore.gate import gate
-from torchrelay.checkpoint.state.restore.restoration import Restoration, RestoreOptions, restoration
+from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
 from torchrelay.checkpoint.state.tensor_checks import NOTHING, InPlace, fitting, planned
 from torchrelay.errors import UsageError
 from torchrelay.jobs.blobs import kind_of

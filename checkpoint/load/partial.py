@@ -29,8 +29,9 @@ from torchrelay.checkpoint.load.reshard import same_nodes
 from torchrelay.checkpoint.load.resume import spec_of_row
 from torchrelay.checkpoint.load.tensors import Loading, TensorRead
 from torchrelay.checkpoint.state.leaf import Role
+from torchrelay.checkpoint.state.restore.findings import RestoreOptions
 from torchrelay.checkpoint.state.restore.gate import gate
-from torchrelay.checkpoint.state.restore.restoration import Restoration, RestoreOptions, restoration
+from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.work import Clock, patience_secs
 from torchrelay.errors import MissingShardError, UsageError

@@ -41,10 +41,10 @@ from torchrelay.checkpoint.state.gradients import REMEDY
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.checkpoint.state.reads import Read, form
 from torchrelay.checkpoint.state.restore.container import change_container
+from torchrelay.checkpoint.state.restore.findings import RestoreOptions
 from torchrelay.checkpoint.state.restore.gradients import Gradients
 from torchrelay.checkpoint.state.restore.restoration import (
     Restoration,
-    RestoreOptions,
     restoration,
     restore_learning_rates,
     restore_requires_grad,

@@ -9,7 +9,8 @@ from typing import Any
 from torchrelay.checkpoint.format import canonical_json, dtypes
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Value, spec_of
-from torchrelay.checkpoint.state.restore.restoration import Restoration, RestoreOptions, restoration
+from torchrelay.checkpoint.state.restore.findings import RestoreOptions
+from torchrelay.checkpoint.state.restore.restoration import Restoration, restoration
 
 
 @dataclass(frozen=True)

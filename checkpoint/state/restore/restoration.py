@@ -44,22 +44,6 @@ from torchrelay.checkpoint.state.wrappers import made_by_an_optimizer
 from torchrelay.errors import PartiallyLoadedError, RelayError
 from torchrelay.records import Json
 
-__all__ = [
-    "Builder",
-    "Read",
-    "Restoration",
-    "RestoreOptions",
-    "draft_new",
-    "draft_stateful",
-    "draft_tensor",
-    "draft_value",
-    "drafted",
-    "restoration",
-    "restore_learning_rates",
-    "restore_requires_grad",
-    "stay_as_built",
-]
-
 Builder = Callable[[], Any]
 
 
