@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -194,18 +194,14 @@ class FileSource:
         dtype: Cast = None,
     ) -> LoadResult:
         """Compare everything, and, with `atomic`, verify all of it, before an object changes."""
-
-        def plan(in_place: InPlace) -> tuple[dict[str, str], dict[str, LeafSpec], Restoration]:
-            return self._planned(objects, rename, in_place, exclude, checked_cast(dtype), strict=strict)
-
-        if rename is not None or exclude:
-            return self._load(plan, NOTHING, atomic=atomic)
-        blobs = self._plain_blobs(objects)
-        in_place = fitting(objects, blobs, self.file.header.entries.forms(blobs))
-        return self._load(plan, in_place, atomic=atomic)
-
-    def _load(self, plan_with: Callable[[InPlace], Any], in_place: InPlace, *, atomic: bool) -> LoadResult:
-        (stored, specs, plan), in_place = planned(plan_with, in_place)
+        cast, found = checked_cast(dtype), NOTHING
+        if rename is None and not exclude:
+            blobs, inner = self.file.specs.plain_blobs(objects), self.file.inner
+            blobs = [name for name in blobs if name not in inner] if inner else blobs
+            found = fitting(objects, blobs, self.file.header.entries.forms(blobs))
+        (stored, specs, plan), in_place = planned(
+            lambda in_place: self._planned(objects, rename, in_place, exclude, cast, strict=strict), found
+        )
         keys = list(in_place.tensors)
         columns = TensorColumns(
             in_place, partial(self.file.check_keys, keys), partial(self.file.fill_memories, keys)
@@ -219,11 +215,6 @@ class FileSource:
         loaded = (*keys, *(name for name in specs if name not in plan.unexpected))
         nbytes = in_place.nbytes + sum(read.spec.nbytes for read in plan.reads)
         return LoadResult(loaded, plan.missing, plan.unexpected, nbytes)
-
-    def _plain_blobs(self, objects: Mapping[str, Any]) -> list[str]:
-        """Those of the objects that are blobs by themselves, each one stored tensor."""
-        blobs, inner = self.file.specs.plain_blobs(objects), self.file.inner
-        return [name for name in blobs if name not in inner] if inner else blobs
 
     def _planned(
         self,

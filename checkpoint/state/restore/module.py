@@ -117,10 +117,7 @@ def draft_with_hooks(
 
 def _load(module: nn.Module, values: Mapping[str, Any], *, strict: bool) -> None:
     state = {key: build() for key, build in values.items()}
-    if strict:
-        module.load_state_dict(state)
-    else:
-        module.load_state_dict(state, strict=False)
+    module.load_state_dict(state, **({} if strict else {"strict": False}))  # an override may know no `strict`
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

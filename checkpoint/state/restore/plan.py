@@ -111,11 +111,6 @@ class RestorePlan:
             if any(one.name not in self._offered for one in specs)
         )
 
-    @property
-    def knows_order(self) -> bool:
-        """Whether the writer told in which order dimensions lay: of one of these leaves it did."""
-        return any(spec.order is not None for spec in self.specs.values())
-
     def stored(self, blob: str) -> list[LeafSpec]:
         """The stored leaves of a blob."""
         return self._by_blob.get(blob, [])

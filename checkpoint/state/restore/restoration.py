@@ -57,7 +57,8 @@ def draft_stateful(draft: RestorePlan, blob: str, value: Any) -> None:
     if spec is not None:
         left = _left_out(draft, value, spec)
         tree = draft.tree(spec, draft.models(blob, value, lambda: _shown(draft, blob, value)))
-        load = partial(_hand_over, value, left, known=draft.knows_order)
+        known = any(one.order is not None for one in draft.specs.values())
+        load = partial(_hand_over, value, left, known=known)
         draft.steps.append((blob, lambda: tree.hand_over(load)))
         draft.note_rest(blob)
 
@@ -115,15 +116,10 @@ def _optimizer_states(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[t
             yield from _optimizer_states(one, (*path, number))
 
 
-def _without(tree: Any, paths: Sequence[tuple[Any, ...]]) -> Any:
-    """A built value without what lies at these paths; it is nobody else's."""
-    for *above, last in paths:
-        del reduce(getitem, above, tree)[last]
-    return tree
-
-
 def _hand_over(value: Any, left: Sequence[tuple[Any, ...]], state: Any, *, known: bool) -> None:
-    value.load_state_dict(_without(state, left))
+    for *above, last in left:  # the value was built for this load
+        del reduce(getitem, above, state)[last]
+    value.load_state_dict(state)
     for optimizer in optimizers_in(value):
         match_strides(optimizer, known=known)
     if isinstance(value, DataLoader):
