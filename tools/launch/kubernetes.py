@@ -26,11 +26,10 @@ from torchrelay.tools.launch.kubernetes_options import (
     job_name,
     literal,
     options_of,
-    shown,
     variable_name,
 )
 from torchrelay.tools.launch.on_host import words_of
-from torchrelay.tools.launch.request import LaunchFile, LaunchRequest
+from torchrelay.tools.launch.request import LaunchFile, LaunchRequest, check_notice, shown
 
 Value = dict[str, Any]
 
@@ -95,11 +94,7 @@ def deadline(request: LaunchRequest) -> Value:
     """The pods are told `notice` before the end of the time limit, and have that long to save."""
     if request.time_limit is None:
         return {}
-    if request.time_limit <= request.notice:
-        raise UsageError(
-            f"a time limit of {request.time_limit} s leaves nothing before the notice of {request.notice} s: "
-            "give a longer limit or a shorter notice"
-        )
+    check_notice(request)
     return {"activeDeadlineSeconds": request.time_limit - request.notice}
 
 
@@ -174,22 +169,18 @@ def _rules() -> list[Value]:
 def _pod(name: str, request: LaunchRequest, options: KubernetesOptions) -> Value:
     made, mounts = volumes(options)
     secrets = [] if options.pull_secret is None else [{"name": options.pull_secret}]
+    account: Value = {"automountServiceAccountToken": False}
+    if options.service_account is not None:  # else training asks the cluster nothing, and gets no key to it
+        account = {"serviceAccountName": options.service_account}
     return {
         "subdomain": name,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": request.notice,
-        **_account(options),
+        **account,
         "enableServiceLinks": False,
         "containers": [_container(name, request, options, mounts)],
         **given(imagePullSecrets=secrets, volumes=made),
     }
-
-
-def _account(options: KubernetesOptions) -> Value:
-    """Training asks the cluster nothing: it gets a key to it only where an account is named."""
-    if options.service_account is None:
-        return {"automountServiceAccountToken": False}
-    return {"serviceAccountName": options.service_account}
 
 
 def _container(name: str, request: LaunchRequest, options: KubernetesOptions, mounts: list[Value]) -> Value:
@@ -338,12 +329,7 @@ def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
         output.value({"kind": options.kind, "name": request.name, "manifest": str(manifest)})
     else:
         output.line(done.stdout.rstrip())
-        output.line(_what_now(request, options))
+        where = "" if options.namespace is None else f" -n {options.namespace}"
+        what = "get trainjob " if options.kind == "trainjob" else "logs -f job/"
+        output.line(f"watch it: kubectl{where} {what}{request.name}")
     return 0
-
-
-def _what_now(request: LaunchRequest, options: KubernetesOptions) -> str:
-    where = "" if options.namespace is None else f" -n {options.namespace}"
-    if options.kind == "trainjob":
-        return f"watch it: kubectl{where} get trainjob {request.name}"
-    return f"watch it: kubectl{where} logs -f job/{request.name}"

@@ -7,6 +7,7 @@ and `0o17` are something else to some. All else is quoted and escaped. Keys stan
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from typing import Any
@@ -15,16 +16,16 @@ import yaml
 
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
-from torchrelay.tools.launch.request import LaunchRequest
+from torchrelay.tools.launch.request import LaunchRequest, read_options, shown
 
 LABEL = 63
 """The longest part of a host name: RFC 1123."""
-_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_QUANTITY = re.compile(r"[0-9]{1,15}(\.[0-9]{1,9})?(m|[kMGTPE]|[KMGTPE]i)?")
+KINDS = ("job", "trainjob")
+_MANY = ("pvc", "secret")
+PORT = 29400
+_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _VARIABLE = re.compile(r"[-._A-Za-z][-._A-Za-z0-9]*")
-_KEY = re.compile(r"[-._A-Za-z0-9]{1,253}")
-_RESOURCE = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?")
+_JOB = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 def job_name(name: str, longest_tail: str) -> str:
@@ -34,7 +35,7 @@ def job_name(name: str, longest_tail: str) -> str:
     has 63 characters.
     """
     room = LABEL - len(longest_tail)
-    if _LABEL.fullmatch(name) is None:
+    if _JOB.fullmatch(name) is None:
         raise UsageError(
             f"the name {shown(name)} cannot be a Kubernetes job's: give --name of small letters a-z, "
             "digits and -, with a letter first and no - last"
@@ -47,39 +48,16 @@ def job_name(name: str, longest_tail: str) -> str:
     return name
 
 
-def object_name(what: str, text: str) -> str:
-    """Check the name of something that lies in the cluster: a claim, a secret, an account."""
-    if len(text) > 253 or _SUBDOMAIN.fullmatch(text) is None:
-        raise UsageError(
-            f"--set {what}={shown(text)} names nothing in Kubernetes: it takes small letters a-z, "
-            "digits, - and ."
-        )
-    return text
+def _form(pattern: str, most: int, complaint: str) -> Callable[[str, str], str]:
+    """What reads a text of a form and of at most so many characters."""
+    form = re.compile(pattern)
 
+    def read(key: str, text: str) -> str:
+        if len(text) > most or not text.isprintable() or form.fullmatch(text) is None:
+            raise UsageError(f"--set {key}={shown(text)}{complaint}")
+        return text
 
-def label_name(what: str, text: str) -> str:
-    """Check a name that is one part of a host name, as a namespace's is."""
-    if len(text) > LABEL or not _SUBDOMAIN.fullmatch(text) or "." in text:
-        raise UsageError(
-            f"--set {what}={shown(text)} is no name of 1 to {LABEL} small letters a-z, digits and -"
-        )
-    return text
-
-
-def quantity(what: str, text: str) -> str:
-    """Check an amount such as `500m`, `1.5` or `64Gi`; it is above zero."""
-    if _QUANTITY.fullmatch(text) is None or not re.search(r"[1-9]", text):
-        raise UsageError(f"--set {what}={shown(text)} is no amount: give one such as 4, 500m or 64Gi")
-    return text
-
-
-def resource(what: str, text: str) -> str:
-    """Check the name under which a cluster counts a device, such as `nvidia.com/gpu`."""
-    if len(text) > 253 + 1 + LABEL or _RESOURCE.fullmatch(text) is None:
-        raise UsageError(
-            f"--set {what}={shown(text)} is no resource of a node: give one such as nvidia.com/gpu"
-        )
-    return text
+    return read
 
 
 def variable_name(name: str) -> str:
@@ -92,20 +70,6 @@ def variable_name(name: str) -> str:
     return name
 
 
-def secret_key(what: str, text: str) -> str:
-    """Check the name of an entry of a secret."""
-    if _KEY.fullmatch(text) is None:
-        raise UsageError(f"--set {what}={shown(text)}: no entry of a secret is called so")
-    return text
-
-
-def absolute_path(what: str, text: str) -> str:
-    """Check a path inside of a container."""
-    if not text.startswith("/") or ":" in text or not text.isprintable():
-        raise UsageError(f"--set {what}={shown(text)} is no absolute path in the container, such as /runs")
-    return text
-
-
 def literal(what: str, text: str) -> str:
     """A text that a pod gets as it is: `$` is doubled, or `$(NAME)` would be replaced.
 
@@ -116,18 +80,6 @@ def literal(what: str, text: str) -> str:
     except UnicodeEncodeError:
         raise UsageError(f"{what} is no UTF-8: a manifest cannot hold it") from None
     return text.replace("$", "$$")
-
-
-def shown(text: str) -> str:
-    """A text as a message shows it: on one line and not long."""
-    quoted = ascii(text)
-    return quoted if len(quoted) <= 60 else f"{quoted[:57]}..."
-
-
-KINDS = ("job", "trainjob")
-_MANY = ("pvc", "secret")
-PORT = 29400
-LONGEST_IMAGE = 500
 
 
 @dataclass(frozen=True)
@@ -173,49 +125,36 @@ class KubernetesOptions:
 
 def options_of(request: LaunchRequest) -> KubernetesOptions:
     """Read and check what `--set` gave; raises UsageError, which names the key and what it takes."""
-    given: dict[str, list[str]] = {}
-    for key, value in request.options:
-        if key not in _READ:
-            raise UsageError(f"--set {shown(key)} means nothing to Kubernetes; known are {', '.join(_READ)}")
-        if key in given and key not in _MANY:
-            raise UsageError(f"--set {key} stands twice: give it once")
-        given.setdefault(key, []).append(value)
-    if "image" not in given:
+    read = read_options(request, _READ, "Kubernetes", _MANY)
+    if "image" not in read:
         raise UsageError(
             "Kubernetes runs images: give --set image=NAME, one with torchrelay and the program in it"
         )
-    read: dict[str, Any] = {}
-    for key, texts in given.items():
-        values = tuple(_READ[key](key, text) for text in texts)
-        read[key] = values if key in _MANY else values[0]
     found = KubernetesOptions(**read)
-    _check_volumes(found)
-    return found
-
-
-def _check_volumes(found: KubernetesOptions) -> None:
     paths = [claim.path for claim in found.pvc]
     if twice := next((path for path in paths if paths.count(path) > 1), None):
         raise UsageError(f"--set pvc: two volumes cannot both lie at {twice}")
+    return found
 
 
-def _image(key: str, text: str) -> str:
-    if not text or len(text) > LONGEST_IMAGE or not text.isascii() or not text.isprintable() or " " in text:
-        raise UsageError(f"--set {key}={shown(text)} is no image: give one such as registry.example/train:1")
-    return text
-
-
-def _kind(key: str, text: str) -> str:
-    if text not in KINDS:
-        raise UsageError(f"--set {key}={shown(text)}: one of {', '.join(KINDS)}")
-    return text
+_object_name = _form(
+    rf"{_LABEL}(\.{_LABEL})*", 253,
+    " names nothing in Kubernetes: it takes small letters a-z, digits, - and .",
+)  # fmt: skip
+_label_name = _form(_LABEL, LABEL, f" is no name of 1 to {LABEL} small letters a-z, digits and -")
+_path = _form("/[^:]*", sys.maxsize, " is no absolute path in the container, such as /runs")
+_entry = _form("[-._A-Za-z0-9]+", 253, ": no entry of a secret is called so")
+_quantity = _form(
+    r"(?=.*[1-9])[0-9]{1,15}(\.[0-9]{1,9})?(m|[kMGTPE]|[KMGTPE]i)?", sys.maxsize,
+    " is no amount: give one such as 4, 500m or 64Gi",
+)  # fmt: skip
 
 
 def _claim(key: str, text: str) -> VolumeClaim:
     claim, _, path = text.partition(":")
     if not path:
         raise UsageError(f"--set {key}={shown(text)}: give CLAIM:PATH such as runs:/runs")
-    return VolumeClaim(object_name(key, claim), absolute_path(key, path))
+    return VolumeClaim(_object_name(key, claim), _path(key, path))
 
 
 def _secret(key: str, text: str) -> SecretVariable:
@@ -223,7 +162,7 @@ def _secret(key: str, text: str) -> SecretVariable:
     secret, _, entry = place.partition("/")
     if not entry:
         raise UsageError(f"--set {key}={shown(text)}: give VARIABLE:SECRET/ENTRY such as HF_TOKEN:hub/token")
-    return SecretVariable(variable_name(variable), object_name(key, secret), secret_key(key, entry))
+    return SecretVariable(variable_name(variable), _object_name(key, secret), _entry(key, entry))
 
 
 def _whole(least: int, most: int) -> Callable[[str, str], int]:
@@ -242,24 +181,27 @@ def _python(key: str, text: str) -> str:
 
 
 _READ: Mapping[str, Callable[[str, str], object]] = {
-    "image": _image,
-    "kind": _kind,
-    "namespace": label_name,
+    "image": _form("[!-~]+", 500, " is no image: give one such as registry.example/train:1"),
+    "kind": _form("|".join(KINDS), LABEL, f": one of {', '.join(KINDS)}"),
+    "namespace": _label_name,
     "python": _python,
-    "workdir": absolute_path,
+    "workdir": _path,
     "pvc": _claim,
     "secret": _secret,
     "gpus": _whole(0, 1024),
-    "gpu_resource": resource,
-    "cpu": quantity,
-    "memory": quantity,
-    "shm": quantity,
+    "gpu_resource": _form(
+        "([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?", 253 + 1 + LABEL,
+        " is no resource of a node: give one such as nvidia.com/gpu",
+    ),
+    "cpu": _quantity,
+    "memory": _quantity,
+    "shm": _quantity,
     "port": _whole(1, 65535),
-    "service_account": object_name,
-    "pull_secret": object_name,
-    "runtime": object_name,
-    "queue": label_name,
-}
+    "service_account": _object_name,
+    "pull_secret": _object_name,
+    "runtime": _object_name,
+    "queue": _label_name,
+}  # fmt: skip
 
 
 _PLAIN = re.compile(r"(--?)?[A-Za-z/]([A-Za-z0-9_./:=@-]*[A-Za-z0-9_./-])?")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.records import dataclass
@@ -77,6 +77,36 @@ class LaunchFile:
     name: str
     text: str
     executable: bool = False
+
+
+def check_notice(request: LaunchRequest) -> None:
+    """Refuse a time limit that is over before its notice (UsageError)."""
+    if request.time_limit is not None and request.time_limit <= request.notice:
+        raise UsageError(
+            f"a time limit of {request.time_limit} s leaves nothing before the notice of {request.notice} s: "
+            "give a longer --time-limit or a shorter --notice"
+        )
+
+
+def read_options(
+    request: LaunchRequest, known: Mapping[str, Callable[[str, str], Any]], who: str, many: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What `--set` gave, each read by its own reader, of `many` all in a tuple; raises UsageError."""
+    found: dict[str, Any] = {}
+    for key, text in request.options:
+        if key not in known:
+            raise UsageError(f"--set {shown(key)} means nothing to {who}; known are {', '.join(known)}")
+        if key in found and key not in many:
+            raise UsageError(f"--set {key} stands twice: give it once")
+        value = known[key](key, text)
+        found[key] = (*found.get(key, ()), value) if key in many else value
+    return found
+
+
+def shown(text: str) -> str:
+    """A text as a message shows it: on one line and not long."""
+    quoted = ascii(text)
+    return quoted if len(quoted) <= 60 else f"{quoted[:57]}..."
 
 
 _MOST = 1_000_000

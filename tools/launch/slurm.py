@@ -27,7 +27,14 @@ from torchrelay.tools.launch.outcome import (
     wants_requeue,
     without_end,
 )
-from torchrelay.tools.launch.request import GRACE_SECS, LaunchFile, LaunchRequest, agent_command, exports
+from torchrelay.tools.launch.request import (
+    GRACE_SECS,
+    LaunchFile,
+    LaunchRequest,
+    agent_command,
+    check_notice,
+    exports,
+)
 
 SCRIPT = "job.sbatch"
 LOG = "job.log"
@@ -56,11 +63,7 @@ def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
 
 
 def _check(request: LaunchRequest) -> None:
-    if request.time_limit is not None and request.time_limit <= request.notice:
-        raise UsageError(
-            f"a time limit of {request.time_limit} s leaves nothing before the notice of {request.notice} s: "
-            "give a longer --time-limit or a shorter --notice"
-        )
+    check_notice(request)
     for name, _ in request.environment:
         if _SHELLS.fullmatch(name):
             raise UsageError(

@@ -22,7 +22,7 @@ from torchrelay.runners.distributed import launcher_status
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.tools.launch.local import RequestsToEnd
 from torchrelay.tools.launch.outcome import evidence_of, verdict_of
-from torchrelay.tools.launch.request import LaunchFile, LaunchRequest
+from torchrelay.tools.launch.request import LaunchFile, LaunchRequest, read_options
 
 SCRIPT, ENVIRONMENT = "torchx.sh", "environment.json"
 LOCAL = "local_"
@@ -38,7 +38,7 @@ def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
 
     Raises UsageError for options that are not TorchX's and for limits that it cannot keep.
     """
-    given = _options(request)
+    given = read_options(request, _READ, "TorchX")
     scheduler = given.pop("scheduler", "local_cwd")
     _check(request, scheduler)
     cfg = _cfg(request, scheduler, given.pop("cfg", ""))
@@ -85,7 +85,7 @@ def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
     notes.mkdir()
     with RequestsToEnd() as asked:
         well = _run(directory / SCRIPT, notes, asked, LOCAL_NOTICE_SECS + _LEAVE_SECS)
-    if not _here(_options(request).get("scheduler", "local_cwd")):
+    if not _here(read_options(request, _READ, "TorchX").get("scheduler", "local_cwd")):
         if not well:
             raise UsageError("torchx did not take the job; it said why above")
         return 0
@@ -138,17 +138,6 @@ def _cfg(request: LaunchRequest, scheduler: str, given: str) -> str:
     known = given.startswith("log_dir=") or ",log_dir=" in given
     own = [] if not _here(scheduler) or known or "," in logs else [logs]
     return ",".join([*own, *([given] if given else [])])
-
-
-def _options(request: LaunchRequest) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, value in request.options:
-        if key not in _READ:
-            raise UsageError(f"--set {key} means nothing to TorchX; known are {', '.join(_READ)}")
-        if key in found:
-            raise UsageError(f"--set {key} stands twice: give it once")
-        found[key] = _READ[key](key, value)
-    return found
 
 
 def _any(key: str, text: str) -> str:

@@ -189,7 +189,7 @@ def test_the_same_request_gives_the_same_text() -> None:
         (dict(name="x" * 62), "at most 61 fit"),
         (dict(name="x" * 59, layout=Layout(10_000, 1)), "at most 58 fit"),
         (dict(layout=Layout(100_001, 1)), "at most 100000 pods"),
-        (dict(time_limit=300), "longer limit or a shorter notice"),
+        (dict(time_limit=300), "longer --time-limit or a shorter --notice"),
         (dict(environment=(("A B", "x"),)), "cannot be given to a pod"),
         (dict(environment=(("A", "x"), ("A", "y"))), "A is given twice"),
         (dict(command=("train.py", "\udcff")), "is no UTF-8"),
