@@ -171,6 +171,12 @@ def newest_result(run: Path) -> dict[str, Any] | None:
     return found[-1] if found else None
 
 
+def newest_test(run: Path) -> dict[str, Any] | None:
+    """Of that result the epoch and the metrics, in one table."""
+    found = newest_result(run)
+    return None if found is None else {"epoch": found.get("epoch"), **found["metrics"]}
+
+
 def _sound(result: dict[str, Any]) -> dict[str, Any]:
     """With tables where tables belong, whoever wrote the file."""
     tables = {

@@ -110,16 +110,6 @@ def report_notes(
     return [HandlerEvent(holder, prefix, action, epoch, time, len(nodes), tuple(nodes))]
 
 
-def holder_json(holder: Holder) -> dict[str, Any]:
-    """What a line says of who wrote it; the job's name stands in `run.json`."""
-    return {
-        "job": holder.uuid,
-        "generation": holder.generation,
-        "branch": holder.branch,
-        "base": holder.base,
-    }
-
-
 def notes_of_file(path: Path, job: Holder, prefix: str, limit: int | None = None) -> list[HandlerEvent]:
     """The notes of a `metadata.jsonl` on one job, by its id; what is no note is left out.
 
@@ -215,7 +205,8 @@ class FileMetadataHandler:
 
     def opened(self, holder: Holder) -> None:
         """From now on each line says whose it is; indexes are made again from that."""
-        self._holder = holder_json(holder)
+        known = ("generation", "branch", "base")  # the job's name stands in `run.json`
+        self._holder = {"job": holder.uuid, **{name: getattr(holder, name) for name in known}}
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """Give the user's wish back: the log decides, not this file."""
@@ -261,23 +252,10 @@ class SeveralHandlers:
     def _deciding(self) -> list[MetadataHandler]:
         return [one for one in self._all if getattr(one, "decides", False)]
 
-    def set_params(
-        self,
-        db_prefix: str,
-        db_type: str,
-        node_names: Sequence[str],
-        path_prefix: str | None = None,
-        path_type: str | None = None,
-    ) -> None:
+    def set_params(self, *args: Any, **params: Any) -> None:
         """Tell all; the first failure is raised at once, because the run does not start then."""
         for one in self._all:
-            one.set_params(
-                db_prefix=db_prefix,
-                db_type=db_type,
-                node_names=node_names,
-                path_prefix=path_prefix,
-                path_type=path_type,
-            )
+            one.set_params(*args, **params)
 
     def opened(self, holder: Holder) -> None:
         """Tell those that want to hear it."""

@@ -36,7 +36,7 @@ from torchrelay.metadata.experiments import (
     ProgramRun,
     RunStore,
     evaluated,
-    newest_result,
+    newest_test,
 )
 from torchrelay.records import dataclass
 from torchrelay.runners.config_runs.selection import (
@@ -405,7 +405,7 @@ def run_facts(
     run: Path, where: str, note: ProgramRecord | None, newest: Callable[[], CommittedPosition | None]
 ) -> dict[str, Any]:
     """How a run stands, as `status` tells it; `newest` finds its newest epoch, where there is one."""
-    stands, result, epoch = standing(run), newest_result(run), None
+    stands, epoch = standing(run), None
     with suppress(RelayError):
         found = newest()
         epoch = None if found is None else found.position.epoch
@@ -416,7 +416,7 @@ def run_facts(
         "why": stands.why,
         "epoch": epoch,
         "message": "" if note is None else note.message,
-        "test": None if result is None else {"epoch": result.get("epoch"), **(result.get("metrics") or {})},
+        "test": newest_test(run),
     }
 
 

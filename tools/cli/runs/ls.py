@@ -89,88 +89,76 @@ _RUN_COLUMNS = ("run", "job", "state", "epoch", "best", "updated")
 
 @dataclass(frozen=True)
 class RunLine:
-    """One run as its own notes tell it; `problem` says why they could not be read."""
+    """One run as its own notes tell it, an object of `ls --json`; `problem` says why they cannot be read."""
 
-    name: str
+    run: str
     job: str | None = None
     state: str | None = None
+    stands: str = NOT_BEGUN.word
+    why: str = ""
     epoch: int | None = None
     metric: str | None = None
-    best: tuple[float, int] | None = None
+    best: float | None = None
+    best_epoch: int | None = None
     updated: float | None = None
     problem: str | None = None
-    stands: Standing = NOT_BEGUN
 
     def cells(self) -> tuple[str, ...]:
         """As a row of the table."""
-        best = (
-            "-" if self.best is None else f"{self.metric}={human_number(self.best[0])} (epoch {self.best[1]})"
-        )
+        best = "-"
+        if self.best is not None:
+            best = f"{self.metric}={human_number(self.best)} (epoch {self.best_epoch})"
         return (
-            self.name,
+            self.run,
             self.job or "?",
-            "unreadable" if self.problem else self.stands.shown,
+            "unreadable" if self.problem else self.why if self.stands == "silent" else self.stands,
             "-" if self.epoch is None else str(self.epoch),
             best,
             "-" if self.updated is None else time_text(self.updated),
         )
-
-    def json(self) -> dict[str, Any]:
-        """As an object of `ls --json`."""
-        return {
-            "run": self.name,
-            "job": self.job,
-            "state": self.stands.state(self.state),
-            "stands": self.stands.word,
-            "why": self.stands.why,
-            "epoch": self.epoch,
-            "metric": self.metric,
-            "best": None if self.best is None else finite(self.best[0]),
-            "best_epoch": None if self.best is None else self.best[1],
-            "updated": self.updated,
-            "problem": self.problem,
-        }
 
 
 def list_runs(paths: Sequence[Path], output: Output) -> int:
     """Print them; a run whose notes are damaged has its line too, and the reason goes to stderr."""
     lines = [_run_line(path) for path in paths]
     if output.json:
-        output.value({"runs": [line.json() for line in lines]})
+        output.value({"runs": list(map(vars, lines))})
         return 0
     output.table(_RUN_COLUMNS, [line.cells() for line in lines])
     for line in lines:
         if line.problem:
-            output.notice(f"{line.name}: {printable(line.problem)}")
+            output.notice(f"{line.run}: {printable(line.problem)}")
     return 0
-
-
-def _newest_saved(status: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> int | None:
-    """What a run that has ended says; of one that runs, or broke off, what it noted behind its epochs."""
-    epoch = status.get("committed")
-    if type(epoch) is int:
-        return epoch
-    saved = [line["epoch"] for line in lines if line.get("saved") is True]
-    return saved[-1] if saved else None
 
 
 def _run_line(path: Path) -> RunLine:
     run = RunDirectory(path)
     try:
-        identity, status, best = run.identity() or {}, run.status(), best_of_run(path)
-        updated, state, lines = status.get("updated"), status.get("state"), run.metrics()
-        return RunLine(
-            run.name,
-            identity.get("job"),
-            state if isinstance(state, str) else None,
-            _newest_saved(status, lines),
-            None if best is None else best[0],
-            None if best is None else best_of(lines, best),
-            updated if type(updated) in (int, float) else None,
-            stands=standing(path),
+        identity, status, rule = run.identity() or {}, run.status(), best_of_run(path)
+        updated, state, lines, stands = (
+            status.get("updated"),
+            status.get("state"),
+            run.metrics(),
+            standing(path),
         )
     except RelayError as error:
         return RunLine(run.name, problem=str(error))
+    epoch = status.get("committed")  # what a run that has ended says; else what it noted behind its epochs
+    if type(epoch) is not int:
+        epoch = next((line["epoch"] for line in reversed(lines) if line.get("saved") is True), None)
+    best, best_epoch = (None if rule is None else best_of(lines, rule)) or (None, None)
+    return RunLine(
+        run.name,
+        identity.get("job"),
+        stands.state(state if isinstance(state, str) else None),
+        stands.word,
+        stands.why,
+        epoch,
+        None if rule is None else rule[0],
+        best,
+        best_epoch,
+        updated if type(updated) in (int, float) else None,
+    )
 
 
 _COLUMNS = ("epoch", "branch", "world", "bytes", "state", "metrics", "try")

@@ -11,10 +11,10 @@ from typing import Any
 from torchrelay.checkpoint.load.open import best_of_run
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.metadata.code.capture import captures, code_id_of
-from torchrelay.metadata.experiments import ProgramRecord, newest_result, read_note
+from torchrelay.metadata.experiments import ProgramRecord, newest_test, read_note
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.monitoring.console import finite, human_number
+from torchrelay.runners.monitoring.console import human_number
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.remote_runs.names import for_a_look, is_remote, last_name, parent, travels
 from torchrelay.runners.remote_runs.resolve import existing_directory, locate_run
@@ -106,11 +106,6 @@ def _newest(there: Sequence[Path]) -> str:
     return f"there is {', '.join(one.name for one in there[-_NAMED:])}"
 
 
-def experiment_of(run: Path, root: Path) -> str:
-    """The directories between the library and the run; empty where there are none."""
-    return run.parent.relative_to(root).as_posix().removeprefix(".") if root in run.parents else ""
-
-
 def _runs(folder: Path, depth: int) -> Iterator[Path]:
     if (folder / "run.json").is_file():
         yield folder
@@ -125,7 +120,7 @@ def _runs(folder: Path, depth: int) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class LibraryLine:
-    """One run; `problem` says why its notes could not be read. `best` is value and epoch of `metric`."""
+    """One run, an object of `runs ls --json`; `problem` says why its notes could not be read."""
 
     id: str
     path: Path
@@ -134,8 +129,9 @@ class LibraryLine:
     why: str = ""
     epoch: int | None = None
     metric: str | None = None
-    best: tuple[float, int] | None = None
-    tested: Mapping[str, Any] | None = None
+    best: float | None = None
+    best_epoch: int | None = None
+    test: Mapping[str, Any] | None = None
     message: str = ""
     code_id: str | None = None
     config_id: str | None = None
@@ -147,68 +143,48 @@ class LibraryLine:
     def key_metric(self) -> str:
         """The best value of the run's own metric, else what its newest test measured."""
         if self.best is not None:
-            return f"{self.metric}={human_number(self.best[0])} (epoch {self.best[1]})"
-        found = (self.tested or {}).get("metrics") or {}
-        shown = [f"{name}={_short(value)}" for name, value in sorted(found.items())]
-        return f"test {', '.join(shown[:2])} (epoch {(self.tested or {}).get('epoch')})" if shown else "-"
+            return f"{self.metric}={human_number(self.best)} (epoch {self.best_epoch})"
+        found = self.test or {}
+        told = [
+            f"{name}={human_number(value) if isinstance(value, float) else value}"
+            for name, value in sorted(found.items())
+            if name != "epoch"
+        ]
+        return f"test {', '.join(told[:2])} (epoch {found.get('epoch')})" if told else "-"
 
     def json(self) -> dict[str, Any]:
-        """As an object of `runs ls --json`."""
-        tested = self.tested
-        return {
-            "id": self.id,
-            "path": shown(self.path),
-            "experiment": self.experiment,
-            "state": self.state,
-            "why": self.why,
-            "epoch": self.epoch,
-            "metric": self.metric,
-            "best": None if self.best is None else finite(self.best[0]),
-            "best_epoch": None if self.best is None else self.best[1],
-            "test": None
-            if tested is None
-            else {"epoch": tested.get("epoch"), **(tested.get("metrics") or {})},
-            "message": self.message,
-            "code_id": self.code_id,
-            "config_id": self.config_id,
-            "amended": list(self.amended),
-            "created": self.created,
-            "problem": self.problem,
-        }
+        """With the path as people call it."""
+        return {**vars(self), "path": shown(self.path)}
 
 
 def library_line(path: Path, root: Path) -> LibraryLine:
     """Read what a run notes of itself; never raises for what its files are like."""
-    experiment = experiment_of(path, root)
+    experiment = path.parent.relative_to(root).as_posix().removeprefix(".") if root in path.parents else ""
     try:
-        return _read(path, experiment)
+        run, note, stands = RunDirectory(path), read_note(path), standing(path)
+        rule, (code_id, config_id), problems = best_of_run(path), _ids(path, note), list[str]()
+        created = run.known_identity(problems.append).get("created")
+        best, best_epoch = (None if rule is None else best_of(run.metrics(), rule)) or (None, None)
+        return LibraryLine(
+            path.name,
+            path,
+            experiment,
+            stands.word,
+            stands.why,
+            stands.epoch,
+            None if rule is None else rule[0],
+            best,
+            best_epoch,
+            newest_test(path),
+            "" if note is None else note.message,
+            code_id,
+            config_id,
+            () if note is None else tuple(one.get("code_id") for one in note.amended),
+            created if type(created) in (int, float) else None,
+            problems[0] if problems else None,
+        )
     except RelayError as error:
         return LibraryLine(path.name, path, experiment, problem=str(error))
-
-
-def _read(path: Path, experiment: str) -> LibraryLine:
-    run, note, stands = RunDirectory(path), read_note(path), standing(path)
-    best = best_of_run(path)
-    code_id, config_id = _ids(path, note)
-    problems: list[str] = []
-    created = run.known_identity(problems.append).get("created")
-    return LibraryLine(
-        path.name,
-        path,
-        experiment,
-        stands.word,
-        stands.why,
-        stands.epoch,
-        None if best is None else best[0],
-        None if best is None else best_of(run.metrics(), best),
-        newest_result(path),
-        "" if note is None else note.message,
-        code_id,
-        config_id,
-        () if note is None else tuple(one.get("code_id") for one in note.amended),
-        created if type(created) in (int, float) else None,
-        problem=problems[0] if problems else None,
-    )
 
 
 def _ids(path: Path, note: ProgramRecord | None) -> tuple[str | None, str | None]:
@@ -220,7 +196,3 @@ def _ids(path: Path, note: ProgramRecord | None) -> tuple[str | None, str | None
         return None, None
     config_id = starts[-1].get("config_id")
     return code_id_of(starts[-1]), config_id if isinstance(config_id, str) else None
-
-
-def _short(value: Any) -> str:
-    return human_number(value) if isinstance(value, float) else str(value)
