@@ -24,7 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torchrelay.errors import RelayError
 from torchrelay.metadata.fs import SamePlace, append_line, read_lines
-from torchrelay.metadata.statistics import NodeStats, NodeTimes
+from torchrelay.metadata.statistics import NodeStats, NodeTimes, is_count, is_text, seconds_in, times_of
 from torchrelay.records import dataclass
 
 
@@ -74,8 +74,6 @@ class MetadataHandler(Protocol):
 
 
 EPOCH = "epoch"
-_LIMIT = 1 << 63
-_MOST_CHARACTERS = 4096
 
 
 @dataclass(frozen=True)
@@ -124,58 +122,23 @@ def notes_of_file(path: Path, job: Holder, prefix: str, limit: int | None = None
 
 
 def _notes_of(line: Mapping[str, Any], job: Holder, prefix: str) -> Iterator[HandlerEvent]:
-    holder, time = _holder_of(line, job), _seconds(line.get("time"))
+    holder, time = _holder_of(line, job), seconds_in(line.get("time"))
     kind, nodes = line.get("kind"), line.get("nodes")
-    if holder is None or time is None or not (_text(kind) and isinstance(nodes, list)):
+    if holder is None or time is None or not (is_text(kind) and isinstance(nodes, list)):
         return
     if kind != EPOCH:
         yield from report_notes(holder, prefix, str(kind), times_of(nodes), time)
-    elif _count(epoch := line.get("epoch")):
+    elif is_count(epoch := line.get("epoch")):
         yield HandlerEvent(holder, prefix, EPOCH, int(epoch or 0), time, len(nodes))
 
 
 def _holder_of(line: Mapping[str, Any], job: Holder) -> Holder | None:
     generation, branch, base = line.get("generation"), line.get("branch"), line.get("base")
-    if line.get("job") != job.uuid or not (_count(generation) and _count(branch)):
+    if line.get("job") != job.uuid or not (is_count(generation) and is_count(branch)):
         return None
-    if base is not None and not _count(base):
+    if base is not None and not is_count(base):
         return None
     return replace(job, generation=int(generation or 0), branch=int(branch or 0), base=base)
-
-
-def times_of(nodes: Sequence[Any]) -> list[NodeTimes]:
-    """The nodes of a `NodeStats.to_json`; such as are none are left out."""
-    found = []
-    for one in nodes:
-        if not isinstance(one, dict):
-            continue
-        secs, node, path, size = one.get("secs"), one.get("node"), one.get("path"), one.get("bytes")
-        if not (isinstance(secs, dict) and _text(node) and isinstance(path, str) and _count(size)):
-            continue
-        taken = {phase: _seconds(value) for phase, value in secs.items() if _text(phase)}
-        known = {phase: value for phase, value in taken.items() if value is not None}
-        found.append(NodeTimes(str(node), path, int(size or 0), known))
-    return found
-
-
-def _text(value: object) -> bool:
-    """Whether every database can hold it: they know neither NUL nor half a surrogate pair."""
-    return (
-        isinstance(value, str)
-        and 0 < len(value) <= _MOST_CHARACTERS
-        and "\0" not in value
-        and not any("\ud800" <= one <= "\udfff" for one in value)
-    )
-
-
-def _count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _LIMIT
-
-
-def _seconds(value: object) -> float | None:
-    """Seconds that a calendar has, or None."""
-    known = type(value) in (int, float) and 0 <= value < 1e11  # type: ignore[operator]
-    return float(value) if known else None  # type: ignore[arg-type]
 
 
 FILE_NAME = "metadata.jsonl"

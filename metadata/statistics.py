@@ -66,26 +66,44 @@ class NodeStats(dict[str, float]):
         }
 
 
-def node_times(said: Any) -> tuple[NodeTimes, ...]:
-    """Read back what `NodeStats.to_json` made; nodes that are told otherwise are left out."""
-    nodes = said.get("nodes") if isinstance(said, dict) else None
-    return tuple(_times(one) for one in nodes or () if _is_told(one)) if isinstance(nodes, list) else ()
+_LIMIT = 1 << 63
+_MOST_CHARACTERS = 4096
 
 
-def _times(one: Any) -> NodeTimes:
-    secs = {str(phase): float(secs) for phase, secs in one["secs"].items()}
-    return NodeTimes(one["node"], str(one.get("path", "")), int(one.get("bytes") or 0), secs)
+def times_of(nodes: Any) -> list[NodeTimes]:
+    """The nodes that `NodeStats.to_json` made; those that are told otherwise are left out."""
+    found = []
+    for one in nodes if isinstance(nodes, list) else ():
+        if not isinstance(one, dict):
+            continue
+        secs, node, path, size = one.get("secs"), one.get("node"), one.get("path", ""), one.get("bytes", 0)
+        if not (isinstance(secs, dict) and is_text(node) and isinstance(path, str) and is_count(size)):
+            continue
+        taken = {phase: seconds_in(value) for phase, value in secs.items() if is_text(phase)}
+        known = {phase: value for phase, value in taken.items() if value is not None}
+        found.append(NodeTimes(str(node), path, int(size or 0), known))
+    return found
 
 
-def _is_told(one: Any) -> bool:
-    if not isinstance(one, dict) or not isinstance(one.get("node"), str):
-        return False
-    secs, size = one.get("secs"), one.get("bytes", 0)
-    return isinstance(secs, dict) and all(map(_is_amount, [*secs.values(), size]))
+def is_text(value: object) -> bool:
+    """Whether every database can hold it: they know neither NUL nor half a surrogate pair."""
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= _MOST_CHARACTERS
+        and "\0" not in value
+        and not any("\ud800" <= one <= "\udfff" for one in value)
+    )
 
 
-def _is_amount(number: Any) -> bool:
-    return type(number) in (int, float) and 0 <= number < float("inf")
+def is_count(value: object) -> bool:
+    """Whether it is a whole number that every database can hold."""
+    return type(value) is int and 0 <= value < _LIMIT
+
+
+def seconds_in(value: object) -> float | None:
+    """Seconds that a calendar has, or None."""
+    known = type(value) in (int, float) and 0 <= value < 1e11  # type: ignore[operator]
+    return float(value) if known else None  # type: ignore[arg-type]
 
 
 WAITING = frozenset({"plan", "commit"})

@@ -31,9 +31,9 @@ from torchrelay.metadata.handlers import (
     Holder,
     notes_of_file,
     report_notes,
-    times_of,
 )
 from torchrelay.metadata.sql.handler import BoundedCalls, parse_url, rows_in
+from torchrelay.metadata.statistics import times_of
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, time_text
 from torchrelay.runners.monitoring.status import STATES
@@ -294,9 +294,7 @@ def _saving(source: _Source, holder: Holder, entry: CommittedPosition, time: flo
         stats = read_json(source.directory / stats_path(entry.try_name)) or {}
     except StorageError:
         return []
-    nodes = stats.get("nodes")
-    times = times_of(nodes) if isinstance(nodes, list) else []
-    return report_notes(holder, source.prefix, "checkpoint_save", times, time)
+    return report_notes(holder, source.prefix, "checkpoint_save", times_of(stats.get("nodes")), time)
 
 
 VARIABLE = "TORCHRELAY_DATABASE"

@@ -16,7 +16,7 @@ from torchrelay.errors import StorageError, UnknownEpochError
 from torchrelay.metadata.fs import read_lines, read_note
 from torchrelay.metadata.handlers import FILE_NAME
 from torchrelay.metadata.lineage import KnownStage, find_stage, stages_of
-from torchrelay.metadata.statistics import NodeTimes, StragglerSummary, StragglerVerdict, node_times, summary
+from torchrelay.metadata.statistics import NodeTimes, StragglerSummary, StragglerVerdict, summary, times_of
 from torchrelay.runners.monitoring.console import Output, human_number, time_text
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.remote_runs.resolve import RunLocation, find_entry, locate, locate_run, parse_selector
@@ -188,7 +188,7 @@ def _number(value: Any) -> str:
 
 
 _SHOWN = 20
-Actions = list[tuple[NodeTimes, ...]]
+Actions = list[list[NodeTimes]]
 
 
 def add_stats(add: Add) -> None:
@@ -216,20 +216,21 @@ def stats(chosen: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _noted(storage: Storage, entry: CommittedPosition) -> tuple[NodeTimes, ...]:
+def _noted(storage: Storage, entry: CommittedPosition) -> list[NodeTimes]:
     """What the save of an epoch noted; nothing proves it, and what cannot be read says nothing."""
     path = stats_path(entry.try_name)
     try:
-        return node_times(read_note(storage.read_range(path, 0, storage.stat(path) or 0)))
+        found = read_note(storage.read_range(path, 0, storage.stat(path) or 0))
     except (OSError, ValueError):
-        return ()
+        return []
+    return times_of(found.get("nodes")) if isinstance(found, dict) else []
 
 
 def _loads(place: RunLocation) -> Actions:
     if place.run is None:
         return []
     lines = (line for line in read_lines(place.run.path / FILE_NAME) if line.get("kind") == "checkpoint_load")
-    return [times for line in lines if (times := node_times(line))]
+    return [times for line in lines if (times := times_of(line.get("nodes")))]
 
 
 def _none(place: RunLocation, view: LogView, entries: Sequence[CommittedPosition]) -> str:
