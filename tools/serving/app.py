@@ -13,12 +13,13 @@ import json
 import socket
 import time
 import traceback
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from jinja2 import Environment
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
 import torchrelay
 from torchrelay.jobs.runtime import Signature, TensorSpec
@@ -29,7 +30,7 @@ from torchrelay.tools.serving.handlers import ModelSlot, Served
 from torchrelay.tools.serving.monitoring import CONTENT_TYPE, Meters, Watching
 from torchrelay.tools.serving.requests import Predicting
 from torchrelay.tools.serving.tensors import MEDIA_TYPE
-from torchrelay.tools.serving.web import Access, HttpServer, Scope
+from torchrelay.tools.serving.web import Access, HttpServer
 
 OPEN = ("/health", "/ready")
 """What may be asked without the token: who looks after processes asks these, and they tell nothing."""
@@ -76,18 +77,41 @@ Json = dict[str, Any]
 _TEXT: Json = {"type": "string"}
 _ANY: Json = {"description": "a number, a text, a list, or an object by the names of the inputs"}
 _BINARY: Json = {"type": "string", "format": "binary", "description": "a safetensors file, a row per sample"}
+_EPOCH: Json = {"type": ["integer", "null"]}
+_GETS = {
+    "/health": ("503 where the process had better be started again", "application/json"),
+    "/ready": ("503 where requests had better go elsewhere: it leaves, or is stuck", "application/json"),
+    "/metadata": ("Run, epoch, branch, code id and signature of what is served now", "application/json"),
+    "/metrics": ("For Prometheus", "text/plain"),
+}
+_REFUSALS = {
+    "400": "the body cannot be understood",
+    "413": "it is too much",
+    "415": "it is neither JSON nor safetensors",
+    "422": "the sample does not fit the model",
+    "429": "too much is asked at once: see Retry-After",
+    "503": "no answer in time, or the server leaves: see Retry-After",
+}
 
 
 def description(served: Served, limits: RequestLimits, *, token: bool) -> Json:
     """The document; `token` says whether requests must carry one."""
+    told = (
+        f"At most {limits.samples} samples in a request; JSON up to {limits.json_bytes} bytes and "
+        f"{limits.depth} levels, tensors up to {limits.body_bytes} bytes and {limits.elements} elements. "
+        f"A request is given up after {limits.secs:g} s. Up to {limits.max_batch} samples are computed at "
+        f"once, for which one may wait {limits.max_delay_secs * 1000:g} ms."
+    )
+    title = f"{served.name}, served by torchrelay"
+    paths: Json = {"/predict": {"post": _predict(served.signature)}}
+    for path, (summary, kind) in _GETS.items():
+        schema = {"type": "object" if kind == "application/json" else "string"}
+        answer = {"description": "as it is now", "content": {kind: {"schema": schema}}}
+        paths[path] = {"get": {"summary": summary, "responses": {"200": answer}}}
     content: Json = {
         "openapi": "3.1.0",
-        "info": {
-            "title": f"{served.name}, served by torchrelay",
-            "version": torchrelay.__version__,
-            "description": _limits_told(limits),
-        },
-        "paths": {**_looking(), "/predict": {"post": _predict(served.signature)}},
+        "info": {"title": title, "version": torchrelay.__version__, "description": told},
+        "paths": paths,
     }
     if token:
         scheme = {"type": "http", "scheme": "bearer"}
@@ -95,63 +119,23 @@ def description(served: Served, limits: RequestLimits, *, token: bool) -> Json:
     return content
 
 
-def _limits_told(limits: RequestLimits) -> str:
-    return (
-        f"At most {limits.samples} samples in a request; JSON up to {limits.json_bytes} bytes and "
-        f"{limits.depth} levels, tensors up to {limits.body_bytes} bytes and {limits.elements} elements. "
-        f"A request is given up after {limits.secs:g} s. Up to {limits.max_batch} samples are computed at "
-        f"once, for which one may wait {limits.max_delay_secs * 1000:g} ms."
-    )
-
-
-def _looking() -> Json:
-    json_page = {"application/json": {"schema": {"type": "object"}}}
-    told = {
-        "/health": "503 where the process had better be started again",
-        "/ready": "503 where requests had better go elsewhere: it leaves, or is stuck",
-        "/metadata": "Run, epoch, branch, code id and signature of what is served now",
-    }
-    paths = {
-        path: {"get": {"summary": text, "responses": {"200": _answer("as it is now", json_page)}}}
-        for path, text in told.items()
-    }
-    text_page = {"text/plain": {"schema": _TEXT}}
-    paths["/metrics"] = {
-        "get": {"summary": "For Prometheus", "responses": {"200": _answer("counters", text_page)}}
-    }
-    return paths
-
-
 def _predict(signature: Signature | None) -> Json:
     sample = _sample(signature)
-    question = {
-        "oneOf": [
-            _object({"sample": sample}),
-            _object({"samples": {"type": "array", "items": sample, "minItems": 1}}),
-        ]
-    }
-    epoch = {"type": ["integer", "null"]}
-    answer = {
-        "oneOf": [
-            _object({"result": _ANY, "epoch": epoch}),
-            _object({"results": {"type": "array", "items": _ANY}, "epoch": epoch}),
-        ]
-    }
-    refusals = {
-        "400": "the body cannot be understood",
-        "413": "it is too much",
-        "415": "it is neither JSON nor safetensors",
-        "422": "the sample does not fit the model",
-        "429": "too much is asked at once: see Retry-After",
-        "503": "no answer in time, or the server leaves: see Retry-After",
-    }
+    question = (
+        _object({"sample": sample}),
+        _object({"samples": {"type": "array", "items": sample, "minItems": 1}}),
+    )
+    answer = (
+        _object({"result": _ANY, "epoch": _EPOCH}),
+        _object({"results": {"type": "array", "items": _ANY}, "epoch": _EPOCH}),
+    )
     error = {"application/json": {"schema": _object({"error": _TEXT})}}
     return {
         "summary": "Results for samples",
-        "requestBody": {"required": True, "content": _bodies(question)},
+        "requestBody": {"required": True, "content": _bodies(*question)},
         "responses": {
-            "200": _answer("a result for each sample", _bodies(answer)),
-            **{code: _answer(text, error) for code, text in refusals.items()},
+            "200": {"description": "a result for each sample", "content": _bodies(*answer)},
+            **{code: {"description": text, "content": error} for code, text in _REFUSALS.items()},
         },
     }
 
@@ -172,16 +156,10 @@ def _object(properties: Json) -> Json:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-def _bodies(schema: Json) -> Json:
-    return {"application/json": {"schema": schema}, MEDIA_TYPE: {"schema": _BINARY}}
+def _bodies(*either: Json) -> Json:
+    return {"application/json": {"schema": {"oneOf": list(either)}}, MEDIA_TYPE: {"schema": _BINARY}}
 
 
-def _answer(text: str, content: Json) -> Json:
-    return {"description": text, "content": content}
-
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 _UNREAD = (401, 404, 405, 406, 413, 415, 421, 429, 503)
 """Statuses before which the body may not have been read: what follows would be taken for it."""
@@ -222,7 +200,7 @@ class Application:
 
         request = Request(scope, receive)
 
-        async def counted(message: MutableMapping[str, Any]) -> None:
+        async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 codes.append(message["status"])
                 if _leaves_bytes(request):
@@ -250,7 +228,8 @@ class Application:
             return _refusal(error)
         except Exception as error:
             self._meters.faults.inc()
-            self._say_fault(error)
+            what = "torchrelay serve: a request failed on this side"
+            tell(what, "".join(traceback.format_exception(error)))
             text = str(error)[:300] if isinstance(error, FaultyAnswerError) else "the server failed"
             return _refusal(RefusedError(500, text))
 
@@ -268,9 +247,6 @@ class Application:
         if request.method not in _methods(path):
             raise RefusedError(405, f"ask by {_methods(path)[0]}")
         return endpoint
-
-    def _say_fault(self, error: Exception) -> None:
-        tell("torchrelay serve: a request failed on this side", "".join(traceback.format_exception(error)))
 
     async def _predict(self, request: Request) -> Response:
         body, kind, served = await self._predicting.answer(request)

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.dtypes import (
@@ -29,72 +30,55 @@ Tree = Any
 _TOO_LONG = 200
 
 
+def _flat(tree: Tree) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and form; a mapping that torch does not know counts as a dict."""
+
+    def known(leaf: Any) -> Any:
+        return {name: known(one) for name, one in leaf.items()} if isinstance(leaf, Mapping) else leaf
+
+    return pytree.tree_flatten(pytree.tree_map(known, tree))
+
+
 def shape_of(tree: Tree) -> Hashable:
     """Equal for trees that can be stacked: structure, shapes and element types."""
-    if isinstance(tree, torch.Tensor):
-        return (tuple(tree.shape), tree.dtype)
-    if isinstance(tree, Mapping):
-        return (dict, *((name, shape_of(one)) for name, one in tree.items()))
-    if isinstance(tree, (list, tuple)):
-        return (type(tree), *map(shape_of, tree))
-    return (object(),)  # like no other
+    leaves, form = _flat(tree)
+    kinds = ((tuple(one.shape), one.dtype) if isinstance(one, torch.Tensor) else object() for one in leaves)
+    return form, *kinds  # an object is like no other
 
 
 def joined(trees: Sequence[Tree]) -> Tree:
     """Trees of equal structure as one, tensors joined along their first dimension; a single one as it is."""
-    first = trees[0]
     if len(trees) == 1:
-        return first
-    if isinstance(first, torch.Tensor):
-        return torch.cat(list(trees))
-    if isinstance(first, Mapping):
-        return {name: joined([tree[name] for tree in trees]) for name in first}
-    return _like(first, [joined(list(parts)) for parts in zip(*trees, strict=True)])
+        return trees[0]
+    leaves, forms = zip(*map(_flat, trees), strict=True)
+    return pytree.tree_unflatten([torch.cat(parts) for parts in zip(*leaves, strict=True)], forms[0])
 
 
 def rows(tree: Tree, count: int) -> list[Tree]:
     """A tree per row, each a batch of one; raises ValueError where a tensor has not `count` rows."""
     if count == 1:
         return [tree]
-    if isinstance(tree, torch.Tensor):
-        if tree.ndim == 0 or tree.shape[0] != count:
-            raise ValueError(f"an output of shape {tuple(tree.shape)} has no row for each of {count} samples")
-        return [tree[at : at + 1] for at in range(count)]
-    if isinstance(tree, Mapping):
-        parts = {name: rows(one, count) for name, one in tree.items()}
-        return [{name: part[at] for name, part in parts.items()} for at in range(count)]
-    if isinstance(tree, (list, tuple)):
-        columns = [rows(one, count) for one in tree]
-        return [_like(tree, [column[at] for column in columns]) for at in range(count)]
-    raise ValueError(f"an output is {tree!r:.60}: tensors with a row per sample can be batched")
+    leaves, form = _flat(tree)
+    for one in leaves:
+        if not isinstance(one, torch.Tensor):
+            raise ValueError(f"an output is {one!r:.60}: tensors with a row per sample can be batched")
+        if one.ndim == 0 or one.shape[0] != count:
+            raise ValueError(f"an output of shape {tuple(one.shape)} has no row for each of {count} samples")
+    return [pytree.tree_unflatten([one[at : at + 1] for one in leaves], form) for at in range(count)]
 
 
 def without_batch(tree: Tree) -> Tree:
     """A batch of one without its first dimension; raises ValueError where a tensor is none."""
-    if isinstance(tree, torch.Tensor):
-        if tree.ndim == 0 or tree.shape[0] != 1:
-            raise ValueError(f"an output of shape {tuple(tree.shape)} has no row for its one sample")
-        return tree[0]
-    if isinstance(tree, Mapping):
-        return {name: without_batch(one) for name, one in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return _like(tree, [without_batch(one) for one in tree])
-    return tree
-
-
-def _like(tree: Any, parts: list[Any]) -> Any:
-    return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    leaves, form = _flat(tree)
+    for one in leaves:
+        if isinstance(one, torch.Tensor) and (one.ndim == 0 or one.shape[0] != 1):
+            raise ValueError(f"an output of shape {tuple(one.shape)} has no row for its one sample")
+    return pytree.tree_unflatten([one[0] if isinstance(one, torch.Tensor) else one for one in leaves], form)
 
 
 def elements(tree: Tree) -> int:
     """How many numbers there are, about."""
-    if isinstance(tree, torch.Tensor):
-        return tree.numel()
-    if isinstance(tree, Mapping):
-        return sum(map(elements, tree.values())) + 1
-    if isinstance(tree, (list, tuple)):
-        return sum(map(elements, tree)) + 1
-    return 1
+    return sum(one.numel() if isinstance(one, torch.Tensor) else 1 for one in _flat(tree)[0])
 
 
 def plain(tree: Tree) -> Any:

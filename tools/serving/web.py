@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,7 +20,6 @@ from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
 
 T = TypeVar("T")
-Scope = MutableMapping[str, Any]
 _SHORTEST_TOKEN = 16
 
 
