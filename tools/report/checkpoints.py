@@ -90,11 +90,20 @@ def rewinds_of(history: History) -> dict[int, tuple[int, bool]]:
     found: dict[int, tuple[int, bool]] = {}
     for record in history.records:
         if record.kind == "rewind":
-            base, request = record.payload.get("base"), record.payload.get("request")
-            epoch = base.get("epoch") if isinstance(base, Mapping) else 0
-            forced = isinstance(request, Mapping) and request.get("fallback") is True
-            found[record.generation] = (epoch if type(epoch) is int else 0, forced)
+            epoch = _base(record).get("epoch")
+            found[record.generation] = (epoch if type(epoch) is int else 0, _forced(record))
     return found
+
+
+def _base(record: Record) -> Mapping[str, Json]:
+    base = record.payload.get("base")
+    return base if isinstance(base, Mapping) else {}
+
+
+def _forced(record: Record) -> bool:
+    """Whether damage did it."""
+    request = record.payload.get("request")
+    return isinstance(request, Mapping) and request.get("fallback") is True
 
 
 def rows_of(
@@ -113,8 +122,7 @@ def rows_of(
         point = points.get((generations.get(entry.key, -1), epoch))
         if point is None and entry.key in on_line:
             point = current.get(epoch)
-        save = saves.get(entry.try_name)
-        rows.append(_row(committed, entry, point, save))
+        rows.append(_row(committed, entry, point, saves.get(entry.try_name)))
     return tuple(rows)
 
 
@@ -132,7 +140,6 @@ def branches_of(committed: Committed) -> tuple[BranchNote, ...]:
             _how(one.request, first=one.parent is None and one.base is None),
             tuple(entry.position.epoch for entry in view.entries if entry.branch == one.id),
             frozenset(entry.position.epoch for entry in gone if entry.branch == one.id),
-            one.id == view.current.id,
         )
         for one in view.branches
     )
@@ -157,7 +164,6 @@ def _row(committed: Committed, entry: CommittedPosition, point: Point | None, sa
         entry.branch,
         entry.position.epoch,
         entry.position.step,
-        entry.health,
         account.standing if committed.start else "unknown",
         account.reason if committed.start else "what a start would choose could not be told",
         tuple(f"{mark.kind}: {mark.name}" for mark in marks),
@@ -194,12 +200,9 @@ def _told(record: Record) -> str:
         position = f"{payload.get('epoch')}, branch {payload.get('branch')}"
         return f"epoch {position} was found damaged: {payload.get('reason') or 'no reason was noted'}"
     if record.kind == "rewind":
-        base, request = payload.get("base"), payload.get("request")
-        where = f"epoch {base.get('epoch')}" if isinstance(base, Mapping) else "the start"
-        forced = isinstance(request, Mapping) and request.get("fallback") is True
-        return (
-            f"branch {payload.get('branch')} began at {where}, {'after damage' if forced else 'as asked for'}"
-        )
+        base, why = _base(record), "after damage" if _forced(record) else "as asked for"
+        where = f"epoch {base.get('epoch')}" if base else "the start"
+        return f"branch {payload.get('branch')} began at {where}, {why}"
     if record.kind == "takeover":
         return f"the log was taken over: {payload.get('reason')}"
     if record.kind in ("tag", "pin", "unpin"):

@@ -15,7 +15,6 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import Json
 from torchrelay.runners.monitoring.status import Standing, standing
 from torchrelay.tools.report.checkpoints import (
-    Committed,
     branches_of,
     committed_of,
     happened,
@@ -34,7 +33,6 @@ from torchrelay.tools.report.run_data import (
     RunAttempt,
     RunFacts,
     Save,
-    SavedEpoch,
     Troubles,
     UpstreamRecord,
     bounded,
@@ -59,11 +57,6 @@ def points_of(run: RunDirectory, troubles: Troubles) -> list[tuple[int, list[Poi
 
     numbers = [number for number, _ in run.generations("metrics")]
     return [(number, troubles.tried(partial(read, number), [])) for number in numbers]
-
-
-def events_of(run: RunDirectory, troubles: Troubles) -> list[dict[str, Json]]:
-    """All events in the order of generations; files that cannot be read are left out."""
-    return troubles.tried(lambda: list(bounded(run.events(), "events", troubles)), [])
 
 
 def attempts_of(
@@ -140,28 +133,22 @@ def _with_saves(attempts: Sequence[RunAttempt], saves: Sequence[Save]) -> list[R
         owners = [index for index in order if attempts[index].begin <= (save.end or 0.0) + 0.001]
         if owners:
             by_start.setdefault(owners[-1], []).append(save)
-    return [
-        replace(
-            one, saves=tuple(by_start.get(index, ())), end=max([one.end, *_ends(by_start.get(index, ()))])
-        )
-        for index, one in enumerate(attempts)
-    ]
-
-
-def _ends(saves: Sequence[Save]) -> list[float]:
-    return [one.end for one in saves if one.end is not None]
+    found = []
+    for index, one in enumerate(attempts):
+        own = by_start.get(index, [])
+        end = max([one.end, *(save.end for save in own if save.end is not None)])
+        found.append(replace(one, saves=tuple(own), end=end))
+    return found
 
 
 def _details(event: Mapping[str, Json]) -> str:
     text = event.get("text") or event.get("error")
     if isinstance(text, str):
         return text
-    parts = (f"{name} {_short(value)}" for name, value in event.items() if name not in _QUIET)
+    parts = (
+        f"{name} {'none' if value is None else value}" for name, value in event.items() if name not in _QUIET
+    )
     return ", ".join(parts)
-
-
-def _short(value: Json) -> str:
-    return "none" if value is None else str(value)
 
 
 def _whole(value: Json) -> int | None:
@@ -185,7 +172,8 @@ def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
     manifests = manifests_of(storage, committed.view.line(), limits, troubles)
     saves = saves_of_tries(storage, committed.entries, limits, troubles)
     by_start = {(point.generation, point.epoch): point for _, points in starts for point in points}
-    events = events_of(run, troubles)
+    none: list[dict[str, Json]] = []
+    events = troubles.tried(lambda: list(bounded(run.events(), "events", troubles)), none)
     return RunFacts(
         name=run.name,
         path=str(run.where),
@@ -205,28 +193,17 @@ def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
         steps=steps_of(troubles.tried(run.steps, [])),
         attempts=attempts_of(starts, events, saves_told(run, troubles), status, stands),
         events=told(events),
-        epochs=rows_of(committed, saves, by_start, _current(course.points), limits),
+        epochs=rows_of(committed, saves, by_start, {one.epoch: one for one in course.points}, limits),
         epochs_left_out=max(0, len(committed.entries) - limits.epoch_rows),
         start_now=committed.start.sentence if committed.start else "",
         branches=branches_of(committed),
         happened=happened(committed.history),
-        save_times=_in_order(committed, saves),
+        save_times=tuple(saves[entry.try_name] for entry in committed.entries if entry.try_name in saves),
         sizes=tuple(map(sizes_of, manifests)),
         norms=norms_of(storage, committed.view.line(), limits),
         upstream=_upstream(run.path / "lineage"),
         trouble=tuple(troubles.said),
     )
-
-
-def _in_order(committed: Committed, saves: Mapping[str, Save]) -> tuple[SavedEpoch, ...]:
-    known = ((entry, saves.get(entry.try_name)) for entry in committed.entries)
-    return tuple(
-        SavedEpoch(str(entry.position), entry.branch, save) for entry, save in known if save is not None
-    )
-
-
-def _current(points: Sequence[Point]) -> dict[int, Point]:
-    return {one.epoch: one for one in points}
 
 
 def _exit_reason(status: Mapping[str, Json]) -> str:

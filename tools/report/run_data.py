@@ -151,15 +151,6 @@ class Save:
 
 
 @dataclass(frozen=True)
-class SavedEpoch:
-    """The save of one committed position, by the try's own `stats.json`."""
-
-    position: str
-    branch: int
-    save: Save
-
-
-@dataclass(frozen=True)
 class RunAttempt:
     """One start of the run. `outcome` is its state at the end, `DIED` where it left no word, or `RUNNING`."""
 
@@ -192,7 +183,6 @@ class EpochRow:
     branch: int
     epoch: int
     step: int
-    health: str
     standing: str
     reason: str
     marks: tuple[str, ...]
@@ -211,7 +201,6 @@ class BranchNote:
     how: str
     epochs: tuple[int, ...]
     abandoned: frozenset[int]
-    current: bool
 
 
 @dataclass(frozen=True)
@@ -293,16 +282,12 @@ class RunFacts:
     start_now: str = ""
     branches: tuple[BranchNote, ...] = ()
     happened: tuple[Event, ...] = ()
-    save_times: tuple[SavedEpoch, ...] = ()
+    save_times: tuple[Save, ...] = ()
+    """Those of committed positions, by the `stats.json` of their tries."""
     sizes: tuple[EpochBytes, ...] = ()
     norms: Norms = Norms()
     upstream: tuple[UpstreamRecord, ...] = ()
     trouble: tuple[str, ...] = ()
-
-    @property
-    def saves(self) -> tuple[Save, ...]:
-        """All saves of all starts."""
-        return tuple(one for attempt in self.attempts for one in attempt.saves if one.kind == "save")
 
     @property
     def best_point(self) -> tuple[int, float] | None:
@@ -345,24 +330,18 @@ def point_of(generation: int, line: Mapping[str, Json]) -> Point | None:
     epoch, metrics = line.get("epoch"), line.get("metrics")
     if type(epoch) is not int or not 0 <= epoch < 10**8:
         return None
-    values = (
-        {str(name): metric_value(value) for name, value in (metrics or {}).items()}
-        if isinstance(metrics, Mapping)
-        else {}
-    )
-    saved = line.get("saved")
-    known = {name: value for name, value in values.items() if value is not None}
+    saved, known = line.get("saved"), _metrics(metrics if isinstance(metrics, Mapping) else {})
     return Point(epoch, generation, moment_of(line), saved if isinstance(saved, bool) else None, known)
 
 
 def steps_of(lines: Iterable[Mapping[str, Json]]) -> tuple[StepPoint, ...]:
     """Lines of points within epochs, which have a step and metrics each."""
-    found = []
-    for line in lines:
-        values = {str(name): metric_value(value) for name, value in line["metrics"].items()}
-        known = {name: value for name, value in values.items() if value is not None}
-        found.append(StepPoint(line["step"], known))
-    return tuple(found)
+    return tuple(StepPoint(line["step"], _metrics(line["metrics"])) for line in lines)
+
+
+def _metrics(said: Mapping[str, Json]) -> dict[str, float]:
+    values = ((str(name), metric_value(value)) for name, value in said.items())
+    return {name: value for name, value in values if value is not None}
 
 
 def course_of(
@@ -384,20 +363,11 @@ def course_of(
         gone = line[len(kept) :]
         if gone:
             abandoned.append((*kept[-1:], *gone))
-        if line or generation in rewinds:
-            joints.append(_joint(generation, first, bool(gone), rewinds))
-        line = [*kept, *_in_order(points)]
+        if generation in rewinds:
+            epoch, forced = rewinds[generation]
+            joints.append(Joint("fallback" if forced else "rewind", epoch, generation))
+        elif line:
+            joints.append(Joint("rewind" if gone else "resume", max(0, first - 1), generation))
+        known = {one.epoch: one for one in points}  # of an epoch that one start told twice the later counts
+        line = [*kept, *(known[epoch] for epoch in sorted(known))]
     return Course(tuple(line), tuple(abandoned), tuple(joints))
-
-
-def _joint(generation: int, first: int, replaced: bool, rewinds: Mapping[int, tuple[int, bool]]) -> Joint:
-    if generation in rewinds:
-        epoch, forced = rewinds[generation]
-        return Joint("fallback" if forced else "rewind", epoch, generation)
-    return Joint("rewind" if replaced else "resume", max(0, first - 1), generation)
-
-
-def _in_order(points: Sequence[Point]) -> list[Point]:
-    """Of an epoch that one start told twice the later line counts."""
-    known = {one.epoch: one for one in points}
-    return [known[epoch] for epoch in sorted(known)]

@@ -73,7 +73,7 @@ def is_run(path: Path) -> bool:
 def signature(run: RunDirectory) -> str:
     """Another text when a file that a page is made of was changed; the same costs some calls of stat."""
     seen = hashlib.sha256(_now_and_then(run).encode())
-    for path in _watched(run):
+    for path in (*_notes(run), *(run.path / "checkpoints" / name for name in _OF_CHECKPOINTS)):
         try:
             status = path.stat(follow_symlinks=False)
             seen.update(f"{path.name} {status.st_mtime_ns} {status.st_size} {status.st_ino}\n".encode())
@@ -89,12 +89,6 @@ def _now_and_then(run: RunDirectory) -> str:
     except (RelayError, OSError):
         going = False
     return str(time.time() // _LOOK_SECS) if going else ""
-
-
-def _watched(run: RunDirectory) -> Iterator[Path]:
-    yield from _notes(run)
-    for name in _OF_CHECKPOINTS:
-        yield run.path / "checkpoints" / name
 
 
 def _notes(run: RunDirectory) -> Iterator[Path]:

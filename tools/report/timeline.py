@@ -20,7 +20,7 @@ from torchrelay.tools.report.parts import (
     shade,
     share,
 )
-from torchrelay.tools.report.run_data import RunAttempt, RunFacts, Save, SavedEpoch
+from torchrelay.tools.report.run_data import RunAttempt, RunFacts, Save
 
 WIDTH = 920
 _LEFT, _RIGHT, _ROW, _BAR, _TOP, _BOTTOM = 12, 20, 62, 24, 6, 26
@@ -217,14 +217,10 @@ _PHASES = ("stage", "plan", "hash", "write", "fsync", "commit")
 _MOST_NODES = 32
 
 
-def summed_up(saves: Sequence[SavedEpoch]) -> StragglerSummary:
+def summed_up(saves: Sequence[Save]) -> StragglerSummary:
     """Nodes, the slowest first, with the medians of their phases over all saves."""
     return summary(
-        [
-            [NodeTimes(node, "", 0, dict(secs)) for node, secs in saved.save.nodes.items()]
-            for saved in saves
-            if saved.save.nodes
-        ]
+        [[NodeTimes(node, "", 0, dict(secs)) for node, secs in one.nodes.items()] for one in saves]
     )
 
 

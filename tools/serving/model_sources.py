@@ -63,7 +63,8 @@ class EpochModelSource:
         """Load what is meant now, if that is another epoch; a log that has not grown is not read again."""
         if not self.follows:
             return None
-        slot = self._slot()
+        storage = self._place.storage
+        slot = find_tail(lambda slot: storage.stat(slot_path(slot)) is not None, read_hint(storage))
         if slot is not None and slot == self._seen_slot:
             return None
         found = self._newest(read_log(self._place), served)
@@ -71,7 +72,8 @@ class EpochModelSource:
         return found
 
     def _newest(self, view: LogView, served: Served | None) -> Served | None:
-        entries = [one for one in candidates(self._place, view, self._wish, None, self._say) if _trained(one)]
+        every = candidates(self._place, view, self._wish, None, self._say)
+        entries = [one for one in every if one.position.epoch > 0]
         if not entries and served is None:
             raise UsageError(f"{self._place.url} has no trained epoch yet: train it first")
         for entry in entries:
@@ -93,14 +95,6 @@ class EpochModelSource:
 
     def _made(self, entry: CommittedPosition) -> Served:
         return self._make(open_checkpoint(self.where, f"{entry.position.epoch},branch={entry.branch}"))
-
-    def _slot(self) -> int | None:
-        storage = self._place.storage
-        return find_tail(lambda slot: storage.stat(slot_path(slot)) is not None, read_hint(storage))
-
-
-def _trained(entry: CommittedPosition) -> bool:
-    return entry.position.epoch > 0
 
 
 def name_of(where: str) -> str:
@@ -134,16 +128,21 @@ class PlainModel:
             there = ", ".join(opened.blobs)
             raise UsageError(f"{self.name} has no blob {self.blob!r}, it has {there}: give --blob")
         opened.load_saved({self.blob: module})
-        return Served(
-            self.name,
-            self.handler(module, self.signature),
-            opened.epoch,
-            opened.branch,
-            self.code_id,
-            self.signature,
-            opened.entry.try_name,
-            {"metrics": dict(opened.metrics)},
-        )
+        made = self.handler(module, self.signature)
+        return served_epoch(opened, self.name, made, self.code_id, self.signature)
+
+
+def served_epoch(
+    opened: Checkpoint,
+    name: str,
+    handler: ServingHandler,
+    code_id: str | None,
+    signature: Signature | None,
+) -> Served:
+    """An epoch that `handler` answers for."""
+    about = {"metrics": dict(opened.metrics)}
+    key = opened.entry.try_name
+    return Served(name, handler, opened.epoch, opened.branch, code_id, signature, key, about)
 
 
 def handler_of(text: str | None) -> MakeHandler:

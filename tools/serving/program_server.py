@@ -33,6 +33,8 @@ from torchrelay.tools.serving.model_sources import (
     PackageHandler,
     PlainModel,
     code_id_of_run,
+    noted_signature,
+    served_epoch,
 )
 from torchrelay.tools.serving.serve import check_installed, serve
 from torchrelay.tools.serving.serve import say as log_line
@@ -58,14 +60,11 @@ def serve_program(scene: Scene) -> int:
         if scene.archived is not None:
             leave_with_parent(running.stop)
 
-    return serve(scene.request.serve or ServeOptions(), lambda: _source(scene, used), began=began)
+    def source() -> EpochModelSource:
+        where = followed(scene.request, used)
+        return EpochModelSource(used.path, where, lambda opened: served_of(scene, used, opened), say)
 
-
-def _source(scene: Scene, used: Used) -> EpochModelSource:
-    from torchrelay.tools.serving.model_sources import EpochModelSource
-
-    where = followed(scene.request, used)
-    return EpochModelSource(used.path, where, lambda opened: served_of(scene, used, opened), say)
+    return serve(scene.request.serve or ServeOptions(), source, began=began)
 
 
 def followed(request: VerbRequest, used: Used) -> str:
@@ -80,22 +79,11 @@ def followed(request: VerbRequest, used: Used) -> str:
 
 def served_of(scene: Scene, used: Used, opened: Checkpoint) -> Served:
     """An epoch in a new object of the program: one that is served is never written to."""
-    from torchrelay.tools.serving.handlers import Served
-    from torchrelay.tools.serving.model_sources import noted_signature
-
     program = scene.made()
     set_seed(program.seed)
     opened.load_saved({"model": program.model})
-    return Served(
-        used.run,
-        ProgramHandler(program),
-        opened.epoch,
-        opened.branch,
-        used.code_id,
-        noted_signature(Path(used.path)),
-        opened.entry.try_name,
-        {"metrics": dict(opened.metrics)},
-    )
+    signature = noted_signature(Path(used.path))
+    return served_epoch(opened, used.run, ProgramHandler(program), used.code_id, signature)
 
 
 def leave_with_parent(stop: Callable[[], None]) -> None:
