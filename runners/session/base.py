@@ -13,10 +13,12 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.errors import NotAllowedNowError, UsageError, exit_code_of
+from torchrelay.errors import NotAllowedNowError, RelayError, UsageError, exit_code_of
+from torchrelay.jobs import runtime
 from torchrelay.jobs.cluster import Managed, NodePlace, selected
 from torchrelay.jobs.job import SessionGroup, TaskGroup
 from torchrelay.jobs.random import RandomStreams, current_seed
@@ -28,7 +30,7 @@ from torchrelay.runners.distributed.loops import ALL, Loops, first_contradiction
 from torchrelay.runners.session.context import Context
 from torchrelay.runners.session.executor import ByNode, bind, chosen, heard, run_node, told
 from torchrelay.runners.session.run_state import RunState
-from torchrelay.runners.session.steps import Agreeing, FlagsHandle, TaskRanks, naming
+from torchrelay.runners.session.steps import Agreeing, FlagsHandle, TaskRanks, naming, task_failed
 from torchrelay.runners.session.stop_requests import Interrupted
 
 if TYPE_CHECKING:
@@ -204,6 +206,59 @@ class SessionBase(Managed):
         """Run the tasks that a group has on these nodes; all processes call this together."""
         self._run_group(group, nodes)
 
+    @contextmanager
+    def block(self, group: TaskGroup, task: Task) -> Iterator[Context]:
+        """Run the block as `run` runs a group of this one task: the body of a loop of the program's own.
+
+        What it raises becomes what a task's failure is, on all processes. Raises UsageError in a process that
+        plays several nodes: one block cannot run once for each.
+        """
+        self._check_open()
+        group.freeze()
+        if len(self.local_nodes) > 1:
+            raise UsageError(
+                f"this process plays {len(self.local_nodes)} nodes, and a loop of your own runs once: "
+                "use a Job with tasks, or a session of one node"
+            )
+        place = self.local_nodes[0]
+        ranks = self._task_ranks(self._placed(group.name, [task]))[task]
+        ctx = replace(self.context(place.name), group=ranks.group, ranks=ranks)
+        cursor = self.run_state.cursor_of(place.name, group)
+        if cursor is not None:
+            cursor.begin(task, ctx.workspace, self.streams(place.name))
+        runtime.begin_now()
+        failures: list[BaseException] = []
+
+        def end() -> Any:
+            for failure in failures:
+                if isinstance(failure, RelayError) or not isinstance(failure, (Exception, Interrupted)):
+                    raise failure
+                if isinstance(failure, Exception):
+                    raise task_failed(place, task, task.steps[0], failure) from failure
+            if cursor is not None and not failures:
+                cursor.end(None)
+            return self.loops.note(over=True) if self.peers.size > 1 else None
+
+        with self._in_group(group):
+            try:
+                yield ctx
+            except BaseException as failure:
+                failures.append(failure)
+            self._check_loops(self._met(f"group {group.name}", self._announced(group.name, end)))
+        if failures:
+            raise Interrupted
+
+    @contextmanager
+    def _in_group(self, group: TaskGroup) -> Iterator[None]:
+        with phase.during(f"group {group.name} of epoch {self.run_state.epoch}"), self.loops.of_group():
+            yield
+
+    def _check_loops(self, notes: Sequence[Any]) -> None:
+        """Raise UsageError on all processes where some have made other loops than the others."""
+        if self.peers.size > 1 and (found := first_contradiction(notes)) is not None:
+            self._all_failed()
+            raise UsageError(found)
+
     def _run_group(self, group: TaskGroup, nodes: Collection[str] | None = None) -> None:
         group.freeze()
         self.prepare(group)
@@ -223,13 +278,11 @@ class SessionBase(Managed):
                     interrupted.append(place.name)
             return [told(tasks, own), self.loops.note(over=True)] if self.peers.size > 1 else None
 
-        with phase.during(f"group {group.name} of epoch {self.run_state.epoch}"), self.loops.of_group():
+        with self._in_group(group):
             all_told = self._met(f"group {group.name}", self._announced(group.name, work))
         if self.peers.size > 1:
             outputs, notes = zip(*all_told, strict=True)
-            if (found := first_contradiction(notes)) is not None:
-                self._all_failed()
-                raise UsageError(found)
+            self._check_loops(notes)
             own = {**heard(tasks, outputs), **own}
         if interrupted:
             raise Interrupted

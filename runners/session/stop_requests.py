@@ -131,6 +131,7 @@ class Requests:
         self._kill_at: float | None = None
         self._looked = -_LOOK_SECS
         self._stop = False
+        self._stopped_by: str | None = None
         self.steps = False
         """Whether epochs run in steps that end where that is asked for, so that the next one is near."""
 
@@ -142,6 +143,10 @@ class Requests:
             self._signal, self._kill_at = name, kill_at
         elif name != "SIGUSR1" and self._kill_at is not None:
             self._kill_at = min(self._kill_at, kill_at)  # notice was given, now the end has come
+
+    def stop(self, name: str) -> None:
+        """The program itself, in these words, has no more epochs for this start."""
+        self._stop, self._stopped_by = True, name
 
     def save(self, name: str) -> None:
         """A signal of this name came: save at the next safe point. Signal handlers call this."""
@@ -173,7 +178,7 @@ class Requests:
         late = self._late()
         if self._signal is not None or late is not None:
             return self._signal or (late.name if late else None)
-        return f"the file {self._stop_name}" if self._stop else None
+        return (self._stopped_by or f"the file {self._stop_name}") if self._stop else None
 
     def secs_left(self) -> float | None:
         """Seconds until this process has to be gone; None where nobody said so."""

@@ -243,6 +243,19 @@ class JobRunner:
         """
         if not (session is None or isinstance(session, SessionBase)):
             raise UsageError(f"session is {session!r:.80}; give a LocalSession or a DistributedSession")
+        with self.life(session, resume_from_epoch, again=again) as life:
+            for _ in life.epochs():
+                life.session.run(self.job.epoch_group)
+        return life.result
+
+    @contextmanager
+    def life(
+        self, session: SessionBase | None = None, resume_from_epoch: int | None = None, *, again: bool = False
+    ) -> Iterator[Life]:
+        """One run of the job, for a loop over its `epochs`; the arguments are those of `train`.
+
+        Behind the block nothing is left of it but its `result`.
+        """
         refuse_before_main()
         with _one_train():
             epoch = check_epoch(resume_from_epoch)
@@ -251,14 +264,13 @@ class JobRunner:
                 life = Life(self, used, self._plan, epoch, again=again)
                 try:
                     with life.held():
-                        for _ in life.epochs():
-                            used.run(self.job.epoch_group)
-                    result = life.result
+                        yield life
                 finally:
+                    result = life.result
                     life.__dict__.clear()  # its parts refer to it: what they hold is let go of now
+                    life.result = result
             if result.status == "PREEMPTED" and signal.SIGINT.name in result.stop:
                 raise LeftByInterrupt
-            return result
 
     def load_best(self, session: SessionBase | None = None) -> int:
         """Load the best saved epoch, by `best=`, into the job's objects; return its number.

@@ -42,6 +42,7 @@ _HOMES = {
     "Program": "runners.programs.program",
     "ReaderWithLimit": "jobs.data.readers",
     "RelayError": "errors",
+    "Run": "runners.own_loop.run",
     "RunResult": "runners.training.plan",
     "Scope": "jobs.blobs",
     "ServingHandler": "tools.serving.handlers",
@@ -168,6 +169,7 @@ if TYPE_CHECKING:
     from torchrelay.runners.session.local import LocalSession as LocalSession
     from torchrelay.runners.training.extras.onnx_export import OnnxExport as OnnxExport
     from torchrelay.runners.artifacts.loaded_model import run_to_onnx as run_to_onnx
+    from torchrelay.runners.own_loop.run import Run as Run
     from torchrelay.runners.training.plan import RunResult as RunResult
     from torchrelay.tools.serving.handlers import ServingHandler as ServingHandler
     from torchrelay.tools.serving.handlers import TensorHandler as TensorHandler
