@@ -21,6 +21,7 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "CheckpointManager": "checkpoint.manager.checkpoint_manager",
+    "Checkpointer": "runners.own_loop.checkpointer",
     "Cluster": "jobs.cluster",
     "Context": "runners.session.context",
     "Counter": "jobs.task",
@@ -169,6 +170,7 @@ if TYPE_CHECKING:
     from torchrelay.runners.session.local import LocalSession as LocalSession
     from torchrelay.runners.training.extras.onnx_export import OnnxExport as OnnxExport
     from torchrelay.runners.artifacts.loaded_model import run_to_onnx as run_to_onnx
+    from torchrelay.runners.own_loop.checkpointer import Checkpointer as Checkpointer
     from torchrelay.runners.own_loop.run import Run as Run
     from torchrelay.runners.training.plan import RunResult as RunResult
     from torchrelay.tools.serving.handlers import ServingHandler as ServingHandler

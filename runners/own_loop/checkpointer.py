@@ -1,0 +1,248 @@
+"""`Checkpointer`: only the checkpoints, for loops and trainers that do everything else themselves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torchrelay.checkpoint.format.position import Facts, Position
+from torchrelay.checkpoint.manager.checkpoint_manager import MultiNodeCheckpointManager
+from torchrelay.errors import NotAllowedNowError, PartiallyLoadedError, StorageError, UsageError
+from torchrelay.jobs.job import Job
+from torchrelay.jobs.random import current_seed
+from torchrelay.jobs.session import decide, warn
+from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.local import current_or_new_session
+from torchrelay.runners.session.mid_epoch import MidEpochPosition, places_json
+from torchrelay.runners.training.plan import check_epoch
+from torchrelay.runners.training.startup import bind_blobs, check_blobs, this_process
+
+if TYPE_CHECKING:
+    from torchrelay.checkpoint.load.verify import Target
+    from torchrelay.checkpoint.save.background import Background
+
+
+class Checkpointer:
+    """Saves and resumes objects by name; all ranks call each of its methods together.
+
+    A save is committed atomically: a process that is killed leaves the newest committed one. Random states of
+    Python, NumPy and torch are saved and restored with the objects. One process group may write to a
+    directory at a time; `close` lets it go, and so does the end of the process.
+
+    Args:
+        where: The directory of the checkpoints, or its URL.
+        blobs: What is saved, by name: modules, optimizers, schedulers, loaders, tensors, values.
+        session: torchrun's, or a local one, where none is given.
+        options: Those of `MultiNodeCheckpointManager`: `keep_last`, `keep_best`, `exclude`, `tier`, ...
+
+    Raises:
+        UsageError: There are no blobs, or an option is wrong.
+
+    Example:
+        ckpt = torchrelay.Checkpointer("runs/x/checkpoints", dict(model=model, optimizer=optimizer))
+        start = ckpt.resume()
+        for epoch in range(start.epoch + 1 if start else 1, 11):
+            train_one_epoch()
+            ckpt.save(epoch, metrics={"val/acc": accuracy}, asynchronous=True)
+        ckpt.close()
+    """
+
+    def __init__(
+        self,
+        where: str | Path,
+        blobs: Mapping[str, Any],
+        *,
+        session: SessionBase | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(blobs, Mapping) or not blobs:
+            raise UsageError(
+                f"blobs is {blobs!r:.80}; give what is to be saved by name, "
+                "for example dict(model=model, optimizer=optimizer)"
+            )
+        self._job = Job(blobs=blobs)
+        self._manager = MultiNodeCheckpointManager(where, **{"asynchronous": True, **options})
+        self._engine = self._manager.engine
+        self._background: Background | None = self._engine.background
+        self._engine.background = None
+        self._given = session
+        self._session: SessionBase | None = None
+        self._stack = ExitStack()
+        self._open = False
+        weakref.finalize(self, _let_go, self._manager)  # a program may end without `close`
+
+    # Resuming
+
+    def resume(self, epoch: int | None = None) -> Position | None:
+        """Load the newest position that can be verified, or exactly this epoch.
+
+        An epoch that is asked for rewinds: later epochs are left to an abandoned branch. Without one, a
+        damaged epoch is replaced by the one before, with a warning.
+
+        Args:
+            epoch: The number of a committed epoch; None for the newest position.
+
+        Returns:
+            What was loaded, with its `epoch` and `step`; None where nothing was ever saved.
+
+        Raises:
+            UnknownEpochError: That epoch is not committed; the message lists those that are.
+            DamagedError: That epoch is damaged.
+            BlobError: What is stored does not fit into an object.
+        """
+        epoch = check_epoch(epoch)
+        session = self._bound()
+        ledger, peers = self._engine.ledger, session.peers
+        self.wait()
+        look = ledger.look(peers)
+        if epoch is not None:
+            ledger.check(peers, epoch)
+        self._take_log(session)
+        if epoch is None and not look.commits:
+            session.run(self._manager.init(self._nodes))
+            return None
+        target = ledger.newest(peers, warn) if epoch is None else ledger.prove(peers, epoch)
+        target = self._load(session, target, older=epoch is None)
+        if epoch is not None and look.epoch != epoch:
+            ledger.rewind(peers, target.position, {"epoch": epoch, "process": this_process(), "by": "user"})
+        return target.position
+
+    def _load(self, session: SessionBase, target: Target, *, older: bool) -> Target:
+        """Load the target; where its bytes prove damaged, an older one if `older`."""
+        while True:
+            try:
+                session.run(self._manager.go_on_at(self._nodes, target))
+                break
+            except (StorageError, PartiallyLoadedError) as error:
+                if not older:
+                    raise
+                target = self._engine.ledger.instead_of(session.peers, target, error, warn)
+        for node, streams in self._engine.take_streams().items():
+            session.set_streams(node, streams)
+        for gradients in self._engine.take_gradients().values():
+            gradients.install()
+        return target
+
+    # Saving
+
+    def save(
+        self,
+        epoch: int,
+        step: int = 0,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        """Save all objects as they are now.
+
+        Args:
+            epoch: How many epochs are done.
+            step: How many steps of the next one are done.
+            metrics: Values of this epoch, alike on all ranks; `open_checkpoint(..., epoch="best")` finds it
+                by them.
+            asynchronous: Return as soon as the objects may change again. The save before is waited for
+                first; `wait` and the next `save` raise what became of this one.
+
+        Raises:
+            SaveFailedError: It could not be saved, on any rank. Nothing is committed then.
+            FencedError: Another job has taken the directory over.
+        """
+        if asynchronous and self._background is None:
+            raise UsageError("this Checkpointer was made with asynchronous=False: leave that out")
+        checked = check_epoch(epoch, "epoch")
+        if checked is None:
+            raise UsageError("epoch is None: give the number of epochs that are done")
+        session = self._bound()
+        if not self._open:
+            if self._engine.ledger.look(session.peers).commits:
+                raise NotAllowedNowError(
+                    f"{self._manager.db_prefix} has checkpoints: call resume() before the first save, "
+                    "or give another directory"
+                )
+            self._take_log(session)
+        self.wait()
+        self._engine.background = self._background if asynchronous else None
+        position = Position(checked, step)
+        inside = MidEpochPosition(steps=step)
+        self._manager.note(
+            Facts(
+                metrics=dict(metrics or {}),
+                seed=current_seed(),
+                places=places_json({place.name: inside for place in session.nodes}) if step else {},
+            )
+        )
+        session.run(self._manager.save(position))
+
+    def wait(self) -> None:
+        """Return when the save in flight is committed; raises what kept it from that."""
+        for outcome in self._manager.settle():
+            if outcome.error is not None:
+                raise outcome.error
+
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """The epochs that are committed, ascending."""
+        ledger = self._engine.ledger
+        return tuple(decide(self._bound().peers, "epochs", lambda: ledger.view().epochs(), by=ledger.reader))
+
+    def close(self) -> None:
+        """Wait for the save in flight, and let the directory go; the objects stay as they are."""
+        try:
+            self.wait()
+            if self._session is not None and self._open:
+                self._manager.finish(self._session)
+        finally:
+            self._engine.background = self._background
+            _let_go(self._manager)
+            self._open, self._session = False, None
+            self._stack.close()
+
+    def __enter__(self) -> Checkpointer:
+        """Close it behind a `with` block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # the other ranks may not come
+            _let_go(self._manager)
+
+    # Where
+
+    @property
+    def _nodes(self) -> tuple[str, ...]:
+        return tuple(place.name for place in self._bound().nodes)
+
+    def _bound(self) -> SessionBase:
+        """The session whose nodes hold the objects."""
+        if self._session is not None:
+            return self._session
+        session = self._stack.enter_context(current_or_new_session(self._given))
+        session.place(self._job.nodes())
+        check_blobs(self._job)
+        self._manager.bind(self._job)
+        for before in (True, False):
+            bind_blobs(self._job, session, before_setup=before)
+        session.after_setup()
+        self._engine.prepare(session)
+        self._session = session
+        return session
+
+    def _take_log(self, session: SessionBase) -> None:
+        if not self._open:
+            ledger = self._engine.ledger
+            ledger.in_run = True
+            ledger.open(session.peers)
+            self._open = True
+
+
+def _let_go(manager: MultiNodeCheckpointManager) -> None:
+    """Without the others: what is in flight ends, and the next writer need not wait."""
+    manager.engine.wait(unguarded=True)
+    manager.engine.ledger.close()
