@@ -103,6 +103,7 @@ ORDERS = {
         "monitoring",
         "remote_runs",
         "training",
+        "own_loop",
         "config_runs",
         "programs",
         "artifacts",

@@ -248,6 +248,11 @@ class Engine:
             self.ledger.open(session.peers)
         if self._members is None:
             self.seal(session)
+        if not (self._registered or self._made_by_init or self.ledger.in_run):
+            raise UsageError(
+                "nothing is registered in the session's workspaces, so this would save random states alone: "
+                "give torchrelay.Checkpointer or JobRunner the blobs, or make them by session.workspace()"
+            )
         self.ledger.wait_for_room(session.peers)
         self.retaining.delete_left()
         clock = Clock()

@@ -1,0 +1,289 @@
+"""A loop of the program's own is saved, resumed and ended as the same tasks of a job are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_loops import EPOCHS, FACES, Event, Training, at, nothing, stored
+from torchrun import clean_environment, torchrun
+
+import torchrelay
+from torchrelay import Checkpointer, LocalSession, MultiNodeCheckpointManager, Run
+from torchrelay.errors import (
+    MissingMetricError,
+    NotAllowedNowError,
+    PartiallyLoadedError,
+    TaskFailedError,
+    UnknownEpochError,
+    UsageError,
+)
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "own_loop.py"
+LOOPS = ("job", "run")
+
+
+def train(face: str, where: Path, event: Event = nothing, **options: Any) -> tuple[Any, str]:
+    """Train in this process; the result and the digest of what is left."""
+    training = Training()
+    return FACES[face](training, where, event, **options), training.digest
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, dict[str, str]]]:
+    """What an undisturbed job leaves, in memory and on the disk."""
+    where = tmp_path_factory.mktemp("whole")
+    _, digest = train("job", where)
+    return digest, dict(stored(where))
+
+
+def test_a_loop_saves_what_the_job_saves(tmp_path: Path, whole: Any) -> None:
+    """Every epoch of a Run holds, bit by bit, what the epoch of the same job holds."""
+    result, digest = train("run", tmp_path)
+    assert (result.status, int(result), digest) == ("FINISHED", EPOCHS, whole[0])
+    assert dict(stored(tmp_path)) == whole[1]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("face", FACES)
+def test_a_killed_process_is_resumed_exactly(
+    face: str, asynchronous: bool, tmp_path: Path, whole: Any
+) -> None:
+    """Killed within an epoch and started again, each face ends with the bits of an undisturbed run."""
+    command = [sys.executable, str(PROGRAM), face, str(tmp_path / "run")]
+    environment = clean_environment({"PYTHONPATH": str(PROGRAM.parents[1] / "helpers")})
+    killed = subprocess.run(
+        [*command, "killed"], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    result, digest = train(face, tmp_path / "run", asynchronous=asynchronous)
+    assert int(result) == EPOCHS
+    if face != "checkpointer":
+        assert digest == whole[0]
+    else:
+        assert digest == train(face, tmp_path / "undisturbed")[1]
+
+
+@pytest.mark.parametrize("face", LOOPS)
+def test_a_signal_ends_it_at_a_step(face: str, tmp_path: Path, whole: Any) -> None:
+    """SIGTERM leaves within the epoch, saved; the next start resumes at that very step."""
+    result, _ = train(face, tmp_path, at(2, 3, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert result.status == "PREEMPTED"
+    result, digest = train(face, tmp_path)
+    assert (result.status, digest, result.resumed_from) == ("FINISHED", whole[0], 1)
+
+
+@pytest.mark.parametrize("face", LOOPS)
+def test_an_exception_fails_the_run(face: str, tmp_path: Path, whole: Any) -> None:
+    """It is raised as a TaskFailedError, also caught as what it is; nothing of that epoch is saved."""
+
+    def fail() -> None:
+        raise ValueError("planned")
+
+    with pytest.raises(ValueError, match="planned") as caught:
+        train(face, tmp_path, at(3, 2, fail))
+    assert isinstance(caught.value, TaskFailedError)
+    assert torchrelay.open_checkpoint(tmp_path).epochs == (0, 1, 2)
+    assert train(face, tmp_path)[1] == whole[0]
+
+
+@pytest.mark.parametrize("face", LOOPS)
+def test_a_rewind_begins_a_branch(face: str, tmp_path: Path, whole: Any) -> None:
+    """`resume_from_epoch` resumes there, and gives the same epochs again."""
+    train(face, tmp_path)
+    result, digest = train(face, tmp_path, resume_from_epoch=1)
+    assert (result.resumed_from, digest) == (1, whole[0])
+
+
+@pytest.mark.parametrize("face", LOOPS)
+def test_a_run_that_has_ended_is_loaded(face: str, tmp_path: Path, whole: Any) -> None:
+    """Started again it trains nothing, and its objects are those of the last epoch."""
+    train(face, tmp_path)
+    seen: list[int] = []
+    result, digest = train(face, tmp_path, lambda epoch, _: seen.append(epoch))
+    assert (seen, result.status, int(result), digest) == ([], "FINISHED", EPOCHS, whole[0])
+
+
+@pytest.mark.parametrize("events", [[], ["killed"], ["raises"]], ids=str)
+@pytest.mark.parametrize("face", FACES)
+def test_two_ranks(face: str, events: list[str], tmp_path: Path) -> None:
+    """Two ranks end with the bits of an undisturbed run, after a kill and after a failure of one of them."""
+    helpers = {"PYTHONPATH": str(PROGRAM.parents[1] / "helpers")}
+    run = tmp_path / "run"
+    if events:
+        broken = torchrun(PROGRAM, face, str(run), *events, ranks=2, cwd=tmp_path, env=helpers, warm=True)
+        assert broken.rc != 0
+        assert "digest" not in broken.out
+    digests = []
+    for where in (tmp_path / "whole", run):
+        done = torchrun(PROGRAM, face, str(where), ranks=2, cwd=tmp_path, env=helpers, warm=True)
+        assert done.rc == 0, done
+        digests.append([done.of_rank(rank).split("digest ")[1].split()[0] for rank in (0, 1)])
+    assert digests[0] == digests[1]
+
+
+# The loop
+
+
+def test_break_ends_this_start(tmp_path: Path, whole: Any) -> None:
+    """An epoch that is left by break is saved as it is, and the next start resumes behind it."""
+    training = Training()
+    with Run(tmp_path, training.blobs) as run:
+        for epoch in run.epochs(EPOCHS):
+            for batch in run.steps(training.loader):
+                training.step(batch)
+            if epoch == 2:
+                break
+    assert (run.result.status, int(run.result)) == ("STOPPED", 2)
+    result, digest = train("run", tmp_path)
+    assert (result.status, digest) == ("FINISHED", whole[0])
+
+
+def test_stop_finishes_the_run(tmp_path: Path) -> None:
+    """`run.stop` makes the epoch the last one, with its reason; a later start has nothing to do."""
+    training = Training()
+    with Run(tmp_path, training.blobs) as run:
+        for epoch in run.epochs():
+            run.log("acc", epoch)
+            if run.metric("acc") >= 2:
+                run.stop("good enough")
+    assert (run.result.status, int(run.result)) == ("FINISHED", 2)
+    assert "good enough" in run.result.stop[0]
+    with Run(tmp_path, training.blobs) as again:
+        assert list(again.epochs()) == []
+    assert int(again.result) == 2
+
+
+def test_metric_is_of_this_epoch(tmp_path: Path) -> None:
+    """What was logged in the running epoch counts, then what the last one had; a name of none is an error."""
+    with Run(tmp_path, Training().blobs) as run:
+        for epoch in run.epochs(2):
+            if epoch == 2:
+                assert run.metric("loss") == 3
+            run.log("loss", 2 * epoch)
+            run.log("loss", 4)
+            assert run.metric("loss") == (2 * epoch + 4) / 2
+            with pytest.raises(MissingMetricError):
+                run.metric("nothing")
+    assert run.result.metrics["loss"] == 4
+
+
+def test_init_and_exit_groups(tmp_path: Path) -> None:
+    """`run.init` runs for a new run alone, before epoch 1; `run.exit` when all epochs are over."""
+    ran: list[str] = []
+    for epochs in (1, 2):
+        with Run(tmp_path, Training().blobs) as run:
+            run.init(lambda: ran.append("init"))
+            run.exit(lambda: ran.append("exit"))
+            for epoch in run.epochs(epochs):
+                ran.append(f"epoch {epoch}")
+    assert ran == ["init", "epoch 1", "exit", "epoch 2", "exit"]
+
+
+def test_a_failure_behind_the_loop_is_none_of_the_run(tmp_path: Path) -> None:
+    """An exception in the block, when all epochs are over, is raised as it is; the run has finished."""
+    with pytest.raises(KeyError), Run(tmp_path, Training().blobs) as run:
+        list(run.epochs(1))
+        raise KeyError("of the program")
+    assert run.result.status == "FINISHED"
+
+
+def test_misuse_is_said(tmp_path: Path) -> None:
+    """A loop outside of the block, a second loop, a result that is not there yet: each names the remedy."""
+    run = Run(tmp_path, Training().blobs)
+    with pytest.raises(UsageError, match="put the loop into"):
+        run.epochs(1)
+    with run:
+        with pytest.raises(NotAllowedNowError, match="has not ended"):
+            _ = run.result
+        list(run.epochs(1))
+        with pytest.raises(NotAllowedNowError, match="one loop"):
+            run.epochs(1)
+    with pytest.raises(NotAllowedNowError, match="make a new one"):
+        run.__enter__()
+    with (
+        pytest.raises(UsageError, match="plays 2 nodes"),
+        Run(tmp_path / "two", {"n": lambda ctx: [1]}, session=LocalSession(["a", "b"])) as two,
+    ):
+        list(two.epochs(1))
+
+
+# Only the checkpoints
+
+
+def test_a_checkpointer_needs_blobs(tmp_path: Path) -> None:
+    """Without blobs, and by a manager whose session holds nothing, no save is acknowledged."""
+    with pytest.raises(UsageError, match="by name"):
+        Checkpointer(tmp_path, {})
+    manager = MultiNodeCheckpointManager(tmp_path / "manager")
+    with LocalSession() as session, pytest.raises(UsageError, match="nothing is registered"):
+        session.run(manager.init(["trainer_0"]))
+        session.run(manager.save(1))
+    assert not list((tmp_path / "manager").glob("data/*"))
+
+
+def test_a_checkpointer_rewinds_and_lists(tmp_path: Path) -> None:
+    """`resume(epoch=)` loads exactly that epoch, and later ones are on an abandoned branch."""
+    training = Training()
+    with Checkpointer(tmp_path, training.blobs) as ckpt:
+        assert ckpt.resume() is None
+        for epoch in (1, 2, 3):
+            training.step(next(iter(training.loader)))
+            ckpt.save(epoch, metrics={"loss": epoch})
+            if epoch == 1:
+                first = training.model[0].weight.clone()
+        position = ckpt.resume(epoch=1)
+        assert position is not None
+        assert (position.epoch, position.step, ckpt.epochs) == (1, 0, (1,))
+        assert training.model[0].weight.equal(first)
+        ckpt.save(2)
+        with pytest.raises(UnknownEpochError, match="1, 2"):
+            ckpt.resume(epoch=7)
+    best = torchrelay.open_checkpoint(tmp_path, epoch=1)
+    assert best.metrics["loss"] == 1
+
+
+def test_a_checkpointer_resumes_within_an_epoch(tmp_path: Path) -> None:
+    """A save with a step is found by `resume`, with its step."""
+    training = Training()
+    with Checkpointer(tmp_path, training.blobs) as ckpt:
+        ckpt.save(1)
+        ckpt.save(1, 2)
+    again = Training()
+    with Checkpointer(tmp_path, again.blobs) as ckpt:
+        position = ckpt.resume()
+        assert position is not None
+        assert (position.epoch, position.step) == (1, 2)
+        ckpt.save(2)
+
+
+def test_a_checkpointer_does_not_write_over_what_it_has_not_seen(tmp_path: Path) -> None:
+    """A first save into a directory with epochs is refused before anything changes."""
+    with Checkpointer(tmp_path, Training().blobs) as ckpt:
+        ckpt.save(1)
+    with Checkpointer(tmp_path, Training().blobs) as ckpt, pytest.raises(NotAllowedNowError, match="resume"):
+        ckpt.save(2)
+
+
+def test_a_checkpointer_takes_an_older_epoch_for_a_damaged_one(tmp_path: Path) -> None:
+    """The newest one is damaged: `resume` warns and takes the one before, an explicit one is refused."""
+    training = Training()
+    with Checkpointer(tmp_path, training.blobs) as ckpt:
+        for epoch in (1, 2):
+            training.step(next(iter(training.loader)))
+            ckpt.save(epoch)
+    shard = next(tmp_path.glob("data/e00000002*/*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-20] ^= 1
+    shard.write_bytes(content)
+    with Checkpointer(tmp_path, Training().blobs) as ckpt, pytest.raises(PartiallyLoadedError):
+        ckpt.resume(epoch=2)
+    with Checkpointer(tmp_path, Training().blobs) as ckpt, pytest.warns(UserWarning, match="damaged"):
+        position = ckpt.resume()
+        assert position is not None
+        assert position.epoch == 1
