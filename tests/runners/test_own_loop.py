@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from own_loops import EPOCHS, FACES, Event, Training, at, nothing, stored
-from torchrun import clean_environment, torchrun
+from torchrun import Job, clean_environment, torchrun
 
 import torchrelay
 from torchrelay import Checkpointer, LocalSession, MultiNodeCheckpointManager, Run
@@ -287,3 +288,34 @@ def test_a_checkpointer_takes_an_older_epoch_for_a_damaged_one(tmp_path: Path) -
         position = ckpt.resume()
         assert position is not None
         assert position.epoch == 1
+
+
+# A script as people have it
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop"
+SCRIPTS = ("plain.py", "resumable.py")
+
+
+def test_a_converted_script_is_resumed_exactly(tmp_path: Path) -> None:
+    """The converted classifier, a rank of which is killed, ends with the bits of an undisturbed run."""
+    script = EXAMPLE / "resumable.py"
+    with Job(script, "--folder", str(tmp_path / "killed"), ranks=2, cwd=tmp_path) as job:
+        job.wait_for("epoch 4: accuracy")
+        os.kill(job.workers()[1], signal.SIGKILL)
+        assert job.wait().rc != 0
+    for folder in ("killed", "whole"):
+        done = torchrun(script, "--folder", str(tmp_path / folder), ranks=2, cwd=tmp_path)
+        assert done.rc == 0, done
+    killed, whole = (dict(stored(tmp_path / folder))[8] for folder in ("killed", "whole"))
+    del killed["rng"], whole["rng"]  # the script does not seed Python's own stream
+    assert killed == whole
+
+
+def test_converting_it_changes_few_lines() -> None:
+    """Of the plain script at most 15 lines change, indentation aside."""
+    plain, resumable = (
+        [line.strip() for line in (EXAMPLE / name).read_text().splitlines()] for name in SCRIPTS
+    )
+    changes = [one for one in difflib.ndiff(plain, resumable) if one[:2] in ("+ ", "- ") and one[2:].strip()]
+    gone, new = (sum(one.startswith(mark) for one in changes) for mark in "-+")
+    assert max(gone, new) <= 15
