@@ -57,6 +57,13 @@ def test_the_job_is_fifteen_lines() -> None:
     assert len(lines) <= 16, "torch's own import is not counted"
 
 
+def test_the_own_loop_trains_then_is_finished(tmp_path: Path) -> None:
+    """The loop of the README is saved epoch by epoch, and started again it has nothing to do."""
+    for _ in range(2):
+        assert run(tmp_path, program(1)).rstrip().endswith("FINISHED 5")
+    assert cli(tmp_path, "ls", "runs/mine").count("ok") == 6
+
+
 def test_the_job_trains_then_is_finished_then_rewinds(trained: tuple[Path, str]) -> None:
     """The job runs five epochs; again it says that it is finished; told to, it rewinds to epoch 2."""
     folder, first = trained
@@ -94,7 +101,7 @@ def test_blobs_are_loaded_elsewhere(trained: tuple[Path, str]) -> None:
     folder, _ = trained
     check = "\nassert set(weights) == {'model.weight', 'model.bias'}\n"
     check += "assert torch.equal(weights['model.weight'], model.weight)\n"
-    run(folder, program(1) + check)
+    run(folder, program(2) + check)
 
 
 def test_any_safetensors_reader_opens_a_shard(trained: tuple[Path, str]) -> None:
