@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_count
 from torchrelay.checkpoint.inspect.contents import (
@@ -59,25 +58,26 @@ class Looker:
         Raises DamagedError, naming file, leaf and block, or StorageError.
         """
         self.loads += 1
-        found = []
-        for item in epoch.chosen(self._patterns).values():
-            if item.tensor and item.leaf.dtype in CAN_BE_BAD and not epoch.gone(item):
-                found += [one for one in [self._look(epoch, item)] if one is not None]
-        return found
+        there = (item for item in epoch.chosen(self._patterns).values() if not epoch.gone(item))
+        able = (item for item in there if item.tensor and item.leaf.dtype in CAN_BE_BAD)
+        return [bad for item in able if (bad := self._look(epoch, item)) is not None]
 
     def _look(self, epoch: Epoch, item: NodeLeaf) -> BadLeaf | None:
-        leaf, found = item.leaf, None
+        leaf, dtype = item.leaf, str(item.leaf.dtype)
+        nan = inf = 0
+        firsts: list[int] = []
         for part in parts(epoch, item):
-            for start, stop in self._unknown(part, str(leaf.dtype)):
-                nan, inf, first = self._count(epoch, part, start, stop, str(leaf.dtype))
-                if first is None:
-                    self._good.update(_blocks(part, start, stop, str(leaf.dtype)))
+            for start, stop in self._unknown(part, dtype):
+                more_nan, more_inf, first = self._count(epoch, part, start, stop, dtype)
+                nan, inf = nan + more_nan, inf + more_inf
+                if first is not None:
+                    firsts.append(part.index_of(first))
                     continue
-                bad = BadLeaf(
-                    item.name, leaf.blob, str(leaf.dtype), leaf.shape, nan, inf, part.index_of(first)
-                )
-                found = bad if found is None else _together(found, bad)
-        return found
+                for block in range(start // BLOCK, block_count(stop)):
+                    self._good.add((dtype, part.digests[block * SIZE : (block + 1) * SIZE]))
+        if not firsts:
+            return None
+        return BadLeaf(item.name, leaf.blob, dtype, leaf.shape, nan, inf, min(firsts))
 
     def _unknown(self, part: LeafPart, dtype: str) -> Iterator[tuple[int, int]]:
         """Bytes of blocks that were not seen to be good, at most a chunk at a time."""
@@ -106,13 +106,3 @@ class Looker:
                 first = at + place
             at += values.size
         return nan, inf, first
-
-
-def _blocks(part: LeafPart, start: int, stop: int, dtype: str) -> Iterator[tuple[str, bytes]]:
-    for block in range(start // BLOCK, block_count(stop)):
-        yield dtype, part.digests[block * SIZE : (block + 1) * SIZE]
-
-
-def _together(one: BadLeaf, other: BadLeaf) -> BadLeaf:
-    first = min(one.first, other.first)
-    return replace(one, nan=one.nan + other.nan, inf=one.inf + other.inf, first=first)

@@ -74,10 +74,14 @@ class Epoch:
         return self.manifest.removed(self.groups)
 
     def chosen(self, patterns: Sequence[str]) -> dict[str, NodeLeaf]:
-        """The items that match any pattern, or all without patterns; perhaps none."""
+        """The items that a pattern means, by leaf or with the node in front; all without patterns."""
         if not patterns:
             return self.items
-        return {name: item for name, item in self.items.items() if chosen_by(item, patterns)}
+        return {
+            name: item
+            for name, item in self.items.items()
+            if any(matches(item.leaf.name, one) or matches(name, one) for one in patterns)
+        }
 
     def value(self, item: NodeLeaf) -> Json:
         """A value in its typed form; raises DamagedError or StorageError for what the storage has."""
@@ -97,11 +101,6 @@ def open_epoch(storage: Storage, entry: CommittedPosition) -> Epoch:
     """
     manifest, shards = prove(storage, entry, want=()).check()
     return Epoch(LeafReader(storage, manifest, shards), tuple(entry.groups))
-
-
-def chosen_by(item: NodeLeaf, patterns: Sequence[str]) -> bool:
-    """Whether any pattern means the item, by its leaf's name or with the node in front."""
-    return any(matches(item.leaf.name, one) or matches(item.name, one) for one in patterns)
 
 
 def check_chosen(epochs: Sequence[Epoch], patterns: Sequence[str]) -> None:

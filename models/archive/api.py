@@ -277,9 +277,8 @@ def fill(archive: ArchiveFile, model: nn.Module, *, strict: bool) -> StateReport
     report = compared(archive, wanted)
     if strict:
         report.check(archive.what)
-    live = _live(archive, model, wanted, report.loaded)
-    passing = _passing(archive, model, wanted, report.loaded, live)
-    in_place = {id(one) for one in (*live.tensors.values(), *passing.values())}
+    live, passing = _destinations(archive, model, wanted, report.loaded)
+    in_place = {id(wanted[name].value) for name in (*live.tensors, *passing)}
     names = [name for name in report.loaded if id(wanted[name].value) not in in_place]
     fresh = _read(archive, names)
     stored = archive.tensors(MODEL)
@@ -299,45 +298,30 @@ def fill(archive: ArchiveFile, model: nn.Module, *, strict: bool) -> StateReport
     return report
 
 
-def _live(
+def _destinations(
     archive: ArchiveFile, model: nn.Module, wanted: Mapping[str, ModuleEntry], names: Sequence[str]
-) -> InPlace:
-    """The model's own tensors that stored bytes may be read straight into, each under one name.
+) -> tuple[InPlace, dict[str, torch.Tensor]]:
+    """The model's own tensors that stored bytes may be read straight into, and its others with content.
 
-    None where the model has load code of its own, which wants to see what comes.
+    These lie on a device or not in order. Each has one name. There are none where the model has load code of
+    its own, which wants to see what comes.
     """
     if has_load_code(parts_of(model)):
-        return NOTHING
+        return NOTHING, {}
     stored = archive.tensors(MODEL).entries
-    first = {
-        id(wanted[name].value): name
-        for name in reversed(names)
-        if name not in archive.extra and wanted[name].role is not None
-    }
+    first: dict[int, str] = {}
+    for name in names:
+        if name not in archive.extra and wanted[name].role is not None:
+            first.setdefault(id(wanted[name].value), name)
     own = {name: wanted[name].value for name in first.values()}
     entries = [stored[archive.ties.get(name, name)] for name in own]
-    return fitting(own, list(own), [form_of(one.element.name, tuple(one.shape)) for one in entries])
-
-
-def _passing(
-    archive: ArchiveFile,
-    model: nn.Module,
-    wanted: Mapping[str, ModuleEntry],
-    names: Sequence[str],
-    live: InPlace,
-) -> dict[str, torch.Tensor]:
-    """The model's other tensors with content, on a device or not in order, each under one name."""
-    if has_load_code(parts_of(model)):
-        return {}
-    in_place = {id(one) for one in live.tensors.values()}
-    found: dict[int, str] = {}
-    for name in names:
-        value = wanted[name].value
-        if name in archive.extra or wanted[name].role is None or id(value) in in_place:
-            continue
-        if all_strided([value]) and not value.is_meta and not nn.parameter.is_lazy(value):
-            found.setdefault(id(value), name)
-    return {name: wanted[name].value.detach() for name in found.values()}
+    live = fitting(own, list(own), [form_of(one.element.name, tuple(one.shape)) for one in entries])
+    others = {name: one for name, one in own.items() if name not in live.tensors and all_strided([one])}
+    return live, {
+        name: one.detach()
+        for name, one in others.items()
+        if not one.is_meta and not nn.parameter.is_lazy(one)
+    }
 
 
 def _read(archive: ArchiveFile, names: Sequence[str]) -> dict[str, Any]:

@@ -116,6 +116,20 @@ def test_everything_is_loaded(way: Any) -> None:
     assert all(torch.equal(into[name], expected[name]) for name in expected)
 
 
+def test_an_archive_makes_no_second_copy_of_what_lies_out_of_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors on a device or not in order are filled piece by piece, not read whole before."""
+    load, _, _ = from_archive(tmp_path)
+    read: list[str] = []
+    real = archive_loads._read
+    monkeypatch.setattr(archive_loads, "_read", lambda at, names: (read.extend(names), real(at, names))[1])
+    into = live()
+    load(into)
+    assert read == []
+    assert all(torch.equal(into[name], one) for name, one in stored().items())
+
+
 def test_a_flipped_bit_anywhere_changes_no_object(way: Any) -> None:
     """Also one in the last block of the last tensor of the last file; the tensor is named."""
     load, files, _ = way
