@@ -19,7 +19,7 @@ import sys
 import threading
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from stat import S_ISDIR
@@ -262,6 +262,13 @@ def split_run(text: str, exists: Callable[[str], bool] = os.path.exists) -> tupl
     return path, f"{at[1:]}{epoch}"
 
 
+def whole_number(what: str, value: int, least: int = 1) -> int:
+    """Return an integer from `least`; raises UsageError, naming it as `what`, for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{what} is an integer from {least}, not {value!r}")
+    return value
+
+
 _UNITS = re.compile(r"(?:(\d{1,4})d)?(?:(\d{1,6})h)?(?:(\d{1,8})m)?(?:(\d{1,9})s)?")
 _CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,5}):([0-5]\d):([0-5]\d)")
 
@@ -316,18 +323,13 @@ class ProcessPhases:
     def show(self) -> str:
         """Make the phases readable for others from now on; return the place."""
         if self._memory is None:
-            self._open()
+            with suppress(AttributeError, OSError):  # no Linux, or no memory for it: nobody can read it then
+                number = os.memfd_create("torchrelay-phase")
+                os.ftruncate(number, _BYTES)
+                self._memory = mmap.mmap(number, _BYTES)
+                self.place = f"/proc/{os.getpid()}/fd/{number}"
         self._write()
         return self.place
-
-    def _open(self) -> None:
-        try:
-            number = os.memfd_create("torchrelay-phase")
-            os.ftruncate(number, _BYTES)
-            self._memory = mmap.mmap(number, _BYTES)
-        except (AttributeError, OSError):  # no Linux, or no memory for it: nobody can read it then
-            return
-        self.place = f"/proc/{os.getpid()}/fd/{number}"
 
     def _say(self, thread: int, what: str | None) -> None:
         if what is None:

@@ -25,7 +25,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torchrelay.errors import MissingMetricError, UsageError
-from torchrelay.jobs.runtime import seconds_in
+from torchrelay.jobs.runtime import seconds_in, whole_number
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
@@ -246,12 +246,12 @@ class EpochLimit:
 
 def max_epochs(n: int) -> MaxEpochs:
     """Stop after `n` epochs of the run, those of earlier attempts included; n >= 1."""
-    return MaxEpochs(_count("max_epochs", n))
+    return MaxEpochs(whole_number("max_epochs", n))
 
 
 def max_steps(n: int) -> MaxSteps:
     """Stop after `n` steps of the run; the running epoch ends at that step and counts as a short one."""
-    return MaxSteps(_count("max_steps", n))
+    return MaxSteps(whole_number("max_steps", n))
 
 
 def max_time(limit: str | float | timedelta) -> MaxTime:
@@ -277,7 +277,7 @@ def epoch_limiter(job: Job, num_epochs: int) -> EpochLimit:
     from torchrelay.jobs.cluster import Node
     from torchrelay.jobs.task import Task
 
-    epochs = _count("epoch_limiter's num_epochs", num_epochs)
+    epochs = whole_number("epoch_limiter's num_epochs", num_epochs)
     node = Node.current(required=False)
     counter = free_name("epoch_limiter", {condition.name for condition in job.stop_conditions})
 
@@ -296,12 +296,6 @@ def epoch_limiter(job: Job, num_epochs: int) -> EpochLimit:
 
 def _reached(stop: bool, reason: str) -> StopAnswer:
     return StopAnswer(True, reason) if stop else StopAnswer(False)
-
-
-def _count(what: str, n: int) -> int:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise UsageError(f"{what} is an integer from 1, not {n!r}")
-    return n
 
 
 Mode = Literal["min", "max"]
@@ -392,8 +386,7 @@ def early_stopping(
         raise UsageError(f"early_stopping needs the name of a metric, not {metric!r}")
     if mode not in ("min", "max"):
         raise UsageError(f"early_stopping's mode is 'min' or 'max', not {mode!r}")
-    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-        raise UsageError(f"early_stopping's patience is an integer from 1, not {patience!r}")
+    whole_number("early_stopping's patience", patience)
     number = isinstance(min_delta, (int, float)) and not isinstance(min_delta, bool)
     if not (number and math.isfinite(min_delta) and min_delta >= 0):
         raise UsageError(f"early_stopping's min_delta is a number from 0, not {min_delta!r}")

@@ -108,15 +108,6 @@ class Workspace(MutableMapping[str, Any]):
         except KeyError:
             return default
 
-    def __contains__(self, name: object) -> bool:
-        if self._owner(name) is not None:
-            return True
-        try:
-            self._inner(name)
-        except KeyError:
-            return False
-        return True
-
     def __setitem__(self, name: str, value: Any) -> None:
         check_blob_name(name)
         with self._lock:

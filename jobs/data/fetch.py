@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.random import mix, numpy_module, sample_seed
+from torchrelay.jobs.runtime import whole_number
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:
@@ -220,9 +221,7 @@ def batch_source(fetch: Fetch, num_workers: int, options: Mapping[str, Any]) -> 
         raise UsageError(
             f"EpochLoader decides {', '.join(sorted(reserved))} itself (collate= is for collating)"
         )
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
-        raise UsageError(f"num_workers is an integer from 0, not {num_workers!r}")
-    if num_workers or options:
+    if whole_number("num_workers", num_workers, least=0) or options:
         return InWorkers(fetch, num_workers, options)
     return partial(_in_process, fetch)
 

@@ -19,6 +19,7 @@ from torchrelay.jobs.data.fetch import (
     make_fetch,
 )
 from torchrelay.jobs.random import check_seed, current_seed, mix, permutation
+from torchrelay.jobs.runtime import whole_number
 from torchrelay.records import dataclass
 
 
@@ -129,7 +130,7 @@ class EpochLoader:
         sample_error: SampleError | None = None,
         **loader_options: Any,
     ) -> None:
-        self.batch_size = _at_least_one("batch_size", batch_size)
+        self.batch_size = whole_number("batch_size", batch_size)
         self.shuffle, self.drop_last = shuffle, drop_last
         self._order: tuple[int, int, torch.Tensor] | None = None
         self._collate, self._sample_seeds, self._sample_error = collate, sample_seeds, sample_error
@@ -170,7 +171,7 @@ class EpochLoader:
 
         For emulated nodes, and for meshes in which several ranks read the same data.
         """
-        if _at_least_one("world", world) <= rank or rank < 0:
+        if whole_number("world", world) <= rank or rank < 0:
             raise UsageError(f"rank {rank} is not one of {world} ranks (0 to {world - 1})")
         self._place = (rank, world)
         return self
@@ -182,9 +183,7 @@ class EpochLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`; does nothing when the loader is in it, wherever it stands."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise UsageError(f"an epoch is an integer from 0, not {epoch!r}")
-        if epoch != self._epoch:
+        if whole_number("an epoch", epoch, least=0) != self._epoch:
             self._go_to(epoch, 0)
 
     def __len__(self) -> int:
@@ -293,9 +292,3 @@ def _distributed_place() -> tuple[int, int]:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} is an integer from 1, not {value!r}")
-    return value

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import Node, check_blob_name
+from torchrelay.jobs.runtime import whole_number
 from torchrelay.jobs.stop import Rule, StopAnswer
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.records import dataclass
@@ -45,9 +46,7 @@ class DatasetReader:
     def __init__(self, data: Any, batch_size: int = 1, name: str | None = None) -> None:
         if not (isinstance(data, str) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))):
             raise UsageError(f"DatasetReader reads a blob's name, a sequence or a tensor, not {data!r}")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise UsageError(f"batch_size is an integer from 1, not {batch_size!r}")
-        self.data, self.batch_size = data, batch_size
+        self.data, self.batch_size = data, whole_number("batch_size", batch_size)
         self.name = name or (data if isinstance(data, str) else "reader")
         self.cursor = check_blob_name(f"{self.name}_cursor")
         self._lock = threading.Lock()
