@@ -54,8 +54,10 @@ def admitted(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """
     if _is_plain(tensor):
         return tensor.detach()
-    if type(tensor) not in _PLAIN:
-        _check_kind(tensor, name)
+    if type(tensor) not in _PLAIN:  # of a subclass other than DTensor nothing is stored
+        _check_parts(tensor, name)
+        if not is_sharded(tensor):
+            raise BlobError(_refusal(tensor, name))
     if not is_sharded(tensor):
         check_dense(tensor, name)
         logical_dtype(tensor.dtype, name)
@@ -76,14 +78,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return has_memory(tensor)
 
 
-def _check_kind(tensor: torch.Tensor, name: str) -> None:
-    """Refuse subclasses, other than DTensor, and what of a DTensor or a wrapper has no stored form."""
-    _check_parts(tensor, name)
-    if not is_sharded(tensor):
-        raise BlobError(_refusal(tensor, name))
-
-
 def _check_parts(tensor: torch.Tensor, name: str) -> None:
+    """Refuse what of a DTensor or a wrapper has no stored form."""
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         raise BlobError(not_initialised(name))
     if is_wrapper(tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN, RunnerSection, is_infer
@@ -161,11 +161,7 @@ def _read(written: str) -> ParseResult:
     if written.startswith(_WORKSPACE):
         return ParseResult(written, {(): TextPosition(1, 1)}, {}, (), frozenset())
     found = read_findings(written.encode("utf-8", "surrogatepass"))
-    return (
-        found
-        if found.values
-        else ParseResult(None, {(): TextPosition(1, 1)}, {}, found.problems, found.broken)
-    )
+    return found if found.values else replace(found, values={(): TextPosition(1, 1)})
 
 
 _LISTS = ("runner", "phase", "dataset")

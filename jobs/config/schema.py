@@ -276,20 +276,19 @@ def sections(form: FieldType) -> Iterator[tuple[Section, str]]:
 
 
 def _object(form: Section) -> Json:
-    keys = form.keys
-    required = [name for name, spec in keys.items() if spec.required]
+    properties: Json = {}
+    for name, spec in form.keys.items():
+        own = spec.form.schema if spec.required else {"anyOf": [spec.form.schema, {"type": "null"}]}
+        default = {} if spec.default is None else {"default": spec.default}
+        properties[name] = {"description": spec.doc, **own, **default}
+    required = [name for name, spec in form.keys.items() if spec.required]
     return {
         "type": "object",
         "description": (form.of.__doc__ or "").partition("\n")[0],
-        "properties": {name: _property(spec) for name, spec in keys.items()},
+        "properties": properties,
         "additionalProperties": form.free is not None,
         **({"required": required} if required else {}),
     }
-
-
-def _property(spec: KeySpec) -> Json:
-    own = spec.form.schema if spec.required else {"anyOf": [spec.form.schema, {"type": "null"}]}
-    return {"description": spec.doc, **own, **({} if spec.default is None else {"default": spec.default})}
 
 
 def key_table() -> str:
