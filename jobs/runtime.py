@@ -17,13 +17,16 @@ import os
 import re
 import sys
 import threading
+import time
 import unicodedata
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from stat import S_ISDIR
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.records import dataclass
@@ -141,6 +144,106 @@ def waiting() -> Iterator[None]:
 def behind() -> None:
     """Called by a thread behind the training: returns when it may begin."""
     _may_begin.wait(MOST_SECS)
+
+
+Found = TypeVar("Found")
+PATIENCE_SECS = 10.0
+LOOK_SECS = 5.0
+"""How often whoever waits looks whether the thread is there at all."""
+
+
+class WorkItem(Generic[Found]):
+    """One work of a `Worker`; what it returned or raised is here once it is `over`."""
+
+    def __init__(self, work: Callable[[], Found]) -> None:
+        self.over = threading.Event()
+        self.since = time.monotonic()
+        self.error: BaseException | None = None
+        self._work: Callable[[], Found] | None = work
+        self._found: list[Found] = []
+
+    def run(self) -> None:
+        """Do it; holds nothing of it afterwards."""
+        work, self._work = self._work, None
+        try:
+            self._found += [work()] if work else []
+        except BaseException as error:
+            self.error = error
+
+    def result(self) -> Found:
+        """What it returned; raises what it raised."""
+        if self.error is not None:
+            raise self.error
+        return self._found[0]
+
+
+class Worker:
+    """Does one work after the other in one thread, which ends with this object at the latest.
+
+    No exit of the process waits for it. Who starts a thread waits until it runs; on cores that compute that
+    takes milliseconds. To hand work to a thread that is `ready` takes microseconds. Without work the thread
+    has the name `idle`.
+    """
+
+    def __init__(self, name: str, idle: str | None = None) -> None:
+        self._name, self._idle = name, idle or name
+        self._thread: threading.Thread | None = None
+        self._items: SimpleQueue[WorkItem[Any] | None] = SimpleQueue()
+        self._end: Callable[[], object] = lambda: None
+
+    def ready(self) -> bool:
+        """Have the thread; False where this process gets no more threads."""
+        if self.alive:
+            return True
+        items: SimpleQueue[WorkItem[Any] | None] = SimpleQueue()
+        thread = threading.Thread(target=_work_off, args=(items, self._idle), name=self._idle, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
+        except BaseException:  # an interrupt, when the thread is there already: nobody would end it
+            items.put(None)
+            raise
+        self._thread, self._items = thread, items
+        self._end = weakref.finalize(self, items.put, None)
+        return True
+
+    def submit(self, work: Callable[[], Found]) -> WorkItem[Found] | None:
+        """Have the thread do this after all else; None where there is no thread."""
+        if not self.ready() or self._thread is None:
+            return None
+        item = WorkItem(work)
+        self._thread.name = self._name
+        self._items.put(item)
+        return item
+
+    def wait(self, item: WorkItem[Any]) -> None:
+        """Return when a work is done; at once where the thread is not there any more."""
+        while self.alive and not item.over.wait(LOOK_SECS):
+            pass
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread is there; it is not in a process that was forked off."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(self, patience_secs: float = PATIENCE_SECS) -> None:
+        """End the thread when it has done what was submitted; another one is made for more."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._end()
+            thread.join(patience_secs)
+
+
+def _work_off(items: SimpleQueue[WorkItem[Any] | None], idle: str) -> None:
+    """Holds nothing of a work that is done."""
+    while (item := items.get()) is not None:
+        try:
+            item.run()
+        finally:
+            threading.current_thread().name = idle
+            item.over.set()
+        del item
 
 
 Size = int | str

@@ -1,17 +1,11 @@
-"""Asynchronous saves of an engine: at most one at a time, in one thread that stands by.
-
-Who starts a thread waits until it runs. On cores that compute that takes milliseconds, of a boundary that
-takes five; to hand work to a thread that waits for it takes microseconds.
-"""
+"""Asynchronous saves of an engine: at most one at a time, in one thread that stands by."""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from queue import SimpleQueue
 
 from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.save.assignments import SavePlan
@@ -31,84 +25,13 @@ from torchrelay.checkpoint.save.staging_memory import (
 from torchrelay.checkpoint.state.restore import gate
 from torchrelay.checkpoint.storage.work import Clock
 from torchrelay.jobs import runtime
+from torchrelay.jobs.runtime import Worker, WorkItem
 from torchrelay.jobs.session import Peers, Session
 from torchrelay.metadata.statistics import NodeStats
 from torchrelay.records import dataclass
 
 SAVES, STANDS_BY = "torchrelay save", "torchrelay (no save)"
 """Names of the thread, for people who look at stacks."""
-PATIENCE_SECS = 10.0
-LOOK_SECS = 5.0
-"""How often whoever waits looks whether the thread is there at all."""
-
-Works = SimpleQueue[tuple[Callable[[], None], threading.Event] | None]
-"""What is to be done, and what is set then."""
-
-
-class Standby:
-    """Does one work after the other in one thread, which ends with this object at the latest."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._works: Works = SimpleQueue()
-        self._end: Callable[[], object] = lambda: None
-
-    def ready(self) -> bool:
-        """Have the thread; False where this process gets no more threads."""
-        if self.alive:
-            return True
-        works: Works = SimpleQueue()
-        thread = threading.Thread(target=_work_off, args=(works,), name=STANDS_BY, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            return False
-        except BaseException:  # an interrupt, when the thread is there already: nobody would end it
-            works.put(None)
-            raise
-        self._thread, self._works = thread, works
-        self._end = weakref.finalize(self, works.put, None)
-        return True
-
-    def hand(self, work: Callable[[], None]) -> threading.Event | None:
-        """Have the thread do this next, which must not raise; what to `wait` for. None without a thread."""
-        if not self.ready() or self._thread is None:
-            return None
-        over = threading.Event()
-        self._thread.name = SAVES
-        self._works.put((work, over))
-        return over
-
-    def wait(self, over: threading.Event) -> None:
-        """Return when a work that was handed over is done; at once where the thread is not there any more."""
-        while self.alive and not over.wait(LOOK_SECS):
-            pass
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread is there; it is not in a process that was forked off."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def dismiss(self) -> None:
-        """End the thread, when it has done what was handed to it; another one is made for more."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._end()
-            thread.join(PATIENCE_SECS)
-
-
-def _work_off(works: Works) -> None:
-    """Holds nothing of a work that is done."""
-    while (handed := works.get()) is not None:
-        work, over = handed
-        try:
-            work()
-        finally:
-            threading.current_thread().name = STANDS_BY
-            over.set()
-        del handed, work, over
-
-
 BESIDE_TRAINING = 1
 """Writers of a file while the training goes on: more would take the processor from it."""
 
@@ -135,7 +58,7 @@ class Background:
         self.blocking: set[str] = set()
         """Blobs that somebody wrote behind the gate's back."""
         self._arena = Arena()
-        self._standby = Standby()
+        self._standby = Worker(SAVES, STANDS_BY)
         self._guards = gate.Guards()
         self._pieces: Pieces | None = None
         self._outcomes: deque[Outcome] = deque()
@@ -244,7 +167,7 @@ class Background:
         self._guards.remove_from_optimizers()
         if unguarded:
             self._guards.remove()
-            self._standby.dismiss()
+            self._standby.stop()
 
     def take_outcomes(self) -> list[Outcome]:
         """What became of the saves that ended since the last time, in their order."""
@@ -262,7 +185,7 @@ class _Flight:
         plan: SavePlan,
         clock: Clock,
         whole: WholeBytes | None,
-        standby: Standby,
+        standby: Worker,
         before: Callable[[], None],
     ) -> None:
         self.job, self.plan, self.clock, self.whole = job, plan, clock, whole
@@ -271,7 +194,7 @@ class _Flight:
         self.on_disk = threading.Event()
         self._standby = standby
         self._go, self._given_up = threading.Event(), False
-        self._over: threading.Event | None = None
+        self._over: WorkItem[None] | None = None
         self._aside: deque[Callable[[], None]] = deque([before])
         self._begins, self._begun = threading.Lock(), False
 
@@ -286,7 +209,7 @@ class _Flight:
             ended(self._outcome())
 
         try:
-            self._over = self._standby.hand(run)
+            self._over = self._standby.submit(run)
         except BaseException:  # an interrupt, perhaps when it was handed over: nobody would wait for it
             self._given_up = True
             self._go.set()

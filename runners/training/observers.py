@@ -9,14 +9,13 @@ import os
 import random
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import StorageError
 from torchrelay.jobs.job import Job
+from torchrelay.jobs.runtime import Worker, WorkItem
 from torchrelay.jobs.session import Peers
 from torchrelay.metadata.run_directory import RunDirectory, without_password
 from torchrelay.metadata.sinks.base import MetricSink, TrackedRun
@@ -37,21 +36,16 @@ class OneThread:
     """Makes calls one after the other, always in the same thread, which no exit of the process waits for."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._calls: SimpleQueue[_TrackerCall | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._late: _TrackerCall | None = None
+        self._worker = Worker(name)
+        self._late: WorkItem[object] | None = None
 
     def failure(self, call: Callable[[], object], wait_secs: float) -> BaseException | None:
         """What a call raised, None if it was well; LateError if it, or one before, is not over in time."""
         if self._late is not None and not self._late.over.is_set():
             return LateError("an earlier call is not over")
-        if self._thread is None:
-            self._calls = SimpleQueue()
-            self._thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
-            self._thread.start()
-        mine = _TrackerCall(call)
-        self._calls.put(mine)
+        mine = self._worker.submit(call)
+        if mine is None:
+            return LateError("this process gets no more threads")
         if mine.over.wait(wait_secs):
             return mine.error
         self._late = mine
@@ -59,27 +53,7 @@ class OneThread:
 
     def end(self) -> None:
         """End the thread when the last call is over; a later one has another thread."""
-        self._calls.put(None)
-        self._thread = None
-
-
-def _work(calls: SimpleQueue[_TrackerCall | None]) -> None:
-    while (call := calls.get()) is not None:
-        call.make()
-
-
-class _TrackerCall:
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.over = threading.Event()
-        self.error: BaseException | None = None
-        self._call = call
-
-    def make(self) -> None:
-        try:
-            self._call()
-        except BaseException as error:
-            self.error = error
-        self.over.set()
+        self._worker.stop(0)
 
 
 FAILURES = 3

@@ -408,7 +408,7 @@ def test_without_threads_saves_are_made_at_once(tmp_path: Path, monkeypatch: pyt
         def start(self) -> None:
             raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(background, "threading", SimpleNamespace(**{**vars(threading), "Thread": NoMore}))
+    monkeypatch.setattr(runtime, "threading", SimpleNamespace(**{**vars(threading), "Thread": NoMore}))
     truth = train(tmp_path / "run", 2, asynchronous=True)
     assert {epoch: torn(tmp_path / "run", epoch, truth[epoch]) for epoch in truth} == {1: [], 2: []}
 
