@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from datetime import datetime
@@ -35,6 +34,7 @@ from torchrelay.errors import RelayError
 from torchrelay.metadata.fs import read_lines
 from torchrelay.metadata.handlers import FILE_NAME
 from torchrelay.metadata.run_directory import RunDirectory
+from torchrelay.metadata.statistics import times_of
 from torchrelay.records import Json, dataclass
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.tools.report.run_data import (
@@ -169,7 +169,7 @@ def _row(committed: Committed, entry: CommittedPosition, point: Point | None, sa
         tuple(f"{mark.kind}: {mark.name}" for mark in marks),
         entry.try_name,
         point.metrics if point else {},
-        save.nbytes if save else None,
+        sum(one.bytes for one in save.nodes) if save else None,
     )
 
 
@@ -231,8 +231,9 @@ def saves_told(run: RunDirectory, troubles: Troubles) -> list[Save]:
         found = []
         for line in bounded(read_lines(run.path / FILE_NAME), FILE_NAME, troubles):
             kind, end = _KINDS.get(str(line.get("kind"))), moment_of(line)
-            if kind is not None and end is not None and (save := save_of(kind, line, end)) is not None:
-                found.append(save)
+            nodes = tuple(times_of(line.get("nodes")))
+            if kind is not None and end is not None and nodes:
+                found.append(Save(kind, end, nodes))
         return sorted(found, key=lambda one: one.end or 0.0)
 
     return troubles.tried(read, [])
@@ -251,26 +252,9 @@ def saves_of_tries(
             break
         data = troubles.tried(partial(_bytes, storage, entry.try_name, left), b"")
         left -= len(data)
-        save = save_of("save", _object(data), None)
-        if save is not None:
-            found[entry.try_name] = save
+        if nodes := tuple(times_of(_object(data).get("nodes"))):
+            found[entry.try_name] = Save("save", None, nodes)
     return found
-
-
-def save_of(kind: str, said: Mapping[str, Json], end: float | None) -> Save | None:
-    """What `NodeStats.to_json` wrote; None for anything else."""
-    nodes: dict[str, dict[str, float]] = {}
-    for one in said.get("nodes") if isinstance(said.get("nodes"), list) else ():  # type: ignore[union-attr]
-        secs = one.get("secs") if isinstance(one, Mapping) else None
-        if isinstance(secs, Mapping) and isinstance(one.get("node"), str):
-            nodes[one["node"]] = {str(phase): value for phase, value in secs.items() if _secs(value)}
-    nbytes = said.get("bytes")
-    return Save(kind, end, nodes, nbytes if type(nbytes) is int else 0) if nodes else None
-
-
-def _secs(value: Json) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and 0 <= value < 1e9
 
 
 def _bytes(storage: Storage, try_name: str, limit: int) -> bytes:

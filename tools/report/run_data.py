@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchrelay.errors import RelayError
+from torchrelay.metadata.statistics import NodeTimes
 from torchrelay.records import Json, dataclass
 from torchrelay.runners.monitoring.status import NOT_BEGUN, Standing
 
@@ -130,24 +131,17 @@ class Save:
 
     kind: str
     end: float | None
-    nodes: Mapping[str, Mapping[str, float]]
-    nbytes: int
-
-    @property
-    def totals(self) -> Mapping[str, float]:
-        """Seconds by node."""
-        return {node: sum(secs.values()) for node, secs in self.nodes.items()}
+    nodes: tuple[NodeTimes, ...]
 
     @property
     def slowest_secs(self) -> float:
         """What the others waited for."""
-        return max(self.totals.values(), default=0.0)
+        return max(one.total_secs for one in self.nodes)
 
     @property
     def waiting_secs(self) -> float:
         """How much longer the slowest node took than the quickest."""
-        totals = self.totals.values()
-        return max(totals, default=0.0) - min(totals, default=0.0)
+        return self.slowest_secs - min(one.total_secs for one in self.nodes)
 
 
 @dataclass(frozen=True)

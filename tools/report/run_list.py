@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -116,20 +115,18 @@ class FarRuns(RunIndex):
         self._single = self._mirror.is_run()
         self._names: list[str] = []
         self._looked = float("-inf")
-        self._lock = threading.Lock()
         if not self._single and not self.names():
             raise UsageError(f"no run lies at {url}, or below it: give the URL of a run, or of several")
 
     def names(self) -> list[str]:
         """The runs that are there now, sorted; at most a thousand."""
-        with self._lock:
-            if not self._single and time.monotonic() - self._looked > NOT_OLDER_SECS:
-                try:
-                    self._names = self._mirror.names()[:MOST_RUNS]
-                except StorageError:
-                    if not self._names:
-                        raise
-                self._looked = time.monotonic()
+        if not self._single and time.monotonic() - self._looked > NOT_OLDER_SECS:
+            try:
+                self._names = self._mirror.names()[:MOST_RUNS]
+            except StorageError:
+                if not self._names:
+                    raise
+            self._looked = time.monotonic()
         return [self._mirror.root.name] if self._single else self._names
 
     def runs(self) -> list[RunDirectory]:

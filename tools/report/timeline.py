@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from torchrelay.metadata.statistics import WAITING, NodeRow, NodeTimes, StragglerSummary, summary
+from torchrelay.metadata.statistics import WAITING, NodeRow, StragglerSummary, summary
 from torchrelay.records import dataclass
 from torchrelay.tools.report.charts import Chart, Scale, Shape, clock_ticks, line, path, rect, word
 from torchrelay.tools.report.parts import (
@@ -219,9 +219,7 @@ _MOST_NODES = 32
 
 def summed_up(saves: Sequence[Save]) -> StragglerSummary:
     """Nodes, the slowest first, with the medians of their phases over all saves."""
-    return summary(
-        [[NodeTimes(node, "", 0, dict(secs)) for node, secs in one.nodes.items()] for one in saves]
-    )
+    return summary([one.nodes for one in saves])
 
 
 def saves(runs: Sequence[RunFacts]) -> PageSection | None:
