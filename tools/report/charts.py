@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 
 from torchrelay.records import dataclass
+from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.tools.report.parts import Table, number
+from torchrelay.tools.report.run_data import BlobBytes
 
 _LARGEST, _SMALLEST = sys.float_info.max, 5e-324
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -61,7 +63,8 @@ def ticks(scale: Scale, wanted: int = 5) -> list[float]:
     step = next(power * one for one in _STEPS if power * one >= raw * 0.999)
     first = math.ceil(scale.low / step - 1e-9)
     count = int((scale.high - first * step) / step + 1e-9) + 1
-    found = (_clean((first + index) * step, step) for index in range(max(0, min(count, 50))))
+    digits = max(0, 2 - math.floor(math.log10(step)))  # 0.30000000000000004 is 0.3
+    found = (round((first + index) * step, digits) + 0.0 for index in range(max(0, min(count, 50))))
     return list(dict.fromkeys(found)) or [scale.low]  # steps too fine for doubles fall together
 
 
@@ -90,12 +93,6 @@ def _log_ticks(scale: Scale, wanted: int) -> list[float]:
     found = [factor * 10.0**power for power in range(low, high + 1, stride) for factor in multiples]
     inside = [one for one in found if scale.low <= one <= scale.high]
     return inside or [math.sqrt(scale.low) * math.sqrt(scale.high)]
-
-
-def _clean(value: float, step: float) -> float:
-    """0.30000000000000004 is 0.3."""
-    digits = max(0, 2 - math.floor(math.log10(step)))
-    return round(value, digits) + 0.0
 
 
 @dataclass(frozen=True)
@@ -193,21 +190,6 @@ class EpochMarker:
     value: float | None = None
 
 
-@dataclass(frozen=True)
-class StackedBar:
-    """Two values on each other, of the classes `written` and `referenced`, and the text of both."""
-
-    name: str
-    written: float
-    referenced: float
-    title: str
-
-    @property
-    def total(self) -> float:
-        """Where it ends."""
-        return self.written + self.referenced
-
-
 def line_chart(
     label: str,
     series: Sequence[Series],
@@ -238,39 +220,44 @@ def line_chart(
     return Chart(label, WIDTH, HEIGHT, shapes, style, {"tabindex": "0", **hover})
 
 
-def column_chart(label: str, bars: Sequence[StackedBar], show: Callable[[float], str]) -> Chart:
-    """Bars side by side, the names of at most eight of them below."""
+def column_chart(label: str, bars: Sequence[BlobBytes], what: str) -> Chart:
+    """Bytes side by side, the names of at most eight of them below; `what` they are names of."""
     y = Scale(0.0, (max(one.total for one in bars) or 1) * 1.05, HEIGHT - _BOTTOM, _TOP)
     slot = (WIDTH - _BAR_LEFT - _RIGHT) / len(bars)
     every, width = -(-len(bars) // 8), max(0.8, slot * 0.72)
-    shapes = _grid(y, _BAR_LEFT, show, 4)
+    shapes = _grid(y, _BAR_LEFT, lambda value: human_bytes(int(value)), 4)
     for index, one in enumerate(bars):
         left, middle, end = _BAR_LEFT + (index + 0.14) * slot, y(one.written), y(one.total)
         parts = (
             rect("written", left, middle, width, y.start - middle),
             rect("referenced", left, end, width, middle - end),
         )
-        shapes.append(Shape("g", "", title=one.title, inside=parts))
+        shapes.append(_stack(one, parts, f"{what} "))
         if index % every == 0:
-            shapes.append(word(one.name, _BAR_LEFT + (index + 0.5) * slot, HEIGHT - 9))
+            shapes.append(word(one.blob, _BAR_LEFT + (index + 0.5) * slot, HEIGHT - 9))
     return Chart(label, WIDTH, HEIGHT, shapes)
 
 
-def row_chart(label: str, bars: Sequence[StackedBar], show: Callable[[float], str]) -> Chart:
-    """Bars one below the other, name and value above each."""
+def row_chart(label: str, bars: Sequence[BlobBytes]) -> Chart:
+    """Bytes one below the other, name and value above each."""
     x = Scale(0.0, max((one.total for one in bars), default=0) or 1, 8, WIDTH - 12)
     shapes = []
     for index, one in enumerate(bars):
         y, middle = index * _BAR_ROW + 4, x(one.written)
-        name = one.name if len(one.name) <= 40 else f"{one.name[:39]}…"
+        name = one.blob if len(one.blob) <= 40 else f"{one.blob[:39]}…"
         parts = (
             word(name, 8, y + 10, "tick"),
-            word(show(one.total), WIDTH - 12, y + 10, "tick end"),
+            word(human_bytes(one.total), WIDTH - 12, y + 10, "tick end"),
             rect("written", 8, y + 14, middle - 8, 9),
             rect("referenced", middle, y + 14, x(one.total) - middle, 9),
         )
-        shapes.append(Shape("g", "", title=one.title, inside=parts))
+        shapes.append(_stack(one, parts))
     return Chart(label, WIDTH, _BAR_ROW * len(bars) + 8, shapes)
+
+
+def _stack(one: BlobBytes, parts: Sequence[Shape], what: str = "") -> Shape:
+    said = f"{human_bytes(one.written)} written, {human_bytes(one.referenced)} referenced"
+    return Shape("g", "", title=f"{what}{one.blob}: {said}", inside=parts)
 
 
 def spark(label: str, points: Pairs) -> Chart:

@@ -10,7 +10,6 @@ from torchrelay.tools.report.charts import (
     Figure,
     Scale,
     Shape,
-    StackedBar,
     column_chart,
     dot,
     path,
@@ -104,30 +103,20 @@ def _shown(blobs: Sequence[BlobBytes]) -> list[BlobBytes]:
 
 def _blobs(epoch: EpochBytes) -> Figure:
     label = f"Bytes by blob at epoch {epoch.epoch}"
-    bars = [_bar(one.blob, one.blob, one.written, one.referenced) for one in _shown(epoch.blobs)]
-    return Figure(f"epoch {epoch.epoch}", label, row_chart(label, bars, _bytes))
+    return Figure(f"epoch {epoch.epoch}", label, row_chart(label, _shown(epoch.blobs)))
 
 
 def _epochs(epochs: Sequence[EpochBytes]) -> Figure:
     bars = []
     for one in epochs:
         written = sum(blob.written for blob in one.blobs)
-        bars.append(_bar(str(one.epoch), f"epoch {one.epoch}", written, _total(one) - written))
+        bars.append(BlobBytes(str(one.epoch), written, _total(one) - written))
     fresh, whole = sum(one.written for one in bars), sum(one.total for one in bars)
     return Figure(
         f"{count(len(bars), 'epoch')} looked at",
-        f"Of {_bytes(whole)}, {_bytes(fresh)} were written",
-        column_chart("Bytes by epoch, written and referenced", bars, _bytes),
+        f"Of {human_bytes(whole)}, {human_bytes(fresh)} were written",
+        column_chart("Bytes by epoch, written and referenced", bars, "epoch"),
     )
-
-
-def _bar(name: str, what: str, written: int, referenced: int) -> StackedBar:
-    title = f"{what}: {human_bytes(written)} written, {human_bytes(referenced)} referenced"
-    return StackedBar(name, written, referenced, title)
-
-
-def _bytes(value: float) -> str:
-    return human_bytes(int(value))
 
 
 def _size_table(run: RunFacts) -> Table:

@@ -59,7 +59,7 @@ def timeline(runs: Sequence[RunFacts]) -> PageSection | None:
             ("behind", "saving behind the training"),
             ("load", "loading"),
         ],
-        "runs": [(run, _chart(run), _left_out(run), _table(run)) for run in known],
+        "runs": [(run, _chart(run), len(run.attempts) - _MOST_ROWS, _table(run)) for run in known],
     }
     return PageSection("time", "Time", _finding(known), content)
 
@@ -98,23 +98,19 @@ def _epoch_bars(
 ) -> list[Bar]:
     spent = min(sum(one.slowest_secs for one in saves), end - begin)
     waited = min(sum(one.waiting_secs for one in saves), spent)
+    train = "train odd" if number % 2 else "train"
     if behind:  # the save goes on while the next epoch trains: it takes nothing from the row
-        bars = [Bar(_shade(number), begin, end, f"{name}: {seconds(end - begin)}")]
         return [
-            *bars,
+            Bar(train, begin, end, f"{name}: {seconds(end - begin)}"),
             Bar("behind", end - spent, end, f"{name}: saved behind the training, {seconds(spent)}"),
         ]
     split, quick = end - spent, end - waited
-    bars = [Bar(_shade(number), begin, split, f"{name}: training, {seconds(split - begin)}")]
+    bars = [Bar(train, begin, split, f"{name}: training, {seconds(split - begin)}")]
     if spent > 0:
         bars.append(Bar("save", split, quick, f"{name}: saving, {seconds(quick - split)}"))
     if waited > 0:
         bars.append(Bar("wait", quick, end, f"{name}: waiting for the slowest node, {seconds(waited)}"))
     return bars
-
-
-def _shade(number: int) -> str:
-    return "train odd" if number % 2 else "train"
 
 
 def wall_secs(run: RunFacts) -> float:
@@ -141,11 +137,6 @@ def _chart(run: RunFacts) -> Chart:
         pause = attempt.begin - attempts[index - 1].end if index else None
         shapes.append(_row(attempt, _TOP + index * _ROW, x, pause))
     return Chart(f"Timeline of {run.name}, a row per start", WIDTH, height, shapes, "wide")
-
-
-def _left_out(run: RunFacts) -> str:
-    more = len(run.attempts) - _MOST_ROWS
-    return f"{count(more, 'earlier start')} not shown" if more > 0 else ""
 
 
 def _row(attempt: RunAttempt, top: float, x: Scale, pause: float | None) -> Shape:

@@ -141,7 +141,8 @@ def _of_tensors(body: bytearray, limits: RequestLimits) -> PredictRequest:
 
 
 def _of_json(body: bytearray, limits: RequestLimits) -> PredictRequest:
-    _check_size(body, limits)
+    if body.count(b",") > limits.elements:  # before anything is made of it: there are at least as many values
+        raise wrong(f"the body has more than {limits.elements} elements", 413)
     try:
         value = canonical_json.loads(
             bytes(body), what="the body", limit_bytes=limits.json_bytes, depth=limits.depth
@@ -154,12 +155,6 @@ def _of_json(body: bytearray, limits: RequestLimits) -> PredictRequest:
         case {"samples": [*samples]} if len(value) == 1 and samples:
             return PredictRequest(tuple(samples))
     raise wrong('the body is neither {"sample": ...} nor {"samples": [..., ...]}')
-
-
-def _check_size(body: bytearray, limits: RequestLimits) -> None:
-    """Before anything is made of it: at least so many values as there are commas, and brackets to close."""
-    if body.count(b",") > limits.elements:
-        raise wrong(f"the body has more than {limits.elements} elements", 413)
 
 
 def write_answer(
