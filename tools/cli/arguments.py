@@ -58,6 +58,12 @@ def add_single_writer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--single-writer", metavar="external", choices=["external"], help=text)
 
 
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """`-o KEY=VALUE`, any number of them: `overrides`."""
+    text = "put a value in place of another: runner.train1.epochs=3"
+    parser.add_argument("-o", dest="overrides", metavar="KEY=VALUE", action="append", default=[], help=text)
+
+
 def add_strict(parser: argparse.ArgumentParser) -> None:
     """`--strict-config`: keys of the configuration that nobody reads are an error."""
     text = "end with 2, before anything is trained, where a key of the configuration is never read"

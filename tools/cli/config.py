@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config, load_config
@@ -12,7 +11,7 @@ from torchrelay.jobs.config.schema import json_schema, key_table
 from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.runners.config_runs.selection import config_file, file_within
 from torchrelay.runners.monitoring.console import Output
-from torchrelay.tools.cli.arguments import Add, add_strict
+from torchrelay.tools.cli.arguments import Add, add_overrides, add_strict
 
 
 def add_check(add: Add) -> None:
@@ -39,18 +38,20 @@ def add_schema(add: Add) -> None:
 def check(chosen: argparse.Namespace, output: Output) -> int:
     """Print `ok` with the id, or the report."""
     config = _read(chosen, output)
-    if config is None:
-        return ConfigError.exit_code
+    return ConfigError.exit_code if config is None else _checked(config, chosen, output)
+
+
+def _checked(config: Config, chosen: argparse.Namespace, output: Output) -> int:
     if chosen.strict_config:
         from torchrelay.runners.config_runs.profiles import check_keys  # it loads the classes of the user's
 
         check_keys(config)
     if output.json:
         output.value({"problems": [], "id": config.id})
-    else:
-        output.line(f"ok, id {config.id[:12]}")
-        for note in config.without_effect():
-            output.line(str(note))
+        return 0
+    output.line(f"ok, id {config.id[:12]}")
+    for note in config.without_effect():
+        output.line(str(note))
     return 0
 
 
@@ -80,10 +81,7 @@ def schema(chosen: argparse.Namespace, output: Output) -> int:
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="CONFIG", help="a YAML file, or a directory with a config.yaml")
     parser.add_argument("more", metavar="KEY=VALUE", nargs="*", default=[], help="as -o")
-    parser.add_argument(
-        "-o", dest="overrides", metavar="KEY=VALUE", action="append", default=[],
-        help="put a value in place of another: runner.train1.epochs=3",
-    )  # fmt: skip
+    add_overrides(parser)
 
 
 def _read(chosen: argparse.Namespace, output: Output) -> Config | None:
@@ -108,10 +106,7 @@ def add_run_config(add: Add) -> None:
         required=True,
         help="a YAML file, or a directory or package with a config.yaml",
     )
-    parser.add_argument(
-        "-o", dest="overrides", metavar="KEY=VALUE", action="append", default=[],
-        help="put a value in place of another: runner.train1.epochs=3",
-    )  # fmt: skip
+    add_overrides(parser)
     parser.add_argument(
         "--run-dir", metavar="DIR", help="the run directory, in place of what the configuration says"
     )
@@ -128,19 +123,9 @@ def run(chosen: argparse.Namespace, output: Output) -> int:
         raise UsageError("--run-dir is empty: give a directory, or leave it out")
     config = load_config(config_file(chosen.path), chosen.overrides, place=RunPlace(run=chosen.run_dir))
     if not chosen.check:
-        _run_and_leave(config, chosen.run_dir, strict=chosen.strict_config)
-    if chosen.strict_config:
-        from torchrelay.runners.config_runs.profiles import check_keys
+        from torchrelay.runners.config_runs.profiles import run_config
+        from torchrelay.runners.training.exit import run_and_leave
 
-        check_keys(config)
-    output.line(f"ok, id {config.id[:12]}")
-    for note in config.without_effect():
-        output.line(str(note))
-    return 0
-
-
-def _run_and_leave(config: Config, run_dir: str | None, *, strict: bool) -> NoReturn:
-    from torchrelay.runners.config_runs.profiles import run_config
-    from torchrelay.runners.training.exit import run_and_leave
-
-    run_and_leave(lambda: run_config(config, run_dir=run_dir, strict=strict).exit_code)
+        strict = chosen.strict_config
+        run_and_leave(lambda: run_config(config, run_dir=chosen.run_dir, strict=strict).exit_code)
+    return _checked(config, chosen, output)

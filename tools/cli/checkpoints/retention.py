@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchrelay.checkpoint.coordinator.pruning import Loss, Pruned, plan_pruning, prune
-from torchrelay.checkpoint.format.position import Key, Position, TagOrPin
+from torchrelay.checkpoint.format.position import Key, TagOrPin
 from torchrelay.checkpoint.log.chain import RecordDraft
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Best, Keeping
 from torchrelay.checkpoint.log.view import LogView, ranges
@@ -181,8 +181,8 @@ def _json(pruned: Pruned, *, dry_run: bool) -> dict[str, Any]:
         "bytes": pruned.nbytes,
         "gone": [_loss_json(loss) for loss in pruned.losses],
         "kept": [
-            {**_where(entry.position), "branch": entry.branch, "resumable": entry.resumable}
-            for entry in pruned.after.entries
+            {**vars(one.position), "branch": one.branch, "resumable": one.resumable}
+            for one in pruned.after.entries
         ],
         "notices": [*pruned.before.notices, *pruned.doubts],
     }
@@ -191,18 +191,14 @@ def _json(pruned: Pruned, *, dry_run: bool) -> dict[str, Any]:
 def _loss_json(loss: Loss) -> dict[str, Any]:
     """An epoch of None: its record is gone already, only files were left."""
     entry = loss.entry
-    where = {"epoch": None, "step": None} if entry is None else _where(entry.position)
     return {
-        **where,
+        "epoch": None if entry is None else entry.position.epoch,
+        "step": None if entry is None else entry.position.step,
         "branch": None if entry is None else entry.branch,
         "try": loss.retirement.try_name,
         "groups": None if loss.groups is None else list(loss.groups),
         "bytes": loss.nbytes,
     }
-
-
-def _where(position: Position) -> dict[str, int]:
-    return {"epoch": position.epoch, "step": position.step}
 
 
 def _best(text: str) -> Best:
@@ -213,9 +209,6 @@ def _best(text: str) -> Best:
             "as in val/acc:max:3"
         )
     return Best(match["metric"], match["mode"], int(match["count"] or 1))
-
-
-_TAG_COLUMNS = ("kind", "name", "epoch", "branch")
 
 
 def add_tag(add: Add) -> None:
@@ -256,25 +249,17 @@ def _delete(chosen: argparse.Namespace, output: Output) -> int:
 def _list(chosen: argparse.Namespace, output: Output) -> int:
     place = without_epoch(chosen.path, "tag without a name lists all")
     view = place.log()
+    marks = [*marks_of(view, "tag"), *marks_of(view, "pin")]
     for notice in view.notices:
         output.notice(notice)
     if output.json:
-        output.value({"marks": [mark_json(mark) for mark in _marks(view)], "notices": list(view.notices)})
-    elif view.marks:
-        output.table(_TAG_COLUMNS, _rows(view))
+        output.value({"marks": list(map(mark_json, marks)), "notices": list(view.notices)})
+    elif marks:
+        rows = [(one.kind, one.name, str(one.target.position), str(one.target.branch)) for one in marks]
+        output.table(("kind", "name", "epoch", "branch"), rows)
     else:
         output.line(f"no epoch of {place.where} has a tag or a pin")
     return 0
-
-
-def _rows(view: LogView) -> list[tuple[str, ...]]:
-    return [
-        (mark.kind, mark.name, str(mark.target.position), str(mark.target.branch)) for mark in _marks(view)
-    ]
-
-
-def _marks(view: LogView) -> list[TagOrPin]:
-    return [*marks_of(view, "tag"), *marks_of(view, "pin")]
 
 
 def add_pin(add: Add) -> None:

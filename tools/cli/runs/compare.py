@@ -60,10 +60,13 @@ class Difference:
 def difference(a: str, b: str, stack: ExitStack, runs: str | None = None) -> Difference:
     """Compare two starts; raises what `start_of` does."""
     one, other = start_of(a, stack, runs), start_of(b, stack, runs)
-    found = code_changes(one, other)
-    files = tuple(code_diffs(one, other, found)) if found else ()
     captured = dict(captured_otherwise(one.captured, other.captured))
-    return Difference(one, other, found, files, tuple(config_diffs(one, other)), captured)
+    code: SourceChanges | None = None
+    files: tuple[FileDiff, ...] = ()
+    if one.archive is not None and other.archive is not None:
+        code = changes(of_manifest(one.archive.manifest), of_manifest(other.archive.manifest))
+        files = tuple(file_diffs(code, _reader(one.archive), _reader(other.archive)))
+    return Difference(one, other, code, files, tuple(config_diffs(one, other)), captured)
 
 
 def start_of(text: str, stack: ExitStack, runs: str | None = None) -> CapturedStart:
@@ -78,7 +81,8 @@ def start_of(text: str, stack: ExitStack, runs: str | None = None) -> CapturedSt
         raise UsageError(f"{path} has no record of what its starts were: it was made without one")
     chosen = [one for one in found if number is None or one["number"] == number]
     if not chosen:
-        raise UsageError(f"{path} has no start {number}; it has {_numbers(found)}")
+        there = ", ".join(str(one["number"]) for one in found)
+        raise UsageError(f"{path} has no start {number}; it has {there}")
     code_id = code_id_of(chosen[-1])
     archive = None if code_id is None else stack.enter_context(open_archive(run / "code" / f"{code_id}.zip"))
     return CapturedStart(text, chosen[-1], archive, config_texts(run, chosen[-1]))
@@ -89,24 +93,6 @@ def _split(text: str) -> tuple[str, int | None]:
     if mark and number.isdecimal() and number.isascii() and not Path(text).exists():
         return path, int(number)
     return text, None
-
-
-def _numbers(found: list[dict[str, Any]]) -> str:
-    return ", ".join(str(one["number"]) for one in found)
-
-
-def code_changes(a: CapturedStart, b: CapturedStart) -> SourceChanges | None:
-    """None where one of them has no archive."""
-    if a.archive is None or b.archive is None:
-        return None
-    return changes(of_manifest(a.archive.manifest), of_manifest(b.archive.manifest))
-
-
-def code_diffs(a: CapturedStart, b: CapturedStart, found: SourceChanges) -> Iterator[FileDiff]:
-    """The files that differ, line by line."""
-    if a.archive is None or b.archive is None:
-        return iter(())
-    return file_diffs(found, _reader(a.archive), _reader(b.archive))
 
 
 def _reader(archive: Archive) -> Any:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torchrelay.checkpoint.format.names import stats_path
 from torchrelay.checkpoint.format.position import CommittedPosition
-from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import StorageError, UnknownEpochError
 from torchrelay.metadata.fs import read_lines, read_note
@@ -126,7 +125,11 @@ def lineage(chosen: argparse.Namespace, output: Output) -> int:
 
 def _told(record: Mapping[str, Any]) -> str:
     branch = f", branch {record['branch']}" if record.get("branch") else ""
-    metrics = "".join(f", {name}={_number(value)}" for name, value in sorted(_metrics(record).items()))
+    known = record.get("metrics")
+    metrics = "".join(
+        f", {name}={human_number(value) if isinstance(value, (int, float)) else value}"
+        for name, value in sorted(known.items() if isinstance(known, dict) else ())
+    )
     return (
         f"job {record.get('job')}, run {record.get('run_id')}, epoch {record['epoch']}{branch}{metrics} "
         f"({record.get('asked')})"
@@ -135,7 +138,10 @@ def _told(record: Mapping[str, Any]) -> str:
 
 def _show(stage: KnownStage, output: Output) -> None:
     output.line(f"{stage.path}: {_told(stage.record)}")
-    for start in _objects(stage.record.get("applied")):
+    applied = stage.record.get("applied")
+    for start in applied if isinstance(applied, list) else ():
+        if not isinstance(start, dict):
+            continue
         into = start.get("into") or "all objects of the same names"
         output.line(f"  weights: {start.get('prefix') or start.get('into') or 'all'} into {into}")
     for blob in stage.record.get("kept") or ():
@@ -174,19 +180,6 @@ def _read(path: Path) -> bytes:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _metrics(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = record.get("metrics")
-    return found if isinstance(found, dict) else {}
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-
-
-def _number(value: Any) -> str:
-    return human_number(value) if isinstance(value, (int, float)) else str(value)
-
-
 _SHOWN = 20
 Actions = list[list[NodeTimes]]
 
@@ -206,7 +199,10 @@ def stats(chosen: argparse.Namespace, output: Output) -> int:
     saves = [times for entry in entries if (times := _noted(place.storage, entry))]
     loads = _loads(place) if selector.wish is None else []
     if not saves and not loads:
-        raise UnknownEpochError(_none(place, view, entries))
+        if view.empty:
+            raise UnknownEpochError(f"nothing is committed in {place.where} yet")
+        some = f"epoch {entries[0].position}" if len(entries) == 1 else "the epochs"
+        raise UnknownEpochError(f"no save of {some} in {place.where} left notes of its times (stats.json)")
     found = {name: summary(actions) for name, actions in (("save", saves), ("load", loads)) if actions}
     if output.json:
         output.value({name: _stats_json(found[name]) if name in found else None for name in ("save", "load")})
@@ -231,13 +227,6 @@ def _loads(place: RunLocation) -> Actions:
         return []
     lines = (line for line in read_lines(place.run.path / FILE_NAME) if line.get("kind") == "checkpoint_load")
     return [times for line in lines if (times := times_of(line.get("nodes")))]
-
-
-def _none(place: RunLocation, view: LogView, entries: Sequence[CommittedPosition]) -> str:
-    if view.empty:
-        return f"nothing is committed in {place.where} yet"
-    some = f"epoch {entries[0].position}" if len(entries) == 1 else "the epochs"
-    return f"no save of {some} in {place.where} left notes of its times (stats.json)"
 
 
 def _say(output: Output, name: str, found: StragglerSummary) -> None:

@@ -106,15 +106,11 @@ def _watch(places: Sequence[Callable[[], list[Path]]], every_secs: float, output
                 looks = _looks(places)
             except StorageError as error:  # a store may be away for a while; the next look shows it
                 trouble = [f"as they were: {error}"]
-            cells = [_cells(look) for look in looks]
-            live.update(output.renderable(_COLUMNS, cells, [*trouble, *_all_notes(looks)]), refresh=True)
+            clock = time.strftime("%H:%M:%S UTC", time.gmtime())
+            notes = [*trouble, *(note for look in looks for note in _notes(look))]
+            notes.append(f"{clock}, {len(looks)} runs; Ctrl-C ends")
+            live.update(output.renderable(_COLUMNS, [_cells(look) for look in looks], notes), refresh=True)
             time.sleep(every_secs)
-
-
-def _all_notes(looks: Sequence[RunLook]) -> list[str]:
-    clock = time.strftime("%H:%M:%S UTC", time.gmtime())
-    notes = [note for look in looks for note in _notes(look)]
-    return [*notes, f"{clock}, {len(looks)} runs; Ctrl-C ends"]
 
 
 def _cells(look: RunLook) -> tuple[str, ...]:
@@ -148,18 +144,13 @@ def _values(metrics: Mapping[str, Any]) -> str:
 def _notes(look: RunLook) -> list[str]:
     """One line with what needs more room than a cell."""
     warned = f"{look.warnings} warnings, the last: {look.last_warning}" if look.warnings else ""
-    slowest = _slowest(look)
+    slowest = ""
+    if look.slowest is not None and len(look.ranks) != 1:  # of a single rank there is nobody who waits
+        slowest = f"slowest node {look.slowest[0]} {look.slowest[1]:.1f}s"
     why = look.why if look.stands == "interrupted" and look.why != look.unreadable else ""
     notes = [why, _values(look.metrics), slowest, _quiet(look), look.doing, look.unreadable, warned]
     found = " | ".join(note for note in notes if note)
     return [f"{look.name}: {found}"] if found else []
-
-
-def _slowest(look: RunLook) -> str:
-    """The node that the newest save waited for; of a single rank there is nobody who waits."""
-    if look.slowest is None or len(look.ranks) == 1:
-        return ""
-    return f"slowest node {look.slowest[0]} {look.slowest[1]:.1f}s"
 
 
 def _quiet(look: RunLook) -> str:
@@ -217,7 +208,11 @@ def report(chosen: argparse.Namespace, output: Output) -> int:
     from torchrelay.tools.report.gather import gather
     from torchrelay.tools.report.page import report_page
 
-    runs = _runs(chosen.runs)
+    found: dict[Path, RunDirectory] = {}
+    for path in chosen.runs:
+        run = locate_run(path, whole=False)
+        found.setdefault(run.path.resolve(), run)
+    runs = list(found.values())
     target = None if in_store(chosen.output) else Path(chosen.output)
     if target is not None:
         _check_target(target, runs)
@@ -243,14 +238,6 @@ def report(chosen: argparse.Namespace, output: Output) -> int:
         output.notice(text)
     output.line(f"wrote {chosen.output} ({human_bytes(len(page))}): {', '.join(run.name for run in facts)}")
     return 0
-
-
-def _runs(paths: list[str]) -> list[RunDirectory]:
-    found: dict[Path, RunDirectory] = {}
-    for path in paths:
-        run = locate_run(path, whole=False)
-        found.setdefault(run.path.resolve(), run)
-    return list(found.values())
 
 
 def _check_target(target: Path, runs: list[RunDirectory]) -> None:
@@ -294,25 +281,17 @@ def dashboard(chosen: argparse.Namespace, output: Output) -> int:
     from torchrelay.tools.serving.serve import check_installed
 
     check_installed("the dashboard")
+    from torchrelay.tools.report.run_list import FarRuns, RunIndex
     from torchrelay.tools.report.server import DashboardServer
     from torchrelay.tools.serving.web import read_token
 
-    store, token = _store(chosen.runs), read_token(chosen.token, chosen.token_file)
+    store: RunIndex = FarRuns(chosen.runs) if is_remote(chosen.runs) else RunIndex(Path(chosen.runs))
+    token = read_token(chosen.token, chosen.token_file)
     server = DashboardServer(store, chosen.host, chosen.port, token, limits_of(chosen))
     with server.socket:
         server.ready = lambda: _say(server, store, token, output)
         server.run(sockets=[server.socket])
     return 0
-
-
-def _store(text: str) -> RunIndex:
-    if is_remote(text):
-        from torchrelay.tools.report.run_list import FarRuns
-
-        return FarRuns(text)
-    from torchrelay.tools.report.run_list import RunIndex
-
-    return RunIndex(Path(text))
 
 
 def _say(server: DashboardServer, store: RunIndex, token: str | None, output: Output) -> None:
