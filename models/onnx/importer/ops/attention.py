@@ -66,16 +66,17 @@ def _bias(
     total: Tensor | None = None
     if mask is not None:
         missing = columns - mask.shape[-1]
-        if mask.dtype == torch.bool:
-            total = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -math.inf)
-        else:
-            total = mask.to(scores.dtype)
+        total = _closed(~mask, scores.dtype) if mask.dtype == torch.bool else mask.to(scores.dtype)
         total = functional.pad(total, [0, missing], value=-math.inf) if missing else total
     hidden = _hidden(call, rows, columns, past, valid, scores.device)
     if hidden is None:
         return total
-    closed = torch.zeros_like(hidden, dtype=scores.dtype).masked_fill(hidden, -math.inf)
+    closed = _closed(hidden, scores.dtype)
     return closed if total is None else total + closed
+
+
+def _closed(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -math.inf)
 
 
 def _hidden(
@@ -151,11 +152,8 @@ def _linear_attention(
         raise call.fail(f"the rule {rule!r} takes decay and beta where it needs them, and nowhere else")
     queries, keys, values = _unpacked(q, heads), _unpacked(k, inner), _unpacked(v, inner)
     scale = call.get("scale", 0.0) or 1 / math.sqrt(queries.shape[-1])
-    state = (
-        queries.new_zeros(q.shape[0], inner, keys.shape[-1], values.shape[-1])
-        if past is None
-        else past.float()
-    )
+    empty = queries.new_zeros(q.shape[0], inner, keys.shape[-1], values.shape[-1])
+    state = empty if past is None else past.float()
     fading = None if decay is None else _unpacked(decay, inner).exp()
     rates = None if beta is None else beta.float().transpose(1, 2).unsqueeze(-1)
     outs = []

@@ -13,9 +13,10 @@ from torchrelay.models.onnx.importer.operator import OpCall
 from torchrelay.records import dataclass
 
 Activation = Callable[[Tensor], Tensor]
-_DEFAULTS = {"LeakyRelu": (0.01, 0.0), "ThresholdedRelu": (1.0, 0.0), "HardSigmoid": (0.2, 0.5), "Elu": (1.0,
-0.0),
-             "Affine": (1.0, 0.0), "ScaledTanh": (1.0, 1.0)}  # fmt: skip
+_DEFAULTS = {
+    "LeakyRelu": (0.01, 0.0), "ThresholdedRelu": (1.0, 0.0), "HardSigmoid": (0.2, 0.5), "Elu": (1.0, 0.0),
+    "Affine": (1.0, 0.0), "ScaledTanh": (1.0, 1.0),
+}  # fmt: skip
 
 
 def _activation(name: str, alpha: float, beta: float) -> Activation:
@@ -152,15 +153,6 @@ def _walk(
     return torch.stack(states[::-1] if backwards else states), h, c
 
 
-def _walked(
-    call: OpCall, x: Tensor, parts: list[_Direction], lengths: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    backwards = call.get("direction", "forward") == "reverse"
-    outs = [_walk(call, part, x, lengths, backwards or at == 1) for at, part in enumerate(parts)]
-    last, cell = (torch.stack([one[k] for one in outs]) for k in (1, 2))
-    return torch.stack([one[0] for one in outs], 1), last, cell
-
-
 def _recurrent(gates: int, each: int, default: tuple[str, ...]) -> Callable[..., Any]:
     def run(
         call: OpCall, x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tensor | None = None,
@@ -182,7 +174,10 @@ def _recurrent(gates: int, each: int, default: tuple[str, ...]) -> Callable[...,
         if _is_plain(call, lengths, p, default):
             y, last, cell = _by_kernel(call, x, parts)
         else:
-            y, last, cell = _walked(call, x, parts, lengths)
+            backwards = call.get("direction", "forward") == "reverse"
+            walks = [_walk(call, part, x, lengths, backwards or at == 1) for at, part in enumerate(parts)]
+            y = torch.stack([one[0] for one in walks], 1)
+            last, cell = (torch.stack([one[k] for one in walks]) for k in (1, 2))
         if batch_first:
             return y.permute(2, 0, 1, 3), last.transpose(0, 1), cell.transpose(0, 1)
         return y, last, cell

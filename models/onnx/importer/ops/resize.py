@@ -139,10 +139,8 @@ def _grid_sample(call: OpCall, x: Tensor, grid: Tensor) -> Tensor:
 def _roi_align(call: OpCall, x: Tensor, rois: Tensor, batches: Tensor) -> Tensor:
     """Means or maxima of samples in the cells of each region (He and others, 2017)."""
     height, width = call.get("output_height", 1), call.get("output_width", 1)
-    half = call.get(
-        "coordinate_transformation_mode", "half_pixel" if call.version >= 16 else "output_half_pixel"
-    )
-    shift = 0.5 if half == "half_pixel" else 0.0
+    default = "half_pixel" if call.version >= 16 else "output_half_pixel"
+    shift = 0.5 if call.get("coordinate_transformation_mode", default) == "half_pixel" else 0.0
     scale, ratio = call.get("spatial_scale", 1.0), call.get("sampling_ratio", 0)
     found = []
     for roi, batch in zip(rois.tolist(), batches.tolist(), strict=True):
@@ -176,26 +174,24 @@ def _corners(image: Tensor, ys: Tensor, xs: Tensor) -> list[Tensor]:
     y0, x0 = ys.floor().long().clamp(max=h - 1), xs.floor().long().clamp(max=w - 1)
     y1, x1 = (y0 + 1).clamp(max=h - 1), (x0 + 1).clamp(max=w - 1)
     fy, fx = (ys - y0)[:, None], (xs - x0)[None]
-    found = []
-    for rows, columns, weight in (
-        (y0, x0, (1 - fy) * (1 - fx)), (y0, x1, (1 - fy) * fx), (y1, x0, fy * (1 - fx)), (y1, x1, fy * fx),
-    ):  # fmt: skip
-        found.append(image[:, rows][:, :, columns] * weight * inside)
-    return found
+    return [
+        image[:, rows][:, :, columns] * down * across * inside
+        for rows, down in ((y0, 1 - fy), (y1, fy))
+        for columns, across in ((x0, 1 - fx), (x1, fx))
+    ]
 
 
 def bilinear(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
     """`image` (n, c, h, w) at the places `ys`, `xs` (n, a, b), as (n, c, a, b); outside of it lies 0."""
     y0, x0 = torch.floor(ys), torch.floor(xs)
-    parts = []
-    for dy in (0, 1):
-        for dx in (0, 1):
-            weight = (1 - (ys - (y0 + dy)).abs()) * (1 - (xs - (x0 + dx)).abs())
-            parts.append(pixels(image, (y0 + dy).long(), (x0 + dx).long()) * weight.unsqueeze(1))
-    return parts[0] + parts[1] + parts[2] + parts[3]
+    found = torch.zeros((), dtype=image.dtype, device=image.device)
+    for y, x in ((y0, x0), (y0, x0 + 1), (y0 + 1, x0), (y0 + 1, x0 + 1)):
+        weight = (1 - (ys - y).abs()) * (1 - (xs - x).abs())
+        found = found + _pixels(image, y.long(), x.long()) * weight.unsqueeze(1)
+    return found
 
 
-def pixels(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
+def _pixels(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
     """The pixels of `image` (n, c, h, w) at whole places (n, a, b), as (n, c, a, b); outside of it 0."""
     n, c, h, w = image.shape
     inside = (ys >= 0) & (ys < h) & (xs >= 0) & (xs < w)
