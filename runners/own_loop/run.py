@@ -74,6 +74,7 @@ class Run:
         self._epochs: Generator[int] | None = None
         self._life: Life | None = None
         self._ctx: Context | None = None
+        self._has_ended = False
 
     def __enter__(self) -> Run:
         """Take the signals and the session; what the run resumes from is loaded by `epochs`."""
@@ -97,6 +98,7 @@ class Run:
                 next(loop, None)
         except BaseException as failure:
             left = self._stack.__exit__(type(failure), failure, failure.__traceback__)
+            self._has_ended |= bool(left)
             if failure is error or left:
                 return bool(left)
             raise
@@ -126,6 +128,7 @@ class Run:
             with life.session.block(self.job.epoch_group, self._task) as self._ctx:
                 yield epoch
         self._stack.close()  # what the program does behind its loop is no part of the run
+        self._has_ended = True
 
     def steps(self, loader: Iterable[Any], *, count: bool = True, accumulate: int = 1) -> Iterator[Any]:
         """Iterate over a loader's batches; see `Context.steps`."""
@@ -183,8 +186,10 @@ class Run:
     @property
     def result(self) -> RunResult:
         """How the run ended: the last epoch, as a number, with its status and metrics."""
-        if self._life is None or hasattr(self._life, "session"):
-            raise NotAllowedNowError("the run has not ended: ask for its result behind the loop")
+        if self._life is None or not self._has_ended:
+            raise NotAllowedNowError(
+                "the run has not ended, or has failed: ask for its result after a loop over run.epochs()"
+            )
         return self._life.result
 
     @property

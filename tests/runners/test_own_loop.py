@@ -199,6 +199,13 @@ def test_misuse_is_said(tmp_path: Path) -> None:
     run = Run(tmp_path, Training().blobs)
     with pytest.raises(UsageError, match="put the loop into"):
         run.epochs(1)
+    with pytest.raises(KeyError), Run(tmp_path / "failed", Training().blobs) as failed:
+        raise KeyError
+    with Run(tmp_path / "unused", Training().blobs) as unused:
+        pass
+    for one in (failed, unused):
+        with pytest.raises(NotAllowedNowError, match="or has failed"):
+            _ = one.result
     with run:
         with pytest.raises(NotAllowedNowError, match="has not ended"):
             _ = run.result
