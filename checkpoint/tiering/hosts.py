@@ -109,10 +109,12 @@ def seen(peers: Peers, storage: Storage, directory: Path) -> Places:
 
 
 def _agreed(peers: Peers, storage: Storage, guess: Places, nonce: str) -> Places:
-    until = time.monotonic() + SEEN_WITHIN_SECS
+    until, start = time.monotonic() + SEEN_WITHIN_SECS, f".probe-{nonce}-"
 
     def look() -> list[int | str | bool]:
-        sight = sight_of(_probes(storage, nonce), guess.leader_of[peers.rank])
+        names = [name.removeprefix(start) for name in storage.list("") if name.startswith(start)]
+        probes = sorted(int(name) for name in names if name.isdigit())
+        sight = sight_of(probes, guess.leader_of[peers.rank])
         return [*sight, time.monotonic() > until]
 
     while True:
@@ -143,12 +145,6 @@ def blind_ranks(sights: Sequence[Sight], leaders: Sequence[int]) -> list[int]:
     """Ranks that do not see what their leader wrote, or see leaders who do not see the same in turn."""
     alike = Counter(sights[leader][1] for leader in leaders)
     return [rank for rank, (least, digest, count) in enumerate(sights) if least < 0 or alike[digest] != count]
-
-
-def _probes(storage: Storage, nonce: str) -> list[int]:
-    start = f".probe-{nonce}-"
-    names = [name.removeprefix(start) for name in storage.list("") if name.startswith(start)]
-    return sorted(int(name) for name in names if name.isdigit())
 
 
 def _key(directory: Path) -> str:

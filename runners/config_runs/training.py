@@ -193,22 +193,17 @@ class Meter:
         self._samples += samples * self.ranks
         if self.steps % self.interval:
             return None
-        text = self._text(values)
+        shown = [f"{name} {float(value):.6g}" for name, value in values.items()]  # waits for the device
+        secs = max(self.clock() - self._since, 1e-9)
+        timing = (
+            f"{secs / self.interval * _MILLI:.2f} ms/step, "
+            f"data {self._data_secs / self.interval * _MILLI:.2f} ms, {self._samples / secs:.0f} samples/s"
+        )
         self._begin()
-        return text
+        return ", ".join([*shown, timing])
 
     def _begin(self) -> None:
         self._since, self._data_secs, self._samples = self.clock(), 0.0, 0
-
-    def _text(self, values: Mapping[str, Any]) -> str:
-        shown = [f"{name} {float(value):.6g}" for name, value in values.items()]  # waits for the device
-        secs = max(self.clock() - self._since, 1e-9)
-        each = secs / self.interval
-        timing = (
-            f"{each * _MILLI:.2f} ms/step, data {self._data_secs / self.interval * _MILLI:.2f} ms, "
-            f"{self._samples / secs:.0f} samples/s"
-        )
-        return ", ".join([*shown, timing])
 
 
 _SHOWN = 15

@@ -179,7 +179,11 @@ def made_run(
     if chosen.run is None:
         run = store.create(note, best, ranks)
     elif chosen.action == "again":
-        found = _free(store.find(chosen.run), chosen)
+        found = store.find(chosen.run)  # looked at again: building the program took a while
+        if found.note.created != chosen.created or standing(found.path).word == "running":
+            raise DirectoryInUseError(
+                f"{found.id} was begun by another process meanwhile: look at it by `status`"
+            )
         note = replace(note, message=note.message or found.note.message)
         run, aside = store.begin_again(found, note, best, ranks)
         more = f"; what it had lies in {aside}"
@@ -192,13 +196,6 @@ def made_run(
             run = update_note(run, launch=note.launch, limits=note.limits, message=message)
     said = f"run {run.id} in {run.path.parent}: {_WORDS[chosen.action]} ({chosen.reason}){more}"
     return {"path": str(run.path), "said": said}
-
-
-def _free(run: ProgramRun, chosen: Chosen) -> ProgramRun:
-    """The run, looked at again: building the program took a while. Raises DirectoryInUseError."""
-    if run.note.created != chosen.created or standing(run.path).word == "running":
-        raise DirectoryInUseError(f"{run.id} was begun by another process meanwhile: look at it by `status`")
-    return run
 
 
 def launch_of(environ: Mapping[str, str] | None = None) -> str:

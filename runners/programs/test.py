@@ -49,7 +49,8 @@ def test(scene: Scene) -> int:
             more = {"config_id": used.config_id, "ranks": peers.size, "values": values}
             result = _result(used, used.epoch, metrics, **more)
             decide(peers, "store the result", lambda: _store(used, [result]))
-        told = [f"{name} {_short(value)}" for name, value in result["metrics"].items()]
+        shown = {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in result["metrics"].items()}
+        told = [f"{name} {value}" for name, value in shown.items()]
         told += [f"{name} ({len(values)} values)" for name, values in result["values"].items()]
         text = f"epoch {result['epoch']} of {result['run']}: {', '.join(told) or 'nothing measured'}{remark}"
         say(json.dumps(result, indent=1, sort_keys=True) if request.json else text)
@@ -73,10 +74,6 @@ def _result(used: Used, epoch: int, metrics: Mapping[str, Any], **more: Any) -> 
 def _store(used: Used, results: Sequence[Mapping[str, Any]]) -> None:
     for one in results:
         write_result(Path(used.path), one["epoch"], used.code_id, one)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 Rows = dict[int, dict[str, Any]]

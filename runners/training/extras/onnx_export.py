@@ -170,24 +170,20 @@ class Exporting:
 
     def _stands(self) -> dict[str, Any]:
         """Rank 0: the best value so far, and the epoch whose file has to be made again, if there is one."""
-        epoch, value = self._best_epoch()
+        epoch: int | None = None
+        value: float | None = None
+        if self._state.epoch and self._journal.run is not None:
+            metric, mode = self._measure
+            with suppress(RelayError, KeyError):  # nothing has that metric yet
+                # Of the epochs that the run goes on from, by what their checkpoints say.
+                opened = open_checkpoint(self._journal.run.where, "best", best=(metric, mode))
+                epoch, value = opened.epoch, opened.metrics[metric]
         noted = self._notes().get(f"{self._wanted.name}-best.onnx", {})
         path = self._folder / f"{self._wanted.name}-best.onnx"
         there = path.exists() and noted.get("epoch") == epoch
         if not there and epoch is None:
             path.unlink(missing_ok=True)  # of an epoch that this run does not go on from
         return {"value": value, "epoch": None if there else epoch}
-
-    def _best_epoch(self) -> tuple[int | None, float | None]:
-        """The best of the epochs that the run goes on from, by what their checkpoints say."""
-        if self._state.epoch == 0 or self._journal.run is None:
-            return None, None
-        metric, mode = self._measure
-        try:
-            opened = open_checkpoint(self._journal.run.where, "best", best=(metric, mode))
-            return opened.epoch, opened.metrics[metric]
-        except (RelayError, KeyError):  # nothing has that metric yet
-            return None, None
 
     @property
     def _folder(self) -> Any:
