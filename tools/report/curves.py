@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.tools.report.charts import EpochMarker, Figure, Series, line_chart
 from torchrelay.tools.report.parts import Cell, PageSection, Table, count, number, shade, share
-from torchrelay.tools.report.run_data import Joint, LeafNorm, Norms, Point, RunFacts
+from torchrelay.tools.report.run_data import LeafNorm, Norms, Point, RunFacts
 
 _MOST_CHARTS = 60
 _TABLE_ROWS = 400
@@ -120,19 +120,19 @@ def _pairs(name: str, points: Sequence[Point]) -> tuple[tuple[int, float], ...]:
 
 
 def _marks(name: str, run: RunFacts, colour: int) -> list[EpochMarker]:
-    found = [EpochMarker(one.kind, one.epoch, _joint_text(run, one), colour) for one in run.course.joints]
+    numbers = {one.generation: one.number for one in run.attempts if one.number is not None}
+    found = []
+    for one in run.course.joints:
+        known = one.generation in numbers
+        who = f"attempt {numbers[one.generation]}" if known else "a later start"
+        text = f"{run.name}: {who} {_GONE_ON[one.kind]} epoch {one.epoch}"
+        found.append(EpochMarker(one.kind, one.epoch, text, colour))
     if run.best and run.best[0] == name and run.best_point:
         epoch, value = run.best_point
         found.append(
             EpochMarker("best", epoch, f"{run.name}: best, {number(value)} at epoch {epoch}", colour, value)
         )
     return found
-
-
-def _joint_text(run: RunFacts, joint: Joint) -> str:
-    attempt = next((one.number for one in run.attempts if one.generation == joint.generation), None)
-    who = f"attempt {attempt}" if attempt is not None else "a later start"
-    return f"{run.name}: {who} {_GONE_ON.get(joint.kind, 'went on from')} epoch {joint.epoch}"
 
 
 def _finding(runs: Sequence[RunFacts]) -> str:

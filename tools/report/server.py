@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from torchrelay.jobs.runtime import Worker
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.tools.report.gather import gather
@@ -22,7 +23,7 @@ from torchrelay.tools.report.page import policy, report_page
 from torchrelay.tools.report.run_data import ReadLimits, RunFacts
 from torchrelay.tools.report.run_list import RunIndex, glance, index_page, signature
 from torchrelay.tools.serving.errors import tell
-from torchrelay.tools.serving.web import Access, HttpServer, WorkerThread, access_at, bound_socket, url_of
+from torchrelay.tools.serving.web import Access, HttpServer, access_at, bound_socket, done_by, url_of
 
 _MOST_PAGES = 64
 _PAUSE_SECS = 1.0
@@ -128,7 +129,7 @@ class Dashboard:
 
     def __init__(self, pages: Pages, access: Access) -> None:
         self._pages, self._access = pages, access
-        self._worker = WorkerThread("torchrelay dashboard")
+        self._worker = Worker("torchrelay dashboard")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request; what goes wrong on this side is told on stderr."""
@@ -148,7 +149,7 @@ class Dashboard:
             return _line(405)
         if self._access.token is not None and asked:
             return _remembered(path, self._access.token)
-        page = await self._worker.do(lambda: self._page(path))
+        page = await done_by(self._worker, lambda: self._page(path))
         if page is None:
             return _line(404)
         headers = {**_HEADERS, "ETag": page.tag}

@@ -22,13 +22,14 @@ from starlette.types import Receive
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.errors import DamagedError
+from torchrelay.jobs.runtime import Worker
 from torchrelay.records import dataclass
 from torchrelay.runners.programs.request import Budget, RequestLimits
 from torchrelay.tools.serving.batching import PendingRequest, Queue, refusal_of
 from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError, busy, unavailable, wrong
 from torchrelay.tools.serving.handlers import ModelSlot, Served
 from torchrelay.tools.serving.tensors import MEDIA_TYPE, body_of, elements, json_bytes, plain, tensors_of
-from torchrelay.tools.serving.web import WorkerThread, settle
+from torchrelay.tools.serving.web import done_by, settle
 
 SMALL_BYTES = 16 << 10
 """What is shorter is done at once: handing it over would take longer."""
@@ -195,7 +196,7 @@ class Predicting:
     def __init__(self, holder: ModelSlot, queue: Queue, limits: RequestLimits) -> None:
         self._holder, self._queue, self._limits = holder, queue, limits
         self._budget = Budget(limits.held_bytes)
-        self._worker = WorkerThread("torchrelay serve bodies")
+        self._worker = Worker("torchrelay serve bodies")
 
     @property
     def waiting(self) -> int:
@@ -228,7 +229,7 @@ class Predicting:
 
     async def _off(self, large: bool, work: Callable[[], Any]) -> Any:
         """Do it here where it is small, else in the thread for that."""
-        return await self._worker.do(work) if large else work()
+        return await done_by(self._worker, work) if large else work()
 
     async def _computed(self, served: Served, samples: list[Any], receive: Receive) -> PendingRequest:
         """Have it computed, while looking whether the client is still there."""

@@ -6,17 +6,16 @@ import asyncio
 import hmac
 import ipaddress
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar
 
 import uvicorn
 
 from torchrelay.errors import UsageError
+from torchrelay.jobs.runtime import Worker
 from torchrelay.records import dataclass
 
 T = TypeVar("T")
@@ -138,36 +137,23 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-class WorkerThread:
-    """One daemon thread that does one work at a time, and so needs the memory of one."""
+async def done_by(worker: Worker, work: Callable[[], T]) -> T:
+    """What `work` returns, or its error; it may go on when nobody waits for it any more."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
 
-    def __init__(self, name: str) -> None:
-        self._works: SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]] = (
-            SimpleQueue()
-        )
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = None if future.cancelled() else work()
+        except BaseException as error:
+            failed = error
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, future, result, failed)
 
-    async def do(self, work: Callable[[], T]) -> T:
-        """What `work` returns, or its error; it may go on when nobody waits for it any more."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def tell(result: Any, error: BaseException | None) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(settle, future, result, error)
-
-        self._works.put((lambda: None if future.cancelled() else work(), tell))
-        return await future
-
-    def _run(self) -> None:
-        while True:
-            work, tell = self._works.get()
-            try:
-                result, error = work(), None
-            except BaseException as raised:
-                result, error = None, raised
-            tell(result, error)
-            del work, tell, result, error
+    if worker.submit(run) is None:
+        raise RuntimeError("this process gets no more threads")
+    return await future
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
