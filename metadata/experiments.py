@@ -99,16 +99,13 @@ def read_note(run: Path) -> ProgramRecord | None:
     amended = values.pop("amended", [])
     if not _is_right(values) or not isinstance(amended, list):
         raise DamagedError(f"{run / FILE} is not what was written: restore it from a copy")
-    return ProgramRecord(**values, amended=tuple(one for one in amended if _is_amendment(one)))
+    amended = [one for one in amended if isinstance(one, dict) and isinstance(one.get("code_id"), str | None)]
+    return ProgramRecord(**values, amended=tuple(amended))
 
 
 def write_note(run: Path, note: ProgramRecord) -> None:
     """Replace the file; raises StorageError."""
     write_json(run / FILE, {"format": FORMAT, **asdict(note), "amended": list(note.amended)})
-
-
-def _is_amendment(one: Any) -> bool:
-    return isinstance(one, dict) and isinstance(one.get("code_id"), str | None)
 
 
 def _is_right(values: Mapping[str, Any]) -> bool:

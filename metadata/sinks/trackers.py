@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,7 @@ from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
 
 if TYPE_CHECKING:
     import wandb
-    from mlflow.entities import Metric, Run
+    from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
     from torch.utils.tensorboard import SummaryWriter
 
@@ -99,12 +99,15 @@ class MlflowSink:
         points = [one for name in old.data.metrics for one in client.get_metric_history(self._run_id, name)]
         if all(one.step <= last for one in points):
             return
+        # What was tagged by people; MLflow's own words are about the old run.
+        tags = {name: text for name, text in old.data.tags.items() if not name.startswith("mlflow.")}
         self._run_id = client.create_run(
-            old.info.experiment_id, start_time=old.info.start_time, tags={**_own_tags(old), **self._tags}
+            old.info.experiment_id, start_time=old.info.start_time, tags={**tags, **self._tags}
         ).info.run_id
         for name, value in old.data.params.items():
             client.log_param(self._run_id, name, value)
-        self._log(self._run_id, [_point(one) for one in points if one.step <= last])
+        kept = [(one.key, one.value, one.timestamp, one.step) for one in points if one.step <= last]
+        self._log(self._run_id, kept)
         client.delete_run(old.info.run_id)
 
     def close(self) -> None:
@@ -134,15 +137,6 @@ def _began(run: Run) -> tuple[int, str]:
 def _known_name(name: str) -> str:
     """MLflow refuses some characters in names."""
     return re.sub(r"[^\w./: -]", "_", name, flags=re.ASCII)
-
-
-def _own_tags(run: Run) -> dict[str, str]:
-    """What was tagged by people; MLflow's own words are about the old run."""
-    return {name: text for name, text in run.data.tags.items() if not name.startswith("mlflow.")}
-
-
-def _point(metric: Metric) -> tuple[str, float, int, int]:
-    return metric.key, metric.value, metric.timestamp, metric.step
 
 
 def _batches(points: Iterator[Any]) -> Iterator[list[Any]]:
@@ -337,23 +331,16 @@ def _sink(wanted: Any) -> MetricSink:
 
 def _named(name: str, rest: list[str]) -> MetricSink:
     if name in _BUILT_IN:
-        _check_installed(name)
+        module, extra = _NEEDS.get(name, ("json", ""))
+        if find_spec(module) is None:
+            raise UsageError(f"the tracker {name!r} needs {module}: pip install 'torchrelay[{extra}]'")
         return _BUILT_IN[name](*rest)
     offered = {point.name: point for point in entry_points(group=GROUP)}
     if name not in offered:
         known = sorted({*_BUILT_IN, *offered})
         meant = "".join(f"; did you mean {one!r}?" for one in get_close_matches(name, known, n=1))
         raise UsageError(f"there is no tracker {name!r:.80}; there are {', '.join(known)}{meant}")
-    return _from_package(offered[name], rest)
-
-
-def _check_installed(name: str) -> None:
-    module, extra = _NEEDS.get(name, ("json", ""))
-    if find_spec(module) is None:
-        raise UsageError(f"the tracker {name!r} needs {module}: pip install 'torchrelay[{extra}]'")
-
-
-def _from_package(point: EntryPoint, rest: list[str]) -> MetricSink:
+    point = offered[name]
     try:
         made = point.load()(*rest)
     except Exception as error:

@@ -6,7 +6,6 @@ none of these has a time limit that always holds.
 
 from __future__ import annotations
 
-import math
 import re
 import threading
 import time
@@ -244,7 +243,11 @@ class SqlHandler:
 
     def __init__(self, url: str, *, decides: bool = False, deadline_secs: float = DEADLINE_SECS) -> None:
         self.decides = bool(decides)
-        self.deadline_secs = _check_deadline(deadline_secs)
+        if not (type(deadline_secs) in (int, float) and 0 < deadline_secs <= 600):
+            raise UsageError(
+                f"deadline_secs is {deadline_secs!r:.80}; it is a number of seconds above 0, at most 600"
+            )
+        self.deadline_secs = float(deadline_secs)
         self._url = parse_url(url)
         self._calls = BoundedCalls(f"the database {masked(self._url)}")
         self._opened: Database | None = None
@@ -316,13 +319,17 @@ class SqlHandler:
             ),
             2 * self.deadline_secs + 1,
         )
-        if epoch is None and (told := self._run_tells_of(uuid)) is not None:
+        if epoch is not None or uuid is None:
+            return epoch
+        notes = notes_of_file(self._notes_file, Holder(uuid, "", 0), self._prefix)
+        told = max((note.epoch for note in notes if note.kind == EPOCH), default=None)
+        if told is not None:
             raise UsageError(
                 f"the database {database.shown} decides where {self._prefix} resumes and knows no epoch of "
                 f"it, while the run tells of epoch {told}: fill it with torchrelay runs index, or leave "
                 "decides=True out"
             )
-        return epoch
+        return None
 
     def _uuid_there(self) -> str | None:
         """The job whose log lies at the prefix; None where none was begun, or on a store."""
@@ -344,12 +351,9 @@ class SqlHandler:
             )
         return None
 
-    def _run_tells_of(self, uuid: str | None) -> int | None:
-        notes = [] if uuid is None else notes_of_file(self._notes_file(), Holder(uuid, "", 0), self._prefix)
-        return max((note.epoch for note in notes if note.kind == EPOCH), default=None)
-
     # The database
 
+    @property
     def _notes_file(self) -> Path:
         """What the default handler noted, where the checkpoints lie in a run directory."""
         return Path(self._prefix).parent / FILE_NAME
@@ -390,19 +394,9 @@ class SqlHandler:
         self._pending.stored(notes)
         self._answers = True
         if compare is not None and compare != self._compared:
-            self._catch_up(database, compare[0], prefix)
-            self._compared = compare
-
-    def _catch_up(self, database: Database, holder: Holder, prefix: str) -> None:
-        """Store what the run directory tells and the database lacks: an earlier process could not."""
-        noted = notes_of_file(Path(prefix).parent / FILE_NAME, holder, prefix, _MOST_READ_AGAIN)
-        if noted:
-            known = database.known(holder.uuid)
+            # The run directory may tell what an earlier process could not store.
+            noted = notes_of_file(Path(prefix).parent / FILE_NAME, compare[0], prefix, _MOST_READ_AGAIN)
+            known = database.known(compare[0].uuid) if noted else ()
             if missing := [note for note in noted if note.key not in known]:
                 database.store(missing)
-
-
-def _check_deadline(secs: float) -> float:
-    if type(secs) in (int, float) and math.isfinite(secs) and 0 < secs <= 600:
-        return float(secs)
-    raise UsageError(f"deadline_secs is {secs!r:.80}; it is a number of seconds above 0, at most 600")
+            self._compared = compare
