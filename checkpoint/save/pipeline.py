@@ -290,7 +290,7 @@ def _write_node(
             if job.reuse is not None:
                 job.reuse.wrote(state.rank, assignments, report)
             for phase in ("hash", "write", "fsync"):
-                secs[phase] += getattr(report.seconds, phase)
+                secs[phase] += report.seconds.secs.get(phase, 0.0)
     inline = {a.leaf.name: _json(state.leaves[a.leaf.name]) for a in plan.assignments(state.rank) if a.inline}
     return NodeReport(state.rank, tuple(shards), inline, secs)
 

@@ -278,7 +278,10 @@ SLOWEST_BYTES_PER_SEC = 10e6
 
 @dataclass
 class Clock:
-    """Seconds by phase of this process."""
+    """Seconds by phase: of this process, of one thread, or on average over the threads of a write.
+
+    So they never add up to more than the time that passed.
+    """
 
     secs: dict[str, float] = field(default_factory=dict)
 
@@ -291,34 +294,13 @@ class Clock:
         finally:
             self.secs[phase] = self.secs.get(phase, 0.0) + time.monotonic() - start
 
+    def add_mean(self, parts: Sequence[Clock], threads: int) -> None:
+        """Add what `threads` threads have counted in any number of parts."""
+        for phase in {phase: None for part in parts for phase in part.secs}:
+            total = sum(part.secs.get(phase, 0.0) for part in parts)
+            self.secs[phase] = self.secs.get(phase, 0.0) + total / threads
+
 
 def patience_secs(nbytes: int) -> float:
     """How long the others wait for a rank that writes or reads so much from a very slow disk."""
     return BASE_PATIENCE_SECS + nbytes / SLOWEST_BYTES_PER_SEC
-
-
-@dataclass
-class Seconds:
-    """Seconds by phase: of one thread, or on average over the threads of a write.
-
-    So they never add up to more than the time that passed. Copying to aligned memory counts as writing.
-    """
-
-    hash: float = 0.0
-    write: float = 0.0
-    fsync: float = 0.0
-
-    @contextmanager
-    def spent(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to `hash`, `write` or `fsync`."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            setattr(self, phase, getattr(self, phase) + time.monotonic() - start)
-
-    def add_mean(self, parts: Sequence[Seconds], threads: int) -> None:
-        """Add what `threads` threads have counted in any number of parts."""
-        for phase in ("hash", "write", "fsync"):
-            total = sum(getattr(part, phase) for part in parts)
-            setattr(self, phase, getattr(self, phase) + total / threads)

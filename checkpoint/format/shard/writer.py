@@ -48,7 +48,7 @@ from torchrelay.checkpoint.format.shard.header import (
     cut,
 )
 from torchrelay.checkpoint.storage.base import Memory, Storage, WriteHandle
-from torchrelay.checkpoint.storage.work import WRITERS, Seconds, share
+from torchrelay.checkpoint.storage.work import WRITERS, Clock, share
 from torchrelay.errors import BlobError, StorageError
 from torchrelay.records import Json, dataclass
 
@@ -129,7 +129,7 @@ class Digests:
         self.data[slot * SIZE : slot * SIZE + len(found)] = found
 
 
-def extents(entries: Entries, digests: Digests, seconds: Seconds) -> Iterator[Extent]:
+def extents(entries: Entries, digests: Digests, seconds: Clock) -> Iterator[Extent]:
     """The bytes of all entries; small ones are collected, and hashed, on the way.
 
     Raises BlobError for data that are not what the entry says.
@@ -157,7 +157,7 @@ def _runs(sizes: Sequence[int], ends: Sequence[int]) -> Iterator[range]:
             at = stop + 1
 
 
-def _together(entries: Entries, numbers: range, slot: int, digests: Digests, seconds: Seconds) -> Extent:
+def _together(entries: Entries, numbers: range, slot: int, digests: Digests, seconds: Clock) -> Extent:
     copied = memoryview(_copy(entries, numbers))
     with seconds.spent("hash"):
         edges = accumulate(entries.sizes[numbers.start : numbers.stop], initial=0)
@@ -321,14 +321,14 @@ def copy(room: memoryview, at: int, data: memoryview) -> int:
     return len(data)
 
 
-def fill(handle: WriteHandle, part: ShardPart, frame: HeaderFrame, seconds: Seconds, writers: int) -> Digests:
+def fill(handle: WriteHandle, part: ShardPart, frame: HeaderFrame, seconds: Clock, writers: int) -> Digests:
     """Write the data of a part behind its header's place and return what was hashed.
 
     Where the handle wants aligned memory, `writers` threads take segments in turn, else this one alone and in
     order; all have ended when this returns. Raises BlobError and StorageError; the file is then not whole.
     """
     filling = _Filling(handle, frame.digest_bytes)
-    own, writers = Seconds(), writers if handle.alignment else 1
+    own, writers = Clock(), writers if handle.alignment else 1
     source = extents(part.entries, filling.digests, own)
     share(filling.write, segments(source, frame.nbytes, BOUNCE_SIZE), writers)
     seconds.add_mean([own, *filling.seconds], writers)
@@ -340,17 +340,12 @@ class _Filling:
 
     def __init__(self, handle: WriteHandle, digest_bytes: int) -> None:
         self.digests = Digests(digest_bytes)
-        self.seconds: list[Seconds] = []
+        self.seconds: list[Clock] = []
         self._handle = handle
-
-    def _clock(self) -> Seconds:
-        seconds = Seconds()
-        self.seconds.append(seconds)
-        return seconds
 
     def write(self, todo: Iterator[Segment]) -> None:
         """Copy a segment together in aligned memory, block by block; hash and write that."""
-        seconds = self._clock()
+        self.seconds.append(seconds := Clock())
         with pool().buffer() as room:
             for segment in todo:
                 at = 0
@@ -385,7 +380,8 @@ class ShardReport:
     blocks: tuple[int, ...] = ()
     hashed: BlockDigests = field(default=b"", compare=False)
     probes: Mapping[str, BlockDigests] = field(default_factory=dict, compare=False)
-    seconds: Seconds = field(default_factory=Seconds, compare=False)
+    seconds: Clock = field(default_factory=Clock, compare=False)
+    """Of `hash`, `write` and `fsync`; copying to aligned memory counts as writing."""
 
     @cached_property
     def digests(self) -> tuple[BlockDigests, ...]:
@@ -422,7 +418,7 @@ def write_shard(
 
 def write_part(storage: Storage, path: str, part: ShardPart, writers: int = WRITERS) -> ShardReport:
     """Write and sync one new file; raises as `write_shard` does, and leaves nothing behind then."""
-    seconds = Seconds()
+    seconds = Clock()
     try:
         handle = storage.open_exclusive(path)
     except FileExistsError:
@@ -451,7 +447,7 @@ def write_part(storage: Storage, path: str, part: ShardPart, writers: int = WRIT
     )
 
 
-def _fill(handle: WriteHandle, part: ShardPart, seconds: Seconds, writers: int) -> tuple[bytes, Digests]:
+def _fill(handle: WriteHandle, part: ShardPart, seconds: Clock, writers: int) -> tuple[bytes, Digests]:
     frame = HeaderFrame(part)
     with seconds.spent("write"):
         handle.preallocate(frame.nbytes + frame.data_bytes)
