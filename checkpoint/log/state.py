@@ -250,13 +250,10 @@ def committed(state: State, entry: CommittedPosition) -> State:
             f"epoch {entry.position} refers to {', '.join(missing)}, which is not live any more: "
             "the next save writes those bytes again"
         )
-    over = [one for one in state.entries if _completed_by(one, entry)]
-    return without(replace(state, entries=_sorted((*state.entries, entry))), over)
-
-
-def _completed_by(one: CommittedPosition, entry: CommittedPosition) -> bool:
-    """Whether a position inside an epoch is passed: of the branch, of those below it, of abandoned ones."""
-    return entry.position.boundary and not one.position.boundary and one.position < entry.position
+    entries = tuple(sorted((*state.entries, entry), key=lambda one: one.key))
+    # Positions inside an epoch are passed: of the branch, of those below it, of abandoned ones.
+    passed = [one for one in state.entries if not one.position.boundary and one.position < entry.position]
+    return without(replace(state, entries=entries), passed if entry.position.boundary else [])
 
 
 def rewound(
@@ -368,10 +365,6 @@ def _pruned(state: State) -> State:
     roots = {state.current} | {entry.branch for entry in state.entries}
     used = {branch.id for root in roots for branch, _ in lineage_of(state, root)}
     return replace(state, branches=tuple(branch for branch in state.branches if branch.id in used))
-
-
-def _sorted(entries: Iterable[CommittedPosition]) -> tuple[CommittedPosition, ...]:
-    return tuple(sorted(entries, key=lambda entry: entry.key))
 
 
 @dataclass(frozen=True)

@@ -226,12 +226,11 @@ def class_json(described: Described) -> dict[str, Any]:
         }
         for spec in specs
     ]
-    told = [_mesh_json(mesh) for mesh in meshes.values()]
+    told = [
+        [list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements), mesh.rule]
+        for mesh in meshes.values()
+    ]
     return {"digest": described.digest, "meshes": told, "specs": rows, "scopes": dict(described.scopes)}
-
-
-def _mesh_json(mesh: Mesh) -> Any:
-    return [list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements), mesh.rule]
 
 
 def _mesh(json: Any) -> Mesh:

@@ -240,17 +240,15 @@ def look(
                 later = presume is not None and presume(part.leaf) and one.begins_alike and one.flat.is_cpu
                 (found.presumed if later else long).append(one)
     _look_at_long(found, long)
-    if len(small) > MANY_SMALL and not _any_unchanged(found, tensor_of, small, turn):
+    step = len(small) // SAMPLE
+    if len(small) > MANY_SMALL and not any(
+        _look_at_short(found, tensor_of, *short) for short in small[turn % step :: step]
+    ):
         found.changed.update([part.leaf for _, part, *_ in small])
     else:
         for short in small:
             _look_at_short(found, tensor_of, *short)
     return found
-
-
-def _any_unchanged(found: ChangeScan, tensor_of: TensorOf, small: list[_Short], turn: int) -> bool:
-    step = len(small) // SAMPLE
-    return any(_look_at_short(found, tensor_of, *short) for short in small[turn % step :: step])
 
 
 def _look_at_short(

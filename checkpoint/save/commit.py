@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.canonical_json import sha256
@@ -252,7 +252,9 @@ def _write_manifest(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row]
     if job.reuse is not None:
         manifest = job.reuse.completed(manifest)
     data = codec.encode(manifest)
-    _write_file(job.storage, manifest_path(try_name), data)
+    with closing(job.storage.open_exclusive(manifest_path(try_name))) as handle:
+        handle.write_at(0, memoryview(data))
+        handle.sync_file()
     job.storage.sync_dir(try_directory(try_name))
     return CommittedPosition(
         branch=manifest.branch,
@@ -299,15 +301,6 @@ def _check_exact(job: SaveJob, plan: SavePlan, reports: int, shards: Sequence[Sh
         names = {place.rank: place.name for place in job.places}
         missing = ", ".join(f"{names.get(node, node)} ({group})" for node, group in sorted(wanted ^ found))
         raise SaveFailedError(f"epoch {job.position}: the shards do not match the plan: {missing or reports}")
-
-
-def _write_file(storage: Storage, path: str, data: bytes) -> None:
-    handle = storage.open_exclusive(path)
-    try:
-        handle.write_at(0, memoryview(data))
-        handle.sync_file()
-    finally:
-        handle.close()
 
 
 @dataclass(frozen=True)

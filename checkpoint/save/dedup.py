@@ -348,7 +348,8 @@ class Reuse:
             return None
         self._turn += 1
         gone, there = _by_presence(self._storage, base.known.files)
-        presume = self._presumes if job.presume else None
+        surprising = self._surprising
+        presume = (lambda leaf: leaf not in surprising) if job.presume else None
         found = self._current.found = look(there, _tensors(job, plan), self._turn, presume)
         return [base.try_name, in_bits(found.changed | gone | base.known.lost, order)]
 
@@ -393,9 +394,6 @@ class Reuse:
                     continue
         self._written = {name: self._written[name] for name in manifest.tries if name in self._written}
         return self._written
-
-    def _presumes(self, leaf: str) -> bool:
-        return leaf not in self._surprising
 
     # While writing
 

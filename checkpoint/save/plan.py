@@ -256,18 +256,12 @@ def _splits(leaf: LeafSpec) -> bool:
 
 
 def _unsplit_layout(scope: str, nodes: tuple[int, ...], hosts: Sequence[int] | None) -> Layout:
-    if scope == "rank":
-        return PerNode(nodes)
     if scope == "host":
-        return PerNode(_lowest_of_hosts(nodes, hosts))
-    return ReplicatedLayout(nodes)
-
-
-def _lowest_of_hosts(nodes: tuple[int, ...], hosts: Sequence[int] | None) -> tuple[int, ...]:
-    lowest: dict[int, int] = {}
-    for node in nodes:
-        lowest.setdefault(hosts[node] if hosts else 0, node)
-    return tuple(sorted(lowest.values()))
+        lowest: dict[int, int] = {}
+        for node in nodes:
+            lowest.setdefault(hosts[node] if hosts else 0, node)
+        return PerNode(tuple(sorted(lowest.values())))
+    return PerNode(nodes) if scope == "rank" else ReplicatedLayout(nodes)
 
 
 def _split_layout(nodes: tuple[int, ...], members: list[int], rows: Sequence[LeafSpec], cut: int) -> Split:
@@ -345,7 +339,10 @@ class _Merging:
     def merged(self) -> Manifest:
         leaves = [self._leaf(self.old.leaves[row]) for row in self.rows]
         layouts = [self._layout(self.old.layouts[number]) for number in self.layouts]
-        shards = [self._shard(shard) for shard in self._needed()]
+        shards = [
+            shard._replace(source=self._try(shard.source), node=self._node(shard.node))
+            for shard in self._needed()
+        ]
         values = {self.rows[row]: json for row, json in self.old.values.items() if row in self.rows}
         known = {blob.name for blob in self.new.blobs}
         blobs = [b for b in self.old.blobs if b.name not in known and b.name in {x.blob for x in leaves}]
@@ -401,9 +398,6 @@ class _Merging:
                 )
         for holder in holders:
             yield from self.old.files[holder]
-
-    def _shard(self, shard: ShardRow) -> ShardRow:
-        return shard._replace(source=self._try(shard.source), node=self._node(shard.node))
 
     def _try(self, number: int) -> int:
         return self.tries.setdefault(self.old.tries[number], len(self.tries))

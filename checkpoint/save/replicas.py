@@ -169,7 +169,9 @@ def compare_replicas(
     ]  # fmt: skip
     answers = peers.exchange(f"{topic}, in detail", details, deadline_secs=deadline_secs)
     by_node = {node: digests for answer in answers for node, digests in answer}
-    found = verdict(by_node, _everywhere(peers, topic, forced_replicated, deadline_secs))
+    # What any process forces is forced for all: nodes with different leaves know only their own.
+    forced = peers.exchange(f"{topic}, forced", sorted(forced_replicated), deadline_secs=deadline_secs)
+    found = verdict(by_node, frozenset(name for answer in forced for name in answer))
     return replace(found, due=wanted)
 
 
@@ -199,14 +201,6 @@ def _twins(
 
     answers = together(peers, f"{topic}, of several meshes", look, deadline_secs=deadline_secs)
     return [(one[0], one[1], one[2], one[3]) for answer in answers for one in answer]
-
-
-def _everywhere(
-    peers: Peers, topic: str, names: Collection[str], deadline_secs: float | None
-) -> frozenset[str]:
-    """What any process forces is forced for all: nodes with different leaves know only their own."""
-    answers = peers.exchange(f"{topic}, forced", sorted(names), deadline_secs=deadline_secs)
-    return frozenset(name for answer in answers for name in answer)
 
 
 def _asked(groups: Sequence[_Group]) -> frozenset[tuple[int, int]]:
