@@ -86,7 +86,7 @@ class StorePeers:
         """
         self._round += 1
         secs = self._deadline_secs if deadline_secs is None else deadline_secs
-        hosts = self._grouping()
+        hosts = self._flat if self.hosts is None or self.size <= self.most_posts else self.hosts
         with phase.during(f"waiting for the others at {topic!r}"):
             self._post(topic, value)
             if meanwhile is not None:
@@ -124,11 +124,6 @@ class StorePeers:
     def _post(self, topic: str, value: Json) -> None:
         entry = {"topic": topic, "value": value}
         self._store.put(self._key(self.rank), json.dumps(entry, allow_nan=True).encode())
-
-    def _grouping(self) -> Hosts:
-        if self.hosts is None or self.size <= self.most_posts:
-            return self._flat
-        return self.hosts
 
     def _lead(self, topic: str, hosts: Hosts, secs: float, told: Callable[[Json], Json] | None) -> _Runs:
         """Rank 0's part: gather, publish, and return what all said."""
@@ -173,7 +168,8 @@ class StorePeers:
             self._stop_for_failure()
             self._stop_for_leavers(topic)
             if patience.over:
-                raise DeadlineError(self._unanswered(topic, secs))
+                late = [rank for rank in range(self.size) if not self._store.has(self._key(rank))]
+                raise DeadlineError(self._late_text(topic, secs, late or [0]))
         return True
 
     def _present(self, hosts: Hosts) -> list[bytes]:
@@ -186,10 +182,6 @@ class StorePeers:
 
     def _post_of(self, key: str) -> bytes | None:
         return self._store.get([key])[0] if self._store.has(key) else None
-
-    def _unanswered(self, topic: str, secs: float) -> str:
-        late = [rank for rank in range(self.size) if not self._store.has(self._key(rank))]
-        return self._late_text(topic, secs, late or [0])
 
     def _stop_for_failure(self) -> None:
         failure = self.failure()
@@ -217,14 +209,13 @@ class StorePeers:
 
     def _late_text(self, topic: str, secs: float, late: Sequence[int]) -> str:
         """Who is late and, where they can still tell, in what and at which line."""
-        text = late_text(topic, secs, late, self.name_of)
+        names = ", ".join(self.name_of(rank) for rank in late[:16])
+        more = f" and {len(late) - 16} more" if len(late) > 16 else ""
+        text = f"waited {secs:g} s at {topic!r} for {names}{more}"
         if self.ask is None:
             return text
-        shown = late[:_ASKED]
-        doing = self.ask(shown)
         mute = "does not say where it is: its interpreter is busy, or it is stopped or gone"
-        said = (f"rank {one} {'is in ' + doing[one] if one in doing else mute}" for one in shown)
-        return f"{text}; {'; '.join(said)}"
+        return f"{text}; {_where(late[:_ASKED], self.ask, mute)}"
 
     def _forget(self, *, leads: bool) -> None:
         """Delete own keys that everybody has read: whoever posts a round has read the ones before."""
@@ -301,11 +292,10 @@ def mismatch_text(topic: str, entries: Sequence[Json], name_of: Callable[[int], 
     return f"the processes are at different places: {where}; {why}"
 
 
-def late_text(topic: str, secs: float, late: Sequence[int], name_of: Callable[[int], str]) -> str:
-    """Say who did not come to `topic` within `secs`."""
-    names = ", ".join(name_of(rank) for rank in late[:16])
-    more = f" and {len(late) - 16} more" if len(late) > 16 else ""
-    return f"waited {secs:g} s at {topic!r} for {names}{more}"
+def _where(ranks: Sequence[int], ask: Callable[[Sequence[int]], dict[int, str]], mute: str) -> str:
+    """What ranks are doing; `mute` of those that do not say it."""
+    doing = ask(ranks)
+    return "; ".join(f"rank {one} {'is in ' + doing[one] if one in doing else mute}" for one in ranks)
 
 
 STILL_SECS = 3.0
@@ -371,9 +361,7 @@ class LoopWatch:
         if "timed out" not in str(error).lower():
             return error
         others = [rank for rank in range(self._size) if rank != self._rank][:_MOST_ASKED]
-        doing = self._ask(others)
-        mute = "does not say where it is"
-        where = "; ".join(f"rank {one} {'is in ' + doing[one] if one in doing else mute}" for one in others)
+        where = _where(others, self._ask, "does not say where it is")
         return DeadlineError(
             f"waited for the others in ctx.steps for as long as a collective may take: {where}"
         )

@@ -11,14 +11,10 @@ import atexit
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
-
-if TYPE_CHECKING:
-    from torchrelay.runners.distributed.world import World
-
 
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HIGHEST_PORT = 65535
@@ -68,8 +64,19 @@ def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:
     env = os.environ if environ is None else environ
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return _alone(env)
-    _require(env)
-    run_id = _run_id(env)
+    if missing := [name for name in PLACE if not env.get(name)]:
+        present = next(name for name in ("RANK", "WORLD_SIZE") if name in env)
+        raise UsageError(
+            f"{' and '.join(missing)} missing in the environment although {present} is set: "
+            f"start with torchrun, or unset {present} to run as a single process"
+        )
+    agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE", "False")
+    if agent_store not in ("True", "False"):
+        raise UsageError(
+            f"TORCHELASTIC_USE_AGENT_STORE={agent_store!r} in the environment: expected True or False"
+        )
+    run_id = env.get("TORCHELASTIC_RUN_ID")
+    run_id = None if run_id in ("", "none") else run_id
     found = LaunchEnv(
         rank=_number(env, "RANK"),
         world_size=_number(env, "WORLD_SIZE", least=1),
@@ -83,7 +90,7 @@ def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         run_id=run_id,
         launched=True,
         elastic="TORCHELASTIC_RUN_ID" in env,
-        agent_store=_flag(env, "TORCHELASTIC_USE_AGENT_STORE"),
+        agent_store=agent_store == "True",
     )
     _check(found, env)
     return found
@@ -105,16 +112,6 @@ def _alone(env: Mapping[str, str]) -> LaunchEnv:
     return LaunchEnv(restart_count=_restarts(env, None))
 
 
-def _require(env: Mapping[str, str]) -> None:
-    missing = [name for name in PLACE if not env.get(name)]
-    if missing:
-        present = next(name for name in ("RANK", "WORLD_SIZE") if name in env)
-        raise UsageError(
-            f"{' and '.join(missing)} missing in the environment although {present} is set: "
-            f"start with torchrun, or unset {present} to run as a single process"
-        )
-
-
 def _number(env: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0) -> int:
     text = env.get(name)
     if text is None and default is not None:
@@ -122,19 +119,6 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None, *, le
     if text is None or not text.strip().isascii() or not text.strip().isdigit() or int(text) < least:
         raise UsageError(f"{name}={text!r} in the environment: expected a whole number, at least {least}")
     return int(text)
-
-
-def _flag(env: Mapping[str, str], name: str) -> bool:
-    """Read a flag as torchrun writes it."""
-    text = env.get(name, "False")
-    if text not in ("True", "False"):
-        raise UsageError(f"{name}={text!r} in the environment: expected True or False")
-    return text == "True"
-
-
-def _run_id(env: Mapping[str, str]) -> str | None:
-    run_id = env.get("TORCHELASTIC_RUN_ID", "none")
-    return None if run_id in ("", "none") else run_id
 
 
 def _restarts(env: Mapping[str, str], run_id: str | None) -> int:
@@ -158,6 +142,8 @@ def _check(found: LaunchEnv, env: Mapping[str, str]) -> None:
         raise UsageError(f"MASTER_PORT={found.master_port} in the environment is not a port")
 
 
+World = Any
+"""`distributed.world.World`, which stands above this."""
 _worlds: list[World] = []
 _of_parents: list[World] = []
 """Kept, because their end would be told to the others."""
@@ -206,22 +192,19 @@ def names_by_rank(declared: Sequence[str], world_size: int) -> tuple[str, ...]:
     a name declared twice, more nodes than ranks, and a `trainer_<n>` whose rank does not exist.
     """
     _check_declared(declared, world_size)
-    numbered = {rank: name for name in declared if (rank := _rank_of(name)) is not None}
-    others = iter([name for name in declared if _rank_of(name) is None])
-    return tuple(
-        numbered[rank] if rank in numbered else next(others, f"trainer_{rank}") for rank in range(world_size)
-    )
+    return numbered_first(declared, world_size)
 
 
-def numbered_first(names: Sequence[str]) -> tuple[str, ...]:
+def numbered_first(names: Sequence[str], size: int | None = None) -> tuple[str, ...]:
     """Order the nodes that one process emulates: each `trainer_<n>` at rank n where there is such a rank.
 
     The others fill the ranks that are left in their own order; nothing is refused, because a process
     may emulate `trainer_3` alone.
     """
-    numbered = {rank: name for name in names if (rank := _rank_of(name)) is not None and rank < len(names)}
+    ranks = range(len(names) if size is None else size)
+    numbered = {rank: name for name in names if (rank := _rank_of(name)) in ranks}
     others = iter([name for name in names if name not in numbered.values()])
-    return tuple(numbered[rank] if rank in numbered else next(others) for rank in range(len(names)))
+    return tuple(numbered[rank] if rank in numbered else next(others, f"trainer_{rank}") for rank in ranks)
 
 
 def _rank_of(name: str) -> int | None:

@@ -19,15 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field
 
 from torchrelay.errors import PeerError, StorageError, UsageError
 from torchrelay.jobs.runtime import phase, stack_of_main_thread
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.launcher_status import (
+    NOTE_SECS,
     Failure,
     end_process,
-    note_failure,
+    notes,
     tell_failure,
     tell_stderr_within,
 )
@@ -82,21 +82,6 @@ def patience_of(environ: Mapping[str, str]) -> WatcherTimeouts:
     return WatcherTimeouts(silence=secs)
 
 
-@dataclass
-class _State:
-    """What the threads share; `lock` guards the store client, and is held while the store is waited for."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    deciding: threading.Lock = field(default_factory=threading.Lock)
-    leaving: threading.Lock = field(default_factory=threading.Lock)
-    stopping: threading.Event = field(default_factory=threading.Event)
-    first: Failure | None = None
-    leave_at: float | None = None
-    heard: float = 0.0
-    told: Failure | None = None
-    deaf: bool = False
-
-
 class Watcher:
     """Watches over one rank of a session; `start` and `stop` it once.
 
@@ -126,8 +111,16 @@ class Watcher:
         self._end = end
         self._answered = False
         self._told_at = 0.0
-        self._state = _State(heard=time.monotonic())
-        self._lines = LifeLines(self._neighbours() | ({_PARENT: parent} if parent else {}))
+        self._lock = threading.Lock()
+        """Guards the store client, and is held while the store is waited for."""
+        self._deciding, self._leaving, self._stopping = threading.Lock(), threading.Lock(), threading.Event()
+        self._first: Failure | None = None
+        self._told: Failure | None = None
+        self._leave_at: float | None = None
+        self._heard, self._deaf = time.monotonic(), False
+        group = processes[rank].group
+        pids = {str(one.rank): one.pid for one in processes if one.group == group and one.rank != rank}
+        self._lines = LifeLines(pids | ({_PARENT: parent} if parent else {}))
         self._warden = warden
         self._hanging, self._astray = hanging, astray
         self._threads = [
@@ -143,10 +136,10 @@ class Watcher:
 
     def stop(self) -> None:
         """Stop watching, having said that this rank leaves cleanly; may be called again."""
-        if self._state.stopping.is_set():
+        if self._stopping.is_set():
             return
         self.say_leaving()
-        self._state.stopping.set()
+        self._stopping.set()
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(timeout=5)
@@ -156,17 +149,17 @@ class Watcher:
         """Tell the others that the end of this process will not be a failure."""
         if self._warden is not None:
             self._warden.leave()
-        with self._state.lock, suppress(PeerError):  # without the store nobody can be told
+        with self._lock, suppress(PeerError):  # without the store nobody can be told
             self._store.put(_left(self._rank), b"")
 
     @property
     def failure(self) -> Failure | None:
         """The first failure of the job as far as this rank has heard."""
-        return self._state.first
+        return self._first
 
     def failure_text(self) -> str | None:
         """The first failure in one line, for errors raised by waits that it made pointless."""
-        return self._state.first.headline() if self._state.first else None
+        return self._first.headline() if self._first else None
 
     def report_failure(
         self, task: str, traceback: str, exit_code: int, *, consequence: bool = False
@@ -178,22 +171,20 @@ class Watcher:
         """
         own = self._processes[self._rank]
         deadline = Deadline(self.patience.blame if consequence else 0.0)
-        while not deadline.over and self._state.first is None:
+        while not deadline.over and self._first is None:
             time.sleep(0.05)
-        if consequence and self._state.first is None:
-            traceback = f"{self._where_others_are()}{traceback}"
+        if consequence and self._first is None:
+            # where the others are that a broken or late connection leads to
+            others = [rank for rank in range(len(self._processes)) if rank != self._rank][:_ASKED]
+            where = "".join(f"rank {rank} is in {doing}\n" for rank, doing in self.ask(others).items())
+            traceback = f"{where}{traceback}"
         first = self._report(Failure(self._rank, own.host, task, traceback, exit_code))
         self._await_shown()
         return first
 
-    def _where_others_are(self) -> str:
-        """Where the others are that a broken or late connection leads to, a line for each."""
-        others = [rank for rank in range(len(self._processes)) if rank != self._rank][:_ASKED]
-        return "".join(f"rank {rank} is in {doing}\n" for rank, doing in self.ask(others).items())
-
     def _report(self, failure: Failure) -> Failure | None:
         try:
-            with self._state.lock:
+            with self._lock:
                 first = Failure.decode(self._store.put_once(_FAILURE, failure.encode()))
         except PeerError:
             return None
@@ -202,17 +193,17 @@ class Watcher:
 
     def _learn(self, first: Failure) -> None:
         if self._decide(first):
-            with self._state.lock, suppress(PeerError):
+            with self._lock, suppress(PeerError):
                 self._store.add(_SHOWN, 1)
 
     def _decide(self, first: Failure) -> bool:
         """Take a failure for the first and print it, unless there was one; whether there was none."""
-        with self._state.deciding:
-            if self._state.first is not None:
+        with self._deciding:
+            if self._first is not None:
                 return False
-            self._state.first = first
+            self._first = first
             grace = self.patience.own_grace if first.rank == self._rank else self.patience.peer_grace
-            self._state.leave_at = time.monotonic() + grace
+            self._leave_at = time.monotonic() + grace
         tell_stderr_within(first.report(self._rank))
         tell_failure(first.rank, first.host, first.headline(), first.exit_code)
         return True
@@ -221,7 +212,7 @@ class Watcher:
         deadline = Deadline(self.patience.shown)
         with suppress(PeerError):
             while not deadline.over:
-                with self._state.lock:
+                with self._lock:
                     if self._store.add(_SHOWN, 0) >= len(self._processes):
                         return
                 time.sleep(0.05)
@@ -229,35 +220,37 @@ class Watcher:
     # The watcher thread
 
     def _watch(self) -> None:
-        while not self._state.stopping.is_set():
+        while not self._stopping.is_set():
             ended = self._lines.ended(self.patience.look)
-            if self._state.stopping.is_set():
+            if self._stopping.is_set():
                 return
             try:
                 self._look(ended)
-                self._state.heard = time.monotonic()
+                self._heard = time.monotonic()
             except PeerError:  # the guard counts for how long
-                self._state.deaf = True
-                self._state.stopping.wait(self.patience.look)
+                self._deaf = True
+                self._stopping.wait(self.patience.look)
             self._leave_when_due()
 
     def _look(self, ended: set[str]) -> None:
         if _PARENT in ended:
             self._leave("its launcher is gone", LOST_PEER)
-        with self._state.lock:
+        with self._lock:
             known = self._store.has(_FAILURE)
             first = Failure.decode(self._store.get([_FAILURE])[0]) if known else None
+            ranks = sorted(int(name) for name in ended - {_PARENT})
+            dead = [rank for rank in ranks if first is None and not self._store.has(_left(rank))]
         if first is not None:
             self._learn(first)
-        elif dead := self._without_a_word(sorted(int(name) for name in ended - {_PARENT})):
+        elif dead:
             self._blame(dead, "ended without a word (killed, out of memory, or crashed)")
-        elif self._state.told is not None:
-            self._report(self._state.told)
+        elif self._told is not None:
+            self._report(self._told)
         elif (astray := self._astray()) is not None:
             own = self._processes[self._rank]
             text = f"UsageError: {astray}"
             self._report(Failure(self._rank, own.host, "ctx.steps", text, UsageError.exit_code))
-        with self._state.lock:
+        with self._lock:
             self._answer()
 
     def _answer(self) -> None:
@@ -272,7 +265,7 @@ class Watcher:
         found: dict[int, str] = {}
         with suppress(PeerError):
             while len(found) < len(ranks) and not deadline.over:
-                with self._state.lock:
+                with self._lock:
                     self._store.put(_ASK, b"")
                     for rank in ranks:
                         if rank not in found and self._store.has(_doing(rank)):
@@ -280,17 +273,13 @@ class Watcher:
                 time.sleep(0.05)
         return found
 
-    def _without_a_word(self, ranks: Sequence[int]) -> list[int]:
-        with self._state.lock:
-            return [rank for rank in ranks if not self._store.has(_left(rank))]
-
     def _blame(self, ranks: Sequence[int], what: str) -> None:
         lost = self._processes[ranks[0]]
         names = str(lost) if len(ranks) == 1 else f"{ranks_text(list(ranks))} on {lost.host}"
         self._report(Failure(lost.rank, lost.host, "the job", f"PeerError: {names} {what}", LOST_PEER))
 
     def _leave_when_due(self) -> None:
-        first, due = self._state.first, self._state.leave_at
+        first, due = self._first, self._leave_at
         if first is not None and due is not None and time.monotonic() >= due:
             self._end_noted(first.headline(), first.exit_code)
 
@@ -300,14 +289,14 @@ class Watcher:
         """Count own ticks, not wall time: after a stop of the whole process nothing was missed."""
         if self._warden is not None:
             self._warden.introduce(threading.get_native_id())
-        missed, heard, before, silence = 0.0, self._state.heard, time.monotonic(), self.patience.silence
-        while not self._state.stopping.wait(self.patience.look):
+        missed, heard, before, silence = 0.0, self._heard, time.monotonic(), self.patience.silence
+        while not self._stopping.wait(self.patience.look):
             now = time.monotonic()
             missed, before = missed + min(now - before, 2 * self.patience.look), now
-            if self._state.heard != heard:
-                missed, heard = 0.0, self._state.heard
-                self._state.deaf = False
-            self._hear(deaf=self._state.deaf or missed > self.patience.blame)
+            if self._heard != heard:
+                missed, heard = 0.0, self._heard
+                self._deaf = False
+            self._hear(deaf=self._deaf or missed > self.patience.blame)
             # A moment later than the warden, which can name the host that is lost.
             if missed >= silence + 4 * self.patience.look:
                 self._leave(f"the store was not heard of for {silence:g} s", LOST_PEER)
@@ -322,10 +311,10 @@ class Watcher:
         if told is None and (hanging := self._hanging()) is not None:
             own, text = self._processes[self._rank], f"StorageError: {hanging}; it was in {phase.text()}"
             told = Failure(self._rank, own.host, "the storage", text, StorageError.exit_code)
-        if told is None or self._state.first is not None:
+        if told is None or self._first is not None:
             return
-        if self._state.told is None:
-            self._state.told, self._told_at = told, time.monotonic()
+        if self._told is None:
+            self._told, self._told_at = told, time.monotonic()
         if deaf or time.monotonic() - self._told_at >= self.patience.blame + 2 * self.patience.look:
             self._decide(told)
 
@@ -335,17 +324,9 @@ class Watcher:
 
     def _end_noted(self, why: str, code: int) -> None:
         """One thread at a time: the other would end the process while this one's note is being written."""
-        with self._state.leaving:
-            note_failure(why, code)
+        with self._leaving:
+            notes.make(why, code, secs=NOTE_SECS)
             self._end(code)
-
-    def _neighbours(self) -> dict[str, int]:
-        own = self._processes[self._rank]
-        return {
-            str(other.rank): other.pid
-            for other in self._processes
-            if other.group == own.group and other.rank != own.rank
-        }
 
 
 def _left(rank: int) -> str:

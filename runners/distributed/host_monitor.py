@@ -24,12 +24,11 @@ from functools import partial
 from typing import BinaryIO
 
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.launcher_status import Failure
+from torchrelay.runners.distributed.launcher_status import Failure, tell_stderr
 from torchrelay.runners.distributed.liveness import (
     JsonLineSocket,
     Message,
     Stillness,
-    Ticks,
     connect_to,
     pulse_of,
 )
@@ -120,19 +119,21 @@ class Warden:
         self.orders = orders
         self.failure: Failure | None = None
         self._listener = listener
-        self._ranks = {rank: Rank(rank, pid, _pidfd(pid)) for rank, pid in orders.pids.items()}
+        self._ranks: dict[int, Rank] = {}
+        for rank, pid in orders.pids.items():
+            self._ranks[rank] = Rank(rank, pid, None)
+            with suppress(AttributeError, OSError):
+                self._ranks[rank].descriptor = os.pidfd_open(pid)
         self._hosts: list[Host] = []
         self._strangers: dict[JsonLineSocket, None] = {}
         self._poll = select.poll()
         self._on: dict[int, Callable[[], None]] = {}
         self._listen_to(listener.fileno(), self._accept)
-        for rank in self._ranks.values():
-            if rank.descriptor is not None:
-                self._listen_to(rank.descriptor, partial(self._note_end, rank))
-        self._ticks = Ticks(time.monotonic(), 2 * orders.look)
-        self._began = time.monotonic()
+        for one in self._ranks.values():
+            if one.descriptor is not None:
+                self._listen_to(one.descriptor, partial(self._note_end, one))
+        self._began = self._looked_at = time.monotonic()
         self._beat_at = self._failed_at = 0.0
-        self._looked_at = time.monotonic()
 
     def join(self) -> None:
         """Connect to the first host's warden; what hinders it is a failure of the job."""
@@ -165,11 +166,13 @@ class Warden:
     def round(self) -> None:
         """Wait for at most a look for something to happen, hear it, and look at everything when due."""
         for descriptor, _ in self._poll.poll(int(self.orders.look * 1000)):
-            self._on.get(descriptor, _nothing)()
+            if descriptor in self._on:  # else another message of the same moment has closed it
+                self._on[descriptor]()
         now = time.monotonic()
-        if now - self._looked_at >= self.orders.look / 2:
+        passed = now - self._looked_at
+        if passed >= self.orders.look / 2:
             self._looked_at = now
-            self._look(self._ticks.passed(now), now)
+            self._look(min(passed, 2 * self.orders.look), now)  # a pause of this process is no silence
 
     def leave(self) -> None:
         """Tell the other wardens that nothing is expected of this host any more."""
@@ -305,7 +308,8 @@ class Warden:
         hung = rank.main.look(pulse if pulse and pulse.state == "D" else None, passed)
         if hung >= self.orders.silence and not rank.warned:
             rank.warned = True
-            self._say(f"{self._name(rank.rank)} has been in one system call for {hung:.0f} s; {rank.was()}")
+            what = f"has been in one system call for {hung:.0f} s"
+            tell_stderr(f"torchrelay: {self._name(rank.rank)} {what}; {rank.was()}\n")
         if hung >= self.orders.hung:
             self._fail(rank.rank, f"has been in one system call for {hung:.0f} s; {rank.was()}")
 
@@ -334,42 +338,24 @@ class Warden:
     def _kill(self) -> None:
         for rank in self._ranks.values():
             if not rank.gone and rank.descriptor is not None:
-                self._say(
-                    f"{self._name(rank.rank)} is killed: it lives {self.orders.kill:g} s after the failure"
-                )
+                what = f"is killed: it lives {self.orders.kill:g} s after the failure"
+                tell_stderr(f"torchrelay: {self._name(rank.rank)} {what}\n")
                 with suppress(OSError):
                     signal.pidfd_send_signal(rank.descriptor, signal.SIGKILL)
                 rank.left = True
-
-    def _say(self, text: str) -> None:
-        with suppress(OSError, ValueError):
-            sys.stderr.write(f"torchrelay: {text}\n")
-            sys.stderr.flush()
-
-
-def _nothing() -> None:
-    """What became of a connection that another message of the same moment has closed."""
 
 
 def _failure(rank: int, host: str, text: str) -> Failure:
     return Failure(rank, host, "the job", f"PeerError: {text}", LOST_PEER)
 
 
-def _pidfd(pid: int) -> int | None:
-    with suppress(AttributeError, OSError):
-        return os.pidfd_open(pid)
-    return None
-
-
 def listen(*, shared: bool) -> socket.socket:
     """Listen where the own ranks, and with `shared` the other hosts, can connect; raises OSError."""
+    listener = None
     if shared and socket.has_dualstack_ipv6():
         with suppress(OSError):
-            return _nonblocking(socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True))
-    return _nonblocking(socket.create_server(("" if shared else "127.0.0.1", 0)))
-
-
-def _nonblocking(listener: socket.socket) -> socket.socket:
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    listener = listener or socket.create_server(("" if shared else "127.0.0.1", 0))
     listener.setblocking(False)
     return listener
 

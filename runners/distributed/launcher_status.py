@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,40 +62,24 @@ class Failure:
 
 SECS = 4.0
 NOTE_SECS = 2.0
-_words: list[Callable[[], None]] = []
-_notes: list[Callable[[str, int], None]] = []
 
 
-def remember_note(note: Callable[[str, int], None]) -> None:
-    """Have this called with a reason and an exit code before a failure ends the process from a thread."""
-    _notes.append(note)
+class Calls(list[Callable[..., None]]):
+    """What is to be called before the process ends, in threads of their own."""
+
+    def forget(self, call: Callable[..., None]) -> None:
+        """It is not needed any more; may be called again."""
+        if call in self:
+            self.remove(call)
+
+    def make(self, *values: Any, secs: float) -> None:
+        """Call them all, side by side, and wait for at most so many seconds each; never raises."""
+        _within(secs, [partial(call, *values) for call in self])
 
 
-def forget_note(note: Callable[[str, int], None]) -> None:
-    """It is not needed any more; may be called again."""
-    with suppress(ValueError):
-        _notes.remove(note)
-
-
-def note_failure(reason: str, code: int, secs: float = NOTE_SECS) -> None:
-    """Have it noted, side by side, and wait for at most so many seconds; never raises."""
-    _within(secs, [lambda note=note: note(reason, code) for note in list(_notes)])  # type: ignore[misc]
-
-
-def remember_last_words(say: Callable[[], None]) -> None:
-    """Have this called, in a thread of its own, before the process ends itself."""
-    _words.append(say)
-
-
-def forget_last_words(say: Callable[[], None]) -> None:
-    """It is not needed any more."""
-    with suppress(ValueError):
-        _words.remove(say)
-
-
-def say_last_words(secs: float = SECS) -> None:
-    """Call them all, side by side, and wait for at most so many seconds each; never raises."""
-    _within(secs, list(_words))
+notes = Calls()
+"""Are given a reason and an exit code before a failure ends the process from a thread."""
+last_words = Calls()
 
 
 def end_process(code: int) -> None:
@@ -102,7 +87,7 @@ def end_process(code: int) -> None:
 
     Of a run in a store what its files say is put up first, for at most four seconds.
     """
-    say_last_words()
+    last_words.make(secs=SECS)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -127,19 +112,18 @@ def tell_stderr_within(text: str, secs: float = SECS) -> None:
 
 
 def _within(secs: float, calls: Sequence[Callable[[], None]]) -> None:
+    def quietly(call: Callable[[], None]) -> None:
+        with suppress(Exception):
+            call()
+
     threads = []
     for call in calls:
-        thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
+        thread = threading.Thread(target=quietly, args=(call,), daemon=True)
         with suppress(RuntimeError):  # no more threads in this process, which has to end all the same
             thread.start()
             threads.append(thread)
     for thread in threads:
         thread.join(secs)
-
-
-def _quietly(call: Callable[[], None]) -> None:
-    with suppress(Exception):
-        call()
 
 
 DIRECTORY = "TORCHRELAY_LAUNCH_DIR"

@@ -17,7 +17,7 @@ import json
 import os
 import select
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ _STATES = {
     "t": "stopped by a debugger",
     "D": "in a freezer, or in a system call that does not return",
 }
+_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 @dataclass(frozen=True)
@@ -72,19 +73,6 @@ class Stillness:
         return self.secs
 
 
-class Ticks:
-    """The own time between looks; a pause of this very process is no silence of the others."""
-
-    def __init__(self, now: float, longest_secs: float) -> None:
-        self._before = now
-        self._longest_secs = longest_secs
-
-    def passed(self, now: float) -> float:
-        """Seconds since the last call that this process was awake for."""
-        passed, self._before = now - self._before, now
-        return min(passed, self._longest_secs)
-
-
 @dataclass(frozen=True)
 class ProcessId:
     """A process as its peers know it; `group` is the same where processes can see each other."""
@@ -100,8 +88,16 @@ class ProcessId:
 
 def own_process(rank: int) -> ProcessId:
     """Describe this process."""
+
+    def told(ask: Callable[[], object]) -> str:
+        try:
+            return str(ask()).strip()
+        except OSError:
+            return "unknown"
+
     host = socket.gethostname()
-    return ProcessId(rank, os.getpid(), host, f"{host}/{_boot_id()}/{_pid_namespace()}")
+    boot, namespace = told(Path("/proc/sys/kernel/random/boot_id").read_text), told(_NAMESPACE.readlink)
+    return ProcessId(rank, os.getpid(), host, f"{host}/{boot}/{namespace}")
 
 
 def is_orphan(parent: int) -> bool:
@@ -120,20 +116,6 @@ def is_orphan(parent: int) -> bool:
     except OSError:
         return False
     return not (started or any(b"python" in word or b"torchrun" in word for word in words))
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown"
-
-
-def _pid_namespace() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return "unknown"
 
 
 class LifeLines:
@@ -236,7 +218,10 @@ class JsonLineSocket:
             self.closed = self.closed or not data or len(self._waiting) > _MOST_BYTES
         *whole, self._waiting = self._waiting.split(b"\n")
         try:
-            self._come += [_message(line) for line in whole]
+            come = [json.loads(line) for line in whole]
+            if not all(isinstance(one, dict) for one in come):
+                raise ValueError("no object")
+            self._come += come
         except (ValueError, RecursionError):  # the second: thousands of brackets, within each other
             self.closed = True
 
@@ -244,13 +229,6 @@ class JsonLineSocket:
         """Close this end."""
         self.closed = True
         self.link.close()
-
-
-def _message(line: bytes) -> Message:
-    found = json.loads(line)
-    if not isinstance(found, dict):
-        raise ValueError("no object")
-    return found
 
 
 def connect_to(address: str, port: int, secs: float) -> JsonLineSocket:

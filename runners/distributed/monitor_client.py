@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import torchrelay
 from torchrelay.errors import DeadlineError, PeerError
@@ -28,13 +27,6 @@ _PROGRAM = (
 )
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
 """What the interpreter may need; whoever looks for ranks by their environment must not find the warden."""
-
-
-class Started(NamedTuple):
-    """A warden that was started: where it listens, and its process."""
-
-    port: int
-    pid: int
 
 
 class WardenLine:
@@ -80,10 +72,18 @@ def join_warden(
     groups = list(by_group(processes).values())
     index = next(at for at, ranks in enumerate(groups) if rank in ranks)
     if groups[index][0] == rank:
-        hub = _posted(store, 0) if index else None
-        orders = _orders(processes, groups[index], hub, len(groups) > 1, (silence, look))
+        hub = _posted(store, 0) if index else None  # what the first host posted
+        orders = Orders(
+            token=hub["token"] if hub else secrets.token_hex(16),
+            host=processes[rank].host,
+            pids={one: processes[one].pid for one in groups[index]},
+            silence=silence,
+            look=look,
+            shared=len(groups) > 1 and hub is None,
+            hub={key: hub[key] for key in ("addresses", "port", "host", "ranks")} if hub else None,
+        )
         posted: Message = {
-            "port": launch_warden(orders).port,
+            "port": launch_warden(orders)[0],
             "token": orders.token,
             "host": orders.host,
             "ranks": groups[index],
@@ -108,27 +108,8 @@ def _posted(store: StoreClient, index: int) -> Message:
     return dict(json.loads(store.get([_key(index)])[0]))
 
 
-def _orders(
-    processes: Sequence[ProcessId],
-    ranks: Sequence[int],
-    hub: Message | None,
-    several: bool,
-    times: tuple[float, float],
-) -> Orders:
-    """What the warden of `ranks` is to do; `hub` is what the first host posted."""
-    return Orders(
-        token=hub["token"] if hub else secrets.token_hex(16),
-        host=processes[ranks[0]].host,
-        pids={rank: processes[rank].pid for rank in ranks},
-        silence=times[0],
-        look=times[1],
-        shared=several and hub is None,
-        hub={key: hub[key] for key in ("addresses", "port", "host", "ranks")} if hub else None,
-    )
-
-
-def launch_warden(orders: Orders) -> Started:
-    """Start a warden; it shares only the stream of errors with this process.
+def launch_warden(orders: Orders) -> tuple[int, int]:
+    """Start a warden, return its port and pid; it shares only the stream of errors with this process.
 
     Raises PeerError when it does not start.
     """
@@ -152,7 +133,7 @@ def launch_warden(orders: Orders) -> Started:
     if not told.strip().isdigit():
         raise PeerError(f"the warden of {orders.host} did not start (code {process.wait(10)})")
     process.returncode = 0  # nobody waits for it: it ends after its last rank
-    return Started(int(told), process.pid)
+    return int(told), process.pid
 
 
 def _addresses(master: str, host: str) -> list[str]:

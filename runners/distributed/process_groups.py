@@ -64,11 +64,6 @@ def choose_device(env: LaunchEnv, wanted: str | torch.device | None = None) -> t
     return torch.device("cuda", env.local_rank)
 
 
-def choose_backend(device: torch.device, wanted: str | None = None) -> str:
-    """Return the backend of the training's group for a device."""
-    return wanted or ("nccl" if device.type == "cuda" else "gloo")
-
-
 @dataclass(frozen=True)
 class FlagsOnTheWay:
     """An agreement that was posted; `wait` may be called once or more."""
@@ -133,9 +128,22 @@ class ProcessGroups:
         self._wire: GroupWire | None = None
         self.owns_default = not dist.is_initialized()
         if self.owns_default:
-            self._init_default(store, device, backend)
-        else:
-            self._check_default()
+            # The launcher's store outlives attempts and torch adds no prefix of its own: with the default
+            # prefix a restarted job reads the gloo addresses of processes that are gone.
+            dist.init_process_group(
+                backend,
+                store=store.raw("torch") if store else dist.HashStore(),  # type: ignore[attr-defined]
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=self._timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+        elif (seen := (dist.get_rank(), dist.get_world_size())) != (env.rank, env.world_size):
+            raise UsageError(
+                f"the process group that exists is rank {seen[0]} of {seen[1]}, the environment says rank "
+                f"{env.rank} of {env.world_size} (RANK, WORLD_SIZE): start with torchrun and let "
+                "torchrelay.init() make the group"
+            )
         self.default = dist.group.WORLD
         self.flags = self.flags_of(range(env.world_size))
         """Agreements of all ranks."""
@@ -165,10 +173,9 @@ class ProcessGroups:
         Ranks outside of it get torch's marker for a group that one is not in.
         """
         members = tuple(sorted(ranks))
-        if members == tuple(range(self._env.world_size)):
-            return self.default
         if members not in self._placed:
-            self._placed[members] = self._new_group(list(members), None)
+            every = members == tuple(range(self._env.world_size))
+            self._placed[members] = self.default if every else self._new_group(list(members), None)
         return self._placed[members]
 
     def wire(self) -> GroupWire | None:
@@ -200,27 +207,6 @@ class ProcessGroups:
         self._placed.clear()
         self._flags_of.clear()
         self._wire = None
-
-    def _init_default(self, store: StoreClient | None, device: torch.device, backend: str) -> None:
-        # The launcher's store outlives attempts and torch adds no prefix of its own: with the default
-        # prefix a restarted job reads the gloo addresses of processes that are gone.
-        dist.init_process_group(
-            backend,
-            store=store.raw("torch") if store else dist.HashStore(),  # type: ignore[attr-defined]
-            rank=self._env.rank,
-            world_size=self._env.world_size,
-            timeout=self._timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
-
-    def _check_default(self) -> None:
-        seen = (dist.get_rank(), dist.get_world_size())
-        if seen != (self._env.rank, self._env.world_size):
-            raise UsageError(
-                f"the process group that exists is rank {seen[0]} of {seen[1]}, the environment says rank "
-                f"{self._env.rank} of {self._env.world_size} (RANK, WORLD_SIZE): start with torchrun and let "
-                "torchrelay.init() make the group"
-            )
 
     def _new_group(self, ranks: list[int] | None, backend: str | None) -> Any:
         group = dist.new_group(ranks, timeout=self._timeout, backend=backend)

@@ -100,10 +100,6 @@ class StoreClient:
         with self._guarded():
             return bool(self._store.check(list(keys)))
 
-    def missing(self, keys: Sequence[str]) -> list[str]:
-        """Return those of the keys that do not exist."""
-        return [key for key in keys if not self.has(key)]
-
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that starts at 0 and return it; such keys are read by `add(key, 0)`."""
         with self._guarded():
@@ -121,7 +117,7 @@ class StoreClient:
         """Wait at most `secs`, never above one poll, until all keys exist; return whether they do."""
         if self.has(*keys):
             return True
-        if self._waiter is None or not self._waiter.is_for(keys):
+        if self._waiter is None or self._waiter.keys not in (None, list(keys)):
             self._waiter = _Waiter(self.clone()._store)
         with self._guarded():
             return self._waiter.wait(keys, max(0.01, min(secs, POLL_SECS)))
@@ -151,26 +147,23 @@ class _Waiter:
     def __init__(self, store: Store) -> None:
         self._asked: SimpleQueue[list[str] | None] = SimpleQueue()
         self._answers: SimpleQueue[Exception | None] = SimpleQueue()
-        self._keys: list[str] | None = None
+        self.keys: list[str] | None = None
+        """What it waits for; None where it is free."""
         threading.Thread(
             target=_answer, args=(store, self._asked, self._answers), name="torchrelay-store", daemon=True
         ).start()
         weakref.finalize(self, self._asked.put, None)
 
-    def is_for(self, keys: Sequence[str]) -> bool:
-        """Whether it is free, or waits for these very keys."""
-        return self._keys in (None, list(keys))
-
     def wait(self, keys: Sequence[str], secs: float) -> bool:
         """Whether the keys exist within `secs`; raises what the store raised."""
-        if self._keys is None:
-            self._keys = list(keys)
-            self._asked.put(self._keys)
+        if self.keys is None:
+            self.keys = list(keys)
+            self._asked.put(self.keys)
         try:
             error = self._answers.get(timeout=secs)
         except Empty:
             return False
-        self._keys = None
+        self.keys = None
         if error is not None:
             raise error
         return True
@@ -338,8 +331,10 @@ def _lead(store: StoreClient, size: int, token: str, deadline: Deadline, check: 
     while not deadline.over:
         check()
         if store.has(*hellos):
-            before, roll = roll, _publish(store, hellos, roll)
-            pause = pause if roll is before else _SHORTEST_SECS
+            tokens = tuple(token.decode() for token in store.get(hellos))
+            if tokens != roll.tokens:
+                roll, pause = Roll(secrets.token_hex(8), tokens), _SHORTEST_SECS
+                store.put("roll", roll.encode())
             acks = [_ack(roll.nonce, rank) for rank in range(1, size)]
             if not roll.has(0, size, token):
                 store.put(_hello(0), token.encode())
@@ -348,26 +343,14 @@ def _lead(store: StoreClient, size: int, token: str, deadline: Deadline, check: 
                 return roll.nonce
         time.sleep(min(pause, deadline.left))
         pause = min(2 * pause, _LONGEST_SECS)
-    raise DeadlineError(_who_is_missing(store, size, roll, deadline))
-
-
-def _publish(store: StoreClient, hellos: list[str], roll: Roll) -> Roll:
-    """Publish the tokens as they are now, unless the last roll has them already."""
-    tokens = tuple(token.decode() for token in store.get(hellos))
-    if tokens == roll.tokens:
-        return roll
-    fresh = Roll(secrets.token_hex(8), tokens)
-    store.put("roll", fresh.encode())
-    return fresh
-
-
-def _who_is_missing(store: StoreClient, size: int, roll: Roll, deadline: Deadline) -> str:
     late = [
         rank
         for rank in range(1, size)
         if not store.has(_hello(rank)) or not (roll.nonce and store.has(_ack(roll.nonce, rank)))
     ]
-    return f"waited {deadline.secs:g} s for all {size} ranks to start; missing: {ranks_text(late)}"
+    raise DeadlineError(
+        f"waited {deadline.secs:g} s for all {size} ranks to start; missing: {ranks_text(late)}"
+    )
 
 
 def _follow(

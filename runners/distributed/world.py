@@ -7,10 +7,8 @@ import os
 import secrets
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -21,10 +19,10 @@ from torchrelay.jobs.session import Peers, Solo
 from torchrelay.runners.distributed import environment
 from torchrelay.runners.distributed.agreement import LoopWatch, StorePeers
 from torchrelay.runners.distributed.environment import LaunchEnv, names_by_rank
-from torchrelay.runners.distributed.failure_watcher import Watcher, WatcherTimeouts, patience_of
+from torchrelay.runners.distributed.failure_watcher import Watcher, patience_of
 from torchrelay.runners.distributed.liveness import ProcessId, by_group, is_orphan, own_process
 from torchrelay.runners.distributed.loops import Loops
-from torchrelay.runners.distributed.monitor_client import WardenLine, join_warden
+from torchrelay.runners.distributed.monitor_client import join_warden
 from torchrelay.runners.distributed.process_groups import ProcessGroups
 from torchrelay.runners.distributed.rendezvous import (
     Deadline,
@@ -70,7 +68,7 @@ class World:
             self.blame("making the process groups", error)
             raise
         self.loops.collectives = self.groups.collectives
-        self._excepthook = _Excepthook(self.blame).install()
+        self._excepthook, sys.excepthook = sys.excepthook, self._blame_uncaught
         atexit.register(self.close)
         environment.enter(self)
 
@@ -93,12 +91,19 @@ class World:
         consequence = is_consequence(error)
         return self.watcher.report_failure(task, text, code_of(error), consequence=consequence) is not None
 
+    def _blame_uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """As the hook of exceptions that nobody caught: Python prints it as ever."""
+        self._excepthook(kind, error, trace)
+        if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+            self.blame("the script", error)
+
     def meet_at_the_end(self, secs: float) -> bool:
         """Wait at most `secs` until all ranks come to their end; whether they did."""
         if self._store is None or self.env.world_size == 1:
             return True
-        keys = [f"end/{rank}" for rank in range(self.env.world_size)]
-        deadline = Deadline(secs)
+        keys, deadline = self._keys("end"), Deadline(secs)
         self._store.put(keys[self.env.rank], b"")
         while not deadline.over and (self.watcher is None or self.watcher.failure is None):
             if self._store.wait(keys, deadline.left):
@@ -107,8 +112,10 @@ class World:
 
     def late_at_the_end(self) -> str:
         """Name the ranks that did not come to their end yet."""
-        ranks = range(self.env.world_size)
-        return ranks_text([rank for rank in ranks if self._store and not self._store.has(f"end/{rank}")])
+        store = self._store
+        return ranks_text(
+            [rank for rank, key in enumerate(self._keys("end")) if store and not store.has(key)]
+        )
 
     def close(self) -> None:
         """Destroy the groups that were made, say that this rank leaves, stop watching. Once.
@@ -120,7 +127,8 @@ class World:
         self._closed = True
         atexit.unregister(self.close)
         environment.leave(self)
-        self._excepthook.remove()
+        if sys.excepthook == self._blame_uncaught:
+            sys.excepthook = self._excepthook
         if self.watcher is None or self.watcher.failure is None:
             self.groups.destroy()
         self._linger()
@@ -135,17 +143,16 @@ class World:
                 self.peers.leave()
             self._store.put(f"gone/{self.env.rank}", b"")
             if self.env.hosts_store:
-                self._await_others(Deadline(_LATE_AT_THE_END_SECS))
+                deadline, others = Deadline(_LATE_AT_THE_END_SECS), self._keys("gone")
+                while not deadline.over and not self._store.wait(others):
+                    if self.watcher is not None and self.watcher.failure is not None:
+                        self._store.wait(others, 2 * self.watcher.patience.look)
+                        return
         except PeerError:  # whoever serves the store is gone, and needs no word
             return
 
-    def _await_others(self, deadline: Deadline) -> None:
-        assert self._store is not None  # noqa: S101 - it hosts it
-        others = [f"gone/{rank}" for rank in range(self.env.world_size)]
-        while not deadline.over and not self._store.wait(others):
-            if self.watcher is not None and self.watcher.failure is not None:
-                self._store.wait(others, 2 * self.watcher.patience.look)
-                return
+    def _keys(self, what: str) -> list[str]:
+        return [f"{what}/{rank}" for rank in range(self.env.world_size)]
 
     def _meet(self, start_secs: float) -> None:
         deadline, parent = Deadline(start_secs), os.getppid() if self.env.elastic else None
@@ -162,7 +169,11 @@ class World:
         self.nonce = nonce
         self._store = below.clone(nonce)
         peers = StorePeers(self._store.clone("peers"), self.env.rank, self.env.world_size)
-        self._introduce(peers)
+        own = own_process(self.env.rank)
+        start = {"process": asdict(own), "place": asdict(_own_place(self.env, own.host))}
+        told = peers.exchange("start", start)
+        self.processes = tuple(ProcessId(**other["process"]) for other in told)
+        self._places = [other["place"] for other in told]
         watch = self._loop_watch = LoopWatch(
             self._store,
             self.env.rank,
@@ -171,6 +182,12 @@ class World:
             failure=lambda: self.watcher.failure_text() if self.watcher else None,
             ask=lambda ranks: self.watcher.ask(ranks) if self.watcher else {},
         )
+        patience, warden = patience_of(os.environ), None
+        if self.env.world_size > 1:  # a single rank has nobody to miss it: it may be stopped for long
+            silence, look, master = patience.silence, patience.look, self.env.master_addr
+            warden = join_warden(
+                self._store, self.env.rank, self.processes, master, silence=silence, look=look
+            )
         self.watcher = Watcher(
             self._store,
             self.env.rank,
@@ -178,7 +195,7 @@ class World:
             parent=parent,
             hanging=hanging,
             astray=watch.astray,
-            warden=self._join_warden(patience := patience_of(os.environ)),
+            warden=warden,
             patience=patience,
         ).start()
         peers.name_of = lambda rank: str(self.processes[rank])
@@ -189,27 +206,6 @@ class World:
             peers.launch = self._served.put_once("tr/launch", secrets.token_hex(8).encode()).decode()
         peers.hosts = Hosts.of(by_group(self.processes).values())
         self.peers = peers
-
-    def _join_warden(self, patience: WatcherTimeouts) -> WardenLine | None:
-        """A single rank has nobody to miss it: it may be stopped for as long as its user likes."""
-        if self._store is None or self.env.world_size == 1:
-            return None
-        return join_warden(
-            self._store,
-            self.env.rank,
-            self.processes,
-            self.env.master_addr,
-            silence=patience.silence,
-            look=patience.look,
-        )
-
-    def _introduce(self, peers: StorePeers) -> None:
-        own = own_process(self.env.rank)
-        told = peers.exchange(
-            "start", {"process": asdict(own), "place": asdict(_own_place(self.env, own.host))}
-        )
-        self.processes = tuple(ProcessId(**other["process"]) for other in told)
-        self._places = [other["place"] for other in told]
 
 
 def _own_place(env: LaunchEnv, host: str) -> NodePlace:
@@ -291,25 +287,3 @@ def _chain(error: BaseException) -> list[BaseException]:
         chain.append(step)
         step = step.__cause__ or (None if step.__suppress_context__ else step.__context__)
     return chain
-
-
-class _Excepthook:
-    """Blames an exception that nobody caught, then lets Python print it as ever."""
-
-    def __init__(self, blame: Callable[[str, BaseException], Any]) -> None:
-        self._blame = blame
-        self._before = sys.excepthook
-
-    def install(self) -> _Excepthook:
-        self._before = sys.excepthook
-        sys.excepthook = self._hook
-        return self
-
-    def remove(self) -> None:
-        if sys.excepthook == self._hook:
-            sys.excepthook = self._before
-
-    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._before(kind, error, trace)
-        if not isinstance(error, (KeyboardInterrupt, SystemExit)):
-            self._blame("the script", error)

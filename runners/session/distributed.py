@@ -15,7 +15,6 @@ from torchrelay.runners.distributed.environment import LaunchEnv, current_world,
 from torchrelay.runners.distributed.process_groups import (
     DEFAULT_TIMEOUT_SECS,
     FlagsOnTheWay,
-    choose_backend,
     choose_device,
 )
 from torchrelay.runners.distributed.world import START_SECS, World, code_of, is_consequence
@@ -71,11 +70,8 @@ class DistributedSession(SessionBase):
             )
         env = read_launch_env()
         chosen = choose_device(env, device)
-        return cls(
-            World(
-                env, chosen, choose_backend(chosen, backend), timeout_secs=timeout_secs, start_secs=start_secs
-            )
-        )
+        backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
+        return cls(World(env, chosen, backend, timeout_secs=timeout_secs, start_secs=start_secs))
 
     def __repr__(self) -> str:
         return f"DistributedSession(rank {self.env.rank} of {self.env.world_size})"

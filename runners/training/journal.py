@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ from torchrelay.checkpoint.log.view import LeaseInfo, Look
 from torchrelay.errors import DirectoryInUseError, PreemptedError, StorageError, UsageError
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers, decide, warn
+from torchrelay.metadata.fs import finite
 from torchrelay.metadata.run_directory import RunDirectory, State
-from torchrelay.runners.distributed.launcher_status import forget_note, remember_note, tell_run
+from torchrelay.runners.distributed.launcher_status import notes, tell_run
 from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.session.base import SessionBase
-from torchrelay.runners.session.metrics import finite
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import StopVerdict
 from torchrelay.runners.training.plan import Choice, RunResult
@@ -128,7 +128,7 @@ class Journal:
         self._tail = _tail_of(before)
         self._attempts = before.get("attempts")
         self._status("RUNNING", epoch=look.epoch)
-        remember_note(self.cut_off)
+        notes.append(self.cut_off)
         asked = choice.start == "explicit"
         epoch, step = (choice.epoch, 0) if asked else (look.epoch, look.step)
         rewind = {"rewind": True} if choice.rewind else {}
@@ -166,7 +166,7 @@ class Journal:
         self, state: RunState, metrics: Mapping[str, float], saved: bool | None, verdict: StopVerdict
     ) -> None:
         """Note an epoch's metrics and whether it was saved (None: that goes on behind the training)."""
-        if not self.writes or self.run is None or self._generation is None:
+        if not self.writes:
             return
         line: dict[str, Any] = {
             "epoch": state.epoch,
@@ -186,28 +186,23 @@ class Journal:
     def _note_epoch(
         self, line: dict[str, Any], ended_early: str | None, stop: Sequence[str], *, durable: bool = True
     ) -> None:
-        if self.run is None or self._generation is None:
-            return
-        self._note(self.run.log_metrics, self._generation, line)
+        self._lines("log_metrics", line)
         if ended_early:
             self._event("short epoch", epoch=line["epoch"], reason=ended_early)
         self._status("RUNNING", durable=durable, epoch=line["epoch"], stop=list(stop))
 
     def step_points(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
         """Note points within an epoch, in the order of steps."""
-        if self.writes and self.run is not None and self._generation is not None:
-            lines = [
-                {"epoch": epoch, "step": step, "metrics": {name: finite(one) for name, one in values.items()}}
-                for epoch, step, values in rows
-            ]
-            self._note(self.run.log_steps, self._generation, lines)
+        lines = [
+            {"epoch": epoch, "step": step, "metrics": {name: finite(one) for name, one in values.items()}}
+            for epoch, step, values in rows
+        ]
+        self._lines("log_steps", lines)
 
     def steps_go_on(self, step: int) -> None:
         """Points of later steps, where there are any, are of starts that this one replaces."""
-        if not self.writes or self.run is None or self._generation is None:
-            return
-        if self.run.generations("steps"):
-            self._note(self.run.log_steps, self._generation, [{"after": step}])
+        if self.writes and self.run is not None and self.run.generations("steps"):
+            self._lines("log_steps", [{"after": step}])
 
     def save_failed(self, position: Position, error: Exception, in_a_row: int) -> None:
         """Warn loudly: the epoch does not look saved anywhere."""
@@ -275,8 +270,7 @@ class Journal:
 
     def tail_at(self, branch: int, epoch: int | None) -> int:
         """How many parts after the loop are recorded as done. Rank 0 only."""
-        same = (self._tail.get("branch"), self._tail.get("epoch")) == (branch, epoch)
-        return len(self._tail["done"]) if same else 0
+        return len(TAIL_PARTS) - len(_left_of(self._tail, branch, epoch))
 
     def uncount(self) -> None:
         """Count this start as no attempt: a person ended it, or is told what to mend."""
@@ -332,17 +326,14 @@ class Journal:
                 return  # or it is somebody else's status
             if isinstance(error, (KeyboardInterrupt, UsageError)):
                 self.uncount()
-            self._failed(error, state, reason, code)
-
-    def _failed(self, error: BaseException, state: RunState, reason: str, code: int) -> None:
-        try:
-            epoch = state.epoch or self._epoch  # before the loop the run is where the log says
-            self._note_failure(reason, epoch, code)
-            if isinstance(error, KeyboardInterrupt):
-                resumes = "; the same command resumes from the newest saved epoch" if self.run else ""
-                self.say(f"interrupted in epoch {epoch or 0}{resumes}")
-        except Exception as second:
-            print(f"torchrelay: the failure could not be noted: {second}", file=sys.stderr)
+            try:
+                epoch = state.epoch or self._epoch  # before the loop the run is where the log says
+                self._note_failure(reason, epoch, code)
+                if isinstance(error, KeyboardInterrupt):
+                    resumes = "; the same command resumes from the newest saved epoch" if self.run else ""
+                    self.say(f"interrupted in epoch {epoch or 0}{resumes}")
+            except Exception as second:
+                print(f"torchrelay: the failure could not be noted: {second}", file=sys.stderr)
 
     def cut_off(self, reason: str, code: int) -> None:
         """Note a failure for which this process is ended where it stands; called from a thread."""
@@ -353,18 +344,13 @@ class Journal:
 
     def _note_failure(self, reason: str, epoch: int | None, code: int) -> None:
         self._event("failure", error=reason, epoch=epoch)
-        if not self._has_successor():
+        # of one that was frozen meanwhile a later start may have written the status
+        newest = None
+        if self.writes and self.run is not None:
+            with suppress(StorageError):
+                newest = self.run.status().get("generation")
+        if type(newest) is not int or newest <= (self._generation or 0):
             self._status("FAILED", epoch=epoch, error=reason, exit_code=code)
-
-    def _has_successor(self) -> bool:
-        """Whether a later start has written the status: one that was frozen meanwhile may not know of it."""
-        if not self.writes or self.run is None:
-            return False
-        try:
-            newest = self.run.status().get("generation")
-        except StorageError:
-            return False
-        return type(newest) is int and newest > (self._generation or 0)
 
     @contextmanager
     def _last_note(self) -> Iterator[bool]:
@@ -376,11 +362,15 @@ class Journal:
         with self._ending:
             yield not self._over
             self._over = True  # not where the block was interrupted: then the interruption is noted
-        forget_note(self.cut_off)
+        notes.forget(self.cut_off)
 
     def _event(self, kind: str, **details: Any) -> None:
-        if self.writes and self.run is not None and self._generation is not None:
-            self._note(self.run.log_event, self._generation, kind, **details)
+        self._lines("log_event", kind, **details)
+
+    def _lines(self, verb: str, *values: Any, **details: Any) -> None:
+        """Add lines to a file of this start, where this process writes the run directory."""
+        if self.writes:
+            self._note(getattr(self.run, verb), self._generation, *values, **details)
 
     def _status(self, state: State, **details: Any) -> None:
         if not self.writes or self.run is None:
@@ -417,6 +407,6 @@ def _tail_of(status: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _left_of(tail: Mapping[str, Any], branch: int, epoch: int) -> list[str]:
+def _left_of(tail: Mapping[str, Any], branch: int, epoch: int | None) -> list[str]:
     same = (tail.get("branch"), tail.get("epoch")) == (branch, epoch)
     return [part for part in TAIL_PARTS if not same or part not in tail["done"]]

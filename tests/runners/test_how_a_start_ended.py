@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,7 @@ import pytest
 from torchrelay.checkpoint.log.view import LeaseInfo, Look
 from torchrelay.jobs.session import Solo
 from torchrelay.metadata.run_directory import RunDirectory, State
-from torchrelay.runners.distributed.launcher_status import (
-    forget_last_words,
-    forget_note,
-    note_failure,
-    remember_last_words,
-    say_last_words,
-)
+from torchrelay.runners.distributed.launcher_status import NOTE_SECS, SECS, last_words, notes
 from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.monitoring.text import RankLog
 from torchrelay.runners.session.run_state import RunState
@@ -59,7 +54,7 @@ def run(tmp_path: Path) -> Held:
 def journal(run: Held) -> Iterator[Journal]:
     first = started(run, 0)
     yield first
-    forget_note(first.cut_off)
+    notes.forget(first.cut_off)
 
 
 def started(run: RunDirectory, generation: int) -> Journal:
@@ -84,7 +79,7 @@ def test_nobody_ends_the_process_while_its_failure_is_being_noted(run: Held, jou
     run.held = "FAILED"
     main = in_thread(journal.failed, RuntimeError("mine"), RunState(), "mine", 1)
     assert run.about.wait(WAIT_SECS)
-    other = in_thread(note_failure, "another's", 6, WAIT_SECS)
+    other = in_thread(partial(notes.make, "another's", 6, secs=WAIT_SECS))
     other.join(0.5)
     assert other.is_alive()  # what follows it is the end of the process
     run.go.set()
@@ -99,7 +94,7 @@ def test_a_status_that_was_under_way_does_not_hide_the_failure(run: Held, journa
     state = RunState()
     main = in_thread(journal.epoch_done, state, {}, True, StopVerdict())
     assert run.about.wait(WAIT_SECS)
-    other = in_thread(note_failure, "lost a peer", 6, WAIT_SECS)
+    other = in_thread(partial(notes.make, "lost a peer", 6, secs=WAIT_SECS))
     other.join(0.5)
     run.go.set()
     for thread in (main, other):
@@ -111,8 +106,8 @@ def test_a_status_that_was_under_way_does_not_hide_the_failure(run: Held, journa
 def test_who_was_frozen_leaves_the_status_of_the_next_start_alone(run: Held, journal: Journal) -> None:
     """A process whose log was taken meanwhile ends, and says so in its own events alone."""
     later = started(run, 1)
-    forget_note(later.cut_off)
-    note_failure("its launcher is gone", 6, WAIT_SECS)
+    notes.forget(later.cut_off)
+    notes.make("its launcher is gone", 6, secs=WAIT_SECS)
     status = run.status()
     assert (status["state"], status["generation"], failures(run)) == ("RUNNING", 1, ["its launcher is gone"])
 
@@ -126,15 +121,15 @@ def test_a_process_without_threads_ends_all_the_same(
         raise RuntimeError("can't start new thread")
 
     said = threading.Event()
-    remember_last_words(said.set)
+    last_words.append(said.set)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        note_failure("lost a peer", 6)
-        say_last_words()
+        notes.make("lost a peer", 6, secs=NOTE_SECS)
+        last_words.make(secs=SECS)
         with pytest.raises(SystemExit):
             run_and_leave(lambda: sys.exit("no room"))
     assert "no room" in capsys.readouterr().err
-    forget_last_words(said.set)
+    last_words.forget(said.set)
     assert (run.status()["state"], failures(run), said.is_set()) == ("RUNNING", [], False)
 
 

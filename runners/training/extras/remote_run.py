@@ -26,15 +26,14 @@ from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.errors import FencedError, RelayError, StorageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import decide, together
-from torchrelay.metadata.fs import MAX_JSON_BYTES, read_note
+from torchrelay.metadata.fs import MAX_JSON_BYTES, finite, read_note
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.distributed.launcher_status import forget_last_words, remember_last_words
+from torchrelay.runners.distributed.launcher_status import last_words
 from torchrelay.runners.remote_runs.download import Brought, RunFiles, bring, found_in, unlisted
 from torchrelay.runners.remote_runs.local_copies import WorkspaceLock, check_store, make_workspace, set_aside
 from torchrelay.runners.remote_runs.names import CHECKPOINTS, NEEDED, STOP, for_a_start, travels
 from torchrelay.runners.remote_runs.upload import EVERY_SECS, BackgroundUploader, Putter, local_goes_on
 from torchrelay.runners.session.base import SessionBase
-from torchrelay.runners.session.metrics import finite
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.training.journal import Journal
 
@@ -192,7 +191,7 @@ class StoredRun:
         self._putter.kept.update(self._brought.left_out)
         look = self._look_around if self._peers.rank == 0 else lambda: None
         self._behind = BackgroundUploader(self._putter, may_put, look, every)
-        remember_last_words(self._last_words)
+        last_words.append(self._last_words)
         return self._behind
 
     def _look_around(self) -> None:
@@ -230,7 +229,7 @@ class StoredRun:
         behind, self._behind = self._behind, None
         if behind is None:
             return
-        forget_last_words(self._last_words)
+        last_words.forget(self._last_words)
         left_secs = None if self._state.requests is None else self._state.requests.secs_left()
         if failed:
             secs = min(secs, FAILED_SECS)

@@ -23,11 +23,7 @@ from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import DirectoryInUseError, FencedError, RelayError, UsageError
 from torchrelay.lifecycle import StepFailedError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.distributed.launcher_status import (
-    forget_last_words,
-    remember_last_words,
-    say_last_words,
-)
+from torchrelay.runners.distributed.launcher_status import last_words
 from torchrelay.runners.remote_runs import upload
 from torchrelay.runners.remote_runs.download import RunFiles
 from torchrelay.runners.remote_runs.local_copies import WorkspaceLock, make_workspace, workspace_of
@@ -340,14 +336,14 @@ def test_last_words_are_short() -> None:
     said, hangs = threading.Event(), threading.Event()
     words = (said.set, lambda: hangs.wait(60))
     for one in words:
-        remember_last_words(one)
+        last_words.append(one)
     begun = time.monotonic()
-    say_last_words(0.1)
+    last_words.make(secs=0.1)
     assert said.is_set()
     assert time.monotonic() - begun < 50
     hangs.set()
     for one in words:
-        forget_last_words(one)
+        last_words.forget(one)
 
 
 def test_a_status_that_a_late_loser_put_over_ours_is_mended(url: str, hosts: Hosts) -> None:
