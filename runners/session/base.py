@@ -24,7 +24,7 @@ from torchrelay.jobs.job import SessionGroup, TaskGroup
 from torchrelay.jobs.random import RandomStreams, current_seed
 from torchrelay.jobs.runtime import phase
 from torchrelay.jobs.session import Peers, Wire, is_told, together
-from torchrelay.jobs.task import Task, TaskOutput
+from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace, WorkspaceType
 from torchrelay.runners.distributed.loops import ALL, Loops, first_contradiction
 from torchrelay.runners.session.context import Context
@@ -198,9 +198,18 @@ class SessionBase(Managed):
         if isinstance(work, TaskGroup):
             self._run_group(work)
             return None
-        task = _as_task(work)
-        self._run_group(_alone(task))
-        return task.result
+        if not isinstance(work, Task):
+            if not callable(work):
+                raise UsageError(
+                    f"a session cannot run {work!r}: give a TaskGroup, a Task, "
+                    "or a function that takes nothing, ws or ctx"
+                )
+            work = Task(work, group=TaskGroup(WorkspaceType.GLOBAL))
+        # a group of its own: the task may run again later in another one
+        alone = TaskGroup(work.workspace_type or WorkspaceType.GLOBAL, name=work.full_name)
+        alone.add(work)
+        self._run_group(alone)
+        return work.result
 
     def run_on(self, group: TaskGroup, nodes: Collection[str]) -> None:
         """Run the tasks that a group has on these nodes; all processes call this together."""
@@ -273,7 +282,9 @@ class SessionBase(Managed):
                 if nodes is not None and place.name not in nodes:
                     continue
                 try:
-                    own[place.name] = self._run_node(group, by_node[place.name], place.name, ranks)
+                    with self.on_node(place.name):
+                        ctx = self.context(place.name)
+                        own[place.name] = run_node(group, chosen(by_node[place.name], ctx), ctx, ranks)
                 except Interrupted:  # all processes are, at one step: they meet as after any group
                     interrupted.append(place.name)
             return [told(tasks, own), self.loops.note(over=True)] if self.peers.size > 1 else None
@@ -296,13 +307,6 @@ class SessionBase(Managed):
                 self._all_failed()
             raise
 
-    def _run_node(
-        self, group: TaskGroup, tasks: Sequence[Task], node: str, ranks: Mapping[Task, TaskRanks]
-    ) -> dict[TaskOutput, Any]:
-        with self.on_node(node):
-            ctx = self.context(node)
-            return run_node(group, chosen(tasks, ctx), ctx, ranks)
-
     def _announced(self, name: str, work: Callable[[], Any]) -> Callable[[], Any]:
         """The work, with a failure told to `task_failed` before the others are met."""
 
@@ -322,7 +326,13 @@ class SessionBase(Managed):
         """The ranks that run each task. Functions of the program are asked on all, and have to agree."""
 
         def place() -> list[list[int]]:
-            return [self._ranks_of(task) for task in tasks]
+            """Those of its node or, without one, those that `on=` selects."""
+            found = []
+            for task in tasks:
+                with naming(f"on= of task {task.full_name!r}", self.local_nodes[0]):
+                    places = [one for one in self.nodes if task.node in (None, one.name)]
+                    found.append([one.rank for one in places if selected(task.on, one)])
+            return found
 
         if self.peers.size == 1 or not any(callable(task.on) for task in tasks):
             return dict(zip(tasks, place(), strict=True))
@@ -364,36 +374,28 @@ class SessionBase(Managed):
                 )
         return found
 
-    def _ranks_of(self, task: Task) -> list[int]:
-        """The ranks that run a task: those of its node or, without one, those that `on=` selects."""
-        with naming(f"on= of task {task.full_name!r}", self.local_nodes[0]):
-            return [
-                place.rank
-                for place in self.nodes
-                if task.node in (None, place.name) and selected(task.on, place)
-            ]
-
     def run_on_failure(self, group: TaskGroup, exit_code: int) -> None:
         """Run the tasks of `group` that want to run after a failure, 30 s at most, without the others.
 
         What they raise is logged: the failure before them is what counts.
         """
+
+        def run() -> None:
+            by_node = group.tasks_by_node([place.name for place in self.nodes])
+            for place in self.local_nodes:
+                try:
+                    with self.on_node(place.name):
+                        ctx = Context(self.workspace(place.name), place, self, concurrent=True)
+                        run_node(group, chosen(by_node[place.name], ctx, after_failure=True), ctx)
+                except Exception as error:
+                    logger.warning("a task after the failure failed too: %s", error)
+
         self.run_state.exit_code = exit_code
-        thread = threading.Thread(target=self._run_after_failure, args=(group,), daemon=True)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(FAILURE_SECS)
         if thread.is_alive():
             logger.warning("tasks of %s after the failure did not end in %g s", group.name, FAILURE_SECS)
-
-    def _run_after_failure(self, group: TaskGroup) -> None:
-        by_node = group.tasks_by_node([place.name for place in self.nodes])
-        for place in self.local_nodes:
-            try:
-                with self.on_node(place.name):
-                    ctx = Context(self.workspace(place.name), place, self, concurrent=True)
-                    run_node(group, chosen(by_node[place.name], ctx, after_failure=True), ctx)
-            except Exception as error:
-                logger.warning("a task after the failure failed too: %s", error)
 
     # The run
 
@@ -434,21 +436,3 @@ class SessionBase(Managed):
     def _check_open(self) -> None:
         if self.closed:
             raise NotAllowedNowError(f"this {type(self).__name__} is closed: make a new one")
-
-
-def _as_task(work: Any) -> Task:
-    if isinstance(work, Task):
-        return work
-    if not callable(work):
-        raise UsageError(
-            f"a session cannot run {work!r}: give a TaskGroup, a Task, "
-            "or a function that takes nothing, ws or ctx"
-        )
-    return Task(work, group=TaskGroup(WorkspaceType.GLOBAL))
-
-
-def _alone(task: Task) -> TaskGroup:
-    """A group of its own for a task, which may run again later in another such group."""
-    group = TaskGroup(task.workspace_type or WorkspaceType.GLOBAL, name=task.full_name)
-    group.add(task)
-    return group

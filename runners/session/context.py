@@ -13,6 +13,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.distributed.loops import ALL
+from torchrelay.runners.session.mid_epoch import is_epoch_loader
 from torchrelay.runners.session.run_state import RunState, check_interval
 from torchrelay.runners.session.steps import Siblings, StepLoop, TaskRanks
 
@@ -256,8 +257,8 @@ class Context:
         alone = self.concurrent or self.session.peers.size == 1
         self._check_steps(count, accumulate, alone=alone)
         tell_epoch(loader, max(self.epoch, 1))
-        if len(self.session.local_nodes) > 1:
-            place_loader(loader, self.place)
+        if len(self.session.local_nodes) > 1 and is_epoch_loader(loader):
+            loader.placed(self.place.rank, self.place.world_size)  # torch.distributed cannot tell it there
         every = not self.concurrent and (count or self.ranks.every)
         agreeing = None if alone else self.session if every else self.ranks.agreeing
         cursor = None if self.concurrent else self._state.cursor_of(self.node)
@@ -336,22 +337,12 @@ class Context:
             torch.cuda.set_device(device)
 
 
-def place_loader(loader: Any, place: NodePlace) -> None:
-    """Give an EpochLoader its share where torch.distributed cannot tell it: on emulated nodes."""
-    from torchrelay.jobs.data.loader import EpochLoader
-
-    if isinstance(loader, EpochLoader):
-        loader.placed(place.rank, place.world_size)
-
-
 def tell_epoch(loader: Any, epoch: int) -> None:
     """Let samplers (a DistributedSampler, say) and datasets shuffle for this epoch (counted from 0 there).
 
     They are found at any depth: a batch sampler around a sampler, a dataset around another one.
     """
-    from torchrelay.jobs.data.loader import EpochLoader
-
-    if isinstance(loader, EpochLoader):
+    if is_epoch_loader(loader):
         return
     found: list[Any] = []
     todo = [loader]

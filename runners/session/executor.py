@@ -27,7 +27,7 @@ from torchrelay.jobs.blobs import Step, invoke
 from torchrelay.jobs.cluster import selected
 from torchrelay.jobs.job import NodeHook, Reporter, TaskGroup
 from torchrelay.jobs.task import NotHere, Task, TaskOutput
-from torchrelay.jobs.workspace import Origin, Workspace, WorkspaceType
+from torchrelay.jobs.workspace import Origin, WorkspaceType
 from torchrelay.records import Json, dataclass
 from torchrelay.runners.session.context import Context
 from torchrelay.runners.session.mid_epoch import Cursor
@@ -110,8 +110,16 @@ def reporting(
     itself is not called again.
     """
     ended = threading.Event()
-    loops = [_loop(reporter, ended, call) for reporter in reporters]
-    threads = [threading.Thread(target=siblings.guarded, args=(loop,), daemon=True) for loop in loops]
+
+    def report(reporter: Reporter) -> None:
+        while not ended.wait(reporter.interval):
+            call(reporter.step)
+        call(reporter.step)  # whenever the end came, even during a call: this one begins after it
+
+    threads = [
+        threading.Thread(target=siblings.guarded, args=(partial(report, one),), daemon=True)
+        for one in reporters
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -120,15 +128,6 @@ def reporting(
         ended.set()
         for thread in threads:
             thread.join()
-
-
-def _loop(reporter: Reporter, ended: threading.Event, call: Callable[[Step], object]) -> Callable[[], None]:
-    def loop() -> None:
-        while not ended.wait(reporter.interval):
-            call(reporter.step)
-        call(reporter.step)  # whenever the end came, even during a call: this one begins after it
-
-    return loop
 
 
 Outputs = dict[TaskOutput, Any]
@@ -182,7 +181,8 @@ class _NodeRun:
         """Hooks around tasks; raises the first failure of this thread, others are with the siblings."""
         with self._creating(self.tasks):
             self._hooks(self.group.local_inits)
-            with reporting(self._reporters(), self.siblings, self._report):
+            here = [one for one in self.group.reporters if one.node in (None, self.ctx.node)]
+            with reporting(here, self.siblings, self._report):
                 self.siblings.guarded(self._run_tasks)
                 self.siblings.join()
             self._hooks(self.group.local_exits)
@@ -193,7 +193,12 @@ class _NodeRun:
         for task in self.tasks:
             found[task.result] = self.results.get(task)
             for output in task.outputs:
-                found[output] = _read(output, str(output.name), self.ctx.workspace)
+                workspace, name = self.ctx.workspace, str(output.name)
+                if name not in workspace:
+                    raise UsageError(
+                        f"{output} does not exist on {workspace.node} at the end of the run: no step made it"
+                    )
+                found[output] = workspace[name]
         return found
 
     def _run_tasks(self) -> None:
@@ -207,7 +212,13 @@ class _NodeRun:
                 cursor.begin(task, self.ctx.workspace, self.ctx.session.streams(self.ctx.node))
             runtime.begin_now()
             if task.concurrent:
-                self.siblings.start(task.full_name, partial(self._run_concurrent, task))
+
+                def run(task: Task = task) -> None:
+                    self.ctx.enter_thread()
+                    ctx = replace(self.ctx, concurrent=True, group=None)
+                    self.results[task] = run_task(task, ctx, self.siblings)
+
+                self.siblings.start(task.full_name, run)
             else:
                 with self._creating([task]):
                     ranks = self.ranks.get(task, TaskRanks())
@@ -228,10 +239,6 @@ class _NodeRun:
         if inside and self.ctx.session.peers.size == 1 and state.urgency() == PREEMPT:
             raise Interrupted
 
-    def _run_concurrent(self, task: Task) -> None:
-        self.ctx.enter_thread()
-        self.results[task] = run_task(task, replace(self.ctx, concurrent=True, group=None), self.siblings)
-
     def _hooks(self, hooks: Iterable[NodeHook]) -> None:
         here = [hook for hook in hooks if hook.node in (None, self.ctx.node)]
         if here:
@@ -241,9 +248,6 @@ class _NodeRun:
             run_steps(
                 [hook.step], replace(self.ctx, ranks=TaskRanks(every=every, counting=every)), self.siblings
             )
-
-    def _reporters(self) -> Iterator[Reporter]:
-        return (reporter for reporter in self.group.reporters if reporter.node in (None, self.ctx.node))
 
     def _report(self, step: Any) -> None:
         self.ctx.enter_thread()
@@ -265,14 +269,6 @@ def origin_of(tasks: Iterable[Task]) -> Origin:
     """What names that `tasks` create at the start belong to: their node alone, or all nodes alike."""
     placed = all(task.node is not None or task.on != "all" for task in tasks)
     return Origin.INIT_PLACED if placed else Origin.INIT_ALL
-
-
-def _read(output: TaskOutput, name: str, workspace: Workspace) -> Any:
-    if name not in workspace:
-        raise UsageError(
-            f"{output} does not exist on {workspace.node} at the end of the run: no step made it"
-        )
-    return workspace[name]
 
 
 LIMIT_BYTES = 1 << 20

@@ -13,7 +13,6 @@ from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Solo
-from torchrelay.records import dataclass
 from torchrelay.runners.distributed.environment import numbered_first, read_launch_env, world_of_parent
 from torchrelay.runners.session.base import SessionBase
 
@@ -26,14 +25,11 @@ if TYPE_CHECKING:
 _DEFAULT = ("trainer_0",)
 
 
-@dataclass(frozen=True)
-class _Agreed:
+class _Agreed(tuple[int, ...]):
     """The agreement of a single process with itself."""
 
-    flags: tuple[int, ...]
-
     def wait(self) -> tuple[int, ...]:
-        return self.flags
+        return self
 
 
 class LocalSession(SessionBase):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.session import Peers
+from torchrelay.metadata.fs import finite
 from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
@@ -39,34 +40,33 @@ class Glimpses:
         """Have the value come to the host where somebody asked for it; returns at once."""
         if not self._asked or name not in self._asked:
             return
-        self._asked.discard(name)
-        with suppress(RuntimeError):  # a device that is in no state for it must not fail the training
-            self._send(name, accumulator.numbers)
-
-    def _send(self, name: str, numbers: tuple[Number, Number]) -> None:
         import torch
 
-        device = next(one.device for one in numbers if isinstance(one, torch.Tensor))
-        pair = on_device(numbers, device, torch.float32)
-        room = self._sent.get(name)
-        if room is None:
-            room = torch.full((2,), math.nan, dtype=torch.float32, pin_memory=device.type == "cuda")
-            self._sent[name] = room
-        room.copy_(pair, non_blocking=True)
+        self._asked.discard(name)
+        with suppress(RuntimeError):  # a device that is in no state for it must not fail the training
+            device = next(one.device for one in accumulator.numbers if isinstance(one, torch.Tensor))
+            pair = on_device(accumulator.numbers, device, torch.float32)
+            room = self._sent.get(name)
+            if room is None:
+                room = torch.full((2,), math.nan, dtype=torch.float32, pin_memory=device.type == "cuda")
+                self._sent[name] = room
+            room.copy_(pair, non_blocking=True)
 
     def look(self, running: Mapping[str, Accumulator]) -> dict[str, float]:
         """The running values that are here; the others are asked for."""
-        found = {}
+        found: dict[str, float] = {}
         for name, accumulator in running.items():
-            value, weight = accumulator.numbers
-            if _on_host(value) and _on_host(weight):
-                found[name] = _result(accumulator.reduce, float(value), float(weight))
-                continue
-            self._asked.add(name)
-            room = self._sent.get(name)
-            if room is not None:
-                found[name] = _result(accumulator.reduce, *room.tolist())
-        return {name: number for name, number in found.items() if number is not None}
+            summary = None
+            if all(isinstance(one, float) or one.device.type == "cpu" for one in accumulator.numbers):
+                summary = accumulator.summary()
+            else:
+                self._asked.add(name)
+                if (room := self._sent.get(name)) is not None:
+                    summary = MetricSummary(accumulator.reduce, *room.tolist())
+            # a weight of NaN: none has come yet
+            if summary and not math.isnan(summary.weight) and (result := summary.result) is not None:
+                found[name] = result
+        return found
 
 
 def on_device(numbers: tuple[Number, Number], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -81,17 +81,6 @@ def on_device(numbers: tuple[Number, Number], device: torch.device, dtype: torch
             for one in numbers
         ]
     )
-
-
-def _on_host(number: Any) -> bool:
-    return isinstance(number, float) or number.device.type == "cpu"
-
-
-def _result(reduce: str, value: float, weight: float) -> float | None:
-    """None where no value had a weight, or none has come yet."""
-    if weight == 0 or math.isnan(weight):
-        return None
-    return value / weight if reduce == "mean" else value
 
 
 Number: TypeAlias = "float | Tensor"
@@ -134,10 +123,10 @@ class MetricSummary:
 class Accumulator:
     """The running reduction of one metric on one node; tensors stay on their device, detached."""
 
-    def __init__(self, reduce: str) -> None:
+    def __init__(self, reduce: str, value: Number | None = None, weight: Number = 0.0) -> None:
         self.reduce = reduce
-        self._value: Number = _START[reduce]
-        self._weight: Number = 0.0
+        self._value: Number = _START[reduce] if value is None else value
+        self._weight = weight
 
     def add(self, value: Number, weight: Number) -> None:
         """Take one value; never waits for a device."""
@@ -152,18 +141,9 @@ class Accumulator:
         """The running value and weight, where they are."""
         return self._value, self._weight
 
-    @classmethod
-    def of(cls, summary: MetricSummary) -> Accumulator:
-        """Go on from a summary."""
-        found = cls(summary.reduce)
-        found._value, found._weight = summary.value, summary.weight
-        return found
-
     def copy(self) -> Accumulator:
         """The state as it is now; no value is read, because none is ever changed in place."""
-        found = Accumulator(self.reduce)
-        found._value, found._weight = self._value, self._weight
-        return found
+        return Accumulator(self.reduce, self._value, self._weight)
 
     def summary(self) -> MetricSummary:
         """The state as plain numbers; this is where a device is waited for."""
@@ -205,9 +185,7 @@ class MetricLog:
 
     def glimpse(self) -> dict[str, float]:
         """What was logged up to now; of values on a device, what was there the last time somebody looked."""
-        with self._lock:
-            running = {name: accumulator.copy() for name, accumulator in self._accumulators.items()}
-        return self._glimpses.look(running)
+        return self._glimpses.look(self.snapshot())
 
     def take(self) -> dict[str, MetricSummary]:
         """Hand out the summaries in order of first use and start anew."""
@@ -223,7 +201,9 @@ class MetricLog:
     def restore(self, summaries: Mapping[str, MetricSummary]) -> None:
         """Go on from these summaries instead of what was logged here."""
         with self._lock:
-            self._accumulators = {name: Accumulator.of(summary) for name, summary in summaries.items()}
+            self._accumulators = {
+                name: Accumulator(one.reduce, one.value, one.weight) for name, one in summaries.items()
+            }
 
 
 def reduce_metrics(peers: Peers, logs: Sequence[MetricLog]) -> dict[str, float]:
@@ -342,8 +322,3 @@ def _conflict(name: str, one: str, other: str) -> UsageError:
         f"metric {name!r} is logged with reduce={one!r} and with reduce={other!r}: "
         "one name has one reduction, log the other under another name"
     )
-
-
-def finite(number: float) -> float | str:
-    """JSON has no NaN: a number that is not finite is written as text."""
-    return number if math.isfinite(number) else str(number)

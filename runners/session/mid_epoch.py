@@ -125,7 +125,7 @@ class Loop:
     @property
     def source(self) -> Iterable[Any]:
         """The loader, without what was taken before a resume; an EpochLoader stands there by itself."""
-        own = _is_epoch_loader(self.loader) or not self.taken
+        own = is_epoch_loader(self.loader) or not self.taken
         return self.loader if own else islice(self.loader, self.taken, None)
 
     @property
@@ -135,7 +135,7 @@ class Loop:
 
     def ends_at(self, taken: int) -> bool:
         """Whether nothing is left behind `taken` batches, the last of which was just taken or is next."""
-        if _is_epoch_loader(self.loader):
+        if is_epoch_loader(self.loader):
             return self.loader.steps_left == 0
         return isinstance(self.loader, Sequence) and taken >= len(self.loader)
 
@@ -202,7 +202,10 @@ class Cursor:
         resumed = self._resumed if self.comes_back(counted=counted) else None
         taken = resumed.taken if resumed is not None else 0
         loop = Loop(loader, counted=counted, evaluates=evaluates, taken=taken)
-        loop.drawn = counted and self._may_be_drawn(loader)
+        before = self._streams_before
+        if counted and before is not None and isinstance(loader, Sequence) and not isinstance(loader, range):
+            # a sequence may hang on random numbers that the task drew before its loop
+            loop.drawn = _moved(before, RandomStreams.capture())
         if resumed is not None:
             self._log.restore(resumed.metrics)
             if self._streams is not None:
@@ -211,12 +214,6 @@ class Cursor:
             self._resumed = MidEpochPosition(resumed.done)
         self._loops.append(loop)
         return loop
-
-    def _may_be_drawn(self, loader: Iterable[Any]) -> bool:
-        """Whether the task drew random numbers before its loop over a sequence, which may hang on them."""
-        if not isinstance(loader, Sequence) or isinstance(loader, range) or self._streams_before is None:
-            return False
-        return _moved(self._streams_before, RandomStreams.capture())
 
     @property
     def everywhere(self) -> bool:
@@ -234,7 +231,7 @@ class Cursor:
             return f"{self._task.full_name!r} was evaluating, maybe with other weights"
         if len(counted) > 1 or not last.counted:
             return f"{self._task.full_name!r} was beyond its first loop: give every loop a task of its own"
-        if _is_epoch_loader(last.loader):
+        if is_epoch_loader(last.loader):
             return None if _holds(workspace, last.loader) else "its EpochLoader is not registered as a blob"
         if isinstance(last.loader, Sequence):
             return _DRAWN if last.drawn else None
@@ -271,7 +268,8 @@ class Cursor:
         return self._resumed is not None and self._resumed.task is not None
 
 
-def _is_epoch_loader(loader: object) -> TypeGuard[EpochLoader]:
+def is_epoch_loader(loader: object) -> TypeGuard[EpochLoader]:
+    """Whether a loader promises the same number of steps in every process, and stands where it was left."""
     from torchrelay.jobs.data.loader import EpochLoader
 
     return isinstance(loader, EpochLoader)

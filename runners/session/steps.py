@@ -33,7 +33,7 @@ from torchrelay.jobs.blobs import Step, step_name
 from torchrelay.jobs.task import Task
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.loops import ALL, REMEDY, LoopRecord, Loops
-from torchrelay.runners.session.mid_epoch import Cursor, Loop
+from torchrelay.runners.session.mid_epoch import Cursor, Loop, is_epoch_loader
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop_requests import NOT_ASKED, PREEMPT, Interrupted
 
@@ -92,20 +92,16 @@ class Siblings:
     def join(self) -> None:
         """Wait for all threads; after a failure it is said who keeps everybody waiting."""
         for thread in self._threads:
-            self._await(thread)
-        self._threads.clear()
-
-    def _await(self, thread: threading.Thread) -> None:
-        while True:
             thread.join(_PATIENCE_SECS)
-            if not thread.is_alive():
-                return
-            if self.cancelled:
-                logger.warning(
-                    "waiting for %s to end, because %s; let long loops ask ctx.cancelled",
-                    thread.name,
-                    self.error,
-                )
+            while thread.is_alive():
+                if self.cancelled:
+                    logger.warning(
+                        "waiting for %s to end, because %s; let long loops ask ctx.cancelled",
+                        thread.name,
+                        self.error,
+                    )
+                thread.join(_PATIENCE_SECS)
+        self._threads.clear()
 
     def settle(self) -> None:
         """Join all threads and raise the first failure, or CancelledError where that came from above."""
@@ -235,8 +231,9 @@ class StepLoop:
             self.state.requests.steps = True
         if self.agreeing is None:
             yield from self._alone(source, loop)
-        elif is_even(self.loader) and not self._asks:
-            yield from self._unasked(source, loop)
+        elif is_epoch_loader(self.loader) and not self._asks:  # as many batches everywhere, nothing to tell
+            for batch in source:
+                yield self._begin(batch, loop, closes=self._closes_window(loop))
         else:
             yield from self._together(source, loop, self.agreeing)
 
@@ -245,7 +242,8 @@ class StepLoop:
         made, early = self.loops.enter(self.among, type(self.loader).__name__), True
         together = _Together(agreeing, made)
         try:
-            for batch in (self._even if is_even(self.loader) else self._uneven)(source, loop, together):
+            even = is_epoch_loader(self.loader)
+            for batch in (self._even if even else self._uneven)(source, loop, together):
                 self.loops.begin(made)
                 yield batch
             early = False
@@ -290,11 +288,6 @@ class StepLoop:
         everywhere = self.cursor is not None and self.cursor.everywhere and self.state.requests is not None
         return self.counted or (self.polled and everywhere)
 
-    def _unasked(self, source: Iterable[Any], loop: Loop | None) -> Iterator[Any]:
-        """As many batches everywhere, and nothing to be told."""
-        for batch in source:
-            yield self._begin(batch, loop, closes=self._closes_window(loop))
-
     def _even(self, source: Iterable[Any], loop: Loop | None, agreeing: _Together) -> Iterator[Any]:
         """As many batches everywhere: only stop requests are told, every `agree_every` steps.
 
@@ -306,12 +299,12 @@ class StepLoop:
             closes, since = self._closes_window(loop), since + 1
             asking = since >= every if closes else index % every == 0
             since = 0 if asking and closes else since
-            handle = None
+            told = None
             if asking:
                 urgency = self._urgency(closes=closes)
-                handle = agreeing.agree(False, urgency, closes and self._save_wanted())
+                told = agreeing.agree(False, urgency, closes and self._save_wanted())
             yield self._begin(batch, loop, closes=closes)
-            _, urgency, save = handle.wait() if handle else (0, NOT_ASKED, 0)
+            _, urgency, save = told() if told else (0, NOT_ASKED, 0)
             if self._ended(urgency, loop):
                 return
             self._save_if(save, loop)
@@ -320,9 +313,9 @@ class StepLoop:
         """Each process looks one batch ahead; the first that runs dry ends the loop for all."""
         batches = iter(source)
         ahead = next(batches, _END)
-        handle = agreeing.agree(ahead is _END, NOT_ASKED, False)
+        told = agreeing.agree(ahead is _END, NOT_ASKED, False)
         while True:
-            exhausted, urgency, save = handle.wait()
+            exhausted, urgency, save = told()
             if exhausted:
                 self._tell_surplus(dropped=ahead is not _END)
                 return
@@ -332,14 +325,14 @@ class StepLoop:
             batch, ahead = ahead, next(batches, _END)
             closes = self._closes_window(loop, last=ahead is _END)
             urgency = self._urgency(closes=closes)
-            handle = agreeing.agree(ahead is _END, urgency, closes and self._save_wanted())
+            told = agreeing.agree(ahead is _END, urgency, closes and self._save_wanted())
             if self.accumulate > 1:  # the step has to know now whether it is the last one of all
-                closes = bool(handle.wait()[0]) or closes
+                closes = bool(told()[0]) or closes
             yield self._begin(batch, loop, closes=closes)
 
     def _with_last(self, source: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         """Batches, and whether each is the last: only of windows, and where the loop does not know."""
-        if self.accumulate == 1 or isinstance(self.loader, Sequence) or is_even(self.loader):
+        if self.accumulate == 1 or isinstance(self.loader, Sequence) or is_epoch_loader(self.loader):
             yield from ((batch, False) for batch in source)
             return
         batches = iter(source)
@@ -419,38 +412,23 @@ class _Together:
     agreeing: Agreeing
     made: LoopRecord
 
-    def agree(self, exhausted: bool, urgency: int, save: bool) -> _Round:
-        """Post what this process brings."""
-        number = self.made.number
-        return _Round(
-            number, self.agreeing.agree_flags((number, -number, int(exhausted), urgency, int(save)))
-        )
+    def agree(self, exhausted: bool, urgency: int, save: bool) -> Callable[[], tuple[int, int, int]]:
+        """Post what this process brings; return what waits for the others.
 
-
-@dataclass(frozen=True)
-class _Round:
-    """One of these agreements on its way."""
-
-    number: int
-    handle: FlagsHandle
-
-    def wait(self) -> tuple[int, int, int]:
-        """Whether a process has run dry, the strongest request, whether one wants a save.
-
-        Raises UsageError where the processes are in different loops.
+        It tells whether a process has run dry, the strongest request, whether one wants a save. Raises
+        UsageError where the processes are in different loops.
         """
-        most, least, exhausted, urgency, save = self.handle.wait()
-        if most != -least:
-            other = most if most != self.number else -least
-            raise UsageError(
-                f"this rank is in loop {self.number + 1} of ctx.steps in this group, another one is in "
-                f"loop {other + 1}: {REMEDY}"
-            )
-        return exhausted, urgency, save
+        number = self.made.number
+        handle = self.agreeing.agree_flags((number, -number, int(exhausted), urgency, int(save)))
 
+        def wait() -> tuple[int, int, int]:
+            most, least, exhausted, urgency, save = handle.wait()
+            if most != -least:
+                other = most if most != number else -least
+                raise UsageError(
+                    f"this rank is in loop {number + 1} of ctx.steps in this group, another one is in "
+                    f"loop {other + 1}: {REMEDY}"
+                )
+            return exhausted, urgency, save
 
-def is_even(loader: Any) -> bool:
-    """Whether a loader promises the same number of steps in every process."""
-    from torchrelay.jobs.data.loader import EpochLoader
-
-    return isinstance(loader, EpochLoader)
+        return wait

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torchrelay.checkpoint.format.names import nearest
@@ -87,25 +89,12 @@ def _ask(condition: StopCondition, session: SessionBase, node: str) -> tuple[boo
     return answer.stop, answer.reason, None
 
 
-class _Remembered:
-    """What a built-in limit may ask about a position that was loaded."""
-
-    def __init__(self, facts: Facts, epoch: int) -> None:
-        self.epoch = epoch
-        self.total_steps = facts.total_steps
-        self.elapsed_secs = facts.elapsed_secs
-        self.metrics = facts.last_metrics
-
-
 def over_there(
     session: SessionBase, job: Job, facts: Facts, epoch: int, *, inside: bool = False, rewound: bool = False
 ) -> StopVerdict:
     """`over_by_facts` of rank 0, for all: what a condition was made with may differ between ranks."""
-
-    def look() -> dict[str, Any]:
-        return asdict(over_by_facts(job, facts, epoch, inside=inside, rewound=rewound))
-
-    return StopVerdict(**decide(session.peers, "verdicts", look))
+    look = partial(over_by_facts, job, facts, epoch, inside=inside, rewound=rewound)
+    return StopVerdict(**decide(session.peers, "verdicts", lambda: asdict(look())))
 
 
 def over_by_facts(
@@ -119,7 +108,13 @@ def over_by_facts(
     at its end there stays so. `inside` an epoch limits on
     steps and time are left to its next step, which ends it as a short one.
     """
-    remembered = _Remembered(facts, epoch)
+    # what a built-in limit may ask about a position that was loaded
+    remembered = SimpleNamespace(
+        epoch=epoch,
+        total_steps=facts.total_steps,
+        elapsed_secs=facts.elapsed_secs,
+        metrics=facts.last_metrics,
+    )
     answers = {}
     for condition in job.stop_conditions:
         if condition.limit and inside and any(hasattr(condition, name) for name in ("steps", "secs")):

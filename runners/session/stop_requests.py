@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -169,9 +169,16 @@ class Requests:
 
     def level(self, *, patient: bool = False) -> int:
         """NOT_ASKED, ASKED or PREEMPT, now. `patient`: a preemption waits while there is time for that."""
-        if self._preempted(patient=patient):
-            return PREEMPT
-        return ASKED if self._stop_wanted() else NOT_ASKED
+        if self._signal is not None or self._late() is not None:
+            left = self.secs_left()
+            if not patient or left is None or left < self.need_secs + RESERVE_SECS:
+                return PREEMPT
+        now = self._clock()
+        if self._stop_file is not None and not self._stop and now - self._looked >= _LOOK_SECS:
+            self._looked = now
+            with suppress(OSError):  # a directory that cannot be looked into asks for nothing
+                self._stop = self._stop_file.exists()
+        return ASKED if self._stop else NOT_ASKED
 
     def reason(self) -> str | None:
         """Who asks, in words; None where this process knows of nobody."""
@@ -186,28 +193,9 @@ class Requests:
         ends += [] if self._kill_at is None else [self._kill_at]
         return min(ends) - self._clock() if ends else None
 
-    def _preempted(self, *, patient: bool) -> bool:
-        if self._signal is None and self._late() is None:
-            return False
-        left = self.secs_left()
-        return not patient or left is None or left < self.need_secs + RESERVE_SECS
-
     def _late(self) -> StopDeadline | None:
         now = self._clock() + self.need_secs + _MARGIN_SECS
         return next((one for one in self.deadlines if now >= one.at - one.margin_secs), None)
-
-    def _stop_wanted(self) -> bool:
-        now = self._clock()
-        if self._stop_file is not None and not self._stop and now - self._looked >= _LOOK_SECS:
-            self._looked, self._stop = now, _exists(self._stop_file)
-        return self._stop
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a directory that cannot be looked into asks for nothing
-        return False
 
 
 SAME_REQUEST_SECS = 5.0
