@@ -58,6 +58,11 @@ def _constant(word: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_float=_float, parse_int=_int, parse_constant=_constant)
 
 
+def finite(number: float) -> float | str:
+    """A number as JSON takes it: what it has no number for is text (`nan`, `inf`)."""
+    return number if math.isfinite(number) else str(number)
+
+
 def _check_depth(value: Any) -> None:
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(DEPTH_LIMIT):

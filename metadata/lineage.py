@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import DamagedError, StorageError, UsageError
-from torchrelay.metadata.fs import open_regular, read_json, sync_directory, write_json, write_new
+from torchrelay.metadata.fs import finite, open_regular, read_json, sync_directory, write_json, write_new
 from torchrelay.records import dataclass
 
 FORMAT = {"major": 1, "minor": 0, "features": []}
@@ -58,7 +58,7 @@ class StageRecord:
     def json(self) -> dict[str, Any]:
         """The record as it is stored."""
         found = asdict(self)
-        metrics = {name: value if value - value == 0 else str(value) for name, value in self.metrics.items()}
+        metrics = {name: finite(value) for name, value in self.metrics.items()}
         return {**found, "metrics": metrics, "applied": list(self.applied), "kept": list(self.kept)}
 
 

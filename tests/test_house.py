@@ -35,7 +35,6 @@ CIRCLES = {
         "checkpoint.state.reads",
         "checkpoint.state.restore",
     ),  # for the type of the plan that a value is made by
-    ("runners.training.plan", "runners.training.extras"),  # for the type of a result's warm starts
 }
 """Imports that close a circle with a folder. This list may only shrink."""
 

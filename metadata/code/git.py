@@ -70,7 +70,7 @@ class Repository:
         return told if told is not None and len(told) < LIMIT_BYTES else None
 
     def ask_beginning(self, *words: str, limit: int) -> bytes | None:
-        """What git prints, cut off after `limit` bytes; None where it fails."""
+        """The same, cut off after `limit` bytes."""
         return _git(self.directory, *words, limit=limit, index=self.index, env=self.settings)
 
 
@@ -125,41 +125,35 @@ def _git(
     index: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> bytes | None:
+    """The output, of a process that is ended when it has said enough or takes too long.
+
+    With all that it started, which has its pipe: that would stay open behind it.
+    """
     own = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     own |= {**_QUIET, **(env or {})}
     if index is not None:
         own["GIT_INDEX_FILE"] = str(index)
     settings = [word for setting in _OFF for word in ("-c", setting)]
     try:
-        process = subprocess.Popen(  # noqa: S603 - no shell, and no word of a stranger's
-            ["git", "--no-pager", *settings, *words],  # noqa: S607 - the git that the user types
-            cwd=directory, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )  # fmt: skip
+        with tempfile.TemporaryFile() as given:
+            given.write(data)
+            given.seek(0)
+            process = subprocess.Popen(  # noqa: S603 - no shell, and no word of a stranger's
+                ["git", "--no-pager", *settings, *words],  # noqa: S607 - the git that the user types
+                cwd=directory, env=own, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
     except OSError:
         return None
-    return _answer(process, data, limit)
-
-
-def _answer(process: subprocess.Popen[bytes], data: bytes, limit: int) -> bytes | None:
-    """The output, of a process that is ended when it has said enough or takes too long.
-
-    With all that it started, which has its pipes: they would stay open behind it.
-    """
     late = threading.Timer(PATIENCE_SECS, _end, (process,))
     late.daemon = True
     late.start()
     try:
         with process:
-            if process.stdin is None or process.stdout is None:
-                return None
-            feeding = threading.Thread(target=_feed, args=(process, data))
-            feeding.start()
-            told = process.stdout.read(limit)
+            told = process.stdout.read(limit) if process.stdout else b""
             cut = len(told) == limit
             if cut:
                 _end(process)
-            feeding.join()
             code = process.wait()
     finally:
         late.cancel()
@@ -171,16 +165,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.returncode is None:
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def _feed(process: subprocess.Popen[bytes], data: bytes) -> None:
-    """Beside the reading: either pipe may be full."""
-    if process.stdin is not None:
-        try:
-            process.stdin.write(data)
-            process.stdin.close()
-        except OSError:  # git ended without reading all
-            return
 
 
 _SUBMODULE = "160000"

@@ -126,7 +126,6 @@ class ArchivedImports:
         spec._initializing = True  # type: ignore[attr-defined]  # as importlib says of an import that is going on
         try:
             if path in self._contents:  # a folder without __init__.py has nothing to run
-                spec._initializing = True  # type: ignore[attr-defined]  # as importlib says it: an import is going on
                 loader.exec_module(module)
         except BaseException:
             self.modules.pop(full, None)
@@ -168,31 +167,23 @@ class ArchivedImports:
         if level:
             name = self._plain(_absolute(name, level, globals or {}))
         elif name == "importlib" or name.startswith("importlib."):
-            return self._of_importlib(name, fromlist)
+            found = builtins.__import__(name, None, None, fromlist or (), 0)
+            return self._importlib if found is importlib else found
         top = name.partition(".")[0]
         if not level and (top in sys.builtin_module_names or not self.has(top)):
             return builtins.__import__(name, globals, locals, fromlist or (), 0)
         module = self.module(name)
         if not fromlist:
             return self.modules[top]
-        self._with_submodules(module, fromlist)
+        if hasattr(module, "__path__"):
+            for one in getattr(module, "__all__", ()) if "*" in fromlist else fromlist:
+                if not hasattr(module, one) and self._find(one, self._inside(module)) is not None:
+                    self.module(f"{self._plain(module.__name__)}.{one}")
         return module
 
     def _plain(self, name: str) -> str:
         """A module's name without what tells it from those of other runs."""
         return name.removeprefix(f"{self.prefix}.")
-
-    def _with_submodules(self, module: ModuleType, fromlist: Sequence[str]) -> None:
-        if not hasattr(module, "__path__"):
-            return
-        for name in getattr(module, "__all__", ()) if "*" in fromlist else fromlist:
-            full = f"{self._plain(module.__name__)}.{name}"
-            if not hasattr(module, name) and self._find(name, self._inside(module)) is not None:
-                self.module(full)
-
-    def _of_importlib(self, name: str, fromlist: Sequence[str] | None) -> ModuleType:
-        found = builtins.__import__(name, None, None, fromlist or (), 0)
-        return self._importlib if found is importlib else found
 
     def _own_importlib(self) -> ModuleType:
         """`importlib` whose `import_module` knows the archive, as the functions of these modules expect."""

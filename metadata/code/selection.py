@@ -11,6 +11,7 @@ import os
 import posixpath
 import stat
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass as python_dataclass
 from dataclasses import field
 from pathlib import Path
@@ -73,10 +74,10 @@ class Walk:
         self.names: set[str] = set()
         self._seen = 0
 
-    def run(self) -> Walk:
+    def run(self) -> set[str]:
         """Look; raises UsageError for a tree that is too large."""
         self._enter("", ())
-        return self
+        return self.names
 
     def _enter(self, folder: str, above: tuple[tuple[str, GitIgnoreSpec], ...]) -> None:
         try:
@@ -267,7 +268,7 @@ def select(root: Root, sources: Sources, repo: Repository | None) -> SourceSelec
         untracked = {name for name in listing.untracked if not is_junk(name)}
         names = listing.tracked | _like_source(root.path, untracked, sources, found)
     else:  # no git, or a folder that the repository around it ignores
-        names = _like_source(root.path, Walk(root.path).run().names, sources, found)
+        names = _like_source(root.path, Walk(root.path).run(), sources, found)
     names -= _in_runs(root.path, names)
     if sources.exclude:
         unwanted = patterns(sources.exclude)
@@ -304,24 +305,17 @@ def _size(path: Path) -> int:
 def _in_runs(root: Path, names: set[str]) -> set[str]:
     """The names that lie in a run's directory, or in one of checkpoints."""
     marked = {posixpath.dirname(n) for n in names if posixpath.basename(n) in ("run.json", "job.json")}
-    runs = {folder for folder in marked if _holds_run(root / folder)}
-    if not runs:
-        return set()
-    return {name for name in names if _is_in(name, runs)}
+    runs = set()
+    for folder in marked:
+        with suppress(OSError):
+            if is_run({one.name for one in (root / folder).iterdir()}):
+                runs.add(folder)
 
+    def inside(name: str) -> bool:
+        folder, _, _ = name.rpartition("/")
+        if folder:
+            return folder in runs or inside(folder)
+        # A run may lie in the root itself, beside the source; a folder `config` may well be the user's.
+        return "" in runs and (name in _OF_A_RUN or name in ("run.json", "status.json"))
 
-def _holds_run(folder: Path) -> bool:
-    try:
-        return is_run({one.name for one in folder.iterdir()})
-    except OSError:
-        return False
-
-
-def _is_in(name: str, runs: set[str]) -> bool:
-    folder = posixpath.dirname(name)
-    while folder:
-        if folder in runs:
-            return True
-        folder = posixpath.dirname(folder)
-    # A run may lie in the root itself, beside the source; a folder `config` may well be the user's.
-    return "" in runs and (name.split("/", maxsplit=1)[0] in _OF_A_RUN or name in ("run.json", "status.json"))
+    return {name for name in names if inside(name)}

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,20 +71,18 @@ def take(sources: Sources, *, roots: tuple[Root, ...] | None = None, with_git: b
 
 def digests(roots: Iterable[Root], names: Iterable[str]) -> dict[str, str]:
     """What these names of an archive are in this process's roots: a SHA-256, `-> target`, or GONE."""
-    by_label = {root.label: root for root in roots}
-    return {name: _digest(by_label, name) for name in names}
+    by_label, found = {root.label: root for root in roots}, {}
+    for name in names:
+        label, _, rest = name.partition("/") if "" not in by_label else ("", "", name)
+        root = by_label.get(label)
+        found[name] = GONE if root is None else digest_in(root, rest)
+    return found
 
 
 def of_manifest(manifest: SourceManifest) -> dict[str, str]:
     """The same for what was read."""
     links = {name: f"-> {target}" for name, target in manifest.links.items()}
     return {name: one.sha256 for name, one in manifest.files.items()} | links
-
-
-def _digest(roots: Mapping[str, Root], name: str) -> str:
-    label, _, rest = name.partition("/") if "" not in roots else ("", "", name)
-    root = roots.get(label)
-    return GONE if root is None else digest_in(root, rest)
 
 
 def place_of(path: Path) -> Path:
@@ -216,19 +215,12 @@ def main_script() -> Script | None:
         return None
     folder = path.parents[depth]
     name = path.relative_to(folder).as_posix()
-    return Script(Root("", folder, (name,) if _is_nobodys(folder) else None), name)
-
-
-def _is_nobodys(folder: Path) -> bool:
-    """Home, a file system's top and the folder for temporary files hold much that is no source of one run."""
-    return len(folder.parts) <= _TOO_WIDE or folder in (_home(), Path(tempfile.gettempdir()).resolve())
-
-
-def _home() -> Path | None:
-    try:
-        return Path.home().resolve()
-    except RuntimeError:
-        return None
+    # home, a file system's top and the folder for temporary files hold much that is no source of one run
+    shared = {Path(tempfile.gettempdir()).resolve()}
+    with suppress(RuntimeError):
+        shared.add(Path.home().resolve())
+    alone = len(folder.parts) <= _TOO_WIDE or folder in shared
+    return Script(Root("", folder, (name,) if alone else None), name)
 
 
 def _is_installed(path: Path) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import StorageError
-from torchrelay.metadata.fs import read_note
+from torchrelay.metadata.fs import finite, read_note
 from torchrelay.metadata.sinks.base import TrackedRun, append_text, foreign, read_whole_lines, replace_lines
 from torchrelay.records import dataclass
 
@@ -54,6 +53,24 @@ class StepLines:
             raise StorageError(f"{self.path} holds no points by step: move it away")
 
 
+class _TextSink:
+    """A file below `trackers/` in the run directory, or the one that it was given; points are in another."""
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = None if path is None else Path(path).absolute()
+        self._last: int | None = None
+        self._steps: StepLines | None = None
+
+    def close(self) -> None:
+        """Every line stands on the disk by itself."""
+
+    @property
+    def _file(self) -> Path:
+        if self.path is None:
+            raise ValueError("the sink was not opened")
+        return self.path
+
+
 CSV_FILE = "metrics.csv"
 _OWN = ("epoch", "step")
 _OF_STEPS = ("step", "epoch", "metric", "value")
@@ -67,7 +84,7 @@ class _Table:
     rows: dict[int, tuple[int, dict[str, str]]] = field(default_factory=dict)
 
 
-class CsvSink:
+class CsvSink(_TextSink):
     """Writes `trackers/metrics.csv` in the run directory, or the file that it was given.
 
     The first two columns are epoch and step; a metric that an epoch lacks is an empty cell, and a metric
@@ -75,15 +92,18 @@ class CsvSink:
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
-        self.path = None if path is None else Path(path).absolute()
+        super().__init__(path)
         self._names: list[str] = []
-        self._last: int | None = None
-        self._steps: StepLines | None = None
 
     def open(self, run: TrackedRun, attempt: int) -> None:
         """Find the file, and leave out what a crash tore off."""
         self.path = self.path or run.trackers / CSV_FILE
-        self._steps = StepLines(self.path, ",".join(_OF_STEPS), _csv_step)
+
+        def step_of(line: str) -> int | None:
+            step = line.partition(",")[0]
+            return int(step) if step.isdecimal() else None
+
+        self._steps = StepLines(self.path, ",".join(_OF_STEPS), step_of)
         if foreign(self.path, ",".join(_OWN)):
             raise StorageError(
                 f"{self.path} is no table of metrics by epoch and step: give a file of its own"
@@ -120,9 +140,6 @@ class CsvSink:
             table.rows = {one: row for one, row in table.rows.items() if one <= epoch}
             self._write(table)
 
-    def close(self) -> None:
-        """Every row stands on the disk by itself."""
-
     def rows(self) -> dict[int, dict[str, float]]:
         """The metrics that the file holds, by epoch."""
         rows = self._read().rows.items()
@@ -145,17 +162,6 @@ class CsvSink:
         replace_lines(self._file, (_text(row)[:-1] for row in [[*_OWN, *table.names], *rows]))
         self._names, self._last = table.names, max(table.rows, default=None)
 
-    @property
-    def _file(self) -> Path:
-        if self.path is None:
-            raise ValueError("the sink was not opened")
-        return self.path
-
-
-def _csv_step(line: str) -> int | None:
-    step = line.partition(",")[0]
-    return int(step) if step.isdecimal() else None
-
 
 def _cells(epoch: int, step: int, cells: Mapping[str, str], names: Iterable[str]) -> list[str]:
     return [str(epoch), str(step), *(cells.get(name, "") for name in names)]
@@ -163,9 +169,7 @@ def _cells(epoch: int, step: int, cells: Mapping[str, str], names: Iterable[str]
 
 def _text(row: Iterable[str]) -> str:
     out = io.StringIO()
-    csv.writer(out).writerow(
-        row
-    )  # with its own end of lines, so that cells with either half of it are quoted
+    csv.writer(out).writerow(row)  # with its own end of lines, so that cells with half of it are quoted
     return out.getvalue().removesuffix("\r\n") + "\n"
 
 
@@ -174,17 +178,15 @@ _BEGINS = '{"attempt": '
 """So does a line of ours, and what a crash left of the first one."""
 
 
-class JsonlSink:
+class JsonlSink(_TextSink):
     """Writes `trackers/metrics.jsonl` in the run directory, or the file that it was given.
 
     A line has epoch, step, attempt, time (Unix seconds) and metrics; what JSON has no number for is text.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
-        self.path = None if path is None else Path(path).absolute()
+        super().__init__(path)
         self._attempt = 0
-        self._last: int | None = None
-        self._steps: StepLines | None = None
 
     def open(self, run: TrackedRun, attempt: int) -> None:
         """Find the file, and leave out what a crash tore off."""
@@ -221,9 +223,6 @@ class JsonlSink:
             replace_lines(self._file, map(_line, kept))
             self._last = max((row["epoch"] for row in kept), default=None)
 
-    def close(self) -> None:
-        """Every line stands on the disk by itself."""
-
     def rows(self) -> list[dict[str, Any]]:
         """What the file holds, in the order of epochs; lines that are none of ours are left out."""
         found = {}
@@ -251,14 +250,8 @@ class JsonlSink:
             "step": step,
             "attempt": self._attempt,
             "time": round(time.time(), 3),
-            "metrics": {name: _number(value) for name, value in metrics.items()},
+            "metrics": {name: finite(value) for name, value in metrics.items()},
         }
-
-    @property
-    def _file(self) -> Path:
-        if self.path is None:
-            raise ValueError("the sink was not opened")
-        return self.path
 
 
 def _jsonl_step(line: str) -> int | None:
@@ -272,7 +265,3 @@ def _jsonl_step(line: str) -> int | None:
 
 def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, sort_keys=True, allow_nan=False)
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

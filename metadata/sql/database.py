@@ -229,26 +229,18 @@ def put(connection: Connection, rows: Rows) -> None:
 def _statement(dialect: str, table: Table) -> Any:
     insert: Any = postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
     new = insert.excluded
-    together = table.name == "relay_jobs"
-    changes = {
-        name: _of_newest(table, new, name, choose) if together else _merged(table.c[name], new[name], choose)
-        for name, choose in MERGES[table.name].items()
-    }
+    changes = {}
+    for name, choose in MERGES[table.name].items():
+        old = table.c[name]
+        wins = new[name] < old if choose is min else new[name] > old
+        if table.name == "relay_jobs":  # all together go with the newer generation
+            generation = table.c.generation
+            wins = or_(new.generation > generation, and_(new.generation == generation, wins))
+        else:
+            wins = or_(old.is_(None), wins)
+        changes[name] = case((wins, new[name]), else_=old)
     keys = [column.name for column in table.primary_key]
     return insert.on_conflict_do_update(index_elements=keys, set_=changes)
-
-
-def _merged(old: Any, new: Any, choose: Any) -> Any:
-    """The least or the greatest of two values that may be missing."""
-    wins = new < old if choose is min else new > old
-    return case((or_(old.is_(None), wins), new), else_=old)
-
-
-def _of_newest(table: Table, new: Any, name: str, choose: Any) -> Any:
-    """The value of the row with the newer generation; of equal ones as for all other columns."""
-    same = new.generation == table.c.generation
-    wins = or_(new.generation > table.c.generation, and_(same, new[name] > table.c[name]))
-    return case((wins, new[name]), else_=table.c[name])
 
 
 Result = TypeVar("Result")
@@ -358,7 +350,7 @@ def _engine(url: URL, deadline_secs: float) -> Engine:
     """SQLite locks the file when a transaction begins: two writers wait for each other, none gives up."""
     if url.get_backend_name() == "sqlite":
         engine = create_engine(url, poolclass=NullPool, connect_args={"timeout": deadline_secs})
-        event.listen(engine, "connect", _let_us_begin)
+        event.listen(engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
         event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
         return engine
     options: dict[str, Any] = {}
@@ -366,7 +358,3 @@ def _engine(url: URL, deadline_secs: float) -> Engine:
         # libpq takes whole seconds from 2 on
         options = {"connect_timeout": max(2, math.ceil(deadline_secs)), "application_name": "torchrelay"}
     return create_engine(url, poolclass=NullPool, connect_args=options)
-
-
-def _let_us_begin(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None

@@ -33,11 +33,11 @@ from torchrelay.jobs.data.fetch import make_batch
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.jobs.task import Task
+from torchrelay.metadata.fs import finite
 from torchrelay.runners.config_runs.context import PhaseState, StepContext
 from torchrelay.runners.config_runs.selection import MODEL, OPTIMIZER, stored_phase, weights_place
 from torchrelay.runners.config_runs.user_objects import on_device
 from torchrelay.runners.session.context import Context
-from torchrelay.runners.session.metrics import finite
 from torchrelay.runners.session.run_state import RunState
 
 

@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchrelay.errors import StorageError, UsageError
+from torchrelay.metadata.fs import finite
 from torchrelay.runners.monitoring.text import draws
 from torchrelay.runners.monitoring.text import human_bytes as human_bytes  # noqa: PLC0414 - other commands find it here
 
@@ -48,7 +49,11 @@ class Output:
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
         _open_streams()
-        self._console = None if json or not _is_terminal() else _console()
+        self._console: Console | None = None
+        if not json and draws(sys.stdout):
+            from rich.console import Console
+
+            self._console = Console()  # asks NO_COLOR itself
 
     def value(self, value: Mapping[str, Any]) -> None:
         """Print one JSON object."""
@@ -80,7 +85,8 @@ class Output:
             room = console.options.update_width(_ANY_WIDTH)
             if spare and console.measure(table, options=room).maximum > console.width:
                 left = [number for number, name in enumerate(columns) if name not in spare]
-                table = _rich_table(*_picked(left, columns, shown))
+                kept = [[row[one] for one in left] for row in shown]
+                table = _rich_table([columns[one] for one in left], kept)
             _tolerant(lambda: console.print(table))
 
     @property
@@ -126,12 +132,6 @@ def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def _picked(
-    numbers: Sequence[int], columns: Sequence[str], rows: Sequence[Sequence[str]]
-) -> tuple[list[str], list[list[str]]]:
-    return [columns[one] for one in numbers], [[row[one] for one in numbers] for row in rows]
-
-
 def by_url(text: str) -> str:
     """A message as it was meant: where a run at a URL was looked at, its directory here has another name."""
     mirrors = sys.modules.get("torchrelay.runners.remote_runs.local_copies")
@@ -148,11 +148,6 @@ def printable(text: str) -> str:
 def human_number(value: float) -> str:
     """A metric in at most five figures."""
     return f"{value:.5g}"
-
-
-def finite(value: float) -> float | str:
-    """A number as JSON takes it: what it has no number for is text (`nan`, `inf`)."""
-    return value if value - value == 0 else str(value)
 
 
 def _object(value: Mapping[str, Any]) -> str:
@@ -193,16 +188,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return [line.rstrip() for line in padded]
-
-
-def _is_terminal() -> bool:
-    return draws(sys.stdout)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()  # asks NO_COLOR itself
 
 
 def _tolerant(write: Callable[[], object]) -> None:

@@ -126,22 +126,16 @@ def _from_live(live: Mapping[str, Any], status: Mapping[str, Any], now: float) -
     if live.get("attempt") != status.get("attempt"):
         return found
     found |= _whole_numbers(live, "epoch", "last_epoch", "step", "steps")
-    for name in ("per_sec", "eta_secs"):
-        if isinstance(live.get(name), (int, float)):
-            found[name] = live[name]
-    for name in ("unit", "ckpt", "doing"):
-        if isinstance(live.get(name), str):
-            found[name] = live[name]
-    if isinstance(live.get("metrics"), dict):
-        found["metrics"] = live["metrics"]
+    kinds: dict[Any, str] = {(int, float): "per_sec eta_secs", str: "unit ckpt doing", dict: "metrics"}
+    for kind, names in kinds.items():
+        found |= {name: live[name] for name in names.split() if isinstance(live.get(name), kind)}
     return found
 
 
 def _from_lines(path: Path, attempt: int, generation: int | None, now: float) -> dict[str, Any]:
     found: dict[str, Any] = {"ranks": dict(_ranks(path / "logs" / f"attempt_{attempt}", now))}
-    warned = [
-        line for line in _last_lines(path / f"events.{generation}.jsonl") if line.get("kind") in _WARNINGS
-    ]
+    events = map(_object, _tail(path / f"events.{generation}.jsonl", _EVENT_BYTES))
+    warned = [one for one in events if one is not None and one.get("kind") in _WARNINGS]
     found["warnings"] = len(warned)
     if warned:
         found["last_warning"] = str(warned[-1].get("text") or warned[-1].get("error") or "")
@@ -155,10 +149,8 @@ def _from_lines(path: Path, attempt: int, generation: int | None, now: float) ->
 def _slowest(save: Mapping[str, Any]) -> tuple[str, float] | None:
     nodes = save.get("nodes")
     for node in nodes if isinstance(nodes, list) else []:
-        secs = (
-            node.get("secs") if isinstance(node, dict) and node.get("node") == save.get("slowest") else None
-        )
-        if isinstance(secs, dict):
+        slowest = isinstance(node, dict) and node.get("node") == save.get("slowest")
+        if slowest and isinstance(secs := node.get("secs"), dict):
             return str(node["node"]), sum(one for one in secs.values() if isinstance(one, (int, float)))
     return None
 
@@ -171,12 +163,6 @@ def _ranks(folder: Path, now: float) -> Iterator[tuple[int, float]]:
             if rank.isdecimal() and entry.name == f"rank_{rank}.log":
                 with suppress(OSError):
                     yield int(rank), max(now - entry.stat().st_mtime, 0.0)
-
-
-def _last_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON lines at the end of a file."""
-    found = (_object(line) for line in _tail(path, _EVENT_BYTES))
-    return [one for one in found if one is not None]
 
 
 def _tail(path: Path, nbytes: int) -> list[bytes]:
@@ -258,7 +244,9 @@ def _word(run: Path, status: Mapping[str, Any], epoch: int | None) -> tuple[Word
     if state == "RUNNING":
         return _going(run, status)
     if state == "FINISHED":
-        return ("tested" if _is_tested(run, epoch) else "finished"), ""
+        result = newest_result(run)
+        tested = result is not None and result.get("epoch") == epoch
+        return ("tested" if tested else "finished"), ""
     if state == "FAILED":
         if status.get("exit_code") == _BY_CTRL_C:
             return "interrupted", "Ctrl-C"
@@ -266,11 +254,6 @@ def _word(run: Path, status: Mapping[str, Any], epoch: int | None) -> tuple[Word
     if state in ("PREEMPTED", "STOPPED"):
         return "interrupted", f"{str(state).lower()}: {reasons}" if reasons else str(state).lower()
     return "created", ""
-
-
-def _is_tested(run: Path, epoch: int | None) -> bool:
-    found = newest_result(run)
-    return found is not None and found.get("epoch") == epoch
 
 
 def _going(run: Path, status: Mapping[str, Any]) -> tuple[Word, str]:

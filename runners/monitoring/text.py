@@ -7,7 +7,6 @@ What a program prints itself stays where it goes; whoever wants that in files ha
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.fs import append_bytes
+from torchrelay.metadata.fs import append_bytes, finite
 from torchrelay.records import dataclass
 
 LEVELS = {"info": 0, "warning": 1}
@@ -222,7 +221,7 @@ class Sight:
 
     def json(self) -> dict[str, Any]:
         """As `live.json` has it; what JSON has no number for is text."""
-        metrics = {n: v if math.isfinite(v) else str(v) for n, v in self.metrics.items()}
+        metrics = {name: finite(value) for name, value in self.metrics.items()}
         return {**vars(self), "metrics": metrics, "unit": self.unit}
 
 
@@ -283,7 +282,19 @@ class RankLog(logging.Handler):
         """Listen to the `torchrelay` logger and to warnings."""
         logger = logging.getLogger("torchrelay")
         logger.addHandler(self)
-        self._hooks = [lambda: logger.removeHandler(self), self._listen(), self._give_form()]
+        before = warnings.showwarning
+
+        def show(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
+            if self._hooks:  # else somebody put this back after the end
+                self.line(_warning(message, category, filename, lineno), "W")
+            before(message, category, filename, lineno, *rest, **more)
+
+        def form(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
+            text = _warning(message, category, filename, lineno)
+            return stamped(text, level="W", who=self.who) + "\n"
+
+        hooks = [_replaced("showwarning", show), _replaced("formatwarning", form)]
+        self._hooks = [lambda: logger.removeHandler(self), *hooks]
 
     def end(self) -> None:
         """Let go; what somebody else has put in the place of ours stays. A second call does nothing."""
@@ -299,35 +310,12 @@ class RankLog(logging.Handler):
             with suppress(Exception):
                 sys.stderr.write(stamped(record.getMessage(), level=letter, who=self.who) + "\n")
 
-    def _listen(self) -> Callable[[], None]:
-        """Note each warning that is shown, then show it as before."""
-        before = warnings.showwarning
 
-        def show(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
-            if self._hooks:  # else somebody put this back after the end
-                self.line(_warning(message, category, filename, lineno), "W")
-            before(message, category, filename, lineno, *rest, **more)
-
-        def undo() -> None:
-            if warnings.showwarning is show:
-                warnings.showwarning = before
-
-        warnings.showwarning = show
-        return undo
-
-    def _give_form(self) -> Callable[[], None]:
-        before = warnings.formatwarning
-
-        def form(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
-            text = _warning(message, category, filename, lineno)
-            return stamped(text, level="W", who=self.who) + "\n"
-
-        def undo() -> None:
-            if warnings.formatwarning is form:
-                warnings.formatwarning = before
-
-        warnings.formatwarning = form
-        return undo
+def _replaced(name: str, own: Callable[..., Any]) -> Callable[[], None]:
+    """Put a hook of `warnings` in its place; return what undoes that, unless another one is there by then."""
+    before = getattr(warnings, name)
+    setattr(warnings, name, own)
+    return lambda: setattr(warnings, name, before) if getattr(warnings, name) is own else None
 
 
 def _warning(message: Any, category: Any, filename: str, lineno: int) -> str:

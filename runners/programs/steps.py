@@ -26,12 +26,12 @@ from torchrelay.jobs.data.loader import EpochLoader
 from torchrelay.jobs.runtime import Signature, Size, TensorSpec
 from torchrelay.jobs.session import Peers, Solo
 from torchrelay.metadata.experiments import append_values
-from torchrelay.metadata.fs import write_json
+from torchrelay.metadata.fs import finite, write_json
 from torchrelay.runners.config_runs.user_objects import on_device
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.context import Context
 from torchrelay.runners.session.local import LocalSession, current_session
-from torchrelay.runners.session.metrics import MetricLog, finite, reduce_metrics
+from torchrelay.runners.session.metrics import MetricLog, reduce_metrics
 
 if TYPE_CHECKING:
     from torchrelay.jobs.config.config import Config

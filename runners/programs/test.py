@@ -15,13 +15,13 @@ from torchrelay.jobs.config.runner_schema import RunnerSection
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import decide
 from torchrelay.metadata.experiments import read_result, write_result
+from torchrelay.metadata.fs import finite
 from torchrelay.runners.config_runs.profiles import ConfigResult, run_config
 from torchrelay.runners.config_runs.selection import weights_place
 from torchrelay.runners.programs.command_context import ConfiguredScene, say
 from torchrelay.runners.programs.epoch_selection import Used, use
 from torchrelay.runners.programs.program import Scene
 from torchrelay.runners.session.local import current_or_new_session
-from torchrelay.runners.session.metrics import finite
 
 
 def test(scene: Scene) -> int:

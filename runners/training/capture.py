@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from torchrelay.metadata.code.capture import (
 )
 from torchrelay.metadata.code.git import commit_hidden, repository
 from torchrelay.metadata.code.selection import Root, Sources, sources_of
-from torchrelay.metadata.code.snapshot import GONE, Script, Snapshot, digests, main_script, of_manifest, take
+from torchrelay.metadata.code.snapshot import GONE, Snapshot, digests, main_script, of_manifest, take
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.session.base import SessionBase
@@ -183,7 +185,8 @@ class Capturing:
         self, run: Path, journal: Journal, called: Mapping[str, Any], world: Mapping[str, Any]
     ) -> None:
         taken = self._taken = self._taken or self._take()
-        before = self._before(run)
+        # the last start whose source was archived
+        before = next((one for one in reversed(captures(run)) if code_id_of(one) is not None), None)
         code = self._write_code(run, taken, self._warnings.append)
         config = write_config(run, self._given, journal.attempt)
         write_capture(
@@ -242,7 +245,10 @@ class Capturing:
         found = []
         if told["config"] != self._given.config_id:
             found.append("the configuration differs")
-        roots = self._roots() if told["files"] else None
+        roots: tuple[Root, ...] | None = None
+        if told["files"] and not self._off:
+            script = main_script() if self._asked is None else None
+            roots = (script.root,) if script else self._asked.labelled() if self._asked else None
         if roots is not None:
             own = digests(roots, told["files"])
             for name, theirs in told["files"].items():
@@ -250,14 +256,6 @@ class Capturing:
                     found.append(f"{name} {'is missing' if own[name] == GONE else 'differs'}")
         more = len(found) - _NAMED_FILES
         return [*found[:_NAMED_FILES], *([f"{more} more"] if more > 0 else [])]
-
-    def _roots(self) -> tuple[Root, ...] | None:
-        if self._off:
-            return None
-        if self._asked is not None:
-            return self._asked.labelled()
-        script = main_script()
-        return None if script is None else (script.root,)
 
     # Writing
 
@@ -267,7 +265,14 @@ class Capturing:
             return {"id": None, "why": taken.why}
         manifest = snapshot.manifest
         write_archive(run / "code", manifest, snapshot.contents)
-        git = {}
+        git, refs = {}, []
+        try:
+            if self._asked is not None and self._asked.git_ref:
+                refs = [_hidden_ref(root, snapshot) for root in snapshot.roots]
+        except StorageError as error:  # git makes none; the archive is there
+            warn(str(error))
+        script = main_script()
+        script_name = None if script is None else snapshot.name_of(script.root.path / script.name)
         for label, found in snapshot.git.items():
             git[label] = found.json() | ({"diff": write_diff(run, found.diff)} if found.diff else {})
         return {
@@ -275,7 +280,7 @@ class Capturing:
             "files": len(manifest.files),
             "bytes": manifest.nbytes,
             "roots": {root.label: str(root.path) for root in snapshot.roots},
-            "script": _script_in(snapshot, main_script()),
+            "script": script_name if script_name in snapshot.contents else None,
             "import_path": _import_path(snapshot),
             "left_out": [
                 {"name": _shown(n), "why": why}
@@ -283,23 +288,8 @@ class Capturing:
             ],
             "submodules": dict(snapshot.submodules),
             "git": git,
-            "refs": self._hidden_refs(snapshot, warn),
+            "refs": refs,
         }
-
-    def _hidden_refs(self, snapshot: Snapshot, warn: Callable[[str], None]) -> list[str]:
-        """The refs that were made; git that makes none is a warning, the archive is there."""
-        if self._asked is None or not self._asked.git_ref:
-            return []
-        try:
-            return [_hidden_ref(root, snapshot) for root in snapshot.roots]
-        except StorageError as error:
-            warn(str(error))
-            return []
-
-    def _before(self, run: Path) -> dict[str, Any] | None:
-        """The last start whose source was archived."""
-        found = [one for one in captures(run) if code_id_of(one) is not None]
-        return found[-1] if found else None
 
     def _say_changes(
         self, run: Path, journal: Journal, snapshot: Snapshot | None, before: Mapping[str, Any] | None
@@ -331,34 +321,20 @@ class Capturing:
 
 def torch_facts() -> dict[str, Any]:
     """Versions of torch and of what it computes with; devices are named only where they are in use."""
-    facts: dict[str, Any] = {
-        "version": torch.__version__,
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-    }
-    try:
+    version = torch.version
+    facts: dict[str, Any] = {"version": torch.__version__, "cuda": version.cuda, "hip": version.hip}
+    facts["driver"] = None
+    with suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text(errors="replace").splitlines()
         facts["driver"] = text[0].strip() if text else None
-    except OSError:
-        facts["driver"] = None
     if torch.cuda.is_initialized():
         facts["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return facts
 
 
 def _world(session: SessionBase) -> dict[str, Any]:
-    nodes = session.nodes
-    hosts: dict[str, int] = {}
-    for place in nodes:
-        hosts[place.host] = hosts.get(place.host, 0) + 1
-    return {"processes": session.peers.size, "nodes": len(nodes), "hosts": hosts}
-
-
-def _script_in(snapshot: Snapshot, script: Script | None) -> str | None:
-    if script is None:
-        return None
-    name = snapshot.name_of(script.root.path / script.name)
-    return name if name in snapshot.contents else None
+    hosts = dict(Counter(place.host for place in session.nodes))
+    return {"processes": session.peers.size, "nodes": len(session.nodes), "hosts": hosts}
 
 
 def _import_path(snapshot: Snapshot) -> list[str]:

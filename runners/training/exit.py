@@ -53,7 +53,11 @@ def run_and_leave(work: Callable[[], int | None]) -> NoReturn:
         with nothing_follows():
             code = work() or 0
     except SystemExit as request:
-        code = _code_of(request)
+        if isinstance(request.code, int) or request.code is None:
+            code = request.code or 0
+        else:
+            tell_stderr(f"{request.code}\n")
+            code = 1
     except KeyboardInterrupt as error:
         code = exit_code_of(error)
     except BaseException as error:
@@ -80,7 +84,7 @@ def leave(code: int, *, meet_secs: float = MEET_SECS) -> NoReturn:
     `meet_secs`, destroys the groups that torchrelay made, flushes, and ends by `os._exit` under a launcher
     (no exit handlers run), by SystemExit otherwise. A failure of another rank meanwhile gives its code.
     """
-    world = current_world()
+    world: World | None = current_world()
     if code == PreemptedError.exit_code:
         ignore_termination()
     if world is None:
@@ -109,7 +113,7 @@ def _close(world: World, code: int, meet_secs: float) -> int:
 
 def _fail(error: BaseException) -> int:
     """Show an error and make it known to the others; return the code to end with."""
-    world = current_world()
+    world: World | None = current_world()
     shown = message_of(error)
     if world is not None and not isinstance(error, PreemptedError):
         world.blame("the program", error, shown)
@@ -141,13 +145,6 @@ def message_of(error: BaseException) -> str:
     if isinstance(error, RelayError) and not isinstance(error, TaskFailedError):
         return f"{type(error).__name__}: {error}"
     return "".join(traceback.format_exception(error)).rstrip()
-
-
-def _code_of(request: SystemExit) -> int:
-    if request.code is None or isinstance(request.code, int):
-        return request.code or 0
-    tell_stderr(f"{request.code}\n")
-    return 1
 
 
 def _say(world: World | None, text: str) -> None:
@@ -216,7 +213,8 @@ def workers_stay(save: signal.Signals | None = None) -> Iterator[None]:
         yield
     finally:
         util.spawnv_passfds = spawn
-        if _fork_server() is None:
+        server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+        if getattr(server, "_forkserver_pid", None) is None:
             process.start, _hooked = plain, False
 
 
@@ -227,11 +225,6 @@ def _with_blocked(ignored: tuple[signal.Signals, ...], call: Callable[..., Any],
         return call(*arguments)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _fork_server() -> int | None:
-    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
-    return getattr(server, "_forkserver_pid", None)
 
 
 class Staying:

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import StorageError
@@ -89,16 +90,15 @@ class Trackers:
 
     def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
         """An epoch is over."""
-        for sink in list(self._sinks):
-            if self._tell(sink, "log", epoch, step, dict(metrics)):
-                self._failures.pop(id(sink), None)
-            elif self._failures[id(sink)] >= FAILURES:
-                self._leave(sink)
+        self._log("log", epoch, step, dict(metrics))
 
     def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
         """Points within an epoch, for the sinks that take such."""
-        for sink in [one for one in self._sinks if callable(getattr(one, "log_steps", None))]:
-            if self._tell(sink, "log_steps", [(epoch, step, dict(values)) for epoch, step, values in rows]):
+        self._log("log_steps", [(epoch, step, dict(values)) for epoch, step, values in rows])
+
+    def _log(self, verb: str, *given: Any) -> None:
+        for sink in [one for one in self._sinks if callable(getattr(one, verb, None))]:
+            if self._tell(sink, verb, *given):
                 self._failures.pop(id(sink), None)
             elif self._failures[id(sink)] >= FAILURES:
                 self._leave(sink)
@@ -187,7 +187,7 @@ class Onlookers:
         if self._run is not None:
             self._log.open(self._run.path / "logs", state.attempt)
             if self._first:
-                note = _Noting(self._run, state)
+                note = partial(_note_live, self._run, state)
                 self._trackers = Trackers(self._sinks, journal.warn)
                 name, uuid = job.name or self._run.name, journal.run_id or ""
                 self._trackers.open(TrackedRun(self._run.path, self._run.name, name, uuid), state.attempt)
@@ -230,14 +230,9 @@ class Onlookers:
         self._log.end()
 
 
-class _Noting:
-    """Leaves what is seen in `live.json`, as long as the directory is ours."""
-
-    def __init__(self, run: RunDirectory, state: RunState) -> None:
-        self._run, self._state = run, state
-        self._who = {"attempt": state.attempt, "host": socket.gethostname(), "pid": os.getpid()}
-
-    def __call__(self, sight: dict[str, Any]) -> None:
-        if self._state.fenced is None:
-            with suppress(StorageError):  # the run's own notes tell of that
-                self._run.write_live({**self._who, **sight})
+def _note_live(run: RunDirectory, state: RunState, sight: dict[str, Any]) -> None:
+    """Leave what is seen in `live.json`, as long as the directory is ours."""
+    if state.fenced is None:
+        who = {"attempt": state.attempt, "host": socket.gethostname(), "pid": os.getpid()}
+        with suppress(StorageError):  # the run's own notes tell of that
+            run.write_live({**who, **sight})

@@ -23,19 +23,16 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path, PurePosixPath
 from signal import Signals
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torchrelay.checkpoint.format.position import MAX_EPOCH
 from torchrelay.errors import NoProvableEpochError, UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.text import EVERY_SECS
 from torchrelay.runners.session.stop_requests import seconds_typed
-
-if TYPE_CHECKING:
-    from torchrelay.runners.training.extras.warm_start import WarmStart
-
 
 Resume = Literal["auto", "must", "never"]
 
@@ -54,10 +51,6 @@ class ResumeRequest:
     automatic: bool = True
     again: bool = False
     process: str = ""
-
-    def request(self) -> dict[str, Any]:
-        """What a rewind record keeps, to recognise the same request in a later process."""
-        return {"epoch": self.epoch, "process": self.process}
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,15 @@ def choose(wish: ResumeRequest, past: Past) -> Choice:
     was saved: a file system may not be mounted.
     """
     if wish.epoch is not None and wish.resume != "never":
-        return _explicit(wish, past)
+        begun = past.branch_request
+        same = begun is not None and begun.get("epoch") == wish.epoch and begun.get("process") != wish.process
+        if same and not wish.again and not past.epochs_over:
+            return Choice(
+                "newest",
+                reason=f"the current branch was begun by the same request for epoch {wish.epoch}; "
+                "--again rewinds once more",
+            )
+        return Choice("explicit", epoch=wish.epoch, rewind=True, reason=f"epoch {wish.epoch} was asked for")
     if wish.epoch is not None:
         raise UsageError(f"resume='never' contradicts the request for epoch {wish.epoch}: give one of them")
     if wish.resume == "must" and not past.commits:
@@ -108,26 +109,6 @@ def choose(wish: ResumeRequest, past: Past) -> Choice:
         why = "a fresh start in a used directory" if past.commits else "nothing was committed yet"
         return Choice("fresh", rewind=past.commits, reason=why)
     return Choice("newest", reason="the newest one")
-
-
-def _explicit(wish: ResumeRequest, past: Past) -> Choice:
-    if not wish.again and _continues(wish, past):
-        return Choice(
-            "newest",
-            reason=f"the current branch was begun by the same request for epoch {wish.epoch}; "
-            "--again rewinds once more",
-        )
-    return Choice("explicit", epoch=wish.epoch, rewind=True, reason=f"epoch {wish.epoch} was asked for")
-
-
-def _continues(wish: ResumeRequest, past: Past) -> bool:
-    begun = past.branch_request
-    return (
-        begun is not None
-        and begun.get("epoch") == wish.epoch
-        and begun.get("process") != wish.process
-        and not past.epochs_over
-    )
 
 
 def check_epoch(value: object, name: str = "resume_from_epoch") -> int | None:
@@ -181,7 +162,9 @@ def parse_options(argv: list[str] | None, rewinds: bool = False) -> RunnerOption
     the command line without the program's name; None: that of this process. `rewinds`: the program itself
     has given an epoch to go back to.
     """
-    read = _read_by_the_program()
+    # a parser of the program keeps what it has read in a Namespace
+    kept = [one for one in gc.get_objects() if type(one) is argparse.Namespace]
+    read = frozenset(name for one in kept for name in vars(one))
     found = _ParsedOptions()
     for words, theirs in ((shlex.split(os.environ.get(_VARIABLE, "")), frozenset[str]()), (argv, read)):
         parser = _Parser(add_help=False, allow_abbrev=False, epilog=f"They may stand in {_VARIABLE}, too.")
@@ -190,22 +173,15 @@ def parse_options(argv: list[str] | None, rewinds: bool = False) -> RunnerOption
             parser.add_argument(option, **how)
         found, others = parser.parse_known_args(words, found)
         _check_others([word for word in others if _name(word.partition("=")[0]) not in theirs], list(ours))
-        if not rewinds and getattr(found, _name(_EPOCH), None) is None:
-            _check_taken(others)
-    known = {_name(option): getattr(found, _name(option), None) for option in _OPTIONS}
-    return RunnerOptions(
-        known["resume_from_epoch"],
-        bool(known["again"]),
-        known["resume"],
-        known["time_limit"],
-        known["max_attempts"],
-    )
-
-
-def _read_by_the_program() -> frozenset[str]:
-    """The names of all options that the program has read by argparse: it keeps them in a Namespace."""
-    kept = [one for one in gc.get_objects() if type(one) is argparse.Namespace]
-    return frozenset(name for one in kept for name in vars(one))
+        taken = any(word.partition("=")[0] == _EPOCH for word in others)
+        if taken and not rewinds and getattr(found, "epoch", None) is None:  # nothing was made of it
+            print(
+                f"torchrelay: {_EPOCH} belongs to the parser of this program, so nothing is rewound: take "
+                "the option out of the parser and call parse_known_args(), or give "
+                "JobRunner(..., resume_from_epoch=...)",
+                file=sys.stderr,
+            )
+    return RunnerOptions(**vars(found))
 
 
 def _name(option: str) -> str:
@@ -223,47 +199,34 @@ def _check_others(others: list[str], ours: list[str]) -> None:
             print(f"torchrelay: {question}", file=sys.stderr)
 
 
-def _check_taken(others: list[str]) -> None:
-    """A rewind that the program's own parser has taken, and that nothing was made of, is told."""
-    if any(word.partition("=")[0] == _EPOCH for word in others):
-        print(
-            f"torchrelay: {_EPOCH} belongs to the parser of this program, so nothing is rewound: take "
-            "the option out of the parser and call parse_known_args(), or give "
-            "JobRunner(..., resume_from_epoch=...)",
-            file=sys.stderr,
-        )
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 6):
-        raise argparse.ArgumentTypeError(
-            f"{text!r:.40} is not a number of starts: write a whole number from 0"
-        )
-    return int(text)
-
-
-def _epoch(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 8):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is not an epoch: write a whole number from 0")
+def _whole_number(what: str, digits: int, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= digits):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not {what}: write a whole number from 0")
     return int(text)
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--help": {"action": "help", "help": "show this and train nothing"},
-    _EPOCH: {"metavar": "N", "type": _epoch, "help": "rewind: continue from epoch N on a new branch"},
+    _EPOCH: {
+        "dest": "epoch",
+        "metavar": "N",
+        "type": partial(_whole_number, "an epoch", 8),
+        "help": "rewind: continue from epoch N on a new branch",
+    },
     "--again": {"action": "store_true", "help": "rewind anew where the same request did already"},
     "--resume": {
         "choices": ("auto", "must", "never"),
         "help": "continue if there is something (auto), only then (must), or begin anew (never)",
     },
     "--time-limit": {
+        "dest": "time_limit_secs",
         "metavar": "T",
         "type": seconds_typed,
         "help": "leave in time before T (seconds, or 1h30m) to be continued by the same command",
     },
     "--max-attempts": {
         "metavar": "N",
-        "type": _count,
+        "type": partial(_whole_number, "a number of starts", 6),
         "help": "give up after N starts that got no further; 0 for no limit",
     },
 }
@@ -290,8 +253,8 @@ class Plan:
 
     def with_options(self, options: RunnerOptions) -> Plan:
         """The same with what the command line overrides."""
-        limit = self.time_limit_secs if options.time_limit_secs is None else options.time_limit_secs
         attempts = self.max_attempts if options.max_attempts is None else options.max_attempts or None
+        limit = options.time_limit_secs or self.time_limit_secs  # none is 0
         resume = options.resume or self.resume
         return replace(self, resume=resume, time_limit_secs=limit, max_attempts=attempts)
 
@@ -352,6 +315,22 @@ def _recipe(blob: Any, make: Recipe | Callable[[], Any]) -> Recipe:
             "nothing and makes the module: it is found again by its name"
         )
     return Recipe("function", module, name)
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What one `init_from` did; leaves have the names that the job calls them by."""
+
+    upstream: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    misshapen: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        skipped = {"missing": self.missing, "unexpected": self.unexpected, "of another form": self.misshapen}
+        told = [f"; {what}: {', '.join(names)}" for what, names in skipped.items() if names]
+        return f"{len(self.loaded)} leaves of {self.upstream}{''.join(told)}"
 
 
 Status = Literal["FINISHED", "STOPPED", "PREEMPTED"]

@@ -19,7 +19,7 @@ a collective; sharded tensors, whose rest is elsewhere, are left out and named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 from torchrelay.checkpoint.format.position import Facts, Position, Selection
 from torchrelay.checkpoint.state.checkpoint_set import members_of, select
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.leaf import Leaf, Value, spec_of
+from torchrelay.checkpoint.state.leaf import Value, spec_of
 from torchrelay.errors import RelayError, TaskFailedError, UsageError
 from torchrelay.jobs.runtime import undivided
 from torchrelay.jobs.session import Peers, together, warn
@@ -38,7 +38,7 @@ from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.mid_epoch import MidEpochPosition, places_json
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.steps import Agreeing
-from torchrelay.runners.session.stop_requests import NOT_ASKED, PREEMPT, Interrupted, Requests
+from torchrelay.runners.session.stop_requests import PREEMPT, Interrupted, Requests
 from torchrelay.runners.training.journal import Journal, SaveWarning
 from torchrelay.runners.training.plan import OnCrash
 from torchrelay.runners.training.saver import Saver
@@ -123,10 +123,6 @@ class Leave:
     why_not: str | None
     elsewhere: bool
 
-    def after_save(self, newest: Position | None) -> Leave:
-        """The same, knowing whether its place has become the newest position."""
-        return replace(self, why_not=None if newest == self.position else "the save failed")
-
     @property
     def lost(self) -> str | None:
         """Why steps of the running epoch are lost; None where none are."""
@@ -159,42 +155,25 @@ def agree_to_leave(
     why_not = mid_epoch.why_not_at(position, next(filter(None, why), None))
     if why_not is None and time_left < 0:
         why_not = "there is no time left for a save"
-    return Leave(reason, position, inside, why_not, _elsewhere(session, reasons))
-
-
-def _elsewhere(session: SessionBase, reasons: Sequence[str | None]) -> bool:
     hosts = [place.host_index for place in session.nodes]
-    asked = {host: reason for host, reason in zip(hosts, reasons, strict=False) if reason is not None}
-    here = session.local_nodes[0].host_index
-    return set(asked.values()) == {"SIGTERM"} and here not in asked
+    asked = {host: one for host, one in zip(hosts, reasons, strict=False) if one is not None}
+    elsewhere = set(asked.values()) == {"SIGTERM"} and session.local_nodes[0].host_index not in asked
+    return Leave(reason, position, inside, why_not, elsewhere)
 
 
-@dataclass(frozen=True)
-class StrongestRequest:
-    """The strongest request of all processes, and who made it."""
+def go_on(peers: Peers, requests: Requests) -> tuple[int, str]:
+    """What all processes together are asked most urgently, and who asks; all call this at one boundary.
 
-    level: int = NOT_ASKED
-    reason: str = "another process"
-
-
-def strongest(peers: Peers, requests: Requests) -> StrongestRequest:
-    """What all processes together are asked; all call this at the same boundary.
-
-    A process that is gone cannot come: then this raises PeerError, and the run has failed. So a launcher
-    that ends the others because of a failure never makes it a preemption.
+    Raises Interrupted on all processes where they shall leave now. A process that is gone cannot come: then
+    this raises PeerError, and the run has failed. So a launcher that ends the others because of a failure
+    never makes it a preemption.
     """
     told = peers.exchange("requests to end", [requests.level(), requests.reason()])
     level = max(one for one, _ in told)
-    reasons = [reason for one, reason in told if one == level and reason is not None]
-    return StrongestRequest(level, reasons[0] if reasons else StrongestRequest.reason)
-
-
-def go_on(peers: Peers, requests: Requests) -> StrongestRequest:
-    """The same; raises Interrupted on all processes where they shall leave now."""
-    asked = strongest(peers, requests)
-    if asked.level == PREEMPT:
+    if level == PREEMPT:
         raise Interrupted
-    return asked
+    reasons = (reason for one, reason in told if one == level and reason is not None)
+    return level, next(reasons, "another process")
 
 
 def save_now(
@@ -231,7 +210,10 @@ def save_at_crash(
     run: Path, session: SessionBase, state: RunState, selection: Selection | None, error: BaseException
 ) -> None:
     """Write the file of each node that this process hosts, where a task of its own failed; never raises."""
-    if not _own_failure(error):
+    from torchrelay.runners.distributed.world import is_consequence
+
+    theirs = not isinstance(error, RelayError) or isinstance(error, TaskFailedError)
+    if not theirs or not isinstance(error, Exception) or is_consequence(error):
         return
     facts = {"epoch": state.epoch, "step": state.step, "attempt": state.attempt, "error": str(error)}
     for place in session.local_nodes:
@@ -239,28 +221,25 @@ def save_at_crash(
         try:
             left_out = _write(session.workspace(place.name), selection, path, facts)
         except Exception as second:  # a device that failed raises anything
-            _warn(f"{place}: what it held when it failed could not be saved: {second}")
+            told = f"could not be saved: {second}"
         else:
-            more = f"; left out, since sharded: {_some(left_out)}" if left_out else ""
-            _warn(f"{place}: what it held when it failed is saved in {path}{more}")
-
-
-def _own_failure(error: BaseException) -> bool:
-    """Whether a task failed here by itself, not because another process did."""
-    from torchrelay.runners.distributed.world import is_consequence
-
-    ours = not isinstance(error, RelayError) or isinstance(error, TaskFailedError)
-    return ours and isinstance(error, Exception) and not is_consequence(error)
+            some = ", ".join(
+                [*left_out[:_NAMED], *([f"{len(left_out) - _NAMED} more"] if left_out[_NAMED:] else [])]
+            )
+            told = f"is saved in {path}" + (f"; left out, since sharded: {some}" if left_out else "")
+        warn(f"{place}: what it held when it failed {told}", SaveWarning, stacklevel=3)
 
 
 def _write(workspace: Workspace, selection: Selection | None, path: Path, facts: dict[str, Any]) -> list[str]:
     """Write what is saved of a node; returns what had to be left out."""
     from torchrelay.checkpoint.files.blob_files import content_of, write_blob_file
 
-    blobs = _saved(workspace)
+    entries = workspace.entries()
+    early = {name for name, one in entries.items() if one.origin is not Origin.LATER}
+    blobs = {name: entries[name].value for name in members_of(workspace) if name in early}
     leaves = leaves_of(blobs)
     chosen = leaves if selection is None else select(leaves, blobs, selection)
-    sharded = [leaf.name for leaf in chosen if _sharded(leaf)]
+    sharded = [leaf.name for leaf in chosen if spec_of(leaf).sharding is not None]
     whole = [leaf for leaf in chosen if leaf.name not in sharded]
     write_blob_file(path, content_of([*whole, *leaves_of({FACTS: facts})]), overwrite=True)
     for other in path.parent.glob(f"{workspace.node}.attempt_*.safetensors"):
@@ -268,26 +247,6 @@ def _write(workspace: Workspace, selection: Selection | None, path: Path, facts:
             with suppress(OSError):
                 other.unlink()
     return sharded
-
-
-def _saved(workspace: Workspace) -> dict[str, Any]:
-    """The blobs of a node that its checkpoints have."""
-    entries = workspace.entries()
-    early = {name for name, one in entries.items() if one.origin is not Origin.LATER}
-    return {name: entries[name].value for name in members_of(workspace) if name in early}
-
-
-def _sharded(leaf: Leaf) -> bool:
-    return spec_of(leaf).sharding is not None
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f", {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
-
-
-def _warn(text: str) -> None:
-    warn(text, SaveWarning, stacklevel=4)
 
 
 Look = dict[str, Any]

@@ -2,7 +2,7 @@
 
 A run that has ended is set up, loaded and left again. Every process of the session runs the same life; what
 is decided is decided once and told to all. Between the phases all are asked whether somebody wants to end
-early (`preemption.strongest`).
+early (`preemption.go_on`).
 """
 
 from __future__ import annotations
@@ -138,21 +138,16 @@ class Life:
         save = self.plan.save_signal
         with signals_ask(self.requests, save), workers_stay(save):
             try:
-                with self._interrupted():
+                try:
                     yield
+                except Interrupted:
+                    self.capturing.finish(self.journal)
+                    self.result = self._leave()
             except BaseException as error:
                 self._failed(error)
                 raise
             finally:
                 self._close()
-
-    @contextmanager
-    def _interrupted(self) -> Iterator[None]:
-        try:
-            yield
-        except Interrupted:
-            self.capturing.finish(self.journal)
-            self.result = self._leave()
 
     def epochs(self) -> Iterator[int]:
         """The epochs that are left; while one is handed out its tasks run.
@@ -189,9 +184,9 @@ class Life:
         self.resumed.restore()
         if not verdict.stop:
             while not verdict.stop:
-                asked = go_on(self.peers, self.requests)
-                if asked.level == ASKED and not self.resumed.places:  # else the epoch ends as a short one
-                    self.status, verdict = "STOPPED", replace(verdict, asked=asked.reason)
+                level, reason = go_on(self.peers, self.requests)
+                if level == ASKED and not self.resumed.places:  # else the epoch ends as a short one
+                    self.status, verdict = "STOPPED", replace(verdict, asked=reason)
                     break
                 self.capturing.begin()
                 self._begin_epoch()
@@ -406,7 +401,8 @@ class Life:
         if leave.inside and leave.why_not is None:
             self.mid_epoch.save(leave.position)  # one that fails has warned
             self.saver.settle(self.session)
-            leave = leave.after_save(self.saver.newest)
+            done = self.saver.newest == leave.position
+            leave = replace(leave, why_not=None if done else "the save failed")
         self.saver.finish(self.session)
         writer = self.manager.engine.ledger.writer if self.manager is not None else None
         # FencedError where another job has the directory: its status is not ours to write

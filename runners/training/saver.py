@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format.position import Facts, Position
@@ -61,7 +62,12 @@ class Saver:
             return False
         self.settle(session)
         try:
-            if not self._accessible(session, manager):
+
+            def ask() -> bool:
+                manager.engine.check_place()
+                return manager.cp_accessible(None)
+
+            if not decide(session.peers, "cp_accessible", ask):
                 self.journal.warn(
                     f"epoch {position} not saved: the checkpoint directory cannot be accessed now"
                 )
@@ -130,23 +136,6 @@ class Saver:
             raise error  # it will not come back by trying
         if position == Position(0) and isinstance(error, UsageError):
             raise error
-        self._count_failure(position, error)
-
-    def _saved(self, session: SessionBase, manager: Manager, position: Position) -> None:
-        self.failed_in_a_row = 0
-        self.newest = position
-        if position.boundary:  # nobody outside is told of others
-            self.newest_saved = position.epoch
-            self._tell(session, manager, position)
-
-    def _accessible(self, session: SessionBase, manager: Manager) -> bool:
-        def ask() -> bool:
-            manager.engine.check_place()
-            return manager.cp_accessible(None)
-
-        return bool(decide(session.peers, "cp_accessible", ask))
-
-    def _count_failure(self, position: Position, error: Exception) -> None:
         self.failed_in_a_row += 1
         self.journal.save_failed(position, error, self.failed_in_a_row)
         if self.max_failed is not None and self.failed_in_a_row >= self.max_failed:
@@ -155,26 +144,29 @@ class Saver:
                 "and start again (max_failed_saves sets the number)"
             ) from error
 
-    def _tell(self, session: SessionBase, manager: Manager, position: Position) -> None:
+    def _saved(self, session: SessionBase, manager: Manager, position: Position) -> None:
+        self.failed_in_a_row = 0
+        self.newest = position
+        if position.boundary:  # nobody outside is told of others
+            self.newest_saved = position.epoch
+            self._tell_epoch(session, manager, position.epoch)
+            report_stats(session, manager, "checkpoint_save", self.journal.warn)
+
+    def _tell_epoch(self, session: SessionBase, manager: Manager, epoch: int) -> None:
         """The handler learns of a saved epoch."""
-        epoch, warn = position.epoch, self.journal.warn
-        tell_handler(
-            session, f"write of epoch {epoch}", lambda: manager.write_checkpoint_metadata(epoch), warn
-        )
-        report_stats(session, manager, "checkpoint_save", warn)
+        write = partial(manager.write_checkpoint_metadata, epoch)
+        tell_handler(session, f"write of epoch {epoch}", write, self.journal.warn)
 
     def tell_loaded(self, session: SessionBase, target: Target, look: Look) -> None:
         """Report the load; write the newest epoch again: a crash may have come between commit and write."""
-        epoch, manager, warn = target.position.epoch, self.manager, self.journal.warn
+        epoch, manager = target.position.epoch, self.manager
         inside = not target.position.boundary
         self.newest, self.newest_saved = target.position, look.whole if inside else epoch
         if manager is None:
             return
-        report_stats(session, manager, "checkpoint_load", warn)
+        report_stats(session, manager, "checkpoint_load", self.journal.warn)
         if look.epoch == epoch and not inside:
-            tell_handler(
-                session, f"write of epoch {epoch}", lambda: manager.write_checkpoint_metadata(epoch), warn
-            )
+            self._tell_epoch(session, manager, epoch)
 
 
 def report_stats(session: SessionBase, manager: Manager, action: str, warn: Callable[[str], None]) -> None:
@@ -225,15 +217,11 @@ class FenceGuard:
         shown = f"{type(error).__name__}: {error}"
         world = current_world()
         known = world is not None and world.blame("the checkpoint log", error, shown)
-        if self._over.wait(self._grace_secs) or _interactive():
+        if self._over.wait(self._grace_secs) or hasattr(sys, "ps1") or sys.flags.interactive:
             return
         if not known:
             tell_stderr_within(f"torchrelay: {shown}\n")
         self._end(error.exit_code)
-
-
-def _interactive() -> bool:
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def save_by_hand(life: Life, manager: Manager, epoch: int) -> bool:

@@ -64,14 +64,6 @@ def check_before_start(
     job: Job, session: SessionBase, run: RunDirectory | None, single_writer: SingleWriter = None
 ) -> None:
     """Check what can be known before anything runs; raises UsageError or StorageError on all ranks."""
-    check_nodes(job, session)
-    together(session.peers, "check blobs", lambda: check_blobs(job))
-    if run is not None:
-        check_run_directory(run, job, session, single_writer)
-
-
-def check_nodes(job: Job, session: SessionBase) -> None:
-    """Refuse nodes to checkpoint that nobody plays."""
     known = [place.name for place in session.nodes]
     unknown = [name for name in job.nodes_to_checkpoint() if name not in known]
     if unknown:
@@ -79,6 +71,9 @@ def check_nodes(job: Job, session: SessionBase) -> None:
             f"nodes_to_checkpoint names {', '.join(unknown)}, but the nodes are {', '.join(known)}: "
             "name nodes that run, or leave it out"
         )
+    together(session.peers, "check blobs", lambda: check_blobs(job))
+    if run is not None:
+        check_run_directory(run, job, session, single_writer)
 
 
 def check_blobs(job: Job) -> None:
@@ -102,13 +97,14 @@ def check_run_directory(
     run: RunDirectory, job: Job, session: SessionBase, single_writer: SingleWriter = None
 ) -> None:
     """Refuse a directory that is a file, read-only, full, of another job, or not seen by all hosts."""
+    peers = session.peers
 
     def check() -> None:
-        run.check_usable()
-        run.check_job(job.name)
+        if peers.rank == 0:
+            run.check_usable()
+            run.check_job(job.name)
 
-    peers = session.peers
-    together(peers, "check the run directory", lambda: check() if peers.rank == 0 else None)
+    together(peers, "check the run directory", check)
     if run.url is not None:
         return  # its store was tried before its files were brought from there
     with _probe(run.path, peers, single_writer) as probe:
@@ -130,8 +126,15 @@ def _probe(directory: Path, peers: Peers, single_writer: SingleWriter) -> Iterat
 
     def write() -> None:
         if peers.rank == 0:
-            made.extend(_make_directories(directory))
-            _write_probe(probe)
+            made.extend(path for path in (directory, *directory.parents) if not path.exists())
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                write_new(probe, bytes(PROBE_BYTES))  # and sync, as a save will
+            except OSError as error:
+                raise StorageError(
+                    f"the run directory {directory} cannot be used: {error.strerror}; "
+                    "choose a writable place with free space"
+                ) from error
             check_exclusion(LocalStorage(directory, single_writer=single_writer))
 
     try:
@@ -147,36 +150,6 @@ def _probe(directory: Path, peers: Peers, single_writer: SingleWriter) -> Iterat
                     path.rmdir()
 
 
-def _make_directories(directory: Path) -> list[Path]:
-    """Create the missing ones; returns them, innermost first."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        for path in missing:
-            with suppress(OSError):
-                path.rmdir()
-        raise _refused(directory, error) from error
-    return missing
-
-
-def _write_probe(probe: Path) -> None:
-    """Write and sync, as a save will."""
-    try:
-        write_new(probe, bytes(PROBE_BYTES))
-    except OSError as error:
-        with suppress(OSError):
-            probe.unlink()
-        raise _refused(probe.parent, error) from error
-
-
-def _refused(directory: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"the run directory {directory} cannot be used: {error.strerror}; "
-        "choose a writable place with free space"
-    )
-
-
 def _appears(probe: Path) -> bool:
     """Whether the file is seen in time; listing the directory refreshes what NFS remembers of it."""
     deadline = time.monotonic() + VISIBLE_WITHIN_SECS
@@ -189,13 +162,13 @@ def _appears(probe: Path) -> bool:
         time.sleep(0.05)
 
 
-PROCESS = uuid.uuid4().hex
+_PROCESS = uuid.uuid4().hex
 """Drawn at the first import; processes that are forked later share it."""
 
 
 def this_process() -> str:
     """Tells requests of this process from those of an earlier one, also where both are forks of one."""
-    return f"{PROCESS}.{os.getpid()}"
+    return f"{_PROCESS}.{os.getpid()}"
 
 
 @dataclass(frozen=True)

@@ -100,60 +100,37 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from torchrelay.models.archive.api import load_states as load_states, set_states as set_states
-    from torchrelay.models.archive.api import save_states as save_states
-    from torchrelay.models.archive.states import get_params as get_params, get_states as get_states
-    from torchrelay.models.package.compile import compile as compile
-    from torchrelay.models.package.api import load as load
-    from torchrelay.models.package.reader import open_package as open_package
-    from torchrelay.models.package.api import save as save
-    from torchrelay.models.package.reader import summary as summary
-    from torchrelay.checkpoint.files.blob_files import (
-        estimate_bytes as estimate_bytes,
-        load_blobs as load_blobs,
-        save_blobs as save_blobs,
-    )
+    from torchrelay.checkpoint.files.blob_files import estimate_bytes as estimate_bytes
+    from torchrelay.checkpoint.files.blob_files import load_blobs as load_blobs, save_blobs as save_blobs
     from torchrelay.checkpoint.files.dcp import DcpReader as DcpReader
     from torchrelay.checkpoint.files.interop import export_checkpoint as export_checkpoint
     from torchrelay.checkpoint.files.interop import import_checkpoint as import_checkpoint
     from torchrelay.checkpoint.files.load_into import load_into as load_into
-    from torchrelay.checkpoint.manager.checkpoint_manager import CheckpointManager as CheckpointManager
+    from torchrelay.checkpoint.load.checkpoint import open_checkpoint as open_checkpoint
     from torchrelay.checkpoint.manager.base import db_name as db_name, get_ckpt_filename as get_ckpt_filename
+    from torchrelay.checkpoint.manager.checkpoint_manager import CheckpointManager as CheckpointManager
     from torchrelay.checkpoint.manager.checkpoint_manager import (
         MultiNodeCheckpointManager as MultiNodeCheckpointManager,
     )
-    from torchrelay.models.onnx.importer.module import OnnxModule as OnnxModule, from_onnx as from_onnx
-    from torchrelay.models.onnx.exporter.to_onnx import to_onnx as to_onnx
-    from torchrelay.checkpoint.load.checkpoint import open_checkpoint as open_checkpoint
-    from torchrelay.checkpoint.state.module_leaves import fsdp_state as fsdp_state
-    from torchrelay.checkpoint.storage.open import Tier as Tier
     from torchrelay.checkpoint.manager.checkpoint_manager import (
         UploadTaskGroupBuilder as UploadTaskGroupBuilder,
     )
+    from torchrelay.checkpoint.state.module_leaves import fsdp_state as fsdp_state
+    from torchrelay.checkpoint.storage.open import Tier as Tier
     from torchrelay.errors import RelayError as RelayError
     from torchrelay.jobs.blobs import Scope as Scope
     from torchrelay.jobs.cluster import Cluster as Cluster, Node as Node
-    from torchrelay.jobs.task import Counter as Counter
     from torchrelay.jobs.data.data_parallel import data_parallel as data_parallel
     from torchrelay.jobs.data.loader import EpochLoader as EpochLoader
-    from torchrelay.jobs.job import TaskGroup as TaskGroup
-    from torchrelay.jobs.job import Job as Job
-    from torchrelay.jobs.task import TaskOutput as TaskOutput, final_output as final_output
-    from torchrelay.jobs.data.readers import (
-        DatasetReader as DatasetReader,
-        ReaderWithLimit as ReaderWithLimit,
-    )
+    from torchrelay.jobs.data.readers import DatasetReader as DatasetReader
+    from torchrelay.jobs.data.readers import ReaderWithLimit as ReaderWithLimit
+    from torchrelay.jobs.job import Job as Job, TaskGroup as TaskGroup
     from torchrelay.jobs.random import seed as seed
-    from torchrelay.jobs.stop import (
-        StopAnswer as StopAnswer,
-        StopCondition as StopCondition,
-        early_stopping as early_stopping,
-        epoch_limiter as epoch_limiter,
-        max_epochs as max_epochs,
-        max_steps as max_steps,
-        max_time as max_time,
-    )
-    from torchrelay.jobs.task import Task as Task
+    from torchrelay.jobs.stop import StopAnswer as StopAnswer, StopCondition as StopCondition
+    from torchrelay.jobs.stop import early_stopping as early_stopping, epoch_limiter as epoch_limiter
+    from torchrelay.jobs.stop import max_epochs as max_epochs, max_steps as max_steps, max_time as max_time
+    from torchrelay.jobs.task import Counter as Counter, Task as Task, TaskOutput as TaskOutput
+    from torchrelay.jobs.task import final_output as final_output
     from torchrelay.jobs.workspace import Workspace as Workspace, WorkspaceType as WorkspaceType
     from torchrelay.metadata.code.imports import load_code as load_code
     from torchrelay.metadata.code.selection import Sources as Sources
@@ -162,22 +139,29 @@ if TYPE_CHECKING:
     from torchrelay.metadata.handlers import MetadataHandler as MetadataHandler
     from torchrelay.metadata.sinks.base import MetricSink as MetricSink, TrackedRun as TrackedRun
     from torchrelay.metadata.sql.handler import SqlHandler as SqlHandler
-    from torchrelay.runners.session.context import Context as Context
-    from torchrelay.runners.session.distributed import DistributedSession as DistributedSession
-    from torchrelay.runners.programs.cli import main as main
-    from torchrelay.runners.programs.program import Program as Program
-    from torchrelay.runners.training.job_runner import JobRunner as JobRunner
-    from torchrelay.runners.session.local import LocalSession as LocalSession
-    from torchrelay.runners.training.extras.onnx_export import OnnxExport as OnnxExport
+    from torchrelay.models.archive.api import load_states as load_states, save_states as save_states
+    from torchrelay.models.archive.api import set_states as set_states
+    from torchrelay.models.archive.states import get_params as get_params, get_states as get_states
+    from torchrelay.models.onnx.exporter.to_onnx import to_onnx as to_onnx
+    from torchrelay.models.onnx.importer.module import OnnxModule as OnnxModule, from_onnx as from_onnx
+    from torchrelay.models.package.api import load as load, save as save
+    from torchrelay.models.package.compile import compile as compile
+    from torchrelay.models.package.reader import open_package as open_package, summary as summary
     from torchrelay.runners.artifacts.loaded_model import run_to_onnx as run_to_onnx
     from torchrelay.runners.own_loop.checkpointer import Checkpointer as Checkpointer
     from torchrelay.runners.own_loop.run import Run as Run
+    from torchrelay.runners.programs.cli import main as main
+    from torchrelay.runners.programs.program import Program as Program
+    from torchrelay.runners.session.context import Context as Context
+    from torchrelay.runners.session.distributed import DistributedSession as DistributedSession
+    from torchrelay.runners.session.local import LocalSession as LocalSession, init as init
+    from torchrelay.runners.training.extras.onnx_export import OnnxExport as OnnxExport
+    from torchrelay.runners.training.extras.upstream import InitFrom as InitFrom, Upstream as Upstream
+    from torchrelay.runners.training.extras.warm_start import load_upstream as load_upstream
+    from torchrelay.runners.training.job_runner import JobRunner as JobRunner
     from torchrelay.runners.training.plan import RunResult as RunResult
     from torchrelay.tools.serving.handlers import ServingHandler as ServingHandler
     from torchrelay.tools.serving.handlers import TensorHandler as TensorHandler
-    from torchrelay.runners.training.extras.upstream import InitFrom as InitFrom, Upstream as Upstream
-    from torchrelay.runners.training.extras.warm_start import load_upstream as load_upstream
-    from torchrelay.runners.session.local import init as init
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings
 

@@ -27,8 +27,9 @@ from torchrelay.metadata.run_directory import RunDirectory
 if TYPE_CHECKING:
     from torchrelay.jobs.job import Job
     from torchrelay.runners.session.base import SessionBase
-    from torchrelay.runners.training.extras.warm_start import WarmStart, WarmStartSource
+    from torchrelay.runners.training.extras.warm_start import WarmStartSource
     from torchrelay.runners.training.journal import Journal
+    from torchrelay.runners.training.plan import WarmStart
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.remote_runs.resolve import parse_selector
 from torchrelay.runners.training.extras.upstream import InitFrom, Upstream, UpstreamRuns
+from torchrelay.runners.training.plan import WarmStart
 
 
 class LoadedUpstream:
@@ -217,22 +218,6 @@ def _kept(checkpoint: Checkpoint, alias: str, one: Upstream) -> tuple[str, ...]:
     return tuple(
         name for name, _ in chosen if manifest.leaves[manifest.rows[name][0]].role not in OF_POSITION
     )
-
-
-@dataclass(frozen=True)
-class WarmStart:
-    """What one `init_from` did; leaves have the names that the job calls them by."""
-
-    upstream: str
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    misshapen: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        skipped = {"missing": self.missing, "unexpected": self.unexpected, "of another form": self.misshapen}
-        told = [f"; {what}: {', '.join(names)}" for what, names in skipped.items() if names]
-        return f"{len(self.loaded)} leaves of {self.upstream}{''.join(told)}"
 
 
 def warm(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> WarmStart:

@@ -17,8 +17,9 @@ from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.jobs.runtime import undisturbed
+from torchrelay.metadata.fs import finite
 from torchrelay.metadata.run_directory import FORMAT, RunDirectory
-from torchrelay.runners.monitoring.console import Output, finite, human_number
+from torchrelay.runners.monitoring.console import Output, human_number
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate, select
 from torchrelay.tools.cli.arguments import Add, add_blobs, add_epoch, add_place, add_single_writer

@@ -23,9 +23,10 @@ from torchrelay.metadata.code.archive import (
 )
 from torchrelay.metadata.code.capture import captures, code_id_of, config_texts
 from torchrelay.metadata.code.snapshot import of_manifest
+from torchrelay.metadata.fs import finite
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.monitoring.console import Output, finite, human_number, time_text
+from torchrelay.runners.monitoring.console import Output, human_number, time_text
 from torchrelay.runners.remote_runs.resolve import RunLocation, each_run, locate
 from torchrelay.tools.cli.arguments import Add, add_run
 from torchrelay.tools.cli.runs.ls import best_of, metrics_of

@@ -16,9 +16,10 @@ from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError
 from torchrelay.jobs.runtime import undisturbed
+from torchrelay.metadata.fs import finite
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.monitoring.console import Output, finite, human_number, printable, time_text
+from torchrelay.runners.monitoring.console import Output, human_number, printable, time_text
 from torchrelay.runners.monitoring.status import NOT_BEGUN, Standing, standing
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.resolve import locate, runs_below
