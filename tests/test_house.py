@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("jobs", "metadata", "checkpoint", "models", "runners", "tools")
+ROOMS = ("jobs", "metadata", "checkpoint", "models", "runners", "tools", "integrations")
 FOLDERS = [ROOT / "src/torchrelay", *(ROOT / room for room in ROOMS)]
 FILES = sorted(
     path
@@ -18,7 +18,7 @@ FILES = sorted(
     for path in folder.rglob("*.py")
     if folder.name in ROOMS or path.parent == folder
 )
-MAX_FILES = 363
+MAX_FILES = 365
 """Lower it when files have been merged; a new file must be worth another one."""
 MAX_ENTRIES = 13
 CROWDED = {"jobs": 14}

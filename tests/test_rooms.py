@@ -13,7 +13,7 @@ import pytest
 import torchrelay
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("tools", "jobs", "checkpoint", "models", "runners", "metadata")
+ROOMS = ("tools", "jobs", "checkpoint", "models", "runners", "metadata", "integrations")
 ALLOWED = {
     "tools": {"tools", "runners", "models", "checkpoint", "jobs", "metadata", "errors", "records"},
     "jobs": {"jobs", "errors", "records"},
@@ -23,6 +23,7 @@ ALLOWED = {
     "models": {"models", "checkpoint", "jobs", "errors", "records"}
     | {"metadata.zip_reader", "metadata.code.imports", "metadata.code.capture"},
     "runners": {"runners", "models", "checkpoint", "jobs", "metadata", "errors", "records"},
+    "integrations": {"integrations", "runners", "checkpoint", "jobs", "errors", "records"},
 }
 FORMER_PLACES = ("checkpoint/archive/singa.py",)
 """They import upwards, for programs that know a documented module by its old name."""

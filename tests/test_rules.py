@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("tools", "jobs", "checkpoint", "models", "runners", "metadata")
+ROOMS = ("tools", "jobs", "checkpoint", "models", "runners", "metadata", "integrations")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "tarfile"}

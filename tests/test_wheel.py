@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("tools", "jobs", "checkpoint", "models", "runners", "metadata")
+ROOMS = ("tools", "jobs", "checkpoint", "models", "runners", "metadata", "integrations")
 
 
 def run(*command: str | Path, cwd: Path) -> str:

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-OURS = ("tools", "jobs", "checkpoint", "models", "runners", "metadata")
+OURS = ("tools", "jobs", "checkpoint", "models", "runners", "metadata", "integrations")
 FIELDS = ("Name", "Version", "Summary", "Requires-Python", "License-Expression", "Description-Content-Type")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/design.md").read_text()
-ROOMS = ("tools", "jobs", "checkpoint", "models", "runners", "metadata")
+ROOMS = ("tools", "jobs", "checkpoint", "models", "runners", "metadata", "integrations")
 FOLDERS = {
     f"{path.parent.relative_to(ROOT)}/"
     for room in ROOMS

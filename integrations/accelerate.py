@@ -1,0 +1,279 @@
+"""`AcceleratorCheckpointer`: the checkpoints of a loop that Hugging Face's `accelerate.Accelerator` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType, broadcast
+from torch import nn
+
+from torchrelay.errors import UsageError
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.runners.own_loop.checkpointer import Checkpointer
+
+_ELSEWHERE = {
+    DistributedType.DEEPSPEED: "DeepSpeed keeps them in its engine",
+    DistributedType.MEGATRON_LM: "Megatron-LM keeps them in its engine",
+}
+
+
+class AcceleratorCheckpointer(Checkpointer):
+    """A `Checkpointer` of what `accelerator.prepare` returned.
+
+    It saves what lies inside of the wrappers, so that a process without accelerate can load it. The gradient
+    scaler, the count of accumulated steps and what `register_for_checkpointing` got are saved too.
+
+    Args:
+        accelerator: The one that prepared the objects.
+        where: The directory of the checkpoints, or its URL.
+        blobs: What is saved, by name: prepared model, optimizer, scheduler and loaders, and other values.
+        options: Those of `Checkpointer`.
+
+    Raises:
+        UsageError: There are no blobs, a name is taken, or the state is not in the objects (DeepSpeed,
+            Megatron-LM, FSDP 1).
+
+    Example:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        blobs = dict(model=model, optimizer=optimizer, loader=loader)
+        ckpt = AcceleratorCheckpointer(accelerator, "runs/x/checkpoints", blobs)
+        start = ckpt.resume()
+        for epoch in range(start.epoch + 1 if start else 1, 11):
+            for batch in ckpt.batches(loader):
+                train(batch)
+                if ckpt.step % 100 == 0:
+                    ckpt.save(epoch - 1, ckpt.step)
+            ckpt.save(epoch)
+        ckpt.close()
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, where: str | Path, blobs: Mapping[str, Any], **options: Any
+    ) -> None:
+        _check_kind(accelerator)
+        self._places: dict[int, LoaderPlace] = {}
+        self._current: LoaderPlace | None = None
+        inner = {name: self._unwrapped(accelerator, value) for name, value in blobs.items()}
+        own: dict[str, Any] = {"accumulation": _Accumulation(accelerator)}
+        if accelerator.scaler is not None:
+            own["scaler"] = accelerator.scaler
+        own |= {f"registered_{number}": one for number, one in enumerate(accelerator._custom_objects)}
+        if taken := sorted(own.keys() & inner.keys()):
+            raise UsageError(f"{taken[0]!r} is the name of a part of the Accelerator: give your blob another")
+        super().__init__(where, inner | own, **options)
+
+    def _unwrapped(self, accelerator: Accelerator, value: Any) -> Any:
+        """The object that has the state; for a prepared loader, its place."""
+        if isinstance(value, AcceleratedOptimizer):
+            return value.optimizer
+        if isinstance(value, AcceleratedScheduler):
+            return value.scheduler
+        if isinstance(value, nn.Module):
+            return accelerator.unwrap_model(value, keep_torch_compile=False)
+        if isinstance(value, (DataLoaderShard, DataLoaderDispatcher)) and not value.use_stateful_dataloader:
+            return self._places.setdefault(id(value), LoaderPlace(accelerator, value))
+        return value
+
+    @property
+    def step(self) -> int:
+        """How many batches the loop over `batches` took of this epoch, those before a resume included."""
+        return 0 if self._current is None else self._current.taken
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Iterate over an epoch of a prepared loader; after a resume, over what is left of it.
+
+        Args:
+            loader: One of the blobs, as `accelerator.prepare` returned it.
+
+        Yields:
+            The batches of this rank.
+
+        Raises:
+            UsageError: The loader is none of the blobs.
+        """
+        place = self._places.get(id(loader))
+        if place is None:
+            raise UsageError(
+                f"this {type(loader).__name__} is none of the blobs: give what accelerator.prepare returned, "
+                "for example blobs=dict(..., loader=loader)"
+            )
+        self._current = place
+        yield from place.batches()
+
+    def save(
+        self,
+        epoch: int,
+        step: int = 0,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        """Save all objects as they are now; see `Checkpointer.save`.
+
+        Args:
+            epoch: How many epochs are done.
+            step: How many steps of the next one are done: `step`, or 0 for a whole epoch.
+            metrics: Values of this epoch, alike on all ranks.
+            asynchronous: Return as soon as the objects may change again.
+
+        Raises:
+            SaveFailedError: It could not be saved, on any rank. Nothing is committed then.
+        """
+        for place in self._places.values():
+            place.within = step > 0
+        super().save(epoch, step, metrics=metrics, asynchronous=asynchronous)
+
+
+class LoaderPlace:
+    """Where a prepared loader stands: epoch, what its order is drawn from, and batches taken."""
+
+    same_on_all_ranks = True
+    """Ranks share one order, so its state is saved once."""
+
+    def __init__(self, accelerator: Accelerator, loader: Any) -> None:
+        self._accelerator, self._loader = accelerator, loader
+        self.taken = 0
+        self.within = False
+        """Whether what is saved is within an epoch."""
+        self._begin: torch.Tensor | None = None
+        self._left = False
+
+    def batches(self) -> Iterator[Any]:
+        """The rest of the epoch that was left, or a whole one."""
+        loader, left = self._loader, self._left and self.taken > 0
+        self._left, epoch, streams = False, loader.iteration, None
+        if left:
+            streams = RandomStreams.capture()
+            self._set_order(self._begin)
+            loader.set_epoch(epoch)
+            source = skip_first_batches(loader, self.taken)
+        else:
+            self.taken, self._begin, source = 0, self._order(), loader
+        for batch in source:
+            if streams is not None:  # as it was when these batches had been fetched
+                streams.restore()
+                streams = None
+            self.taken += 1
+            yield batch
+        if streams is not None:
+            streams.restore()
+        loader.iteration, self.taken, self._begin = epoch + 1, 0, None
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Within an epoch, what its order was drawn from; else what the next one is drawn from."""
+        within = self.within and self.taken > 0
+        generator, sampler = self._generator, _sampler(self._loader)
+        order = self._begin if within else None if generator is None else generator.get_state()
+        return {
+            "epoch": self._loader.iteration,
+            "taken": self.taken if within else 0,
+            "batch_size": self._batch_size,
+            "own_generator": generator is not None,
+            "order": order,
+            "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue there; on another number of ranks at the same sample, if a batch begins there."""
+        taken, size, sampler = state["taken"], self._batch_size, _sampler(self._loader)
+        if taken and size != state["batch_size"]:
+            samples = taken * state["batch_size"]
+            if not size or not state["batch_size"] or samples % size:
+                raise UsageError(
+                    f"the epoch was left after {samples} samples, and no batch of {size} on all ranks begins "
+                    f"there: take another batch size or number of ranks, or resume(epoch={state['epoch']})"
+                )
+            taken = samples // size
+        if taken and self._generator is not None and not state["own_generator"]:
+            raise UsageError(
+                "the epoch was left by one process, whose order of data more ranks do not draw: start one "
+                f"process, or resume(epoch={state['epoch']})"
+            )
+        if isinstance(sampler, SeedableRandomSampler) and state["seed"] is not None:
+            sampler.initial_seed = state["seed"]
+        elif state["own_generator"] and self._generator is None and hasattr(sampler, "generator"):
+            sampler.generator = torch.Generator()
+        self._loader.iteration, self.taken, self._left = state["epoch"], taken, taken > 0
+        self._begin = state["order"] if taken else None
+        if not taken and self._generator is not None:
+            self._set_order(state["order"])
+
+    def _order(self) -> torch.Tensor:
+        """What the order of the epoch that begins now is drawn from, alike on all ranks."""
+        if self._generator is not None:
+            return self._generator.get_state()
+        state = torch.get_rng_state()
+        if self._accelerator.num_processes == 1:
+            return state
+        shared: torch.Tensor = broadcast(state.to(self._accelerator.device))
+        return shared.cpu()
+
+    def _set_order(self, state: torch.Tensor | None) -> None:
+        if state is None:
+            return
+        if self._generator is not None:
+            self._generator.set_state(state)
+        else:
+            torch.set_rng_state(state)
+
+    @property
+    def _generator(self) -> torch.Generator | None:
+        sampler = _sampler(self._loader)
+        if isinstance(sampler, SeedableRandomSampler):  # drawn from its seed and the epoch
+            return None
+        found = getattr(sampler, "generator", None) or getattr(self._loader, "synchronized_generator", None)
+        return found if isinstance(found, torch.Generator) else None
+
+    @property
+    def _batch_size(self) -> int:
+        """Samples of a step on all ranks together; 0 where nobody knows."""
+        loader, ranks = self._loader, self._accelerator.num_processes
+        if isinstance(loader, DataLoaderDispatcher):
+            one = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 0
+            return int(one) if loader.split_batches else int(one) * ranks
+        split = getattr(loader.batch_sampler, "split_batches", False)
+        one = getattr(loader.batch_sampler, "batch_size", None) or 0
+        return int(one) if split else int(one) * ranks
+
+
+class _Accumulation:
+    """How many batches of the present window of `accelerator.accumulate` are done."""
+
+    same_on_all_ranks = True
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._accelerator.step = state["step"]
+
+
+def _sampler(loader: Any) -> Any:
+    """What draws single samples, below accelerate's wrappers; None for an iterable dataset."""
+    batches = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    return getattr(batches, "sampler", None)
+
+
+def _check_kind(accelerator: Accelerator) -> None:
+    """Raise UsageError where the model and the optimizer do not hold their state."""
+    reason = _ELSEWHERE.get(accelerator.distributed_type)
+    if accelerator.distributed_type is DistributedType.FSDP and not accelerator.is_fsdp2:
+        reason = "FSDP 1 keeps flat parts; set fsdp_version=2, or register torchrelay.fsdp_state(...)"
+    if reason is not None:
+        raise UsageError(
+            f"an Accelerator with {accelerator.distributed_type} has its states elsewhere: {reason}"
+        )
