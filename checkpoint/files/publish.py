@@ -22,8 +22,7 @@ from torchrelay.checkpoint.log.lease import WriterIdentity, process_start
 from torchrelay.checkpoint.storage.base import PRIVATE
 from torchrelay.checkpoint.storage.local import LocalStorage, give_name
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.open import FILE, is_remote, object_at
-from torchrelay.checkpoint.storage.urls import shown
+from torchrelay.checkpoint.storage.open import FILE, is_remote, object_at, shown
 from torchrelay.errors import DamagedError, FormatError, RelayError, StorageError, UsageError
 from torchrelay.jobs.runtime import check_target, local_directory
 from torchrelay.metadata.fs import sync_directory

@@ -16,8 +16,7 @@ from torchrelay.checkpoint.log.record import has_job, holds_job
 from torchrelay.checkpoint.log.view import EpochQuery, LogView, best_first, named_entry, whole_epochs
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.storage.open import FILE, NOTES, CountingStorage, joined, storage_of
-from torchrelay.checkpoint.storage.urls import is_url
+from torchrelay.checkpoint.storage.open import FILE, NOTES, CountingStorage, is_url, joined, storage_of
 from torchrelay.errors import NoProvableEpochError, StorageError, UnknownEpochError, UsageError
 from torchrelay.jobs.runtime import is_directory
 from torchrelay.records import dataclass

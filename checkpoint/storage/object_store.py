@@ -16,6 +16,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from torchrelay.checkpoint.storage.base import PRIVATE, Memory, ReadHandle, SingleWriter
+from torchrelay.checkpoint.storage.open import open_file_system, shown
 from torchrelay.checkpoint.storage.transfers import (
     RetryTimeouts,
     StagedFile,
@@ -27,7 +28,6 @@ from torchrelay.checkpoint.storage.transfers import (
     takes_parts,
     unfinished,
 )
-from torchrelay.checkpoint.storage.urls import open_file_system, shown
 from torchrelay.errors import StorageError
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.sinks.base import OF_STEPS, MetricSink, TrackedRun, axis
-from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
+from torchrelay.metadata.sinks.text import OF_STEPS, CsvSink, JsonlSink, MetricSink, TrackedRun, axis
 
 if TYPE_CHECKING:
     import wandb

@@ -32,7 +32,7 @@ from torchrelay.checkpoint.format.shard.reads import PLAIN, each
 from torchrelay.checkpoint.format.value_decoding import decode, references
 from torchrelay.checkpoint.storage.base import Memory
 from torchrelay.checkpoint.storage.local import MODE
-from torchrelay.checkpoint.storage.urls import shown
+from torchrelay.checkpoint.storage.open import shown
 from torchrelay.errors import BlobError, DamagedError, FormatError
 from torchrelay.jobs.runtime import check_file
 from torchrelay.metadata.zip_reader import ZipMembers, name_fits, open_zip

@@ -40,7 +40,7 @@ from torchrelay.models.archive.manifest import (
 )
 from torchrelay.models.archive.states import States, checked, recorded_call, states_of
 from torchrelay.models.package import reader
-from torchrelay.models.package.export import export, parts_that_train_otherwise
+from torchrelay.models.package.compile import export, parts_that_train_otherwise
 from torchrelay.models.package.graph_lowering import Dynamic, LoweredProgram
 from torchrelay.models.package.reader import SOURCE, Package, open_package, package_of
 from torchrelay.records import Json

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
-from torchrelay.checkpoint.storage.open import FILE
-from torchrelay.checkpoint.storage.urls import is_url
+from torchrelay.checkpoint.storage.open import FILE, is_url
 from torchrelay.errors import UsageError
 from torchrelay.models.onnx.exporter.to_onnx import OnnxFile, check_packages, place_of, to_onnx
 from torchrelay.records import dataclass

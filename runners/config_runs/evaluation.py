@@ -23,7 +23,7 @@ from torchrelay.checkpoint.files.load_into import FileSource, load_into
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
 from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.checkpoint.log.view import ranges, whole_epochs
-from torchrelay.checkpoint.storage.urls import is_url, open_file_system
+from torchrelay.checkpoint.storage.open import is_url, open_file_system
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.config.runner_schema import RunnerSection
 from torchrelay.jobs.config.schema import Settings

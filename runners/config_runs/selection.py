@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.storage.urls import is_url
+from torchrelay.checkpoint.storage.open import is_url
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.runner_schema import CLUSTER_TRAIN, LOCAL_TRAIN, RunnerSection

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TextIO
 from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.storage.urls import is_url
+from torchrelay.checkpoint.storage.open import is_url
 from torchrelay.errors import DamagedError, RelayError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config, load_config
 from torchrelay.jobs.config.interpolation import RunPlace

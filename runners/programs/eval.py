@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.files.publish import publish
-from torchrelay.checkpoint.storage.urls import is_url
+from torchrelay.checkpoint.storage.open import is_url
 from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.jobs.config.config import Config
 from torchrelay.jobs.config.runner_schema import RunnerSection

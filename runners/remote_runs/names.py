@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from torchrelay.checkpoint.storage.open import FILE
-from torchrelay.checkpoint.storage.urls import is_url, open_file_system, shown
+from torchrelay.checkpoint.storage.open import FILE, is_url, open_file_system, shown
 from torchrelay.errors import UsageError
 
 CHECKPOINTS, STOP, LOGS = "checkpoints", "STOP", "logs"

@@ -21,8 +21,7 @@ from torchrelay.checkpoint.log.tiered_storage import opened
 from torchrelay.checkpoint.log.view import EpochQuery, LogView, named_entry, wanted
 from torchrelay.checkpoint.storage.base import Distrusted, SingleWriter, Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.storage.open import FILE, CountingStorage, storage_of
-from torchrelay.checkpoint.storage.urls import is_url, shown
+from torchrelay.checkpoint.storage.open import FILE, CountingStorage, is_url, shown, storage_of
 from torchrelay.errors import UnknownEpochError, UsageError
 from torchrelay.jobs.runtime import is_directory, split_run, undisturbed
 from torchrelay.metadata.run_directory import RunDirectory

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchrelay.checkpoint.tiering.uploader import Uploader
+from torchrelay.checkpoint.tiering.upload import Uploader
 from torchrelay.errors import RelayError
 from torchrelay.metadata.fs import open_regular, read_json
 from torchrelay.records import dataclass

@@ -28,7 +28,7 @@ from torchrelay.metadata.code.capture import Given
 from torchrelay.metadata.code.selection import Code
 from torchrelay.metadata.handlers import FileMetadataHandler, MetadataHandler
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.sinks.base import MetricSink
+from torchrelay.metadata.sinks.text import MetricSink
 from torchrelay.runners.monitoring.text import interval_secs
 from torchrelay.runners.remote_runs.names import canonical, is_remote
 from torchrelay.runners.session.base import SessionBase

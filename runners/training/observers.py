@@ -19,7 +19,7 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.runtime import Worker, WorkItem
 from torchrelay.jobs.session import Peers
 from torchrelay.metadata.run_directory import RunDirectory, without_password
-from torchrelay.metadata.sinks.base import MetricSink, TrackedRun
+from torchrelay.metadata.sinks.text import MetricSink, TrackedRun
 from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.monitoring.text import EVERY_SECS, RankLog, level_wanted
 from torchrelay.runners.session.run_state import Row, RunState

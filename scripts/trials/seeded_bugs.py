@@ -218,7 +218,7 @@ def _retention() -> Iterator[Bug]:
     )
     yield Bug(
         "prune deletes before the log says so",
-        "checkpoint/coordinator/pruning.py",
+        "checkpoint/coordinator/retention.py",
         "    keeping.retire(writer, suspects, only_near(storage, before))\n",
         "    from torchrelay.checkpoint.log.retention import delete_try\n\n"
         "    for one in tuple(keeping.chosen(before, suspects)):\n"

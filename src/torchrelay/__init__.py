@@ -35,7 +35,7 @@ _HOMES = {
     "JobRunner": "runners.training.job_runner",
     "LocalSession": "runners.session.local",
     "MetadataHandler": "metadata.handlers",
-    "MetricSink": "metadata.sinks.base",
+    "MetricSink": "metadata.sinks.text",
     "MultiNodeCheckpointManager": "checkpoint.manager.checkpoint_manager",
     "Node": "jobs.cluster",
     "OnnxExport": "runners.training.extras.onnx_export",
@@ -56,7 +56,7 @@ _HOMES = {
     "TaskOutput": "jobs.task",
     "TensorHandler": "tools.serving.handlers",
     "Tier": "checkpoint.storage.open",
-    "TrackedRun": "metadata.sinks.base",
+    "TrackedRun": "metadata.sinks.text",
     "UploadTaskGroupBuilder": "checkpoint.manager.checkpoint_manager",
     "Upstream": "runners.training.extras.upstream",
     "Workspace": "jobs.workspace",
@@ -137,7 +137,7 @@ if TYPE_CHECKING:
     from torchrelay.metadata.experiments import metric_rows as metric_rows
     from torchrelay.metadata.handlers import FileMetadataHandler as FileMetadataHandler
     from torchrelay.metadata.handlers import MetadataHandler as MetadataHandler
-    from torchrelay.metadata.sinks.base import MetricSink as MetricSink, TrackedRun as TrackedRun
+    from torchrelay.metadata.sinks.text import MetricSink as MetricSink, TrackedRun as TrackedRun
     from torchrelay.metadata.sql.handler import SqlHandler as SqlHandler
     from torchrelay.models.archive.api import load_states as load_states, save_states as save_states
     from torchrelay.models.archive.api import set_states as set_states

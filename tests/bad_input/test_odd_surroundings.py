@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.urls import shown
+from torchrelay.checkpoint.storage.open import shown
 from torchrelay.errors import UsageError
 
 LS = [sys.executable, "-m", "torchrelay", "ls"]

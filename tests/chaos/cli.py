@@ -11,8 +11,7 @@ from pathlib import Path
 from torchrelay.chaos import builtin, command
 from torchrelay.chaos.scenarios import SCENARIOS, scenarios
 from torchrelay.chaos.strikes import COLUMNS, Tally
-from torchrelay.checkpoint.storage.open import FILE
-from torchrelay.checkpoint.storage.urls import is_url
+from torchrelay.checkpoint.storage.open import FILE, is_url
 from torchrelay.errors import UsageError
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.tools.cli.arguments import Add, whole_number

@@ -28,9 +28,8 @@ from torchrelay.chaos.scenarios import (
 )
 from torchrelay.checkpoint.storage.base import SingleWriter
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.open import joined
+from torchrelay.checkpoint.storage.open import joined, shown
 from torchrelay.checkpoint.storage.transfers import refusal
-from torchrelay.checkpoint.storage.urls import shown
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.records import dataclass
 

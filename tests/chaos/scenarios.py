@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from torchrelay.chaos.faults import ERRNOS, STORE_ERRNOS, Call, Fault, PlanFile, may_be_silent, read_calls
 from torchrelay.chaos.processes import Nursery, Order
-from torchrelay.checkpoint.storage.urls import is_url, open_file_system
+from torchrelay.checkpoint.storage.open import is_url, open_file_system
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.records import dataclass
 

@@ -13,7 +13,7 @@ from typing import Any
 from torchrelay.chaos.faults import Fault
 from torchrelay.chaos.processes import Ended, Worker
 from torchrelay.chaos.scenarios import Ready, Trial
-from torchrelay.checkpoint.storage.urls import shown
+from torchrelay.checkpoint.storage.open import shown
 from torchrelay.records import dataclass
 
 

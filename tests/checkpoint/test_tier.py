@@ -11,8 +11,7 @@ import pytest
 from s3_server import BUCKET, needs_s3, s3_server
 from tiers import WAIT_SECS, Away, Gate, Places, numbers_in, until
 
-from torchrelay.checkpoint.coordinator.pruning import prune
-from torchrelay.checkpoint.coordinator.retention import Retaining
+from torchrelay.checkpoint.coordinator.retention import Retaining, prune
 from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping

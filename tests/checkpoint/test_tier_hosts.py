@@ -14,13 +14,13 @@ import pytest
 from near_places import NearPlaces, damage
 from tiers import WAIT_SECS, Away, Gate, Places, Scheduled, numbers_in, until
 
-from torchrelay.checkpoint.coordinator.pruning import prune
+from torchrelay.checkpoint.coordinator.retention import prune
 from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.tiered_storage import read_notes
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.checkpoint.tiering import multi_host, uploader
+from torchrelay.checkpoint.tiering import multi_host, upload
 from torchrelay.checkpoint.tiering.multi_host import HostsLedger
 from torchrelay.errors import DamagedError, StorageError, UsageError
 
@@ -455,8 +455,8 @@ def test_sending_the_same_for_ever_is_no_headway(
     disks: list[Path], far: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start whose bytes go, again and again, and never come to stay ends as one that sends none."""
-    monkeypatch.setattr(uploader, "FIRST_PAUSE_SECS", 0.01)
-    monkeypatch.setattr(uploader, "LONGEST_PAUSE_SECS", 0.05)
+    monkeypatch.setattr(upload, "FIRST_PAUSE_SECS", 0.01)
+    monkeypatch.setattr(upload, "LONGEST_PAUSE_SECS", 0.05)
     monkeypatch.setattr(multi_host, "TURN_SECS", 0.1)
     down = Away(far)
     places = NearPlaces(disks, down.storage)  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="pip install 'torchrelay[serve]'")
 
+from torchrelay.tools.report.page import RunIndex
 from torchrelay.tools.report.run_data import ReadLimits
-from torchrelay.tools.report.run_list import RunIndex
 from torchrelay.tools.report.server import DashboardServer, Rendered
 
 

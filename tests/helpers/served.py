@@ -19,8 +19,8 @@ import torch
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
 from torchrelay.runners.programs.request import RequestLimits
 from torchrelay.tools.serving.app import Running
+from torchrelay.tools.serving.batching import Watching
 from torchrelay.tools.serving.handlers import ModelSlot, Served, TensorHandler
-from torchrelay.tools.serving.monitoring import Watching
 from torchrelay.tools.serving.web import access_at, bound_socket
 
 JSON = {"content-type": "application/json"}

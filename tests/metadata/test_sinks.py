@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.errors import UsageError
-from torchrelay.metadata.sinks.base import MetricSink, TrackedRun
-from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
+from torchrelay.metadata.sinks.text import CsvSink, JsonlSink, MetricSink, TrackedRun
 from torchrelay.metadata.sinks.trackers import sinks_of
 
 NAMES = st.sampled_from(["train/loss", "val/acc", 'odd, "name"', "epoch", "Ünï"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchrelay.metadata.sinks.base import TrackedRun
+from torchrelay.metadata.sinks.text import TrackedRun
 from torchrelay.metadata.sinks.trackers import sinks_of
 
 STORY = {1: 1.0, 2: 0.5, 3: 3.0, 4: 4.0}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from stored_jobs import Hosts, in_memory
 
-from torchrelay.checkpoint.tiering import uploader
+from torchrelay.checkpoint.tiering.upload import LONGEST_PAUSE_SECS
 from torchrelay.runners.remote_runs import download, local_copies, upload
 from torchrelay.runners.training.extras import remote_run
 from torchrelay.tools.cli.main import main
@@ -41,7 +41,7 @@ def test_the_page_runs(
 
 def test_the_figures_are_those_of_the_code() -> None:
     """Intervals, bounds and the variable's name stand on the page as they are."""
-    assert (upload.EVERY_SECS, uploader.LONGEST_PAUSE_SECS) == (5.0, 60.0)
+    assert (upload.EVERY_SECS, LONGEST_PAUSE_SECS) == (5.0, 60.0)
     assert (remote_run.END_SECS, remote_run.FAILED_SECS) == (60.0, 8.0)
     assert (download.MOST_BYTES, upload.BYTES_PER_SEC) == (256 << 20, 256 << 10)
     assert local_copies.VARIABLE in PAGE

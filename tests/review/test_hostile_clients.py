@@ -20,8 +20,8 @@ from served import linear, served, serving
 from torchrelay.runners.programs.request import RequestLimits, ServeOptions
 from torchrelay.tools.serving import serve as serving_module
 from torchrelay.tools.serving.batching import PendingRequest, Queue
-from torchrelay.tools.serving.errors import tell
 from torchrelay.tools.serving.handlers import TensorHandler
+from torchrelay.tools.serving.serve import tell
 
 
 def test_what_was_given_up_leaves_the_queue():

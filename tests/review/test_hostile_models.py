@@ -18,7 +18,7 @@ import torchrelay
 from torchrelay import load_states, save_states
 from torchrelay.errors import DamagedError, FormatError, UsageError
 from torchrelay.models.onnx.exporter import to_onnx
-from torchrelay.models.onnx.importer import limits
+from torchrelay.models.onnx.importer import tensors
 from torchrelay.models.package.program import operator_of
 
 Json = Any
@@ -202,7 +202,7 @@ def test_loops_in_loops_share_one_bound(monkeypatch: pytest.MonkeyPatch) -> None
     pytest.importorskip("onnx")
     from onnx import TensorProto, helper
 
-    monkeypatch.setattr(limits, "MAX_ENTERED", 1000)
+    monkeypatch.setattr(tensors, "MAX_ENTERED", 1000)
     info = helper.make_tensor_value_info
 
     def loop(body: list[Any], level: int, count: str) -> Any:

@@ -17,8 +17,7 @@ import pytest
 from torchrelay import Job, JobRunner, max_epochs
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.sinks.base import TrackedRun
-from torchrelay.metadata.sinks.text import CsvSink, JsonlSink
+from torchrelay.metadata.sinks.text import CsvSink, JsonlSink, TrackedRun
 from torchrelay.runners.training import observers
 from torchrelay.runners.training.journal import SaveWarning
 from torchrelay.tools.cli.main import main

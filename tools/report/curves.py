@@ -6,8 +6,19 @@ import math
 from collections.abc import Sequence
 
 from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.tools.report.charts import EpochMarker, Figure, Series, line_chart
-from torchrelay.tools.report.parts import Cell, PageSection, Table, count, number, shade, share
+from torchrelay.tools.report.charts import (
+    Cell,
+    EpochMarker,
+    Figure,
+    PageSection,
+    Series,
+    Table,
+    count,
+    line_chart,
+    number,
+    shade,
+    share,
+)
 from torchrelay.tools.report.run_data import LeafNorm, Norms, Point, RunFacts
 
 _MOST_CHARTS = 60

@@ -8,16 +8,19 @@ from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.tools.report.charts import (
     Chart,
     Figure,
+    PageSection,
     Scale,
     Shape,
+    Table,
     column_chart,
+    count,
     dot,
     path,
     row_chart,
+    share,
     whole_ticks,
     word,
 )
-from torchrelay.tools.report.parts import PageSection, Table, count, share
 from torchrelay.tools.report.run_data import BlobBytes, BranchNote, EpochBytes, EpochRow, Event, RunFacts
 
 _TONES = {"chosen": "good", "older": "calm", "not reached": "calm", "abandoned": "faded"}

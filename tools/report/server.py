@@ -19,10 +19,9 @@ from torchrelay.jobs.runtime import Worker
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.tools.report.gather import gather
-from torchrelay.tools.report.page import policy, report_page
+from torchrelay.tools.report.page import RunIndex, glance, index_page, policy, report_page, signature
 from torchrelay.tools.report.run_data import ReadLimits, RunFacts
-from torchrelay.tools.report.run_list import RunIndex, glance, index_page, signature
-from torchrelay.tools.serving.errors import tell
+from torchrelay.tools.serving.serve import tell
 from torchrelay.tools.serving.web import Access, HttpServer, access_at, bound_socket, done_by, url_of
 
 _MOST_PAGES = 64

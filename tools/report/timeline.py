@@ -8,17 +8,24 @@ from statistics import median
 
 from torchrelay.metadata.statistics import WAITING, NodeRow, StragglerSummary, summary
 from torchrelay.records import dataclass
-from torchrelay.tools.report.charts import Chart, Scale, Shape, clock_ticks, line, path, rect, word
-from torchrelay.tools.report.parts import (
+from torchrelay.tools.report.charts import (
     Cell,
+    Chart,
     PageSection,
+    Scale,
+    Shape,
     Table,
+    clock_ticks,
     count,
+    line,
     moment,
     number,
+    path,
+    rect,
     seconds,
     shade,
     share,
+    word,
 )
 from torchrelay.tools.report.run_data import RunAttempt, RunFacts, Save
 

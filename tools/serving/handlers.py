@@ -12,7 +12,7 @@ from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
 from torchrelay.errors import FormatError, UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.records import dataclass
-from torchrelay.tools.serving.errors import FaultyAnswerError
+from torchrelay.tools.serving.serve import FaultyAnswerError
 from torchrelay.tools.serving.tensors import rows, shape_of, without_batch
 
 Say = Callable[[str], None]

@@ -27,7 +27,6 @@ from torchrelay.runners.programs.command_context import say
 from torchrelay.runners.programs.epoch_selection import Used, use
 from torchrelay.runners.programs.program import Samples, Scene
 from torchrelay.runners.programs.request import ServeOptions, VerbRequest
-from torchrelay.tools.serving.errors import FaultyAnswerError
 from torchrelay.tools.serving.model_sources import (
     EpochModelSource,
     PackageHandler,
@@ -36,7 +35,7 @@ from torchrelay.tools.serving.model_sources import (
     noted_signature,
     served_epoch,
 )
-from torchrelay.tools.serving.serve import check_installed, serve
+from torchrelay.tools.serving.serve import FaultyAnswerError, check_installed, serve
 from torchrelay.tools.serving.serve import say as log_line
 from torchrelay.tools.serving.tensors import joined, rows, shape_of
 

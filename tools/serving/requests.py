@@ -26,8 +26,8 @@ from torchrelay.jobs.runtime import Worker
 from torchrelay.records import dataclass
 from torchrelay.runners.programs.request import Budget, RequestLimits
 from torchrelay.tools.serving.batching import PendingRequest, Queue, refusal_of
-from torchrelay.tools.serving.errors import FaultyAnswerError, RefusedError, busy, unavailable, wrong
 from torchrelay.tools.serving.handlers import ModelSlot, Served
+from torchrelay.tools.serving.serve import FaultyAnswerError, RefusedError, busy, unavailable, wrong
 from torchrelay.tools.serving.tensors import MEDIA_TYPE, body_of, elements, json_bytes, plain, tensors_of
 from torchrelay.tools.serving.web import done_by, settle
 

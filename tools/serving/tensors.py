@@ -24,7 +24,7 @@ from torchrelay.checkpoint.format.dtypes import (
     torch_dtype,
 )
 from torchrelay.errors import BlobError, DamagedError, FormatError
-from torchrelay.tools.serving.errors import FaultyAnswerError, wrong
+from torchrelay.tools.serving.serve import FaultyAnswerError, wrong
 
 Tree = Any
 _TOO_LONG = 200

@@ -42,7 +42,7 @@ from torchrelay.models.onnx.exporter.inputs import (
     compare,
     example_of,
 )
-from torchrelay.models.package.export import undisturbing
+from torchrelay.models.package.compile import undisturbing
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.models.onnx.importer.graph import Graph, GraphNode
-from torchrelay.models.onnx.importer.limits import check_entered
 from torchrelay.models.onnx.importer.operator import Ints, OpCall, Operator, as_ints, as_numbers, on_ints
+from torchrelay.models.onnx.importer.tensors import check_entered
 from torchrelay.records import dataclass
 
 

@@ -18,13 +18,14 @@ import torch
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, Size, TensorSpec
-from torchrelay.models.onnx.importer.limits import MAX_DEPTH, check_made
 from torchrelay.models.onnx.importer.model_file import KNOWN_DOMAINS, domain_of, inner_graphs, opsets
 from torchrelay.models.onnx.importer.tensors import (
     DTYPES,
     FLOAT4,
+    MAX_DEPTH,
     NARROW_BITS,
     STRING,
+    check_made,
     stored_sparse,
     stored_tensor,
 )

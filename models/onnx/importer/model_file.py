@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import DamagedError, StorageError, UsageError
-from torchrelay.models.onnx.importer.limits import MAX_DEPTH, MAX_NODES
+from torchrelay.models.onnx.importer.tensors import MAX_DEPTH, MAX_NODES
 
 
 def check_readable(model: Any) -> None:
@@ -209,7 +209,7 @@ def _check_functions(model: Any) -> None:
     if nodes > MAX_NODES:
         raise UsageError(
             f"the functions of the model unfold to {nodes} operators, more than {MAX_NODES}: if the file is "
-            "trustworthy, raise torchrelay.models.onnx.importer.limits.MAX_NODES"
+            "trustworthy, raise torchrelay.models.onnx.importer.tensors.MAX_NODES"
         )
 
 

@@ -20,7 +20,7 @@ from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import spec_of
 from torchrelay.checkpoint.state.names import Kind, kind_of, submodule
 from torchrelay.checkpoint.state.tree_leaves import container_tensors
-from torchrelay.checkpoint.storage.urls import is_url
+from torchrelay.checkpoint.storage.open import is_url
 from torchrelay.errors import BlobError, UsageError
 from torchrelay.jobs.cluster import dotted_prefixes
 from torchrelay.jobs.runtime import local_directory, split_run

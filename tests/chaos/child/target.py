@@ -29,8 +29,7 @@ from torchrelay.checkpoint.log.record import JOB_PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import has_job, holds_job
 from torchrelay.checkpoint.manager.checkpoint_manager import MultiNodeCheckpointManager
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.storage.open import storage_of
-from torchrelay.checkpoint.storage.urls import is_url
+from torchrelay.checkpoint.storage.open import is_url, storage_of
 from torchrelay.errors import RelayError
 from torchrelay.metadata.handlers import FileMetadataHandler
 from torchrelay.runners.session.local import LocalSession

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper  # noqa: E402
 
 from torchrelay import from_onnx  # noqa: E402
 from torchrelay.errors import RelayError  # noqa: E402
-from torchrelay.models.onnx.importer import limits  # noqa: E402
+from torchrelay.models.onnx.importer import tensors  # noqa: E402
 
 X = torch.zeros(1, 4)
 
@@ -149,7 +149,7 @@ def test_sizes_that_a_file_asks_for_are_bounded(name: str) -> None:
 
 def test_a_loop_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops have a limit of turns."""
-    monkeypatch.setattr(limits, "MAX_TURNS", 100)
+    monkeypatch.setattr(tensors, "MAX_TURNS", 100)
     info = helper.make_tensor_value_info
     body = helper.make_graph(
         [made.node("Identity", "go", "go2")],

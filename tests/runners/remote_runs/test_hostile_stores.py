@@ -20,7 +20,7 @@ from stored_jobs import Hosts, in_memory, train, weights
 
 import torchrelay
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.urls import open_file_system
+from torchrelay.checkpoint.storage.open import open_file_system
 from torchrelay.errors import UsageError
 from torchrelay.runners.remote_runs import local_copies as mirrors
 from torchrelay.runners.remote_runs.download import RunFiles, bring, found_in

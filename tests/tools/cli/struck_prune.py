@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from torchrelay.checkpoint.coordinator.pruning import prune
+from torchrelay.checkpoint.coordinator.retention import prune
 from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Best, Keeping

@@ -19,7 +19,7 @@ from torchrun import interruptible
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.tools.cli.main import main
-from torchrelay.tools.report.run_list import RunIndex, signature
+from torchrelay.tools.report.page import RunIndex, signature
 from torchrelay.tools.report.server import DashboardServer, Rendered
 from torchrelay.tools.serving.web import access_at, read_token
 

@@ -7,9 +7,18 @@ from html.parser import HTMLParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchrelay.tools.report.charts import Scale, clock_ticks, scale_of, ticks, whole_ticks
+from torchrelay.tools.report.charts import (
+    Scale,
+    clock_ticks,
+    number,
+    scale_of,
+    seconds,
+    share,
+    ticks,
+    visible,
+    whole_ticks,
+)
 from torchrelay.tools.report.page import _environment
-from torchrelay.tools.report.parts import number, seconds, share, visible
 
 NASTY = st.text(st.characters() | st.sampled_from("<>&\"'/=`;\n\t\x00\ud800"))
 TEMPLATE = _environment().from_string('<span title="{{ value }}">{{ text }}</span>')

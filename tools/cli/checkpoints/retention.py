@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchrelay.checkpoint.coordinator.pruning import Loss, Pruned, plan_pruning, prune
+from torchrelay.checkpoint.coordinator.retention import Loss, Pruned, plan_pruning, prune
 from torchrelay.checkpoint.format.position import Key, TagOrPin
 from torchrelay.checkpoint.log.chain import RecordDraft
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Best, Keeping

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrelay.models.onnx.importer.limits import check_turns
 from torchrelay.models.onnx.importer.operator import OpCall, Operator, as_ints
+from torchrelay.models.onnx.importer.tensors import check_turns
 
 
 def _loop(call: OpCall, trips: list[int] | None, go_on: Tensor | None, *carried: Any) -> Any:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrelay.models.onnx.importer.limits import check_made
 from torchrelay.models.onnx.importer.operator import OpCall, Operator
 from torchrelay.models.onnx.importer.ops.elementwise import widened
-from torchrelay.models.onnx.importer.tensors import dtype_of
+from torchrelay.models.onnx.importer.tensors import check_made, dtype_of
 
 Reduction = Callable[[Tensor, list[int], bool], Tensor]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrelay.models.onnx.importer.limits import check_made
 from torchrelay.models.onnx.importer.operator import OpCall, Operator
+from torchrelay.models.onnx.importer.tensors import check_made
 
 Numbers = list[Any] | None
 

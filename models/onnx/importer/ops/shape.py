@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrelay.models.onnx.importer.limits import check_made
 from torchrelay.models.onnx.importer.operator import Ints, OpCall, Operator, as_ints
-from torchrelay.models.onnx.importer.tensors import dtype_of
+from torchrelay.models.onnx.importer.tensors import check_made, dtype_of
 
 List = list[Any]
 
