@@ -25,10 +25,9 @@ import torchrelay
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.runners.programs.request import RequestLimits
 from torchrelay.tools.serving.batching import CONTENT_TYPE, Computing, Meters, Queue, Watching
-from torchrelay.tools.serving.handlers import ModelSlot, Served
+from torchrelay.tools.serving.handlers import MEDIA_TYPE, ModelSlot, Served
 from torchrelay.tools.serving.requests import Predicting
 from torchrelay.tools.serving.serve import FaultyAnswerError, RefusedError, tell, unavailable
-from torchrelay.tools.serving.tensors import MEDIA_TYPE
 from torchrelay.tools.serving.web import Access, HttpServer
 
 OPEN = ("/health", "/ready")

@@ -23,8 +23,15 @@ from torchrelay.metadata.fs import read_json
 from torchrelay.models.package.reader import Package, open_package
 from torchrelay.records import dataclass
 from torchrelay.runners.artifacts.loaded_model import named
-from torchrelay.tools.serving.handlers import Sample, Say, Served, ServingHandler, TensorHandler, dtype_of
-from torchrelay.tools.serving.tensors import shape_of
+from torchrelay.tools.serving.handlers import (
+    Sample,
+    Say,
+    Served,
+    ServingHandler,
+    TensorHandler,
+    dtype_of,
+    shape_of,
+)
 
 Make = Callable[[Checkpoint], Served]
 """Loads the model of an opened epoch."""

@@ -27,6 +27,7 @@ from torchrelay.runners.programs.command_context import say
 from torchrelay.runners.programs.epoch_selection import Used, use
 from torchrelay.runners.programs.program import Samples, Scene
 from torchrelay.runners.programs.request import ServeOptions, VerbRequest
+from torchrelay.tools.serving.handlers import joined, rows, shape_of
 from torchrelay.tools.serving.model_sources import (
     EpochModelSource,
     PackageHandler,
@@ -37,7 +38,6 @@ from torchrelay.tools.serving.model_sources import (
 )
 from torchrelay.tools.serving.serve import FaultyAnswerError, check_installed, serve
 from torchrelay.tools.serving.serve import say as log_line
-from torchrelay.tools.serving.tensors import joined, rows, shape_of
 
 if TYPE_CHECKING:
     from torchrelay.runners.programs.command_context import ConfiguredScene

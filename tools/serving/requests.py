@@ -26,9 +26,17 @@ from torchrelay.jobs.runtime import Worker
 from torchrelay.records import dataclass
 from torchrelay.runners.programs.request import Budget, RequestLimits
 from torchrelay.tools.serving.batching import PendingRequest, Queue, refusal_of
-from torchrelay.tools.serving.handlers import ModelSlot, Served
+from torchrelay.tools.serving.handlers import (
+    MEDIA_TYPE,
+    ModelSlot,
+    Served,
+    body_of,
+    elements,
+    json_bytes,
+    plain,
+    tensors_of,
+)
 from torchrelay.tools.serving.serve import FaultyAnswerError, RefusedError, busy, unavailable, wrong
-from torchrelay.tools.serving.tensors import MEDIA_TYPE, body_of, elements, json_bytes, plain, tensors_of
 from torchrelay.tools.serving.web import done_by, settle
 
 SMALL_BYTES = 16 << 10

@@ -14,10 +14,17 @@ from safetensors.torch import load, save
 
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.runners.programs.request import RequestLimits
-from torchrelay.tools.serving.handlers import TensorHandler
+from torchrelay.tools.serving.handlers import (
+    TensorHandler,
+    body_of,
+    joined,
+    json_bytes,
+    rows,
+    shape_of,
+    tensors_of,
+)
 from torchrelay.tools.serving.requests import ContentFormat, form_of, read_question, write_answer
 from torchrelay.tools.serving.serve import FaultyAnswerError, RefusedError
-from torchrelay.tools.serving.tensors import body_of, joined, json_bytes, rows, shape_of, tensors_of
 
 LIMITS = RequestLimits(elements=1000, samples=10, depth=4)
 AS_JSON, AS_TENSORS = ContentFormat(False, False), ContentFormat(True, True)
