@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.session import warn
-from torchrelay.models.onnx.importer import state
+from torchrelay.models.onnx.importer import executor
 from torchrelay.models.onnx.importer.executor import ExecutionPlan, Surroundings, plan_of, run_plan, supported
 from torchrelay.models.onnx.importer.graph import Graph, content_of
 from torchrelay.models.onnx.importer.model_file import known_model, read_model
@@ -59,14 +59,14 @@ class OnnxModule(nn.Module):
         self._inner_plans: dict[int, ExecutionPlan] = {}
         self._known: dict[int | str, tuple[torch.Tensor, int, Ints | None]] = {}
         self.signature = content.signature
-        kept = state.kept_initializers(content, self._plan(self._ends))
-        trained = state.trained_initializers(content, kept, trainable)
-        self._paths = state.paths_of(kept, self)
-        state.keep(self, self._paths, content.initializers, trained)
-        state.keep_constants(self, content.constants)
+        kept = executor.kept_initializers(content, self._plan(self._ends))
+        trained = executor.trained_initializers(content, kept, trainable)
+        self._paths = executor.paths_of(kept, self)
+        executor.keep(self, self._paths, content.initializers, trained)
+        executor.keep_constants(self, content.constants)
         self._read_small()
-        self.freeze(*state.as_patterns(freeze))
-        self.train(state.begins_in_training(content))
+        self.freeze(*executor.as_patterns(freeze))
+        self.train(executor.begins_in_training(content))
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
@@ -89,12 +89,12 @@ class OnnxModule(nn.Module):
 
     def freeze(self, *patterns: str) -> None:
         """No gradient for the parameters that a pattern matches; UsageError for one that matches none."""
-        for one in state.matching(dict(self._named()), patterns):
+        for one in executor.matching(dict(self._named()), patterns):
             one.requires_grad_(False)
 
     def unfreeze(self, *patterns: str) -> None:
         """Gradients for the parameters that a pattern matches; UsageError for one that matches none."""
-        for one in state.matching(dict(self._named()), patterns):
+        for one in executor.matching(dict(self._named()), patterns):
             one.requires_grad_(True)
 
     def run(
@@ -120,7 +120,7 @@ class OnnxModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__.get("_modules", {}).get(name)
-        if isinstance(held, state.Container) and not isinstance(value, state.Container):
+        if isinstance(held, executor.Container) and not isinstance(value, executor.Container):
             raise UsageError(
                 f"the file has initializers below {name!r}, so nothing else can have this name: choose "
                 "another, or hold the imported model in an attribute of your module"
@@ -135,7 +135,7 @@ class OnnxModule(nn.Module):
 
     def _named(self) -> Any:
         for name, path in self._paths.items():
-            tensor = state.kept(self, path)
+            tensor = executor.kept(self, path)
             if isinstance(tensor, nn.Parameter):
                 yield name, tensor
 
@@ -156,8 +156,8 @@ class OnnxModule(nn.Module):
     def _stored(self, graph: Graph, name: str) -> torch.Tensor:
         key = graph.initializers.get(name)
         if key is None:
-            return state.constant(self, graph.constants[name])
-        return state.kept(self, self._paths[key])
+            return executor.constant(self, graph.constants[name])
+        return executor.kept(self, self._paths[key])
 
     def _known_ints(self, graph: Graph, name: str) -> Ints | None:
         """Small tensors as numbers, read again only when they changed."""
@@ -179,8 +179,8 @@ class OnnxModule(nn.Module):
     def _read_small(self) -> None:
         """Read what may mean sizes, so that a model can be traced that never ran."""
         small: dict[int | str, torch.Tensor] = {}
-        small.update((key, state.kept(self, path)) for key, path in self._paths.items())
-        small.update(enumerate(self.get_submodule(state.CONSTANTS).buffers()))
+        small.update((key, executor.kept(self, path)) for key, path in self._paths.items())
+        small.update(enumerate(self.get_submodule(executor.CONSTANTS).buffers()))
         for key, tensor in small.items():
             sizes = not tensor.is_floating_point() or tensor.numel() <= 16
             if sizes and not isinstance(tensor, nn.Parameter):
