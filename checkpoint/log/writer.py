@@ -8,6 +8,7 @@ directory, and nothing of this one was written since.
 
 from __future__ import annotations
 
+import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -145,6 +146,7 @@ class LogWriter:
         """The slot of our takeover."""
         self._notices: list[str] = []
         self._deleted: set[Retirement] = set()
+        self._process = os.getpid()
         self._lock = Lock()
         self._fenced: FencedError | None = None
         self._closed = False
@@ -313,11 +315,20 @@ class LogWriter:
         self.check()
 
     def release(self) -> None:
-        """Say that we are done, so that the next writer need not wait, and close."""
+        """Say that we are done, so that the next writer need not wait, and close.
+
+        A process that was forked off says nothing: the one that has the log goes on.
+        """
+        if self._is_forked:
+            return
         try:
             self._append("released", lambda state: (changes.released(state), {}))
         finally:
             self.close()
+
+    @property
+    def _is_forked(self) -> bool:
+        return self._process != os.getpid()
 
     def close(self) -> None:
         """Stop the counter; the log stays as it is. A second call does nothing."""
@@ -340,6 +351,11 @@ class LogWriter:
         return self._append_draft(RecordDraft(kind, change, self.generation))
 
     def _append_draft(self, draft: RecordDraft) -> LogView:
+        if self._is_forked:
+            raise NotAllowedNowError(
+                f"{self.storage.url} is held by process {self._process}, which has forked this one: "
+                "only that one saves there"
+            )
         with self._lock:
             self.check()
             if self._closed:

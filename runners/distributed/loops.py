@@ -25,7 +25,10 @@ REMEDY = (
 )
 
 Note = Mapping[str, Any]
-"""JSON: run, over, failed, collectives, still; by the ranks that agree, loops as [batches, state, loader]."""
+"""JSON: run, over, failed, collectives, still; by the ranks that agree, loops as [batches, state, loader].
+
+`asks` is the newest question of all ranks to each other: how many there were, which, in which open loops.
+"""
 
 OPEN, ENDED, LEFT = "open", "ended", "left"
 """A loop that goes on, that all have ended together, that this rank has left before."""
@@ -54,18 +57,19 @@ class Loops:
         self._run = 0
         self._over = self._failed = False
         self._made: dict[str, list[LoopRecord]] = {}
+        self._asks: tuple[int, str, list[tuple[int, int]]] = (0, "", [])
         self._moved = time.monotonic()
 
     @contextmanager
     def of_group(self) -> Iterator[None]:
         """A group runs on all ranks: they begin to count anew, and after it go on as before."""
-        outer = self._made, self._over, self._failed
+        outer = self._made, self._over, self._failed, self._asks
         self._run += 1
-        self._made, self._over, self._failed = {}, False, False
+        self._made, self._over, self._failed, self._asks = {}, False, False, (0, "", [])
         try:
             yield
         finally:
-            self._made, self._over, self._failed = outer
+            self._made, self._over, self._failed, self._asks = outer
 
     @contextmanager
     def of_tasks(self) -> Iterator[None]:
@@ -77,6 +81,11 @@ class Loops:
             self.show()
             raise
         self._over = True
+
+    def ask(self, what: str) -> None:
+        """All ranks are about to wait for each other, in the batches that they are in now."""
+        within = [(one.number, one.taken) for one in self._made.get(ALL, ()) if one.state == OPEN]
+        self._asks = self._asks[0] + 1, what, within
 
     def enter(self, among: str, what: str) -> LoopRecord:
         """A loop begins that the ranks `among` make together."""
@@ -113,6 +122,7 @@ class Loops:
             "failed": self._failed,
             "collectives": self.collectives(),
             "still": self.still_for(STILL_SECS),
+            "asks": self._asks,
             "made": made,
         }
 
@@ -121,6 +131,9 @@ def contradiction(rank: int, note: Note, other: int, others: Note) -> str | None
     """Why two ranks cannot both be right, in words; None where one may only be slower."""
     if note["run"] != others["run"]:
         return None
+    alone = _asks_alone(rank, note, other, others) or _asks_alone(other, others, rank, note)
+    if alone is not None:
+        return alone
     for among in {**note["made"], **others["made"]}:
         if among != ALL and not {str(rank), str(other)} <= set(among.split(",")):
             continue
@@ -139,6 +152,19 @@ def first_contradiction(notes: Sequence[Note]) -> str | None:
                 continue
             if (found := contradiction(ranks[0], notes[ranks[0]], rank, notes[rank])) is not None:
                 return found
+    return None
+
+
+def _asks_alone(rank: int, note: Note, other: int, others: Note) -> str | None:
+    """How `rank` asks what `other` has passed without asking."""
+    count, what, within = note["asks"]
+    theirs = others["made"].get(ALL, [])
+    for number, taken in within if others["asks"][0] < count else ():
+        if number < len(theirs) and theirs[number][0] > taken:
+            return (
+                f"rank {rank} called {what} in batch {taken} of a loop, rank {other} did not and is in batch "
+                f"{theirs[number][0]}: all ranks call it together"
+            )
     return None
 
 

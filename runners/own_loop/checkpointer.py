@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.position import Facts, Position
+from torchrelay.checkpoint.log.record import LOG
 from torchrelay.checkpoint.manager.checkpoint_manager import MultiNodeCheckpointManager
 from torchrelay.errors import NotAllowedNowError, PartiallyLoadedError, StorageError, UsageError
+from torchrelay.jobs.blobs import is_factory
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.random import current_seed
 from torchrelay.jobs.session import decide, warn
-from torchrelay.runners.session.base import SessionBase
-from torchrelay.runners.session.local import current_or_new_session
+from torchrelay.runners.distributed.environment import read_launch_env
+from torchrelay.runners.session.base import SessionBase, holding
+from torchrelay.runners.session.local import LocalSession, current_or_new_session, current_session
 from torchrelay.runners.session.mid_epoch import MidEpochPosition, places_json
 from torchrelay.runners.training.plan import check_epoch
 from torchrelay.runners.training.startup import bind_blobs, check_blobs, this_process
@@ -24,6 +27,8 @@ from torchrelay.runners.training.startup import bind_blobs, check_blobs, this_pr
 if TYPE_CHECKING:
     from torchrelay.checkpoint.load.verify import Target
     from torchrelay.checkpoint.save.background import Background
+    from torchrelay.jobs.session import Peers
+    from torchrelay.jobs.workspace import Workspace
 
 
 class Checkpointer:
@@ -35,12 +40,13 @@ class Checkpointer:
 
     Args:
         where: The directory of the checkpoints, or its URL.
-        blobs: What is saved, by name: modules, optimizers, schedulers, loaders, tensors, values.
+        blobs: What is saved, by name: modules, optimizers, schedulers, loaders, tensors, dicts and lists of
+            values. Each is filled in place, so a number of its own is refused: put it into a dict.
         session: torchrun's, or a local one, where none is given.
         options: Those of `MultiNodeCheckpointManager`: `keep_last`, `keep_best`, `exclude`, `tier`, ...
 
     Raises:
-        UsageError: There are no blobs, or an option is wrong.
+        UsageError: There are no blobs, one cannot change in place, or an option is wrong.
 
     Example:
         ckpt = torchrelay.Checkpointer("runs/x/checkpoints", dict(model=model, optimizer=optimizer))
@@ -64,6 +70,19 @@ class Checkpointer:
                 f"blobs is {blobs!r:.80}; give what is to be saved by name, "
                 "for example dict(model=model, optimizer=optimizer)"
             )
+        for name, value in blobs.items():
+            if isinstance(value, _FIXED):
+                raise UsageError(
+                    f"blob {name!r} is {value!r:.80}, which cannot change in place: neither a save would see "
+                    f"its next value nor resume() give it back. Put it into a dict: state=dict({name}=...)"
+                )
+            if is_factory(value):
+                raise UsageError(f"blob {name!r} is a function: give the object that it makes")
+        if (Path(where) / "checkpoints" / LOG).is_dir():
+            raise UsageError(
+                f"{where} is a run directory, which Run and JobRunner resume: "
+                "give a Checkpointer one of its own"
+            )
         self._job = Job(blobs=blobs)
         self._manager = MultiNodeCheckpointManager(where, **{"asynchronous": True, **options})
         self._engine = self._manager.engine
@@ -71,6 +90,8 @@ class Checkpointer:
         self._engine.background = None
         self._given = session
         self._session: SessionBase | None = None
+        self._workspaces: dict[str, Workspace] = {}
+        """Its own, for others may use its session, and the same names, for other objects."""
         self._stack = ExitStack()
         self._open = False
         weakref.finalize(self, _let_go, self._manager)  # a program may end without `close`
@@ -94,8 +115,13 @@ class Checkpointer:
             DamagedError: That epoch is damaged.
             BlobError: What is stored does not fit into an object.
         """
-        epoch = check_epoch(epoch)
+        epoch = check_epoch(epoch, "epoch")
         session = self._bound()
+        with holding(session, self._workspaces):
+            return self._resumed(session, epoch)
+
+    def _resumed(self, session: SessionBase, epoch: int | None) -> Position | None:
+        _check_alike(session.peers, "resume", {"epoch": epoch})
         ledger, peers = self._engine.ledger, session.peers
         self.wait()
         look = ledger.look(peers)
@@ -153,10 +179,11 @@ class Checkpointer:
         """
         if asynchronous and self._background is None:
             raise UsageError("this Checkpointer was made with asynchronous=False: leave that out")
-        checked = check_epoch(epoch, "epoch")
-        if checked is None:
-            raise UsageError("epoch is None: give the number of epochs that are done")
+        position = Position(_whole(epoch, "epoch"), _whole(step, "step"))
+        measured = {name: _number(name, value) for name, value in dict(metrics or {}).items()}
         session = self._bound()
+        wish = {"epoch": position.epoch, "step": position.step, "asynchronous": asynchronous}
+        _check_alike(session.peers, "save", wish)
         if not self._open:
             if self._engine.ledger.look(session.peers).commits:
                 raise NotAllowedNowError(
@@ -166,16 +193,16 @@ class Checkpointer:
             self._take_log(session)
         self.wait()
         self._engine.background = self._background if asynchronous else None
-        position = Position(checked, step)
-        inside = MidEpochPosition(steps=step)
+        inside = MidEpochPosition(steps=position.step)
         self._manager.note(
             Facts(
-                metrics=dict(metrics or {}),
+                metrics=measured,
                 seed=current_seed(),
-                places=places_json({place.name: inside for place in session.nodes}) if step else {},
+                places=places_json({place.name: inside for place in session.nodes}) if position.step else {},
             )
         )
-        session.run(self._manager.save(position))
+        with holding(session, self._workspaces):
+            session.run(self._manager.save(position))
 
     def wait(self) -> None:
         """Return when the save in flight is committed; raises what kept it from that."""
@@ -194,7 +221,8 @@ class Checkpointer:
         try:
             self.wait()
             if self._session is not None and self._open:
-                self._manager.finish(self._session)
+                with holding(self._session, self._workspaces):
+                    self._manager.finish(self._session)
         finally:
             self._engine.background = self._background
             _let_go(self._manager)
@@ -223,14 +251,22 @@ class Checkpointer:
         """The session whose nodes hold the objects."""
         if self._session is not None:
             return self._session
-        session = self._stack.enter_context(current_or_new_session(self._given))
+        session, current = self._given, current_session()
+        if (
+            session is None
+            and not read_launch_env().launched
+            and (current is None or current.peers.size == 1)
+        ):
+            session = self._stack.enter_context(closing(LocalSession()))
+        session = self._stack.enter_context(current_or_new_session(session))
         session.place(self._job.nodes())
         check_blobs(self._job)
         self._manager.bind(self._job)
-        for before in (True, False):
-            bind_blobs(self._job, session, before_setup=before)
-        session.after_setup()
-        self._engine.prepare(session)
+        with holding(session, self._workspaces):
+            for before in (True, False):
+                bind_blobs(self._job, session, before_setup=before)
+            session.after_setup()
+            self._engine.prepare(session)
         self._session = session
         return session
 
@@ -240,6 +276,37 @@ class Checkpointer:
             ledger.in_run = True
             ledger.open(session.peers)
             self._open = True
+
+
+_FIXED = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
+
+
+def _whole(value: Any, name: str) -> int:
+    checked = check_epoch(value, name)
+    if checked is None:
+        raise UsageError(f"{name} is None: give the number of {name}s that are done")
+    return checked
+
+
+def _number(name: Any, value: Any) -> float:
+    """A metric; tensors and arrays of one element are numbers."""
+    try:
+        if isinstance(name, str):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise UsageError(f"metrics has {name!r}: {value!r:.80}; give numbers by name")
+
+
+def _check_alike(peers: Peers, call: str, wish: dict[str, Any]) -> None:
+    """Raise UsageError on all ranks where one asks for something else."""
+    told = peers.exchange(f"Checkpointer.{call}", wish)
+    for rank, other in enumerate(told):
+        if other != told[0]:
+            first, second = (", ".join(f"{name}={one[name]}" for name in one) for one in (told[0], other))
+            raise UsageError(
+                f"{call}({first}) on rank 0, {call}({second}) on rank {rank}: all ranks ask for the same"
+            )
 
 
 def _let_go(manager: MultiNodeCheckpointManager) -> None:

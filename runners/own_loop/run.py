@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import os
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -75,19 +77,34 @@ class Run:
         self._life: Life | None = None
         self._ctx: Context | None = None
         self._has_ended = False
+        self._process = os.getpid()
 
     def __enter__(self) -> Run:
         """Take the signals and the session; what the run resumes from is loaded by `epochs`."""
         if self._life is not None:
             raise NotAllowedNowError("this Run was entered before: make a new one for another start")
         self._life = self._stack.enter_context(self._runner.life(self._session))
+        self._stack.callback(atexit.unregister, self._program_ends)
+        atexit.register(self._program_ends)
         return self
+
+    def _program_ends(self) -> None:
+        """The block was never left: while this can still be noted."""
+        if self._process != os.getpid():
+            return
+        if self._epochs is not None:
+            self._epochs.close()
+        error = NotAllowedNowError("the program ended within the `with` block of its Run")
+        with suppress(NotAllowedNowError):
+            self._stack.__exit__(type(error), error, None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         """End the run as what happened in the block says; a run that leaves early ends without an error."""
         loop = self._epochs
+        if self._process != os.getpid():  # forked off within the block: the run is that of the other process
+            return False
         try:
             if error is not None:
                 if loop is None:
@@ -124,9 +141,12 @@ class Run:
 
     def _loop(self) -> Generator[int]:
         life = self._running
-        for epoch in life.epochs():
-            with life.session.block(self.job.epoch_group, self._task) as self._ctx:
-                yield epoch
+        try:
+            for epoch in life.epochs():
+                with life.session.block(self.job.epoch_group, self._task) as self._ctx:
+                    yield epoch
+        finally:
+            self._ctx = None
         self._stack.close()  # what the program does behind its loop is no part of the run
         self._has_ended = True
 
@@ -162,6 +182,7 @@ class Run:
         ctx, life = self.ctx, self._running
         running = life.state.log_of(ctx.node).snapshot().get(name)
         own = {} if running is None else {name: running.summary().encode()}
+        life.session.loops.ask(f"run.metric({name!r})")
         told = life.peers.exchange(f"metric {name}", own)
         now = joined({key: MetricSummary.decode(one) for key, one in node.items()} for node in told)
         return now[name] if name in now else ctx.metric(name)

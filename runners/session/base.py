@@ -392,7 +392,11 @@ class SessionBase(Managed):
 
         self.run_state.exit_code = exit_code
         thread = threading.Thread(target=run, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending
+            logger.warning("tasks of %s after the failure did not run: the program has ended", group.name)
+            return
         thread.join(FAILURE_SECS)
         if thread.is_alive():
             logger.warning("tasks of %s after the failure did not end in %g s", group.name, FAILURE_SECS)
@@ -402,7 +406,7 @@ class SessionBase(Managed):
     def begin(self, state: RunState) -> None:
         """Start a run: `ctx` now tells of `state`. Raises NotAllowedNowError while another run is on."""
         self._check_open()
-        if self.process != os.getpid():
+        if is_forked(self):
             raise NotAllowedNowError(
                 f"this session is that of process {self.process}, which has forked this one: make a new one"
             )
@@ -436,3 +440,18 @@ class SessionBase(Managed):
     def _check_open(self) -> None:
         if self.closed:
             raise NotAllowedNowError(f"this {type(self).__name__} is closed: make a new one")
+
+
+def is_forked(session: SessionBase) -> bool:
+    """Whether this process was forked off the one that made the session, whose run it leaves alone."""
+    return session.process != os.getpid()
+
+
+@contextmanager
+def holding(session: SessionBase, workspaces: dict[str, Workspace]) -> Iterator[None]:
+    """While the block runs the hosted nodes have these workspaces, which it may add to."""
+    before, session._workspaces = session._workspaces, workspaces
+    try:
+        yield
+    finally:
+        session._workspaces = before

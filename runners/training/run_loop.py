@@ -22,7 +22,7 @@ from torchrelay.jobs.data.data_parallel import drop as drop_wrappers
 from torchrelay.jobs.random import current_seed
 from torchrelay.jobs.runtime import undivided
 from torchrelay.jobs.session import decide, together
-from torchrelay.runners.session.base import SessionBase
+from torchrelay.runners.session.base import SessionBase, is_forked
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import (
     StopVerdict,
@@ -135,8 +135,7 @@ class Life:
         self.session.begin(self.state)
         self.state.requests = self.requests
         self.onlookers.begin()
-        save = self.plan.save_signal
-        with signals_ask(self.requests, save), workers_stay(save):
+        with signals_ask(self.requests, self.plan.save_signal), workers_stay(self.plan.save_signal):
             try:
                 try:
                     yield
@@ -144,10 +143,12 @@ class Life:
                     self.capturing.finish(self.journal)
                     self.result = self._leave()
             except BaseException as error:
-                self._failed(error)
+                if not is_forked(self.session):
+                    self._failed(error)
                 raise
             finally:
-                self._close()
+                if not is_forked(self.session):
+                    self._close()
 
     def epochs(self) -> Iterator[int]:
         """The epochs that are left; while one is handed out its tasks run.
@@ -287,8 +288,7 @@ class Life:
         bind_blobs(self.job, self.session, before_setup=False)
         self.session.after_setup()
         self.from_program.note(self.session)
-        first = self.session.local_nodes[0]
-        self.recorder.watch(self.session.workspace(first.name), first.rank)
+        self.recorder.watch(self.session.workspace(), self.session.local_nodes[0].rank)
         if self.manager is not None:
             self.manager.engine.prepare(self.session)
         warn_of_bare_ddp(self.session, self.journal.warn)

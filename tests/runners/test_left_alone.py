@@ -71,7 +71,7 @@ def test_a_collective_of_the_program_that_one_rank_left_ends_soon(tmp_path: Path
 def loops(run: int = 1, *, over: bool = False, still: int = 0, **made: list[tuple[int, str]]) -> Any:
     """A note of a rank that made these loops; `still` after so many collectives."""
     found = {among: [[*one, "list"] for one in some] for among, some in made.items()}
-    about = {"over": over, "failed": False, "still": bool(still), "collectives": still}
+    about = {"over": over, "failed": False, "still": bool(still), "collectives": still, "asks": [0, "", []]}
     return {"run": run, **about, "made": found}
 
 
@@ -90,6 +90,15 @@ def test_a_collective_more_in_the_batch_that_another_left_is_a_wait_for_it() -> 
     assert contradiction(0, waits, 1, loops(all=[(3, LEFT)])) is not None
     assert contradiction(0, waits, 1, loops(all=[(3, ENDED)])) is None
     assert contradiction(0, waits, 1, {**loops(all=[(3, LEFT)]), "collectives": 5}) is None
+
+
+def test_a_question_that_another_rank_has_passed_is_a_contradiction() -> None:
+    """A rank in a later batch has asked as often as one that asks now, or never will."""
+    asks = {**loops(all=[(2, OPEN)]), "asks": [1, "run.metric('a')", [[0, 2]]]}
+    for batch, contradicts in ((1, False), (2, False), (3, True)):
+        found = contradiction(0, asks, 1, loops(all=[(batch, OPEN)]))
+        assert bool(found and "rank 1 did not" in found) == contradicts
+    assert contradiction(0, asks, 1, {**asks, "made": {"all": [[3, OPEN, "list"]]}}) is None
 
 
 def test_loops_of_some_ranks_concern_these_alone() -> None:

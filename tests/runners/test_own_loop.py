@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from own_loops import EPOCHS, FACES, Event, Training, at, nothing, stored
 from torchrun import Job, clean_environment, torchrun
 
@@ -326,3 +327,101 @@ def test_converting_it_changes_few_lines() -> None:
     changes = [one for one in difflib.ndiff(plain, resumable) if one[:2] in ("+ ", "- ") and one[2:].strip()]
     gone, new = (sum(one.startswith(mark) for one in changes) for mark in "-+")
     assert max(gone, new) <= 15
+
+
+# What people do wrong
+
+
+def test_two_checkpointers_hold_their_own_objects(tmp_path: Path) -> None:
+    """Equal names in one process, also within a Run, mean different objects: nobody saves another's."""
+    held = {name: {"v": torch.full((2,), float(place))} for place, name in enumerate("abc")}
+    first, second = (Checkpointer(tmp_path / name, held[name]) for name in "ab")
+    with Run(tmp_path / "c", held["c"]) as run:
+        for epoch in run.epochs(1):
+            for one in (first, second):
+                assert one.resume() is None
+            for one in (first, second):
+                one.save(epoch, asynchronous=True)
+    first.close()
+    second.save(2)
+    second.close()
+    for name, blobs in held.items():
+        found = {"v": torch.full((2,), 9.0)}
+        torchrelay.open_checkpoint(tmp_path / name, epoch=1).load(found)
+        assert found["v"].equal(blobs["v"])
+
+
+def test_a_checkpointer_refuses_what_it_could_not_give_back(tmp_path: Path) -> None:
+    """Values that cannot change in place, functions, run directories, steps and metrics that are none."""
+    for value, match in ((3, "put it into a dict"), ("x", "dict"), (None, "dict"), (lambda: [1], "function")):
+        with pytest.raises(UsageError, match=f"(?i){match}"):
+            Checkpointer(tmp_path / "values", {"best": value})
+    with Checkpointer(tmp_path / "values", {"state": {"best": 1}}) as ckpt:
+        for step in (-1, "1", 1.5, None, True):
+            with pytest.raises(UsageError, match="step"):
+                ckpt.save(1, step)  # type: ignore[arg-type]
+        for metric in ("x", None, torch.ones(3)):
+            with pytest.raises(UsageError, match=r"'acc'.*numbers by name"):
+                ckpt.save(1, metrics={"acc": metric})  # type: ignore[dict-item]
+        ckpt.save(1, metrics={"acc": torch.tensor(0.5)})  # type: ignore[dict-item]
+    assert torchrelay.open_checkpoint(tmp_path / "values").metrics == {"acc": 0.5}
+    with Run(tmp_path / "run", Training().blobs) as run:
+        list(run.epochs(1))
+    with pytest.raises(UsageError, match="is a run directory"):
+        Checkpointer(tmp_path / "run", {"state": {}})
+
+
+def test_a_forked_process_saves_nothing(tmp_path: Path) -> None:
+    """A child that goes on within the block, or ends there, leaves the run to its parent."""
+    held = {"state": {"n": 0}}
+    with Run(tmp_path / "run", held) as run, Checkpointer(tmp_path / "own", held) as ckpt:
+        for epoch in run.epochs(2):
+            ckpt.save(epoch)
+            if (child := os.fork()) == 0:
+                code = 1
+                try:
+                    with pytest.raises(NotAllowedNowError, match="forked"):
+                        ckpt.save(epoch + 1)
+                    run.__exit__(None, None, None)
+                    ckpt.close()
+                    code = 0
+                finally:
+                    os._exit(code)
+            assert os.waitpid(child, 0)[1] == 0
+    assert run.result.status == "FINISHED"
+    assert torchrelay.open_checkpoint(tmp_path / "own").epochs == (1, 2)
+
+
+def test_a_program_that_never_leaves_the_block_ends(tmp_path: Path) -> None:
+    """A loop in a generator that is kept: the program ends, and says nothing of our internals."""
+    program = (
+        "import sys, torchrelay\n"
+        "def epochs():\n"
+        "    with torchrelay.Run(sys.argv[1], {'state': {}}) as run:\n"
+        "        yield from run.epochs(3)\n"
+        "kept = epochs()\n"
+        "next(kept), next(kept)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env=clean_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert torchrelay.open_checkpoint(tmp_path).epochs == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("metric", "rank 0 called run.metric('loss')"), ("saves", "save(epoch=2")]
+)
+def test_ranks_that_ask_for_different_things_are_told(what: str, said: str, tmp_path: Path) -> None:
+    """`run.metric` in a step of one rank, and saves of different epochs, end within seconds."""
+    helpers = {"PYTHONPATH": str(PROGRAM.parents[1] / "helpers")}
+    program, where = PROGRAM.with_name("own_loop_astray.py"), str(tmp_path / "run")
+    done = torchrun(program, what, where, ranks=2, cwd=tmp_path, env=helpers, timeout_secs=60)
+    assert done.rc != 0
+    assert said in done.out + done.err, str(done)
