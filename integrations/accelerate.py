@@ -57,7 +57,7 @@ class AcceleratorCheckpointer(Checkpointer):
     def __init__(
         self, accelerator: Accelerator, where: str | Path, blobs: Mapping[str, Any], **options: Any
     ) -> None:
-        _check_kind(accelerator)
+        check_kind(accelerator)
         self._places: dict[int, LoaderPlace] = {}
         self._current: LoaderPlace | None = None
         inner = {name: self._unwrapped(accelerator, value) for name, value in blobs.items()}
@@ -268,7 +268,7 @@ def _sampler(loader: Any) -> Any:
     return getattr(batches, "sampler", None)
 
 
-def _check_kind(accelerator: Accelerator) -> None:
+def check_kind(accelerator: Accelerator) -> None:
     """Raise UsageError where the model and the optimizer do not hold their state."""
     reason = _ELSEWHERE.get(accelerator.distributed_type)
     if accelerator.distributed_type is DistributedType.FSDP and not accelerator.is_fsdp2:

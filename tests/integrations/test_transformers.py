@@ -1,0 +1,156 @@
+"""A transformers Trainer is saved, killed and resumed to the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrun import Finished, clean_environment, torchrun
+
+from torchrelay.errors import NotAllowedNowError
+from torchrelay.tools.cli.main import main
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+
+from torchrelay.integrations.transformers import RelayCallback
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "transformers_trainer.py"
+
+
+def training(folder: Path, *options: str, ranks: int = 2) -> Finished:
+    """Run the program to its end."""
+    folder.mkdir(exist_ok=True)
+    return torchrun(PROGRAM, str(folder / "ckpt"), *options, ranks=ranks, cwd=folder, warm=True)
+
+
+def lines(done: Finished, word: str) -> list[str]:
+    """What the ranks printed behind a word, sorted."""
+    assert done.rc == 0, done
+    return sorted(re.findall(rf"{word} (.+)$", done.out + done.err, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """An undisturbed training of two ranks."""
+    return training(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize(("kill", "options"), [(7, []), (7, ["--every", "5"])])
+def test_a_killed_trainer_is_resumed_exactly(
+    kill: int, options: list[str], tmp_path: Path, whole: Finished
+) -> None:
+    """Killed by SIGKILL, it resumes at an epoch or within one: same bits, batches and logs as undisturbed."""
+    killed = training(tmp_path, "--kill", str(kill), *options)
+    assert killed.rc != 0 and "digest" not in killed.out
+    resumed = training(tmp_path, *options)
+    assert lines(resumed, "digest") == lines(whole, "digest")
+    assert lines(resumed, "state") == lines(whole, "state")
+    for rank in (0, 1):
+        seen, all_of_them = (re.findall(r"batch (\w+)", one.of_rank(rank)) for one in (resumed, whole))
+        assert seen and seen == all_of_them[-len(seen) :]
+
+
+def test_a_trainer_resumes_on_another_number_of_ranks(tmp_path: Path, whole: Finished) -> None:
+    """One rank with twice the batch goes on within the epoch, to the same step."""
+    assert training(tmp_path, "--kill", "8", "--every", "3").rc != 0
+    resumed = training(tmp_path, "--batch", "4", ranks=1)
+    assert lines(resumed, "state")[0].split()[0] == "12"
+    assert lines(resumed, "digest")[0].split()[2] == lines(whole, "digest")[0].split()[2]
+
+
+class Net(torch.nn.Module):
+    """A model of the Trainer in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.layer(x)[:, 0] - labels).square().mean()}
+
+
+def trainer_with(relay: RelayCallback, folder: Path, *callbacks: Any, epochs: int = 2) -> Trainer:
+    """A Trainer of eight samples."""
+    arguments = TrainingArguments(
+        output_dir=str(folder), use_cpu=True, per_device_train_batch_size=4, num_train_epochs=epochs,
+        eval_strategy="epoch", metric_for_best_model="eval_loss", greater_is_better=False,
+        save_strategy="no", report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    data = [{"x": torch.full((4,), float(one)), "labels": float(one)} for one in range(8)]
+    return Trainer(Net(), arguments, train_dataset=data, eval_dataset=data, callbacks=[*callbacks, relay])
+
+
+def test_the_folder_is_read_without_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The verbs read it, and a process that never imports transformers loads the model by its own names."""
+    where = str(tmp_path / "ckpt")
+    relay = RelayCallback(where)
+    relay.train(trainer_with(relay, tmp_path))
+    capsys.readouterr()
+    for verb in (["ls", where], ["verify", where], ["ckpt", "diff", where, where]):
+        assert main(verb) == 0
+    assert "2 of 2 epochs proved" in capsys.readouterr().out
+    code = (
+        "import sys, torch, torchrelay; model = torch.nn.ModuleDict({'layer': torch.nn.Linear(4, 1)}); "
+        "ckpt = torchrelay.open_checkpoint(sys.argv[1]); ckpt.load({'model': model}); "
+        "assert ckpt.metrics['eval_loss'] and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, where], env=clean_environment(), timeout=100, check=True)
+
+
+def test_callbacks_get_their_state_back(tmp_path: Path) -> None:
+    """The patience that early stopping has lost is that of the checkpoint, without an option."""
+    stopping = EarlyStoppingCallback(9)
+    relay = RelayCallback(tmp_path / "ckpt")
+    trainer = trainer_with(relay, tmp_path, stopping, epochs=1)
+    stopping.early_stopping_patience_counter = 4
+    stopping.check_metric_value = lambda *_: None
+    relay.train(trainer)
+    again, relay = EarlyStoppingCallback(9), RelayCallback(tmp_path / "ckpt")
+    relay.train(trainer_with(relay, tmp_path, again, epochs=1))
+    assert again.early_stopping_patience_counter == 4
+
+
+def test_a_damaged_position_is_replaced_by_the_one_before(tmp_path: Path) -> None:
+    """Bytes of the newest epoch are damaged: the Trainer begins at the epoch before, and trains it again."""
+    relay = RelayCallback(tmp_path / "ckpt")
+    relay.train(trainer_with(relay, tmp_path))
+    shard = next(tmp_path.glob("ckpt/data/e00000002*/*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-20] ^= 1
+    shard.write_bytes(content)
+    relay = RelayCallback(tmp_path / "ckpt")
+    trainer = trainer_with(relay, tmp_path)
+    with pytest.warns(UserWarning, match="damaged"):
+        relay.train(trainer)
+    assert trainer.state.global_step == 4
+    assert [one["epoch"] for one in trainer.state.log_history if "eval_loss" in one] == [1.0, 2.0]
+
+
+def test_a_rewind_trains_the_later_epochs_again(tmp_path: Path) -> None:
+    """`relay.train(trainer, epoch=1)` begins there."""
+    relay = RelayCallback(tmp_path / "ckpt")
+    relay.train(trainer_with(relay, tmp_path))
+    relay = RelayCallback(tmp_path / "ckpt")
+    trainer = trainer_with(relay, tmp_path, epochs=3)
+    relay.train(trainer, epoch=1)
+    assert trainer.state.global_step == 6
+
+
+def test_misuse_is_said(tmp_path: Path) -> None:
+    """A Trainer without the callback, and trainer.train() itself, name the remedy."""
+    relay, other = RelayCallback(tmp_path / "ckpt"), RelayCallback(tmp_path / "ckpt")
+    trainer = trainer_with(relay, tmp_path)
+    with pytest.raises(NotAllowedNowError, match="callbacks="):
+        other.train(trainer)
+    with pytest.raises(NotAllowedNowError, match=r"relay\.train"):
+        trainer.train()
