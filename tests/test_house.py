@@ -18,7 +18,7 @@ FILES = sorted(
     for path in folder.rglob("*.py")
     if folder.name in ROOMS or path.parent == folder
 )
-MAX_FILES = 352
+MAX_FILES = 353
 """Lower it when files have been merged; a new file must be worth another one."""
 MAX_ENTRIES = 13
 CROWDED = {"jobs": 14}
@@ -69,6 +69,7 @@ TERMS = {
     "embedding": "a layer, and an operator",
     "indexing": "what ONNX calls a group of operators",
     "loading": "of data or of a class: what it is done with stands before it",
+    "lightning": "the trainer of that name",
     "logging": "as in Python",
     "lowering": "a graph into operators of another sort",
     "monitoring": "what is measured of a running job",

@@ -1,0 +1,301 @@
+"""Lightning: the callback `TorchrelayCheckpoint` and the plugin `TorchrelayCheckpointIO`.
+
+The callback saves where nothing of an epoch or a step is left to be done: right before the next one begins.
+So a resume needs none of the restarts of the loops, which repeat or leave out parts.
+Batches of an epoch that were seen are loaded again and dropped, unless the loader has a state of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrelay.checkpoint.files.blob_files import estimate_bytes, load_blobs, save_blobs
+from torchrelay.errors import BlobError, UsageError
+from torchrelay.jobs.random import RandomStreams
+from torchrelay.runners.own_loop.checkpointer import Checkpointer
+
+_ALONE = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+_PACKAGE = "pytorch_lightning" if _ALONE else "lightning.pytorch"
+"""Both packages have these classes, and a trainer of one does not know those of the other."""
+try:
+    _callbacks: Any = importlib.import_module(f"{_PACKAGE}.callbacks")
+    _loops: Any = importlib.import_module(f"{_PACKAGE}.loops.fit_loop")
+    _io: Any = importlib.import_module(f"{_PACKAGE}.plugins.io")
+except ImportError as missing:
+    raise UsageError(
+        f"torchrelay.integrations.lightning needs {_PACKAGE}: pip install 'torchrelay[lightning]'"
+    ) from missing
+
+
+class _Part:
+    """State of the trainer's; what was loaded waits here for its time."""
+
+    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
+        self.state_dict = state
+        self.loaded: dict[str, Any] = {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
+    """Saves a training at the end of each epoch, and resumes it when the same command is given again.
+
+    The blobs are `model`, `optimizer` and `scheduler` (`optimizer_0`, ... of several). `trainer` has loops,
+    callbacks, the data module, mixed precision, and what `on_save_checkpoint` hooks add. `ranks` has what
+    differs between ranks. It stands in for the default `ModelCheckpoint`, and needs ranks of torchrun.
+
+    Args:
+        where: The directory of the checkpoints, or its URL.
+        every_n_steps: Also save within epochs, whenever so many optimizer steps are done.
+        resume_from_epoch: Rewind to exactly this epoch; the newest position without it.
+        asynchronous: Write while the training continues.
+        options: Those of `torchrelay.Checkpointer`: `keep_last`, `keep_best`, `exclude`, ...
+
+    Raises:
+        UsageError: `every_n_steps` is below 1.
+
+    Example:
+        trainer = Trainer(max_epochs=10, callbacks=[TorchrelayCheckpoint("runs/x", every_n_steps=500)])
+    """
+
+    _checkpointer: Checkpointer | None = None
+    _held: RandomStreams | None = None
+    _order: Mapping[str, bytes] = {}
+    _fetch: Mapping[str, bytes] = {}
+    _saved, _step, _seen = -1, 0, 0
+
+    def __init__(
+        self,
+        where: str | Path,
+        *,
+        every_n_steps: int | None = None,
+        resume_from_epoch: int | None = None,
+        asynchronous: bool = False,
+        **options: Any,
+    ) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise UsageError(f"every_n_steps is {every_n_steps}: give a number of steps above 0, or None")
+        self.where, self.every_n_steps, self.options = where, every_n_steps, options
+        self.resume_from_epoch, self.asynchronous = resume_from_epoch, asynchronous
+        self._trainer = self._ranks = _Part(dict)
+
+    # Resuming
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Come first among the callbacks: what others do at a beginning is not saved with the end before."""
+        trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Load the newest position, before the training begins."""
+        if trainer.fast_dev_run:
+            return
+        if trainer.world_size > 1 and "RANK" not in os.environ:
+            raise UsageError(
+                f"Lightning started {trainer.world_size} processes by itself, which torchrelay does not "
+                f"know: start the script with torchrun --nproc-per-node={trainer.world_size}"
+            )
+        self._saved, self._step, self._seen = -1, 0, 0
+        self._trainer = _Part(partial(self._state_of_trainer, trainer))
+        self._ranks = _Part(partial(self._state_of_rank, trainer))
+        with _explained("nothing was trained"):
+            estimate_bytes({"trainer": self._trainer, "ranks": self._ranks})
+        schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
+        blobs = {"model": pl_module, "trainer": self._trainer}
+        blobs |= _numbered("optimizer", trainer.optimizers) | _numbered("scheduler", schedulers)
+        self._checkpointer = Checkpointer(self.where, blobs, **self.options)
+        self._checkpointer._job.blobs.add({"ranks": self._ranks}, reshard="by_rank")
+        position = self._checkpointer.resume(self.resume_from_epoch)
+        if position is None:
+            return
+        if position.step and (before := self._trainer.loaded["world_size"]) != trainer.world_size:
+            raise UsageError(
+                f"{self.where} was saved by {before} ranks within epoch {position.epoch + 1}, whose data "
+                f"others would share otherwise: start {before}, or give resume_from_epoch={position.epoch}"
+            )
+        self._held = RandomStreams.capture()
+        self._saved, self._step = position.epoch, position.step
+        self._restore(trainer)
+
+    def _restore(self, trainer: Any) -> None:
+        """Hand out what was loaded, as Lightning does, but mark no loop as one that restarts."""
+        loaded, connector = self._trainer.loaded, trainer._checkpoint_connector
+        connector._loaded_checkpoint = loaded | {
+            "state_dict": trainer.lightning_module.state_dict() | loaded["state_dict"],
+            "optimizer_states": [one.state_dict() for one in trainer.optimizers],
+            "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
+        }
+        for part in ("datamodule", "model", "callbacks", "precision_plugin_state"):
+            getattr(connector, f"restore_{part}")()
+        connector._loaded_checkpoint = {}  # of ckpt_path, too: this folder is newer
+        trainer.fit_loop.load_state_dict(loaded["loops"]["fit_loop"])
+        for one in _with_inner(trainer.fit_loop):
+            one._restarting = one._loaded_from_state_dict = one._resuming_from_checkpoint = False
+        trainer.fit_loop.epoch_loop.val_loop._restarting = True  # until training starts: no sanity check
+        trainer._logger_connector._callback_metrics.update(self._ranks.loaded.get("metrics", {}))
+        self._seen = trainer.global_step
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Move to the batch where the training was."""
+        loop, inner, ranks = trainer.fit_loop, trainer.fit_loop.epoch_loop, self._ranks.loaded
+        inner.val_loop._restarting = False
+        if self._held is None and self.every_n_steps:
+            self._order = RandomStreams.capture().encode()  # the first order was drawn before, unseen
+            iter(loop._data_fetcher)
+        if self._held is None or not self._step:
+            return
+        loop._restart_stage = _loops.RestartStage.RESTARTED_MID_EPOCH
+        inner._restarting = True  # keeps the count of batches, and counts one step too many
+        inner._batches_that_stepped -= 1
+        inner.val_loop.increment_progress_to_evaluation_end = lambda: None  # it is there already
+        self._order = ranks["order"]
+        RandomStreams.decode(ranks["order"]).restore()
+        for loader in loop._combined_loader.flattened:
+            _loops._set_sampler_epoch(loader, loop.epoch_progress.current.processed)
+        loop._combined_loader._load_state_dicts(ranks["loaders"])
+        iter(loop._data_fetcher)
+        if not ranks["loaders"]:
+            for _ in range(self._step):
+                next(loop._data_fetcher.iterator)
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+        RandomStreams.decode(ranks["fetch"]).restore()
+
+    # Saving
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Save the epoch before, which is done now; or resume the random streams here."""
+        loop, begun = trainer.fit_loop, trainer.fit_loop.epoch_progress.current.processed
+        if self._held is not None:
+            loop._combined_loader._load_state_dicts(self._ranks.loaded.get("loaders", []))
+            self._let_streams_go()
+        elif begun:
+            self._save(trainer, 0)
+        if self.every_n_steps and begun:
+            self._order = RandomStreams.capture().encode()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Save the steps before, if so many are done; or resume the random streams here."""
+        every, done = self.every_n_steps, trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        if self._held is not None:
+            del trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end
+            self._let_streams_go()
+        elif every and done and trainer.global_step // every > self._seen // every:
+            self._save(trainer, done)
+        self._seen = trainer.global_step
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Note the random streams that the next batch is loaded with."""
+        if self.every_n_steps:
+            self._fetch = RandomStreams.capture().encode()
+
+    on_validation_end = on_train_batch_end
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the last epoch."""
+        if trainer.fit_loop.epoch_progress.current.processed > self._saved:
+            self._save(trainer, 0)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Wait for the last save, and let the directory go."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+        self._checkpointer = None
+        self._let_streams_go()  # where nothing was left to train
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let the directory go without the other ranks, which may not come."""
+        if self._checkpointer is not None:
+            self._checkpointer.__exit__(type(exception), exception, exception.__traceback__)
+        self._checkpointer = self._held = None
+
+    def _let_streams_go(self) -> None:
+        if self._held is not None:
+            self._held.restore()
+        self._held = None
+
+    def _save(self, trainer: Any, step: int) -> None:
+        if self._checkpointer is not None:
+            self._saved, self._step = trainer.fit_loop.epoch_progress.current.processed, step
+            metrics = {name: float(one) for name, one in trainer.callback_metrics.items() if one.numel() == 1}
+            self._checkpointer.save(self._saved, step, metrics=metrics, asynchronous=self.asynchronous)
+
+    def _state_of_trainer(self, trainer: Any) -> dict[str, Any]:
+        """Lightning's checkpoint without what is saved as blobs, counted as if nothing was begun."""
+        found: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        own = {name: one.data_ptr() for name, one in trainer.lightning_module.state_dict().items()}
+        states = found.pop("state_dict").items()
+        changed = {name: one for name, one in states if own.get(name) != one.data_ptr()}  # by a hook
+        del found["optimizer_states"], found["lr_schedulers"]
+        progress = found["loops"]["fit_loop"]
+        progress["state_dict"].pop("combined_loader", None)
+        begun = progress["epoch_loop.batch_progress" if self._step else "epoch_progress"]
+        for counts in (begun["total"], begun["current"]):
+            counts["ready"] = counts["completed"]
+        return found | {"state_dict": changed, "world_size": trainer.world_size}
+
+    def _state_of_rank(self, trainer: Any) -> dict[str, Any]:
+        """What differs between ranks: loaders, metrics, and the streams that chose the batches."""
+        loader, metrics = trainer.fit_loop._combined_loader, dict(trainer.callback_metrics)
+        state: dict[str, Any] = {"loaders": loader._state_dicts() if loader else [], "metrics": metrics}
+        return state | {"order": self._order, "fetch": self._fetch} if self._step else state
+
+
+def _numbered(name: str, found: list[Any]) -> dict[str, Any]:
+    return {name: found[0]} if len(found) == 1 else {f"{name}_{at}": one for at, one in enumerate(found)}
+
+
+def _with_inner(loop: Any) -> list[Any]:
+    inner = [one for one in vars(loop).values() if isinstance(one, _loops._Loop)]
+    return [loop, *(one for other in inner for one in _with_inner(other))]
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except BlobError as error:
+        remedy = "save_hyperparameters(ignore=[...]), or `del checkpoint[...]` in on_save_checkpoint"
+        raise BlobError(
+            f"{what}: {error}. Give tensors and plain values, or leave it out: {remedy}"
+        ) from error
+
+
+class TorchrelayCheckpointIO(_io.CheckpointIO):  # type: ignore[misc]
+    """Lets `ModelCheckpoint` and `Trainer.save_checkpoint` write files without pickle, whole or not at all.
+
+    A file is one of `torchrelay.save_blobs`, with the entries of Lightning's checkpoint as blobs.
+    `trainer.fit(ckpt_path=...)` reads it; `load_from_checkpoint`, which asks no plugin, does not.
+
+    Example:
+        trainer = Trainer(plugins=[TorchrelayCheckpointIO()], callbacks=[ModelCheckpoint("checkpoints")])
+    """
+
+    def save_checkpoint(self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write Lightning's checkpoint. Raises BlobError where something in it cannot be stored."""
+        if storage_options is not None:
+            raise UsageError(f"{type(self).__name__} takes no storage_options: give the URL alone")
+        if "://" not in str(path):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with _explained(f"{path} was not written"):
+            save_blobs(path, dict(checkpoint), overwrite=True)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
+        """Read such a file, each byte verified. Raises UsageError for one of torch.save, and DamagedError."""
+        if "://" not in str(path) and zipfile.is_zipfile(path):
+            raise UsageError(f"{path} is a file of torch.save: load it in a Trainer without this plugin")
+        return load_blobs(path, device=map_location if isinstance(map_location, str | torch.device) else None)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a file, if it is there."""
+        _io.TorchCheckpointIO().remove_checkpoint(path)

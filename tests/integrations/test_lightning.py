@@ -1,0 +1,222 @@
+"""Lightning trains through torchrelay: killed at any batch, the same command ends with the same bits."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torchrun import REPOSITORY, clean_environment, torchrun
+
+import torchrelay
+from torchrelay.errors import BlobError, UsageError
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from lightning_training import EPOCHS, Net, loaders, train, trainer_of  # noqa: E402
+
+from torchrelay.integrations.lightning import TorchrelayCheckpoint, TorchrelayCheckpointIO  # noqa: E402
+
+pytestmark = [
+    pytest.mark.timeout(300),  # importing Lightning takes seconds, in each process
+    pytest.mark.filterwarnings("default"),  # its warnings are not ours to mend
+]
+
+PROGRAM = REPOSITORY / "tests" / "programs" / "lightning_program.py"
+HELPERS = {"PYTHONPATH": str(REPOSITORY / "tests" / "helpers")}
+
+
+def alone(*arguments: str) -> Any:
+    """The program in one process."""
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *arguments], env=clean_environment(HELPERS), capture_output=True,
+        text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+def on_ranks(ranks: int, cwd: Path, *arguments: str) -> Any:
+    """The program on ranks."""
+    return torchrun(PROGRAM, *arguments, ranks=ranks, cwd=cwd, env=HELPERS)
+
+
+def command(*words: str | Path) -> str:
+    """What the command line of torchrelay prints, typed where Lightning cannot be imported."""
+    code = (
+        "import sys; sys.modules['lightning'] = None; from torchrelay.__main__ import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], env=clean_environment(), capture_output=True,
+        text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+ELSEWHERE = """
+import sys, torch, torchrelay
+sys.modules["lightning"] = None
+class Plain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+        )
+model = Plain()
+with torch.no_grad():
+    for one in model.parameters():
+        one.fill_(7.0)
+torchrelay.open_checkpoint(sys.argv[1]).load({"model": model})
+print(float(model.net[0].weight.detach().abs().max()) < 7, int(model.net[1].num_batches_tracked))
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("options", [[], ["every_n_steps=2", "asynchronous=1"]], ids=["epochs", "steps"])
+def test_two_ranks_end_with_the_bits_of_an_undisturbed_run(options: list[str], tmp_path: Path) -> None:
+    """A rank is killed within an epoch, the same command is given again, and the folder is read elsewhere."""
+    whole = on_ranks(2, tmp_path, str(tmp_path / "whole"), *options)
+    killed = on_ranks(2, tmp_path, str(tmp_path / "killed"), *options, "kill=1.5")
+    assert killed.rc != 0 and "digest" not in killed.out
+    again = on_ranks(2, tmp_path, str(tmp_path / "killed"), *options)
+    digests = [
+        [one.of_rank(rank).split("digest ")[1].split()[0] for rank in (0, 1)] for one in (whole, again)
+    ]
+    assert digests[0] == digests[1]
+    assert command("ls", tmp_path / "killed").splitlines()[-1].startswith(str(EPOCHS))
+    assert "epochs proved" in command("verify", tmp_path / "killed")
+    differences = command("ckpt", "diff", tmp_path / "whole", tmp_path / "killed")
+    assert "unchanged" in differences and "changed," not in differences.replace("unchanged", "")
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(tmp_path / "killed")], env=clean_environment(),
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["True", str(EPOCHS * 6)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["every_n_steps=5"],
+        ["every_n_steps=5", "workers=2"],
+        ["workers=2"],
+        ["every_n_steps=3", "check=0.5"],
+        ["every_n_steps=2", "accumulate=3"],
+    ],
+    ids=str,
+)
+def test_one_process_ends_with_the_bits_of_an_undisturbed_run(options: list[str], tmp_path: Path) -> None:
+    """With workers that load, validation within epochs and accumulated gradients, too."""
+    killed = alone(str(tmp_path / "killed"), *options, "kill=1.7")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    numbers = dict(one.split("=") for one in options)
+    given: Any = {name: float(text) if "." in text else int(text) for name, text in numbers.items()}
+    assert train(tmp_path / "killed", **given) == train(tmp_path / "whole", **given)
+
+
+@pytest.mark.parametrize("kill", ["0.7", "1.3", "2.11"])
+def test_any_batch(kill: str, tmp_path: Path) -> None:
+    """In the first epoch, before its first save, and at the last batch of all."""
+    alone(str(tmp_path), "every_n_steps=5", f"kill={kill}")
+    assert train(tmp_path, every_n_steps=5) == train(tmp_path / "whole", every_n_steps=5)
+
+
+def test_a_training_that_has_ended_trains_nothing(tmp_path: Path) -> None:
+    """The same command again loads the last epoch, with its random states."""
+    seen: list[int] = []
+    first = train(tmp_path)
+    assert train(tmp_path, lambda epoch, batch: seen.append(epoch)) == first
+    assert not seen
+
+
+def test_more_epochs_than_before(tmp_path: Path) -> None:
+    """A training that has ended, given a higher max_epochs, equals one that had it from the beginning."""
+    train(tmp_path / "more", epochs=2)
+    assert train(tmp_path / "more", epochs=4) == train(tmp_path / "whole", epochs=4)
+
+
+def test_an_epoch_that_is_asked_for(tmp_path: Path) -> None:
+    """`resume_from_epoch` rewinds, and trains the same epochs once more."""
+    first = train(tmp_path)
+    assert train(tmp_path, resume_from_epoch=1) == first
+
+
+@pytest.mark.ranks
+def test_another_number_of_ranks(tmp_path: Path) -> None:
+    """Whole epochs resume on any number of ranks; within an epoch that is refused, with the way out."""
+    run = str(tmp_path / "run")
+    on_ranks(2, tmp_path, run, "every_n_steps=4", "kill=1.5")
+    refused = alone(run, "every_n_steps=4")
+    assert "was saved by 2 ranks within epoch 2, whose data others would share otherwise" in refused.stderr
+    assert "resume_from_epoch=1" in refused.stderr
+    done = alone(run, "resume_from_epoch=1")
+    assert done.stdout.split(",")[1:3] == [str(EPOCHS), "30"], done.stderr
+
+
+def test_state_that_cannot_be_stored_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """An object among the hyper-parameters is named, with what to do."""
+    model = Net(odd=SimpleNamespace(a=1))
+    with pytest.raises(BlobError, match=r"trainer\.hyper_parameters\.odd.*save_hyperparameters\(ignore"):
+        trainer_of(TorchrelayCheckpoint(tmp_path)).fit(model, *loaders())
+    assert not (tmp_path / "commits").exists()
+
+
+def test_ranks_that_lightning_starts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no RANK: each would take itself for the only one."""
+    callback = TorchrelayCheckpoint(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UsageError, match="torchrun --nproc-per-node=2"):
+        callback.on_fit_start(SimpleNamespace(world_size=2, fast_dev_run=0), None)
+
+
+# The plugin
+
+
+def fit(where: Path, epochs: int, **options: Any) -> Any:
+    """Train with ModelCheckpoint and the plugin; the trainer."""
+    pl.seed_everything(0, verbose=False)
+    saving = pl.callbacks.ModelCheckpoint(where, save_last=True, save_top_k=-1, monitor="val")
+    trainer = trainer_of(saving, epochs=epochs, plugins=[TorchrelayCheckpointIO()])
+    trainer.fit(Net(**options.pop("hyper", {})), *loaders(), **options)
+    return trainer
+
+
+def test_model_checkpoint_writes_no_pickle(tmp_path: Path) -> None:
+    """Its files are safetensors with Lightning's entries, and give back the dict that Lightning made."""
+    trainer = fit(tmp_path, 2)
+    files = sorted(tmp_path.glob("*.ckpt"))
+    assert [one.name for one in files] == ["epoch=0-step=12.ckpt", "epoch=1-step=24.ckpt", "last.ckpt"]
+    assert not any(b"PK\x03\x04" in one.read_bytes() for one in files)
+    found = TorchrelayCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")
+    assert (found["epoch"], found["global_step"], found["hyper_parameters"]) == (1, 24, {"hidden": 8})
+    made = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    assert found.keys() == made.keys()
+    for name, tensor in made["state_dict"].items():
+        assert torch.equal(found["state_dict"][name], tensor)
+    weights = torchrelay.load_blobs(tmp_path / "last.ckpt", "state_dict")["state_dict"]
+    assert weights.keys() == found["state_dict"].keys()
+
+
+def test_lightning_resumes_from_its_file(tmp_path: Path) -> None:
+    """`ckpt_path` restores model, optimizer, schedules, loops and callbacks, and trains what is left."""
+    fit(tmp_path, 2)
+    trainer = fit(tmp_path, 3, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert (trainer.current_epoch, trainer.global_step) == (3, 36)
+    assert len(trainer.checkpoint_callback.best_k_models) == 3
+
+
+def test_the_plugin_refuses_what_needs_pickle(tmp_path: Path) -> None:
+    """An object is named with the file and the remedy; a file of torch.save is no such file."""
+    with pytest.raises(BlobError, match=r"\.ckpt was not written: hyper_parameters\.odd.*ignore="):
+        fit(tmp_path, 1, hyper={"odd": SimpleNamespace(a=1)})
+    assert not list(tmp_path.glob("*.ckpt"))
+    torch.save({"state_dict": {}}, tmp_path / "theirs.ckpt")
+    with pytest.raises(UsageError, match=r"is a file of torch\.save"):
+        TorchrelayCheckpointIO().load_checkpoint(tmp_path / "theirs.ckpt")
+    with pytest.raises(UsageError, match="storage_options"):
+        TorchrelayCheckpointIO().save_checkpoint({}, tmp_path / "x.ckpt", storage_options={})
