@@ -17,6 +17,7 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.stop import StopAnswer, max_epochs
 from torchrelay.jobs.task import Task
 from torchrelay.runners.session.metrics import MetricSummary, joined
+from torchrelay.runners.session.stop_requests import Interrupted
 from torchrelay.runners.training.job_runner import JobRunner
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ class Run:
     when its body ends. SIGTERM and time limits end it at a step, and the next start resumes there.
     The body of the loop is the only task of a `Job`, so all that `JobRunner` does for a job it does here.
 
-    `break` ends this start behind the epoch that is running, which is saved as it is; the next start resumes
-    behind it. An exception fails the run on all ranks, and nothing of that epoch is saved.
+    `break` at the end of a body ends this start; the epoch is saved, and the next start resumes after it.
+    An epoch that is left within `steps` is not saved, and the next start repeats it. An exception fails the
+    run on all ranks, and nothing of that epoch is saved.
 
     Args:
         where: The run directory, its URL, or a checkpoint manager.
@@ -77,6 +79,8 @@ class Run:
         self._life: Life | None = None
         self._ctx: Context | None = None
         self._has_ended = False
+        self._inside = False
+        """Whether a loop over steps has begun in this epoch and was not run to its end."""
         self._process = os.getpid()
 
     def __enter__(self) -> Run:
@@ -111,8 +115,7 @@ class Run:
                     raise error
                 loop.throw(error)
             elif loop is not None and inspect.getgeneratorstate(loop) == inspect.GEN_SUSPENDED:
-                self._running.requests.stop("the loop over epochs was left by break")
-                next(loop, None)
+                self._left_by_break(self._running, loop)
         except BaseException as failure:
             left = self._stack.__exit__(type(failure), failure, failure.__traceback__)
             self._has_ended |= bool(left)
@@ -121,6 +124,17 @@ class Run:
             raise
         self._stack.close()
         return False
+
+    def _left_by_break(self, life: Life, loop: Generator[int]) -> None:
+        """Or because of an exception that the program has caught: then the epoch was within its steps."""
+        life.requests.stop("the loop over epochs was left by break")
+        if not self._inside:
+            next(loop, None)
+            return
+        cursor = life.state.cursor_of(self.ctx.node)
+        if cursor is not None:
+            cursor.refuse("its loop was left within run.steps")
+        loop.throw(Interrupted())
 
     # The loop
 
@@ -144,6 +158,7 @@ class Run:
         try:
             for epoch in life.epochs():
                 with life.session.block(self.job.epoch_group, self._task) as self._ctx:
+                    self._inside = False
                     yield epoch
         finally:
             self._ctx = None
@@ -152,7 +167,12 @@ class Run:
 
     def steps(self, loader: Iterable[Any], *, count: bool = True, accumulate: int = 1) -> Iterator[Any]:
         """Iterate over a loader's batches; see `Context.steps`."""
-        return self.ctx.steps(loader, count=count, accumulate=accumulate)
+        return self._followed(self.ctx.steps(loader, count=count, accumulate=accumulate))
+
+    def _followed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._inside = True
+        yield from batches
+        self._inside = False
 
     def stop(self, reason: str) -> None:
         """Let this epoch be the last one, where any rank says so; the run is finished then."""

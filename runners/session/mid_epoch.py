@@ -222,6 +222,10 @@ class Cursor:
 
     # Being left
 
+    def refuse(self, reason: str) -> None:
+        """The node cannot be continued where it is, for this reason."""
+        self._obstacle = reason
+
     def obstacle(self, workspace: Workspace) -> str | None:
         """Why the node cannot be continued where it is; None where it can."""
         if self._obstacle is not None or self._task is None or not self._loops:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,28 @@ def test_break_ends_this_start(tmp_path: Path, whole: Any) -> None:
             if epoch == 2:
                 break
     assert (run.result.status, int(run.result)) == ("STOPPED", 2)
+    result, digest = train("run", tmp_path)
+    assert (result.status, digest) == ("FINISHED", whole[0])
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_an_epoch_that_is_left_within_its_steps_is_not_saved(
+    caught: bool, tmp_path: Path, whole: Any
+) -> None:
+    """By break, or by an exception that the program catches: the next start repeats that epoch."""
+    training = Training()
+    with Run(tmp_path, training.blobs) as run, suppress(ValueError):
+        for epoch in run.epochs(EPOCHS):
+            for batch in run.steps(training.loader):
+                training.step(batch)
+                if epoch == 2 and run.ctx.step == 3:
+                    if caught:
+                        raise ValueError
+                    break
+            if epoch == 2:
+                break
+    assert (run.result.status, int(run.result)) == ("PREEMPTED", 1)
+    assert torchrelay.open_checkpoint(tmp_path).epochs == (0, 1)
     result, digest = train("run", tmp_path)
     assert (result.status, digest) == ("FINISHED", whole[0])
 
