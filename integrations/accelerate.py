@@ -15,7 +15,9 @@ from accelerate.utils import DistributedType, broadcast
 from torch import nn
 
 from torchrelay.errors import UsageError
+from torchrelay.jobs.data.data_parallel import bare_ddp_instances
 from torchrelay.jobs.random import RandomStreams
+from torchrelay.jobs.session import warn
 from torchrelay.runners.own_loop.checkpointer import Checkpointer
 
 _ELSEWHERE = {
@@ -68,6 +70,12 @@ class AcceleratorCheckpointer(Checkpointer):
         if taken := sorted(own.keys() & inner.keys()):
             raise UsageError(f"{taken[0]!r} is the name of a part of the Accelerator: give your blob another")
         super().__init__(where, inner | own, **options)
+        if accelerator.num_processes > 2 and bare_ddp_instances():
+            warn(
+                "DistributedDataParallel regroups gradients after its first step, so on more than 2 ranks a "
+                "resumed run ends in other bits: give Accelerator(kwargs_handlers="
+                "[DistributedDataParallelKwargs(find_unused_parameters=True)])"
+            )
 
     def _unwrapped(self, accelerator: Accelerator, value: Any) -> Any:
         """The object that has the state; for a prepared loader, its place."""
@@ -89,6 +97,8 @@ class AcceleratorCheckpointer(Checkpointer):
     def batches(self, loader: Any) -> Iterator[Any]:
         """Iterate over an epoch of a prepared loader; after a resume, over what is left of it.
 
+        A loader for evaluation needs no `batches`: iterate over it directly.
+
         Args:
             loader: One of the blobs, as `accelerator.prepare` returned it.
 
@@ -104,8 +114,9 @@ class AcceleratorCheckpointer(Checkpointer):
                 f"this {type(loader).__name__} is none of the blobs: give what accelerator.prepare returned, "
                 "for example blobs=dict(..., loader=loader)"
             )
-        self._current = place
+        before, self._current = self._current, place
         yield from place.batches()
+        self._current = before
 
     def save(
         self,
