@@ -7,6 +7,7 @@ Batches of an epoch that were seen are loaded again and dropped, unless the load
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import sys
@@ -38,9 +39,7 @@ except ImportError as missing:
     ) from missing
 
 
-class _Part:
-    """State of the trainer's; what was loaded waits here for its time."""
-
+class _Part:  # what was loaded waits here for its time
     def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
         self.state_dict = state
         self.loaded: dict[str, Any] = {}
@@ -53,8 +52,8 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
     """Saves a training at the end of each epoch, and resumes it when the same command is given again.
 
     The blobs are `model`, `optimizer` and `scheduler` (`optimizer_0`, ... of several). `trainer` has loops,
-    callbacks, the data module, mixed precision, and what `on_save_checkpoint` hooks add. `ranks` has what
-    differs between ranks. It stands in for the default `ModelCheckpoint`, and needs ranks of torchrun.
+    callbacks, the data module, and what `on_save_checkpoint` hooks add; `ranks` what differs between ranks.
+    It stands in for the default `ModelCheckpoint`, and needs ranks of torchrun.
 
     Args:
         where: The directory of the checkpoints, or its URL.
@@ -73,8 +72,8 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
     _checkpointer: Checkpointer | None = None
     _held: RandomStreams | None = None
     _order: Mapping[str, bytes] = {}
-    _fetch: Mapping[str, bytes] = {}
-    _saved, _step, _seen = -1, 0, 0
+    _ahead: Mapping[str, Any] = {}
+    _saved, _step, _seen, _due = -1, 0, 0, False
 
     def __init__(
         self,
@@ -91,8 +90,6 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
         self.resume_from_epoch, self.asynchronous = resume_from_epoch, asynchronous
         self._trainer = self._ranks = _Part(dict)
 
-    # Resuming
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Come first among the callbacks: what others do at a beginning is not saved with the end before."""
         trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
@@ -106,14 +103,13 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
                 f"Lightning started {trainer.world_size} processes by itself, which torchrelay does not "
                 f"know: start the script with torchrun --nproc-per-node={trainer.world_size}"
             )
-        self._saved, self._step, self._seen = -1, 0, 0
+        self._saved, self._step, self._seen, self._due = -1, 0, 0, False
         self._trainer = _Part(partial(self._state_of_trainer, trainer))
         self._ranks = _Part(partial(self._state_of_rank, trainer))
         with _explained("nothing was trained"):
             estimate_bytes({"trainer": self._trainer, "ranks": self._ranks})
-        schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
-        blobs = {"model": pl_module, "trainer": self._trainer}
-        blobs |= _numbered("optimizer", trainer.optimizers) | _numbered("scheduler", schedulers)
+        blobs = {"model": pl_module, "trainer": self._trainer, **_numbered("optimizer", trainer.optimizers)}
+        blobs |= _numbered("scheduler", [one.scheduler for one in trainer.lr_scheduler_configs])
         self._checkpointer = Checkpointer(self.where, blobs, **self.options)
         self._checkpointer._job.blobs.add({"ranks": self._ranks}, reshard="by_rank")
         position = self._checkpointer.resume(self.resume_from_epoch)
@@ -124,8 +120,7 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
                 f"{self.where} was saved by {before} ranks within epoch {position.epoch + 1}, whose data "
                 f"others would share otherwise: start {before}, or give resume_from_epoch={position.epoch}"
             )
-        self._held = RandomStreams.capture()
-        self._saved, self._step = position.epoch, position.step
+        self._held, self._saved, self._step = RandomStreams.capture(), position.epoch, position.step
         self._restore(trainer)
 
     def _restore(self, trainer: Any) -> None:
@@ -144,7 +139,6 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
             one._restarting = one._loaded_from_state_dict = one._resuming_from_checkpoint = False
         trainer.fit_loop.epoch_loop.val_loop._restarting = True  # until training starts: no sanity check
         trainer._logger_connector._callback_metrics.update(self._ranks.loaded.get("metrics", {}))
-        self._seen = trainer.global_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Move to the batch where the training was."""
@@ -171,8 +165,6 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
         RandomStreams.decode(ranks["fetch"]).restore()
 
-    # Saving
-
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Save the epoch before, which is done now; or resume the random streams here."""
         loop, begun = trainer.fit_loop, trainer.fit_loop.epoch_progress.current.processed
@@ -186,18 +178,22 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Save the steps before, if so many are done; or resume the random streams here."""
-        every, done = self.every_n_steps, trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
         if self._held is not None:
             del trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end
+            trainer.accumulate_grad_batches = self._trainer.loaded["accumulate"]
             self._let_streams_go()
-        elif every and done and trainer.global_step // every > self._seen // every:
+        elif self._due and done:
             self._save(trainer, done)
-        self._seen = trainer.global_step
+        self._seen, self._due = trainer.global_step, False
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Note the random streams that the next batch is loaded with."""
-        if self.every_n_steps:
-            self._fetch = RandomStreams.capture().encode()
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Note, if a save is due, what the next batch is loaded with: when it is here, that has changed."""
+        every = self.every_n_steps
+        self._due = every is not None and trainer.global_step // every > self._seen // every
+        if self._due:
+            loaders = copy.deepcopy(trainer.fit_loop._combined_loader._state_dicts())
+            self._ahead = {"fetch": RandomStreams.capture().encode(), "loaders": loaders}
 
     on_validation_end = on_train_batch_end
 
@@ -242,13 +238,14 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
         begun = progress["epoch_loop.batch_progress" if self._step else "epoch_progress"]
         for counts in (begun["total"], begun["current"]):
             counts["ready"] = counts["completed"]
-        return found | {"state_dict": changed, "world_size": trainer.world_size}
+        now = {"world_size": trainer.world_size, "accumulate": trainer.accumulate_grad_batches}
+        return found | now | {"state_dict": changed}
 
     def _state_of_rank(self, trainer: Any) -> dict[str, Any]:
         """What differs between ranks: loaders, metrics, and the streams that chose the batches."""
         loader, metrics = trainer.fit_loop._combined_loader, dict(trainer.callback_metrics)
         state: dict[str, Any] = {"loaders": loader._state_dicts() if loader else [], "metrics": metrics}
-        return state | {"order": self._order, "fetch": self._fetch} if self._step else state
+        return state | {"order": self._order, **self._ahead} if self._step else state
 
 
 def _numbered(name: str, found: list[Any]) -> dict[str, Any]:

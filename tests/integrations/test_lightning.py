@@ -158,6 +158,54 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
     assert done.stdout.split(",")[1:3] == [str(EPOCHS), "30"], done.stderr
 
 
+class Counted:
+    """A loader with a state of its own, which is asked for it and never iterated to skip."""
+
+    def __init__(self) -> None:
+        self.generator, self.at, self.order = torch.Generator().manual_seed(3), 12, torch.zeros(0)
+        self.data = loaders()[0].dataset
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Any:
+        if self.at == 12:
+            self.at, self.order = 0, torch.randperm(48, generator=self.generator)
+        while self.at < 12:
+            self.at += 1
+            found = [self.data[int(one)] for one in self.order[self.at * 4 - 4 : self.at * 4]]
+            yield torch.stack([x for x, _ in found]), torch.stack([y for _, y in found])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "order": self.order, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.order = state["at"], state["order"]
+        self.generator.set_state(state["generator"])
+
+
+@pytest.mark.parametrize("every", [None, 5])
+def test_callbacks_and_loaders_with_state(every: int | None, tmp_path: Path) -> None:
+    """A loader of the user's, an average of weights and a schedule of accumulation resume within an epoch."""
+
+    def fit_until(where: Path, batch: int | None) -> list[torch.Tensor]:
+        def fail(*now: int) -> None:
+            if now == (1, batch):
+                raise ValueError("planned")
+
+        pl.seed_everything(0, verbose=False)
+        average = pl.callbacks.EMAWeightAveraging(decay=0.9)
+        callbacks = [average, pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})]
+        trainer = trainer_of(*callbacks, TorchrelayCheckpoint(where, every_n_steps=every))
+        trainer.fit(Net(fail), Counted(), loaders()[1])
+        return [*trainer.lightning_module.state_dict().values(), torch.rand(1)]
+
+    whole = fit_until(tmp_path / "whole", None)
+    with pytest.raises(ValueError, match="planned"):
+        fit_until(tmp_path / "failed", 9)
+    assert all(map(torch.equal, whole, fit_until(tmp_path / "failed", None)))
+
+
 def test_state_that_cannot_be_stored_is_refused_before_the_first_step(tmp_path: Path) -> None:
     """An object among the hyper-parameters is named, with what to do."""
     model = Net(odd=SimpleNamespace(a=1))
