@@ -40,7 +40,8 @@ class Kill(TrainerCallback):
 def print_batch(model: torch.nn.Module, _: Any, given: dict[str, Any]) -> None:
     """Show which samples are trained on."""
     if model.training:
-        print(f"batch {hashlib.sha256(given['input_ids'].numpy().tobytes()).hexdigest()[:12]}", flush=True)
+        samples = [hashlib.sha256(bytes(row)).hexdigest()[:12] for row in given["input_ids"].tolist()]
+        print(f"batch {' '.join(samples)}", flush=True)
 
 
 if __name__ == "__main__":
