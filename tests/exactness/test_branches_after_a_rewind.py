@@ -80,7 +80,7 @@ def attempt(
     folder: Path, monkeypatch: pytest.MonkeyPatch, process: str, crash_in: int | None = None, **how: object
 ) -> list[int]:
     """One attempt of the toy, played as if in a process of its own; returns the epochs it began."""
-    monkeypatch.setattr(startup, "PROCESS", process)
+    monkeypatch.setattr(startup, "_PROCESS", process)
     began: list[int] = []
     job = Job("branching", blobs={"total": torch.zeros(1)})
 
