@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
@@ -151,6 +152,51 @@ def is_stateful(value: object) -> bool:
 def is_factory(value: object) -> bool:
     """Whether `value` is a function, method or partial, and nothing that has state of its own."""
     return isinstance(value, _FUNCTIONS) and not hasattr(value, "state_dict")
+
+
+class LoopBlobs:
+    """The blobs of a program that has its own loop, and so keeps them in variables of its own.
+
+    Such a program sees a load only in objects that are filled in place, and a save sees only the objects
+    that were registered. Values that cannot change, and entries that are replaced later, are refused.
+
+    Args:
+        given: The objects by name.
+        factories: Whether an entry may be a function that makes the object.
+
+    Raises:
+        UsageError: An entry cannot change in place, or is a function without `factories`.
+    """
+
+    def __init__(self, given: Mapping[str, Any] | None, *, factories: bool) -> None:
+        self._live: Mapping[str, Any] = {} if given is None else given
+        self._registered = dict(self._live) if isinstance(self._live, Mapping) else {}
+        for name, value in self._registered.items():
+            if _cannot_change(value):
+                raise UsageError(
+                    f"blob {name!r} is {value!r:.80}, which cannot change in place, so its next value would "
+                    f"not be saved: put it into a dict, state=dict({name}=...), and update that"
+                )
+            if not factories and is_factory(value):
+                raise UsageError(f"blob {name!r} is a function: give the object that it makes")
+
+    def check_registered(self) -> None:
+        """Raise UsageError where an entry of the mapping is another object than the one registered."""
+        for name, value in self._registered.items():
+            if self._live.get(name, value) is not value:
+                raise UsageError(
+                    f"blobs[{name!r}] was replaced after it was registered, and the new object is not saved: "
+                    "change the registered object in place"
+                )
+
+
+def _cannot_change(value: object) -> bool:
+    numpy: Any = sys.modules.get("numpy")  # a value of numpy exists only where it is loaded
+    scalars = () if numpy is None else (numpy.generic, numpy.dtype)
+    return isinstance(value, (*_IMMUTABLE, *scalars)) or is_fixed(value)
+
+
+_IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None), torch.dtype, torch.device)
 
 
 class BlobRegistry:

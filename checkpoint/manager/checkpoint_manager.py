@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -109,6 +110,16 @@ class ManagerOptions(TypedDict, total=False):
     rename: Mapping[str, str] | None
     resume_exclude: Patterns
     resume_strict: bool | None
+
+
+def check_options(owner: str, given: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Raise TypeError, as Python does, for an option that neither managers nor `owner` itself have."""
+    known = sorted({*ManagerOptions.__annotations__, *others})
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}{hint}")
 
 
 class UploadTaskGroupBuilder:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.log.record import LOG
-from torchrelay.checkpoint.manager.checkpoint_manager import MultiNodeCheckpointManager
+from torchrelay.checkpoint.manager.checkpoint_manager import MultiNodeCheckpointManager, check_options
 from torchrelay.errors import NotAllowedNowError, PartiallyLoadedError, StorageError, UsageError
-from torchrelay.jobs.blobs import is_factory
+from torchrelay.jobs.blobs import LoopBlobs
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.random import current_seed
 from torchrelay.jobs.session import decide, warn
@@ -22,7 +22,7 @@ from torchrelay.runners.session.base import SessionBase, holding
 from torchrelay.runners.session.local import LocalSession, current_or_new_session, current_session
 from torchrelay.runners.session.mid_epoch import MidEpochPosition, places_json
 from torchrelay.runners.training.plan import check_epoch
-from torchrelay.runners.training.startup import bind_blobs, check_blobs, this_process
+from torchrelay.runners.training.startup import bind_blobs, check_blobs, this_process, warn_of_bare_ddp
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.load.verify import Target
@@ -70,14 +70,8 @@ class Checkpointer:
                 f"blobs is {blobs!r:.80}; give what is to be saved by name, "
                 "for example dict(model=model, optimizer=optimizer)"
             )
-        for name, value in blobs.items():
-            if isinstance(value, _FIXED):
-                raise UsageError(
-                    f"blob {name!r} is {value!r:.80}, which cannot change in place: neither a save would see "
-                    f"its next value nor resume() give it back. Put it into a dict: state=dict({name}=...)"
-                )
-            if is_factory(value):
-                raise UsageError(f"blob {name!r} is a function: give the object that it makes")
+        self._blobs = LoopBlobs(blobs, factories=False)
+        check_options("Checkpointer", options, ("takeover_secs", "metadata_handler"))
         if (Path(where) / "checkpoints" / LOG).is_dir():
             raise UsageError(
                 f"{where} is a run directory, which Run and JobRunner resume: "
@@ -181,6 +175,7 @@ class Checkpointer:
             raise UsageError("this Checkpointer was made with asynchronous=False: leave that out")
         position = Position(_whole(epoch, "epoch"), _whole(step, "step"))
         measured = {name: _number(name, value) for name, value in dict(metrics or {}).items()}
+        self._blobs.check_registered()
         session = self._bound()
         wish = {"epoch": position.epoch, "step": position.step, "asynchronous": asynchronous}
         _check_alike(session.peers, "save", wish)
@@ -267,6 +262,7 @@ class Checkpointer:
                 bind_blobs(self._job, session, before_setup=before)
             session.after_setup()
             self._engine.prepare(session)
+        warn_of_bare_ddp(session, warn)
         self._session = session
         return session
 
@@ -276,9 +272,6 @@ class Checkpointer:
             ledger.in_run = True
             ledger.open(session.peers)
             self._open = True
-
-
-_FIXED = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 
 
 def _whole(value: Any, name: str) -> int:

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from torchrelay.checkpoint.manager.checkpoint_manager import check_options
 from torchrelay.errors import NotAllowedNowError, UsageError
-from torchrelay.jobs.blobs import Step
+from torchrelay.jobs.blobs import LoopBlobs, Step
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.stop import StopAnswer, max_epochs
 from torchrelay.jobs.task import Task
@@ -68,10 +69,12 @@ class Run:
         session: SessionBase | None = None,
         **options: Any,
     ) -> None:
+        self._blobs = LoopBlobs(blobs, factories=True)
         self.job = Job(blobs=blobs)
         self._stop = _StopAsked()
         self.job.stop_when(self._stop, *stop_when)
         self._task = Task(_body, name="epoch", group=self.job.epoch_group)
+        check_options("Run", options, inspect.signature(JobRunner).parameters)
         self._runner = JobRunner(self.job, where, **options)
         self._session = session
         self._stack = ExitStack()
@@ -160,6 +163,7 @@ class Run:
                 with life.session.block(self.job.epoch_group, self._task) as self._ctx:
                     self._inside = False
                     yield epoch
+                    self._blobs.check_registered()
         finally:
             self._ctx = None
         self._stack.close()  # what the program does behind its loop is no part of the run
@@ -167,15 +171,25 @@ class Run:
 
     def steps(self, loader: Iterable[Any], *, count: bool = True, accumulate: int = 1) -> Iterator[Any]:
         """Iterate over a loader's batches; see `Context.steps`."""
-        return self._followed(self.ctx.steps(loader, count=count, accumulate=accumulate))
+        return self._followed(self.ctx.steps(loader, count=count, accumulate=accumulate), self._ctx)
 
-    def _followed(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _followed(self, batches: Iterator[Any], epoch: Context | None) -> Iterator[Any]:
         self._inside = True
-        yield from batches
+        while True:
+            if self._ctx is not epoch:
+                raise NotAllowedNowError(
+                    "this iterator of run.steps is from an epoch that is over: call it again"
+                )
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            yield batch
         self._inside = False
 
     def stop(self, reason: str) -> None:
-        """Let this epoch be the last one, where any rank says so; the run is finished then."""
+        """Finish the run after this epoch; it is enough if one rank calls it."""
+        _ = self._running
         self._stop.reason = reason
 
     @property
@@ -236,7 +250,7 @@ class Run:
     @property
     def _running(self) -> Life:
         if self._life is None or not hasattr(self._life, "session"):
-            raise NotAllowedNowError("the run is not running: this belongs into its `with` block")
+            raise NotAllowedNowError("the run is not running: call this within its `with` block")
         return self._life
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from torchrelay.checkpoint.manager.checkpoint_manager import (
     ManagerOptions,
     MultiNodeCheckpointManager,
     UploadTaskGroupBuilder,
+    check_options,
 )
 from torchrelay.checkpoint.storage.open import FILE
 from torchrelay.errors import LeftByInterrupt, NotAllowedNowError, TaskFailedError, UsageError
@@ -149,7 +150,8 @@ class JobRunner:
         self.resume_from_epoch = check_epoch(resume_from_epoch)
         self.upload_task_group_builder = upload_task_group_builder
         self.run_directory = _run_directory(where)
-        given = {**_check_names(of_manager), "metadata_handler": check_handler(metadata_handler)}
+        check_options("JobRunner", of_manager, inspect.signature(JobRunner).parameters)
+        given = {**of_manager, "metadata_handler": check_handler(metadata_handler)}
         self.manager = self._manager(where, given)
         self.trackers = self._sinks(trackers)
         self.exports = self._exports(exports, best)
@@ -381,7 +383,9 @@ class JobRunner:
 def _one_train() -> Iterator[None]:
     training = _training.setdefault(os.getpid(), threading.Lock())
     if not training.acquire(blocking=False):
-        raise NotAllowedNowError("another train() runs in this process: wait for it, or use a second process")
+        raise NotAllowedNowError(
+            "another train() or Run is active in this process: end it first, or use a second process"
+        )
     try:
         yield
     except TaskFailedError as error:
@@ -409,17 +413,6 @@ def _check_job(job: Any, resume: str) -> Job:
     if resume not in ("auto", "must", "never"):
         raise UsageError(f"resume is {resume!r}; it is 'auto', 'must' or 'never'")
     return job
-
-
-def _check_names(given: ManagerOptions) -> dict[str, Any]:
-    """As Python itself refuses a name that no parameter has."""
-    known = sorted(ManagerOptions.__annotations__)
-    for name in given:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise TypeError(f"JobRunner() got an unexpected keyword argument {name!r}{hint}")
-    return dict(given)
 
 
 def _check_best(best: Any) -> tuple[str, str] | None:

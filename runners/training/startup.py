@@ -423,5 +423,6 @@ def warn_of_bare_ddp(session: SessionBase, warn: Callable[[str], None]) -> None:
     if len(session.nodes) > 2 and bare_ddp_instances():
         warn(
             "a module is wrapped in bare DistributedDataParallel: on more than 2 ranks a resumed run "
-            "ends in other bits; wrap it with torchrelay.data_parallel(module) for exact resume"
+            "ends in other bits; use torchrelay.data_parallel(module), or find_unused_parameters=True, "
+            "for an exact resume"
         )
