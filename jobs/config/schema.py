@@ -1,11 +1,12 @@
 """The keys of a configuration, from the top. Each key is defined once, with its type, default and meaning.
 
-The names are PaddleRec's; what is told of a key here is what torchrelay means by it. The JSON Schema, the
-table in docs/configuration.md, the resolved form and the identity of a run are made from these classes.
+The names are PaddleRec's; the meanings are torchrelay's. These classes define the JSON Schema, the table in
+docs/configuration.md, the resolved form and the identity of a run.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -39,109 +40,101 @@ from torchrelay.records import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Measuring a phase's model while it trains; its metrics are called `val/<metric>`."""
+    """Evaluation of a phase's model during training, as metrics `val/<metric>`."""
 
-    dataset_name: str = side_key(text("the name of a dataset"), "the dataset that is measured", required=True)
-    every: int = side_key(whole(1), "measure after every so many epochs", 1)
+    dataset_name: str = side_key(text("the name of a dataset"), "the dataset to evaluate", required=True)
+    every: int = side_key(whole(1), "epochs between evaluations", 1)
     metrics: tuple[str, ...] | None = side_key(
-        some(text("the name of a metric")), "only these, such as `loss`; all if it is missing"
+        some(text("the name of a metric")), "metrics such as `loss`; all if missing"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A pair of a model and a dataset, executed once in each epoch."""
+    """A model and a dataset. Each phase runs once per epoch."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         "gradient_scale_strategy": "gradients are the mean over all ranks; scale the loss in the model"
     }
-    name: str = key(
-        text("a name"), "what the phase is called; its state is kept under this name", required=True
+    name: str = key(text("a name"), "name of the phase; its state is stored under it", required=True)
+    model: ClassPath = key(class_at("Model"), "the model's class", required=True)
+    dataset_name: str | None = key(
+        text("the name of a dataset"), "its dataset; not needed if there is only one"
     )
-    model: ClassPath = key(class_at("Model"), "the class of the model", required=True)
-    dataset_name: str | None = key(text("the name of a dataset"), "its dataset; the only one if there is one")
     validation: Validation | None = side_key(
-        section(Validation, short="dataset_name"), "measure the model while it trains"
+        section(Validation, short="dataset_name"), "evaluate the model during training"
     )
-    thread_num: int = side_key(whole(1), "threads that read samples", 1)
-    shuffle_filelist: bool = key(TRUTH, "draw the order of all samples anew in each epoch", False)
+    thread_num: int = side_key(whole(1), "processes that read samples", 1)
+    shuffle_filelist: bool = key(TRUTH, "shuffle all samples in each epoch", False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Where samples come from. Keys that are not listed are for the reader."""
+    """A source of samples."""
 
-    name: str = key(text("a name"), "what the dataset is called", required=True)
+    name: str = key(text("a name"), "name of the dataset", required=True)
     type: str = side_key(
         one_of("DataLoader", "QueueDataset"),
-        "both words mean the same: the reader's samples in batches",
+        "both mean the same",
         "DataLoader",
     )
-    batch_size: int = key(whole(1), "samples in a batch, those of all ranks together", required=True)
-    data_path: tuple[str, ...] = key(
-        some(PATH), "files and directories of data; not looked up before the run", []
-    )
+    batch_size: int = key(whole(1), "samples in a batch, over all ranks", required=True)
+    data_path: tuple[str, ...] = key(some(PATH), "files and directories of data", [])
     grows: bool = key(
         TRUTH,
-        "look for new files in `data_path` before each epoch; which ones an epoch had is saved with it",
+        "look for new files in `data_path` before each epoch",
         False,
     )
     data_converter: ClassPath | None = key(
-        class_at("Reader"), "the class that reads samples; without it lines of slots are read"
+        class_at("Reader"), "class that reads samples; if missing, text lines of slots are read"
     )
-    reader_class_name: str | None = key(
-        text("a class name"), "the class in `data_converter`, if it is not `Reader`"
-    )
-    sparse_slots: str | None = key(
-        text(), "names of slots of whole numbers; lines of `slot:value` are read without `data_converter`"
-    )
-    dense_slots: str | None = key(text(), "names of slots of numbers, with their sizes: `wide:4 image:[2,3]`")
-    padding: float | None = key(number(), "what stands for a missing value; 0 if missing")
-    extra: Tracked = free("any other key is for the reader")
+    reader_class_name: str | None = key(text("a class name"), "class in `data_converter`, if not `Reader`")
+    sparse_slots: str | None = key(text(), "slots of integers, for lines of `slot:value`")
+    dense_slots: str | None = key(text(), "slots of numbers, with sizes: `wide:4 image:[2,3]`")
+    padding: float | None = key(number(), "replaces missing values; 0 if missing")
+    extra: Tracked = free("any key for your reader")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LRScheduler:
-    """How the learning rate changes. Keys that are not listed are arguments of the class."""
+    """The learning rate schedule."""
 
     kind: str = key(
         text("a class of torch.optim.lr_scheduler such as `CosineAnnealingLR`"),
-        "a class of `torch.optim.lr_scheduler`",
+        "the scheduler's class",
         required=True,
         name="class",
     )
-    per: str = key(one_of("step", "epoch"), "what it counts", "step")
-    arguments: Tracked = free("any other key is an argument of the class")
+    per: str = key(one_of("step", "epoch"), "what a step of the schedule is", "step")
+    arguments: Tracked = free("any argument of the class")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What the default steps make an optimizer of. Keys that are not listed are its arguments."""
+    """The optimizer of the default steps."""
 
     kind: str = key(
         text("a class of torch.optim such as `Adam`, or `module:Class`"),
-        "a class of `torch.optim`, or `module:Class`",
+        "the optimizer's class",
         "SGD",
         name="class",
     )
-    learning_rate: float | None = key(number(above=0), "the learning rate; the class's own if it is missing")
-    lr_scheduler: LRScheduler | None = key(section(LRScheduler), "how the learning rate changes")
+    learning_rate: float | None = key(number(above=0), "learning rate; the class's default if missing")
+    lr_scheduler: LRScheduler | None = key(section(LRScheduler), "learning rate schedule")
     decay_steps: int | None = key(
-        whole(1), "multiply the learning rate by `decay_rate` behind every so many steps"
+        whole(1), "steps between multiplications of the learning rate by `decay_rate`"
     )
     decay_rate: float | None = key(number(above=0), "see `decay_steps`")
-    strategy: str | None = side_key(
-        text(), "how gradients travel, in PaddleRec: `sync` is what happens; other words change nothing"
-    )
-    arguments: Tracked = free("any other key is an argument of the class")
+    strategy: str | None = side_key(text(), "PaddleRec's key; always `sync`, other values have no effect")
+    arguments: Tracked = free("any argument of the class")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HyperParameters:
-    """The user's own section; only `optimizer` is known."""
+    """Your own section; only `optimizer` is predefined."""
 
-    optimizer: Optimizer | None = key(section(Optimizer), "what the default steps make the optimizer of")
-    extra: Tracked = free("any other key is yours")
+    optimizer: Optimizer | None = key(section(Optimizer), "the optimizer")
+    extra: Tracked = free("any key for your model")
 
 
 def user_sections(settings: Any) -> tuple[Tracked, ...]:
@@ -155,59 +148,57 @@ def user_sections(settings: Any) -> tuple[Tracked, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class UpstreamSection:
-    """An earlier run whose weights, config and sources this one is built on."""
+    """An earlier run that provides weights, configuration or sources."""
 
     run: str = key(
         text("a run, such as `runs/expert@best`"),
-        "the run, `@` its epoch: a number, `last` or `best`",
+        "the run, and after `@` its epoch: a number, `last` or `best`",
         required=True,
     )
     into: str | None = key(
         text("a dotted name"),
-        "the blob here, or the part of a module, that takes its weights when the run begins; never on resume",
+        "blob, or part of a module, to initialise when this run begins",
     )
     prefix: str | None = key(
-        text("a dotted name"), "take only what lies below this name, such as `model.encoder`"
+        text("a dotted name"), "take only leaves below this name, such as `model.encoder`"
     )
-    rename: Mapping[str, str] | None = key(TEXTS, "beginnings of names there, and what they become here")
-    strict: bool = key(TRUTH, "missing, unexpected and mis-shaped names are errors", True)
+    rename: Mapping[str, str] | None = key(TEXTS, "name prefixes there, and here")
+    strict: bool = key(TRUTH, "missing, unexpected or misshapen leaves are errors", True)
     keep: tuple[str, ...] | None = key(
         some(text("a name or pattern")),
-        "tensors of it that every checkpoint is to hold, though no model here does",
+        "its tensors to store in every checkpoint",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A whole configuration. Fields have the names of the keys, lists are tuples, paths absolute."""
+    """A whole configuration."""
 
-    version: int = side_key(whole(1, most=1), "version of this schema", 1)
-    name: str | None = side_key(
-        RUN_NAME, "what the run is called; if it is missing, below `--runs DIR`, as the workspace"
-    )
+    version: int = side_key(whole(1, most=1), "schema version", 1)
+    name: str | None = side_key(RUN_NAME, "name of the run; with `--runs DIR`, the workspace's if missing")
     workspace: str = side_key(
         PATH,
-        "directory where paths begin; relative to the file of the configuration; `{workspace}` stands for it",
+        "base of relative paths; itself relative to the configuration file",
         ".",
     )
-    run_dir: str = side_key(PATH, "directory that holds the runs of this configuration", "runs")
+    run_dir: str = side_key(PATH, "directory for runs", "runs")
     mode: tuple[str, ...] | None = side_key(
-        some(text("the name of a runner")), "the runners that run, in this order; all if it is missing"
+        some(text("the name of a runner")), "runners to run, in order; all if missing"
     )
-    debug: bool = side_key(TRUTH, "print what operators and data cost in the first steps", False)
-    seed: int = key(whole(0, most=2**64 - 1), "seed of all random streams", 0)
+    debug: bool = side_key(TRUTH, "print costs of operators and data in the first steps", False)
+    seed: int = key(whole(0, most=2**64 - 1), "random seed", 0)
     upstream: Mapping[str, UpstreamSection] = key(
         named(section(UpstreamSection, short="run")),
-        "earlier runs by the alias under which they are kept",
+        "earlier runs, by alias",
         {},
     )
     runner: tuple[RunnerSection, ...] = key(
-        list_of(section(RunnerSection)), "profiles: what is run, and how", []
+        list_of(section(RunnerSection)), "profiles: what to run, and how", []
     )
     phase: tuple[Phase, ...] = key(list_of(section(Phase)), "pairs of a model and a dataset", [])
-    dataset: tuple[Dataset, ...] = key(list_of(section(Dataset)), "where samples come from", [])
+    dataset: tuple[Dataset, ...] = key(list_of(section(Dataset)), "sources of samples", [])
     hyper_parameters: HyperParameters = key(
-        section(HyperParameters), "what belongs to the model: the optimizer, and any keys of yours", {}
+        section(HyperParameters), "the optimizer, and any keys for your model", {}
     )
 
     def runner_named(self, name: str) -> RunnerSection:
@@ -291,26 +282,56 @@ def _object(form: Section) -> Json:
     }
 
 
+_BRIEF = tuple(
+    (re.compile(pattern), short)
+    for pattern, short in (
+        (r"`file\.py` with a class (`\w+`), `file\.py:Class` or `module:Class`", r"class \1"),
+        (r"a path or URL, of a run also with its epoch: (.*) \(an empty text: none\)", r"path or URL, \1"),
+        ("seconds, or a text such as `1h30m` or `01:30:00`", "duration"),
+        ("a whole number", "integer"),
+        ("true or false", "boolean"),
+        ("one of ", ""),
+        (r" \(each item a mapping\)", " of mappings"),
+        (", or a list of such", " or list"),
+        ("a mapping of names; each value is a mapping.*", "mappings by alias"),
+        ("a mapping of texts to texts", "mapping"),
+        (r"the name of a (\w+)", r"\1 name"),
+        (r"a class of torch\.\S+ such as (`\w+`)", r"\1"),
+        (r"^an? ", ""),
+    )
+)
+"""How the table of keys shortens the words of messages."""
+
+
 def key_table() -> str:
-    """Markdown: a table for each section, its keys with form, default, meaning, part in identity."""
-    return "\n".join(_table(one, path) for one, path in sections(TOP))
+    """Return Markdown: for each section a table of its keys."""
+    head = (
+        "† Changing this key starts a different run. A class is `file.py` with a class of that name,\n"
+        "`file.py:Class` or `module:Class`. A duration is a number of seconds, `1h30m` or `01:30:00`.\n\n"
+    )
+    return head + "\n".join(_table(one, path) for one, path in sections(TOP))
 
 
 def _table(form: Section, path: str) -> str:
     rows = [_row(one) for one in form.keys.values()]
     if form.free is not None:
-        rows.append(f"| … | anything | | {form.free_doc} | yes |")
-    rows += [f"| `{name}` | refused | | {_cell(remedy)} | |" for name, remedy in form.refused.items()]
+        rows.append(f"| …† | anything | {form.free_doc} |")
+    for remedy in dict.fromkeys(form.refused.values()):
+        names = ", ".join(f"`{name}`" for name, why in form.refused.items() if why == remedy)
+        rows.append(f"| {names} | refused | {_cell(remedy)} |")
     title = f"### {path}" if path else "### At the top"
-    head = "| key | may be | default | meaning | another run? |\n|---|---|---|---|---|"
+    head = "| key | value | meaning |\n|---|---|---|"
     return f"{title}\n\n{(form.of.__doc__ or '').strip()}\n\n{head}\n" + "\n".join(rows) + "\n"
 
 
 def _row(spec: KeySpec) -> str:
-    written = "" if spec.default in (None, [], {}) else f"`{scalar(spec.default)}`"
-    default = "required" if spec.required else written
-    other = "yes" if spec.identity else "no"
-    return f"| `{spec.name}` | {_cell(spec.form.word)} | {default} | {_cell(spec.doc)} | {other} |"
+    word = spec.form.word
+    for pattern, short in _BRIEF:
+        word = pattern.sub(short, word)
+    default = "" if spec.default in (None, [], {}) else f"; default `{scalar(spec.default)}`"
+    name = f"`{spec.name}`" + "†" * spec.identity
+    note = "; required" if spec.required else default
+    return f"| {name} | {_cell(word)}{note} | {_cell(spec.doc)} |"
 
 
 def _cell(text: str) -> str:

@@ -132,11 +132,11 @@ def test_pdr_1_each_key_of_the_ancestor_is_known(tmp_path):
     [
         ("class: online_learning", "write `train`"),
         ("class: cluster", "write `cluster_train`"),
-        ("trainer_class: a.py", "not supported: replace the steps"),
+        ("trainer_class: a.py", "not supported: replace single steps"),
         ("save_inference_feed_varnames: [C1]", "not supported: a module has no named variables"),
         ("save_inference_fetch_varnames: x", "not supported: a module has no named variables"),
-        ("server_num: 1", "not supported: there are no parameter servers"),
-        ("fleet_mode: ps", "`ps` is not supported: there are no parameter servers"),
+        ("server_num: 1", "not supported: torchrelay has no parameter servers"),
+        ("fleet_mode: ps", "`ps` is not supported: torchrelay has no parameter servers"),
         ("distribute_strategy: async", "`async` is not supported"),
     ],
 )
