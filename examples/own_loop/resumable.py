@@ -79,7 +79,7 @@ def main():
 
     blobs = dict(model=model, ema=ema, optimizer=optimizer, scheduler=scheduler)  # what is saved, by name
     stop = torchrelay.early_stopping("val/accuracy", "max", args.patience)
-    options = dict(best=("val/accuracy", "max"), stop_when=[stop], trackers=["tensorboard"])
+    options = dict(best=("val/accuracy", "max"), stop_when=[stop], trackers=["tensorboard"], params=args)
     with torchrelay.Run(args.folder, blobs, **options) as run:
         for epoch in run.epochs(args.epochs):
             model.train()

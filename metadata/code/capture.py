@@ -3,6 +3,7 @@
     argv, directory, python, packages, host     of the process of rank 0
     code                                        the code id, where the source lay, what git knew of it
     config, config_id, overrides                of the configuration, where there was one
+    params                                      hyper-parameters that the program passed, else None
     torch, world                                told by the runner
     config/<name>                               the configuration's texts, as they were read
     code/<code id>.zip                          the source, once per code id
@@ -13,8 +14,11 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -29,7 +33,7 @@ from typing import Any
 
 from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.metadata.code.archive import is_plain
-from torchrelay.metadata.fs import read_json, replace_file, write_json
+from torchrelay.metadata.fs import finite, read_json, replace_file, write_json
 from torchrelay.metadata.run_directory import without_password
 from torchrelay.records import dataclass
 
@@ -54,6 +58,45 @@ class Given:
         for name in self.config:
             if not is_plain(name):
                 raise UsageError(f"a configuration's file cannot be called {name!r}")
+
+
+_PARAMS_BYTES = 256 << 10
+
+
+def params_of(given: Any) -> dict[str, Any] | None:
+    """Hyper-parameters as JSON can hold them; None stays None.
+
+    Args:
+        given: A mapping by name, an `argparse.Namespace`, or a dataclass object. Values that JSON does not
+            have are stored as text, and passwords in URLs are masked.
+
+    Raises:
+        UsageError: It is none of these, or its JSON is longer than 256 kB.
+    """
+    if given is None:
+        return None
+    if isinstance(given, argparse.Namespace):
+        given = vars(given)
+    elif dataclasses.is_dataclass(given) and not isinstance(given, type):
+        given = {one.name: getattr(given, one.name) for one in dataclasses.fields(given)}
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f"invalid params {given!r:.80}: expected a mapping, the Namespace of argparse, or a dataclass"
+        )
+    found: dict[str, Any] = _plain_value(given)
+    if len(json.dumps(found)) > _PARAMS_BYTES:
+        raise UsageError("params are larger than 256 kB: pass hyper-parameters only, without data")
+    return found
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain_value(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_value(one) for one in value]
+    if value is None or type(value) in (bool, int):
+        return value
+    return finite(value) if type(value) is float else without_password(str(value))
 
 
 def command() -> dict[str, Any]:

@@ -28,6 +28,7 @@ from torchrelay.metadata.code.capture import (
     code_id_of,
     command,
     config_texts,
+    params_of,
     surroundings,
     write_capture,
     write_config,
@@ -101,14 +102,15 @@ class CapturedSource:
 
 
 class Capturing:
-    """Captures the starts of one runner; `code` is JobRunner's option, `given` its configuration."""
+    """Captures the starts of one runner: `code` and `params` as in JobRunner, `given` its configuration."""
 
-    def __init__(self, run: RunDirectory | None, code: Any, given: Given | None) -> None:
-        if run is None and (given is not None or code not in (None, False)):
+    def __init__(self, run: RunDirectory | None, code: Any, given: Given | None, params: Any = None) -> None:
+        if run is None and (given is not None or params is not None or code not in (None, False)):
             raise UsageError(
-                "code and configuration belong to a run directory: give JobRunner the path of one"
+                "code, params and configuration belong to a run directory: give JobRunner the path of one"
             )
         self._run, self._given = run, given or Given()
+        self._params = params_of(params)
         self._asked = None if code is None or code is False else sources_of(code)
         self._off = code is False
         self._taken: CapturedSource | None = None
@@ -202,6 +204,7 @@ class Capturing:
                 "config_files": sorted(self._given.config),
                 "config_id": self._given.config_id,
                 "overrides": list(self._given.overrides),
+                "params": self._params,
             },
         )
         self._say_changes(run, journal, taken.snapshot, before)

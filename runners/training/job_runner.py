@@ -105,7 +105,8 @@ class JobRunner:
     Each start notes in the run directory what it was: arguments, packages, hosts, and its source as an
     archive. `code` says where that lies: None is the script's directory (a warning where it cannot be
     archived, nothing in a notebook), False nothing, else directories or `Sources`. `configuration` is what
-    was read of one.
+    was read of one. `params` are the hyper-parameters, which are recorded and shown in reports: a mapping,
+    the Namespace of argparse, or a dataclass. They change nothing in the run.
 
     `exports` are ONNX files that the run makes of epochs in its `exports/`, see `OnnxExport`.
 
@@ -139,6 +140,7 @@ class JobRunner:
         init_from: str | InitFrom | Sequence[str | InitFrom] = (),
         code: Code | None = None,
         configuration: Given | None = None,
+        params: Any = None,
         exports: Sequence[OnnxExport] = (),
         checkpoint_manager: Manager | None = None,
         **of_manager: Unpack[ManagerOptions],
@@ -155,7 +157,7 @@ class JobRunner:
         self.manager = self._manager(where, given)
         self.trackers = self._sinks(trackers)
         self.exports = self._exports(exports, best)
-        self.capturing = Capturing(self.run_directory, code, configuration)
+        self.capturing = Capturing(self.run_directory, code, configuration, params)
         self.replay = recipes_of(replay)
         self.built_on = given_of(upstream, init_from)
         if self.built_on and self.run_directory is None:
