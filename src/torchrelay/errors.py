@@ -1,39 +1,43 @@
 """Every error that torchrelay raises, as one family.
 
+docs/errors.md is made of these docstrings: first line, `Cause`, `Message` and `Remedy`.
+
     RelayError                     exit code 1
     ├─ UsageError (ValueError)     2   an argument, a name, a job or a config that cannot be
-    │  ├─ BlobError (TypeError)    2   a blob that cannot be stored, named with the path inside it
-    │  ├─ UnknownEpochError (LookupError)  2   an epoch that was asked for by number and is not there
+    │  ├─ BlobError (TypeError)    2   a blob that cannot be stored
+    │  ├─ UnknownEpochError (LookupError)  2   a requested epoch that is not committed
     │  ├─ MissingMetricError (KeyError)    2   a metric that no epoch has logged yet
     │  └─ NotAllowedNowError       2   a call at the wrong moment of a job's life
-    ├─ NoProvableEpochError        3   commits exist, none of them can be proved
-    ├─ DirectoryInUseError         4   another living job writes here
-    │  └─ FencedError              4   another job took over from us: we stopped without acknowledging
+    ├─ NoProvableEpochError        3   commits exist, none of them can be verified
+    ├─ DirectoryInUseError         4   another running job writes here
+    │  └─ FencedError              4   another job took the directory over
     ├─ StorageError (OSError)      5   reading or writing failed
-    │  ├─ DamagedError             5   bytes are not what was committed
-    │  ├─ LostDirectoryError       5   the directory that was written to is gone, or another lies there
+    │  ├─ DamagedError             5   stored bytes are not the committed ones
+    │  ├─ LostDirectoryError       5   the directory that was written to is gone
     │  ├─ FormatError              5   written by a version that this one cannot read
     │  └─ SaveFailedError          5   an epoch could not be saved
-    │     └─ ChangedAfterAllError  5   inside of a save, which then goes on otherwise; no user meets it
+    │     └─ ChangedAfterAllError  5   internal: the save is repeated
     ├─ PartiallyLoadedError        5   a load failed after user objects had changed
-    ├─ PeerError                   6   another process of the job is gone, late or disagrees
-    │  └─ DeadlineError (TimeoutError)  6   a wait ended without the others
-    ├─ TaskFailedError             1   a step of the user raised
+    ├─ PeerError                   6   another process of the job is lost or disagrees
+    │  └─ DeadlineError (TimeoutError)  6   a wait for other processes timed out
+    ├─ TaskFailedError             1   a task or loop body of the user raised
     ├─ PreemptedError              75  stopped early as asked; run the same command again
-    └─ NoProgressError             93  several attempts in a row committed nothing
+    └─ NoProgressError             93  several launches in a row committed nothing
 
 A message names the thing, the place and the remedy. This module imports nothing, so that every
-room and the command line may use it.
+package and the command line may use it.
 """
 
 from __future__ import annotations
 
 
 class RelayError(Exception):
-    """Base of all errors of torchrelay; `exit_code` is what a process should end with.
+    """Base of all errors of torchrelay.
 
-    `of_rank` is the rank that had the error where another rank raises it too, else None.
-    `consequence` says that another process's failure looks like the cause (a broken connection, say).
+    Attributes:
+        exit_code: The exit code of a process that this error ends.
+        of_rank: The rank that had the error, if another rank raises it too; else None.
+        consequence: Whether the failure of another process looks like the cause, as for a broken connection.
     """
 
     exit_code = 1
@@ -42,21 +46,44 @@ class RelayError(Exception):
 
 
 class UsageError(RelayError, ValueError):
-    """An argument, name, job or configuration that cannot be; found before anything was changed."""
+    """An invalid argument, name, job or configuration, found before anything was changed.
+
+    - Cause: A misspelt option, two blobs with one name, a value of the wrong type, or an unknown key in a
+      YAML file.
+    - Message: there are two blobs with the name ...: rename one of them
+    - Remedy: Change what the message names; the files on disk are as before.
+    """
 
     exit_code = 2
 
 
 class BlobError(UsageError, TypeError):
-    """A blob that cannot be stored; the message has its name and the path inside the object."""
+    """A blob that cannot be stored; the message names it and the path inside the object.
+
+    - Cause: An object without `state_dict`, such as a date, an open file or an instance of your own class.
+    - Message: ..., which cannot be stored: give tensors, numbers, text, bytes or containers of these, or an
+      object with state_dict
+    - Remedy: Give its class `state_dict` and `load_state_dict`, or declare the blob with
+      `scope="transient"`.
+    """
 
 
 class UnknownEpochError(UsageError, LookupError):
-    """An epoch was asked for explicitly and is not among the committed ones."""
+    """A requested epoch is not among the committed ones.
+
+    - Cause: The number is wrong, retention has deleted the epoch, or the path holds another run.
+    - Message: nothing is committed in ... yet
+    - Remedy: List the epochs with `torchrelay ls RUN` and choose one.
+    """
 
 
 class MissingMetricError(UsageError, KeyError):
-    """A metric that no epoch of the run has logged yet; `name` is what it was asked for by."""
+    """A metric that no epoch of the run has logged yet; `name` is the metric.
+
+    - Cause: A stop condition, `best` or `run.metric` names a metric that is misspelt or logged later.
+    - Message: no metric ... was reduced yet; there are: ...
+    - Remedy: Use one of the listed names, or log the metric before it is read.
+    """
 
     def __init__(self, message: str, name: str = "") -> None:
         super().__init__(message)
@@ -67,73 +94,141 @@ class MissingMetricError(UsageError, KeyError):
 
 
 class NotAllowedNowError(UsageError):
-    """A call that is right in itself came at the wrong moment of the job's life."""
+    """A valid call at the wrong moment of the life of a job.
+
+    - Cause: A task is added to a job that has run, or `Run` is used outside its `with` block.
+    - Message: group ... was already used, so ... cannot join: declare it before the job runs
+    - Remedy: Move the call to the moment that the message names.
+    """
 
 
 class NoProvableEpochError(RelayError):
-    """Commits exist and none of them can be proved; a fresh start would hide that."""
+    """Commits exist, but none of them can be verified; a fresh start would hide that.
+
+    - Cause: Files of the checkpoints were damaged, deleted or not mounted.
+    - Remedy: Restore the files from a copy; `torchrelay ckpt why RUN` says what is wrong with each epoch.
+    """
 
     exit_code = 3
 
 
 class DirectoryInUseError(RelayError):
-    """Another living job holds the directory; the message names it."""
+    """Another running job holds the directory; the message names it.
+
+    - Cause: The same command was launched twice, or an earlier launch has not ended yet.
+    - Message: ... is in use by ...
+    - Remedy: Wait for the other job, or stop it.
+    """
 
     exit_code = 4
 
 
 class FencedError(DirectoryInUseError):
-    """Another job took the directory over; this one stopped and acknowledged nothing since."""
+    """Another job took the directory over; this one stopped and committed nothing since.
+
+    - Cause: This job was suspended or cut off from its storage for longer than `takeover_secs`.
+    - Message: ... was taken over by ...
+    - Remedy: None is needed for this process: the other job continues the run.
+    """
 
 
 class StorageError(RelayError, OSError):
-    """Reading or writing failed; the message has the path and the reason of the system."""
+    """Reading or writing failed; the message has the path and the reason of the system.
+
+    - Cause: A full disk, missing permissions, or a network share or store that does not answer.
+    - Message: cannot write ...: ...; free space or make it writable
+    - Remedy: Fix the storage, then run the same command again; it resumes from the newest epoch.
+    """
 
     exit_code = 5
 
 
 class DamagedError(StorageError):
-    """Stored bytes are not the bytes that were committed."""
+    """Stored bytes are not the bytes that were committed.
+
+    - Cause: A faulty disk or copy, or a program that changed files of the run.
+    - Message: ...: the header of ... is cut off
+    - Remedy: Run `torchrelay ckpt repair RUN`; without `epoch=`, a resume takes the newest undamaged epoch.
+    """
 
 
 class MissingShardError(DamagedError):
-    """A file of a committed epoch is not there."""
+    """A file of a committed epoch does not exist.
+
+    - Cause: Files were deleted below `checkpoints/`, or copied the run in part.
+    - Message: ... is missing
+    - Remedy: Restore the file from a copy, or resume from another epoch.
+    """
 
 
 class FormatError(StorageError):
-    """A file was written by a version, or with a feature, that this version does not read."""
+    """A file was written by a version, or with a feature, that this version does not read.
+
+    - Cause: The run was written by a newer version of torchrelay.
+    - Message: ...: a newer version of torchrelay wrote it
+    - Remedy: Install the version that wrote the run, or a newer one.
+    """
 
 
 class LostDirectoryError(StorageError):
-    """The directory that a job wrote to is gone, or another lies in its place; nothing was written there."""
+    """The directory that a job wrote to is gone or was replaced; nothing was written there.
+
+    - Cause: The run directory was deleted, renamed or unmounted while the job ran.
+    - Message: ... is gone...
+    - Remedy: Bring the directory back and run the same command again.
+    """
 
 
 class SaveFailedError(StorageError):
-    """An epoch could not be saved; the epochs before it are untouched."""
+    """An epoch could not be saved; the epochs before it are untouched.
+
+    - Cause: A full disk, replicas that differ between ranks, or an object that changed while it was copied.
+    - Message: ... is replicated, but it is ... on ... and ... on ...: make it alike on all ranks, or
+      register blob ... with scope='rank'
+    - Remedy: Fix what the message names; the next save tries again.
+    """
 
 
 class ChangedAfterAllError(SaveFailedError):
-    """Leaves that were presumed unchanged are not; the same save is made again, with all looked at before."""
+    """Tensors that were assumed unchanged have changed; the save is repeated with all compared."""
 
 
 class PartiallyLoadedError(RelayError):
-    """A load failed after some of the user's objects had changed; they must be loaded again."""
+    """A load failed after some of the objects had changed; they must be loaded again.
+
+    - Cause: A file became unreadable during the load, or an object's own `load_state_dict` raised.
+    - Remedy: Load another epoch into the same objects before you use them.
+    """
 
     exit_code = 5
 
 
 class PeerError(RelayError):
-    """Another process of the job is lost, late, or disagrees about what to do."""
+    """Another process of the job is lost, late, or disagrees about what to do.
+
+    - Cause: A rank was killed, or ranks run different code or options.
+    - Message: torchrun, which started this rank, is gone: start the job again
+    - Remedy: Look for the first failure in the logs of the other ranks; then run the same command again.
+    """
 
     exit_code = 6
 
 
 class DeadlineError(PeerError, TimeoutError):
-    """A wait for other processes ended without them; the message names who is late."""
+    """A wait for other processes timed out; the message names who is late.
+
+    - Cause: A rank did not start, hangs, or cannot reach the port of rank 0.
+    - Message: waited ... s for all ... ranks to start; missing: ...
+    - Remedy: Check the ranks that the message names.
+    """
 
 
 class TaskFailedError(RelayError):
-    """A step of the user raised; `__cause__` is the user's exception where it is ours.
+    """A task, or the body of a loop over epochs, raised; `__cause__` is the exception on its own rank.
+
+    - Cause: An error in the program; the message has its text, the task and the rank.
+    - Message: ... failed on ...: ...
+    - Remedy: Fix the program, then run the same command again; it resumes from the newest epoch.
 
     `details` is the user's part of the traceback as text; empty where another process failed. What `train`
     raises is also of the class of that exception, with its attributes: `except ValueError` catches it.
@@ -167,25 +262,38 @@ class TaskFailedError(RelayError):
 
 
 class PreemptedError(RelayError):
-    """The run stopped early as asked; the same command continues it."""
+    """The run stopped early as asked; the same command continues it.
+
+    - Cause: SIGTERM, SIGUSR1, a time limit, or the end of a Slurm allocation.
+    - Remedy: Run the same command again; under `torchrelay launch` on Slurm the job is queued again by
+      itself.
+    """
 
     exit_code = 75
 
 
 class LeftByInterrupt(KeyboardInterrupt):
-    """Ctrl-C, of a run that has saved its place at a step and left; run the same command again."""
+    """Ctrl-C stopped a run at a step, and that step was saved.
+
+    - Cause: Ctrl-C in the terminal of the run.
+    - Remedy: Run the same command again; it resumes at that step.
+    """
 
     exit_code = PreemptedError.exit_code
 
 
 class NoProgressError(RelayError):
-    """Several attempts in a row committed nothing new; starting again would not help."""
+    """Several launches in a row committed nothing new; another one would not help.
+
+    - Cause: The program fails at the same step each time, for example because memory is too small.
+    - Remedy: Find the cause with `torchrelay show RUN`, fix it, and run with `--max-attempts 0` once.
+    """
 
     exit_code = 93
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What a process that this error ends should end with; 130 after Ctrl-C, as in a shell."""
+    """The exit code of a process that this error ends; 130 after Ctrl-C, as in a shell."""
     if isinstance(error, (RelayError, LeftByInterrupt)):
         return error.exit_code
     return 130 if isinstance(error, KeyboardInterrupt) else 1
