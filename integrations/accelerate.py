@@ -7,18 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, skip_first_batches
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType, broadcast
 from torch import nn
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import UsageError, install_command
 from torchrelay.jobs.data.data_parallel import bare_ddp_instances
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import warn
 from torchrelay.runners.own_loop.checkpointer import Checkpointer
+
+try:
+    from accelerate import Accelerator, skip_first_batches
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import DistributedType, broadcast
+except ImportError as missing:
+    raise UsageError(
+        f"torchrelay.integrations.accelerate needs accelerate: {install_command('accelerate')}"
+    ) from missing
 
 _ELSEWHERE = {
     DistributedType.DEEPSPEED: "DeepSpeed keeps them in its engine",

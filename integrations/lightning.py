@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.files.blob_files import estimate_bytes, load_blobs, save_blobs
-from torchrelay.errors import BlobError, UsageError
+from torchrelay.errors import BlobError, UsageError, install_command
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.runners.own_loop.checkpointer import Checkpointer
 
@@ -35,7 +35,7 @@ try:
     _io: Any = importlib.import_module(f"{_PACKAGE}.plugins.io")
 except ImportError as missing:
     raise UsageError(
-        f"torchrelay.integrations.lightning needs {_PACKAGE}: pip install 'torchrelay[lightning]'"
+        f"torchrelay.integrations.lightning needs {_PACKAGE}: {install_command('lightning')}"
     ) from missing
 
 

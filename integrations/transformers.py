@@ -11,19 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
 
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.load.open import place_of, read_log
 from torchrelay.checkpoint.load.verify import prove
-from torchrelay.errors import NotAllowedNowError, RelayError
-from torchrelay.integrations.accelerate import check_kind
+from torchrelay.errors import NotAllowedNowError, RelayError, UsageError, install_command
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import Peers, decide
 from torchrelay.runners.own_loop.checkpointer import Checkpointer
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.local import current_or_new_session
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+
+    from torchrelay.integrations.accelerate import check_kind
+except (ImportError, UsageError) as missing:
+    raise UsageError(
+        "torchrelay.integrations.transformers needs transformers and accelerate: "
+        f"{install_command('transformers')}"
+    ) from missing
 
 _STATE_FILE = "trainer_state.json"
 _NO_METRICS = ("step", "epoch", "total_flos", "train_loss")

@@ -31,15 +31,15 @@ from torchrelay.checkpoint.inspect.contents import (
     parts,
 )
 from torchrelay.checkpoint.load.reads.boxes import Copy, Slab
-from torchrelay.errors import UsageError
+from torchrelay.errors import UsageError, install_command
 from torchrelay.records import dataclass
-
-HINT = "pip install 'torchrelay[inspect]'"
 
 try:
     import numpy as np
 except ImportError as error:
-    raise UsageError(f"numbers of tensors need numpy, which is not installed: {HINT}") from error
+    raise UsageError(
+        f"numbers of tensors need numpy, which is not installed: {install_command('inspect')}"
+    ) from error
 
 
 Array = np.ndarray[Any, np.dtype[Any]]

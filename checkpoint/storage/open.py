@@ -22,7 +22,7 @@ from torchrelay.checkpoint.storage.base import (
     worth_of_a_request,
 )
 from torchrelay.checkpoint.storage.local import LocalStorage
-from torchrelay.errors import UsageError
+from torchrelay.errors import UsageError, install_command
 from torchrelay.jobs.runtime import local_directory
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ _S3 = ("s3", "s3a")
 _SFTP = ("sftp", "ssh")
 _AZURE = ("az", "abfs", "abfss")
 _AZURE_SECS = {"connection_timeout": 10, "read_timeout": 20}
-_EXTRAS = {
+_FEATURES = {
     "s3": "s3", "s3a": "s3", "sftp": "sftp", "ssh": "sftp", "az": "azure", "abfs": "azure", "abfss": "azure",
     "gs": "gcs", "gcs": "gcs",
 }  # fmt: skip
-"""What of torchrelay brings the package of a protocol."""
+"""The feature of `errors.PACKAGES` that a protocol needs."""
 
 
 def is_url(text: str) -> bool:
@@ -74,10 +74,10 @@ def open_file_system(url: str, what: str) -> tuple[Any, str]:
     try:
         system, root = _sftp(url) if protocol in _SFTP else _by_fsspec(url, protocol)
     except ImportError as error:
-        name = _EXTRAS.get(protocol)
-        extra = f" (pip install 'torchrelay[{name}]')" if name else ""
+        feature = _FEATURES.get(protocol)
+        remedy = f" ({install_command(feature)})" if feature else ""
         raise UsageError(
-            f"{what} {shown(url)!r} needs a package that is not installed{extra}: {_without(url, error)}"
+            f"{what} {shown(url)!r} needs a package that is not installed{remedy}: {_without(url, error)}"
         ) from error
     except (ValueError, TypeError) as error:
         raise UsageError(

@@ -157,7 +157,7 @@ class RunnerSection:
         PATH, "directory for `<epoch>/<phase>.safetensors`; `inference/` of the run if missing"
     )
     onnx: OnnxKeys | None = side_key(
-        section(OnnxKeys), "ONNX files in `exports/` of the run; needs the extra `onnx`"
+        section(OnnxKeys), "ONNX files in `exports/` of the run; needs the package onnx"
     )
     keep_last: int | None = side_key(whole(1), "newest epochs to keep; all if missing")
     keep_every: int | None = side_key(whole(1), "also keep epochs that are multiples of this")

@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import UsageError, install_command
 from torchrelay.metadata.sinks.text import OF_STEPS, CsvSink, JsonlSink, MetricSink, TrackedRun, axis
 
 if TYPE_CHECKING:
@@ -292,12 +292,8 @@ _BUILT_IN: dict[str, Callable[..., MetricSink]] = {
     "mlflow": MlflowSink,
     "wandb": WandbSink,
 }
-_NEEDS = {
-    "tensorboard": ("tensorboard", "trackers"),
-    "mlflow": ("mlflow", "trackers"),
-    "wandb": ("wandb", "wandb"),
-}
-"""The module that a tracker needs, and our extra that brings it."""
+_NEEDS_PACKAGES = ("tensorboard", "mlflow", "wandb")
+"""The module that such a tracker imports has its name, as has the feature in `errors.PACKAGES`."""
 _METHODS = ("open", "log", "rewind", "close")
 
 
@@ -330,9 +326,8 @@ def _sink(wanted: Any) -> MetricSink:
 
 def _named(name: str, rest: list[str]) -> MetricSink:
     if name in _BUILT_IN:
-        module, extra = _NEEDS.get(name, ("json", ""))
-        if find_spec(module) is None:
-            raise UsageError(f"the tracker {name!r} needs {module}: pip install 'torchrelay[{extra}]'")
+        if name in _NEEDS_PACKAGES and find_spec(name) is None:
+            raise UsageError(f"the tracker {name!r} needs a package: {install_command(name)}")
         return _BUILT_IN[name](*rest)
     offered = {point.name: point for point in entry_points(group=GROUP)}
     if name not in offered:

@@ -15,7 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from torchrelay.errors import DamagedError, NotAllowedNowError, RelayError, StorageError, UsageError
+from torchrelay.errors import (
+    DamagedError,
+    NotAllowedNowError,
+    RelayError,
+    StorageError,
+    UsageError,
+    install_command,
+)
 from torchrelay.metadata.fs import read_json
 from torchrelay.metadata.handlers import EPOCH, FILE_NAME, HandlerEvent, Holder, notes_of_file, report_notes
 from torchrelay.metadata.statistics import NodeStats
@@ -44,10 +51,7 @@ def parse_url(text: str) -> URL:
         from sqlalchemy.engine import make_url
         from sqlalchemy.exc import ArgumentError, NoSuchModuleError
     except ImportError as error:
-        raise UsageError(
-            "a metadata database needs SQLAlchemy: pip install 'torchrelay[sql]' for SQLite, "
-            "'torchrelay[postgresql]' for PostgreSQL"
-        ) from error
+        raise UsageError(f"a metadata database needs SQLAlchemy: {install_command('sql')}") from error
     try:
         url = make_url(text)
         url = _with_password(url.set(drivername=_DRIVERS.get(url.drivername, url.drivername)))
@@ -92,7 +96,7 @@ def _with_driver(url: URL) -> URL:
     except ImportError as error:
         package = getattr(error, "name", None) or url.get_driver_name()
         raise UsageError(
-            f"{masked(url)} needs {package}, which is not installed: pip install 'torchrelay[postgresql]'"
+            f"{masked(url)} needs {package}, which is not installed: {install_command('postgresql')}"
         ) from error
     return url
 

@@ -133,7 +133,7 @@ def with_onnx(options: Mapping[str, Any], context: StepContext) -> dict[str, Any
     """JobRunner's options with an `OnnxExport` for each phase, beside those that are there.
 
     A file is called `model` where there is one phase, else as the phase; its inputs are those of a batch that
-    answers depend on. Raises UsageError where the extra `onnx` is missing.
+    answers depend on. Raises UsageError where the package onnx is missing.
     """
     keys = context.runner.onnx
     if keys is None:

@@ -297,3 +297,40 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, (RelayError, LeftByInterrupt)):
         return error.exit_code
     return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "accelerate": ("accelerate>=1.15",),
+    "azure": ("adlfs>=2026.8",),
+    "gcs": ("gcsfs>=2026.9",),
+    "inspect": ("numpy",),
+    "lightning": ("lightning>=2.6",),
+    "mlflow": ("mlflow-skinny", "sqlalchemy", "alembic"),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "postgresql": ("sqlalchemy>=2.0", "psycopg[binary]>=3.1"),
+    "s3": ("s3fs>=2026.9",),
+    "serve": ("starlette", "uvicorn", "prometheus-client"),
+    "sftp": ("asyncssh>=2.24",),
+    "sql": ("sqlalchemy>=2.0",),
+    "tensorboard": ("tensorboard",),
+    "torchx": ("torchx>=0.7",),
+    "transformers": ("accelerate>=1.15", "transformers>=5.24"),
+    "wandb": ("wandb",),
+}
+"""The optional packages of a feature, as pyproject.toml lists them.
+
+torchrelay is not on a package index, so `pip install torchrelay[...]` would not find it. Messages name the
+packages instead. That command is right however torchrelay was installed.
+"""
+
+
+def install_command(feature: str) -> str:
+    """Return the command that installs what a feature of `PACKAGES` needs.
+
+    Example:
+        >>> install_command("s3")
+        "pip install 's3fs>=2026.9'"
+    """
+    import shlex  # imported here: only a missing package needs it
+
+    return f"pip install {shlex.join(PACKAGES[feature])}"

@@ -14,7 +14,7 @@ from torchrun import REPOSITORY, Job, clean_environment
 
 from torchrelay import open_checkpoint
 
-pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'torchrelay[onnx]'")
+pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install -e '.[onnx]'")
 
 ELSEWHERE = """
 import json, sys

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="pip install 'torchrelay[serve]'")
+pytest.importorskip("uvicorn", reason="pip install -e '.[serve]'")
 
 from torchrelay.tools.report.page import RunIndex
 from torchrelay.tools.report.run_data import ReadLimits

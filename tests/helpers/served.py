@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="pip install 'torchrelay[serve]'")
+pytest.importorskip("uvicorn", reason="pip install -e '.[serve]'")
 
 import httpx
 import torch

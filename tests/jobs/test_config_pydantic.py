@@ -7,7 +7,7 @@ from config_cases import read
 
 from torchrelay.jobs.config.tree import ConfigError
 
-pydantic = pytest.importorskip("pydantic", reason="needs pydantic: pip install 'torchrelay[test]'")
+pydantic = pytest.importorskip("pydantic", reason="needs pydantic: pip install -e '.[test]'")
 
 
 class Model(pydantic.BaseModel):

@@ -10,7 +10,7 @@ from config_cases import RIGHT, problems, read
 from torchrelay.jobs.config.schema import json_schema
 from torchrelay.jobs.config.yaml_reader import read_yaml
 
-jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema: pip install 'torchrelay[test]'")
+jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema: pip install -e '.[test]'")
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 
 

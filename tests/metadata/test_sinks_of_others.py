@@ -81,8 +81,8 @@ def test_mlflow_shows_one_curve(
 ) -> None:
     """MLflow's API tells one living run, of the last attempt, each step once; the old one is in the bin."""
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    pytest.importorskip("mlflow", reason="pip install 'torchrelay[test-trackers]'")
-    pytest.importorskip("sqlalchemy", reason="pip install 'torchrelay[test-trackers]'")
+    pytest.importorskip("mlflow", reason="pip install -e '.[test-trackers]'")
+    pytest.importorskip("sqlalchemy", reason="pip install -e '.[test-trackers]'")
     from mlflow.entities import ViewType
     from mlflow.tracking import MlflowClient
 
@@ -104,7 +104,7 @@ def test_mlflow_shows_one_curve(
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "killed"])
 def test_wandb_shows_one_curve(run: TrackedRun, close: bool, capfd: Any) -> None:
     """Offline there is one file to send, whose steps increase; nothing complains of a step."""
-    pytest.importorskip("wandb", reason="pip install 'torchrelay[test-trackers]'")
+    pytest.importorskip("wandb", reason="pip install -e '.[test-trackers]'")
     from wandb_files import awaited
 
     tell("wandb", run, close=close)

@@ -12,7 +12,7 @@ import pytest
 from torchrelay.tools.cli.main import main
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/onnx.md").read_text()
-pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'torchrelay[onnx]'")
+pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install -e '.[onnx]'")
 
 
 def test_the_page_runs(

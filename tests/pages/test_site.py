@@ -40,7 +40,7 @@ class _Page(HTMLParser):
 @pytest.mark.slow
 def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     """Nothing is warned about; each link and anchor that was built is there; nothing is fetched elsewhere."""
-    pytest.importorskip("material", reason="pip install 'torchrelay[docs]'")
+    pytest.importorskip("material", reason="pip install -e '.[docs]'")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path / "site")],
         cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=110,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="pip install 'torchrelay[serve]'")
+pytest.importorskip("uvicorn", reason="pip install -e '.[serve]'")
 
 import torch
 from served import linear, served, serving

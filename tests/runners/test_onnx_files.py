@@ -19,8 +19,8 @@ from torchrelay.jobs.config.tree import ConfigError
 from torchrelay.runners.training.journal import SaveWarning
 from torchrelay.tools.cli.main import main
 
-onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'torchrelay[onnx]'")
-onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'torchrelay[onnx]'")
+onnx = pytest.importorskip("onnx", reason="needs onnx: pip install -e '.[onnx]'")
+onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install -e '.[onnx]'")
 
 SCORES = {1: 0.5, 2: 0.9, 3: 0.7, 4: 0.2}
 X = torch.ones(3, 2)

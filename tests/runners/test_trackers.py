@@ -171,7 +171,7 @@ def test_trackers_belong_to_a_run_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
 def test_other_trackers_of_a_real_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that resumes and rewinds with each of them is warned of nothing by us."""
-    pytest.importorskip(name, reason="pip install 'torchrelay[test-trackers]'")
+    pytest.importorskip(name, reason="pip install -e '.[test-trackers]'")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     named = f"mlflow:sqlite:///{tmp_path}/runs.db" if name == "mlflow" else name
     with pytest.MonkeyPatch.context() as patch:

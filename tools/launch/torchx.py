@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import UsageError, install_command
 from torchrelay.runners.distributed import launcher_status
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.tools.launch.local import RequestsToEnd
@@ -80,7 +80,7 @@ def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
     Raises UsageError where TorchX is not installed.
     """
     if importlib.util.find_spec("torchx") is None:
-        raise UsageError("TorchX is not installed: pip install 'torchrelay[torchx]' (--dry-run needs none)")
+        raise UsageError(f"TorchX is not installed: {install_command('torchx')} (--dry-run works without)")
     notes = directory / "attempt_0"
     notes.mkdir()
     with RequestsToEnd() as asked:

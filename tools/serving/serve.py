@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from torchrelay.errors import UsageError
+from torchrelay.errors import UsageError, install_command
 
 if TYPE_CHECKING:
     from torchrelay.runners.programs.request import ServeOptions
@@ -87,7 +87,7 @@ def check_installed(what: str = "serving") -> None:
         except ImportError:
             missing.append(name)
     if missing:
-        raise UsageError(f"{what} needs {', '.join(missing)}: pip install 'torchrelay[serve]'")
+        raise UsageError(f"{what} needs {', '.join(missing)}: {install_command('serve')}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError("a server is one process: start it without torchrun")
 

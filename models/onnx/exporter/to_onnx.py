@@ -21,7 +21,7 @@ import torch
 
 import torchrelay
 from torchrelay.checkpoint.files.publish import Where, check_free, expanded, publish
-from torchrelay.errors import UsageError
+from torchrelay.errors import UsageError, install_command
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.models.archive.states import recorded_call
 from torchrelay.models.onnx.exporter.graph import (
@@ -76,7 +76,7 @@ def check_packages() -> None:
     """Raise UsageError with the remedy where one is missing; imports none."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
-        raise UsageError(f"ONNX files need {', '.join(missing)}: pip install 'torchrelay[onnx]'")
+        raise UsageError(f"ONNX files need {', '.join(missing)}: {install_command('onnx')}")
 
 
 RTOL, ATOL = 1e-3, 1e-4

@@ -9,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from torchrelay.errors import DamagedError, StorageError, UsageError
+from torchrelay.errors import DamagedError, StorageError, UsageError, install_command
 from torchrelay.models.onnx.importer.tensors import MAX_DEPTH, MAX_NODES
 
 
@@ -74,9 +74,7 @@ def need_onnx() -> Any:
         import onnx
         import onnx.external_data_helper
     except ImportError as error:
-        raise UsageError(
-            "reading ONNX files needs the package onnx: pip install 'torchrelay[onnx]'"
-        ) from error
+        raise UsageError(f"reading ONNX files needs the package onnx: {install_command('onnx')}") from error
     return onnx
 
 

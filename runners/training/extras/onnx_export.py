@@ -51,7 +51,7 @@ class OnnxExport:
     Rank 0 writes, from a copy of the model, behind the save of the epoch; the other ranks wait for it at
     their next collective. What cannot be exported is a warning, and the training goes on. A model that is
     sharded over ranks (FSDP2) needs `build`, which returns a plain one: it gets the gathered state, and all
-    ranks take part. Raises UsageError for arguments that cannot be, and where the extra `onnx` is missing.
+    ranks take part. Raises UsageError for arguments that cannot be, and where the package onnx is missing.
     """
 
     model: torch.nn.Module | str

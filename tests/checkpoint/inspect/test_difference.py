@@ -372,10 +372,10 @@ def test_without_numpy_changes_are_told_without_figures(run: Path):
     done = without_numpy("ckpt", "diff", f"{run}@0", f"{run}@2")
     assert done.stdout.splitlines()[-1] == "0 False False"
     assert "model.weight" in done.stdout and "1 changed" in done.stdout
-    assert "pip install 'torchrelay[inspect]'" in done.stderr
+    assert "pip install numpy" in done.stderr
     bad = without_numpy("ckpt", "find-bad", run)
     assert bad.stdout.splitlines()[-1] == "2 False False"
-    assert bad.stderr.count("\n") == 1 and "pip install 'torchrelay[inspect]'" in bad.stderr
+    assert bad.stderr.count("\n") == 1 and "pip install numpy" in bad.stderr
 
 
 def test_memory_stays_below_64_mib(tmp_path: Path):

@@ -15,8 +15,8 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, TensorSpec
 from torchrelay.runners.artifacts.loaded_model import typed_inputs
 
-onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'torchrelay[onnx]'")
-onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'torchrelay[onnx]'")
+onnx = pytest.importorskip("onnx", reason="needs onnx: pip install -e '.[onnx]'")
+onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install -e '.[onnx]'")
 
 made = importlib.import_module("torchrelay.models.onnx.exporter.to_onnx")
 
@@ -210,13 +210,13 @@ def test_an_example_without_values_is_refused(tmp_path):
         to_onnx(nn.Linear(2, 1), torch.empty(3, 2, device="meta"), tmp_path / "m.onnx")
 
 
-def test_a_missing_extra_is_named(tmp_path, monkeypatch):
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     """With the command that installs it."""
     monkeypatch.setattr(
         "torchrelay.models.onnx.exporter.to_onnx.find_spec",
         lambda name: None if name == "onnxscript" else importlib.util.find_spec(name),
     )
-    with pytest.raises(UsageError, match=r"need onnxscript: pip install 'torchrelay\[onnx\]'"):
+    with pytest.raises(UsageError, match=r"need onnxscript: pip install onnx onnxscript onnxruntime"):
         to_onnx(nn.Linear(2, 2), torch.ones(3, 2), tmp_path / "m.onnx")
 
 

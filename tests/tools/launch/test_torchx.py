@@ -97,7 +97,7 @@ def launch(folder: Path, **asked: Any) -> int:
 @pytest.mark.ranks
 def test_a_job_runs_by_the_local_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked to go, two ranks save and the launch ends with 75, where TorchX says 1; again, it ends with 0."""
-    pytest.importorskip("torchx", reason="pip install torchrelay[torchx]")
+    pytest.importorskip("torchx", reason="pip install -e '.[torchx]'")
     for name, value in clean_environment({PLACE: server()}).items():
         monkeypatch.setenv(name, value)
     over = threading.Event()
@@ -123,7 +123,7 @@ def ask_to_go(waiting: Path, over: threading.Event) -> None:
 
 
 def test_without_torchx_the_remedy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where TorchX is not installed, one line names the extra."""
+    """Where TorchX is not installed, one line names the package."""
     monkeypatch.setattr(target.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UsageError, match=r"pip install 'torchrelay\[torchx\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'torchx>=0.7'"):
         launch(tmp_path / "a")

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.format.value_decoding import decode
 from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
 from torchrelay.checkpoint.inspect.diff import DiffOptions, Kind, LeafChange, leaf_changes
 from torchrelay.checkpoint.storage.open import CountingStorage
-from torchrelay.errors import RelayError
+from torchrelay.errors import RelayError, install_command
 from torchrelay.runners.monitoring.console import Output, human_number
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.resolve import Selected, parse_selector, select
@@ -85,7 +85,6 @@ _WORDS: dict[Kind, str] = {
     "gone": "whose files were removed by retention",
     "same": "unchanged",
 }
-_HINT = "pip install 'torchrelay[inspect]'"
 
 
 def add_diff(add: Add) -> None:
@@ -136,7 +135,7 @@ def _second(a: str, b: str) -> str:
 def _have_numpy(output: Output) -> bool:
     if find_spec("numpy") is not None:
         return True
-    output.notice(f"numpy is not installed, so no figures: {_HINT}")
+    output.notice(f"numpy is not installed, so no figures: {install_command('inspect')}")
     return False
 
 
