@@ -1,1 +1,1 @@
-"""Checkpoints of torchrelay for the trainers of other libraries; each needs the library of its name."""
+"""Checkpoints for the trainers of other libraries; each module needs the library of its name."""

@@ -1,4 +1,4 @@
-"""`AcceleratorCheckpointer`: the checkpoints of a loop that Hugging Face's `accelerate.Accelerator` runs."""
+"""Checkpoints for training loops that use Hugging Face's `accelerate.Accelerator`."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _ELSEWHERE = {
 
 
 class AcceleratorCheckpointer(Checkpointer):
-    """A `Checkpointer` of what `accelerator.prepare` returned.
+    """A `Checkpointer` for the objects that `accelerator.prepare` returned.
 
-    It saves what lies inside of the wrappers, so that a process without accelerate can load it. The gradient
-    scaler, the count of accumulated steps and what `register_for_checkpointing` got are saved too.
+    It saves the state of the wrapped objects, so that a process without accelerate can load it. The gradient
+    scaler, the count of accumulated steps and the objects of `register_for_checkpointing` are saved too.
 
     Args:
-        accelerator: The one that prepared the objects.
-        where: The directory of the checkpoints, or its URL.
-        blobs: What is saved, by name: prepared model, optimizer, scheduler and loaders, and other values.
-        options: Those of `Checkpointer`.
+        accelerator: The accelerator that prepared the objects.
+        where: Directory or URL of the checkpoints.
+        blobs: Objects to save, by name: prepared model, optimizer, scheduler, loaders, and other values.
+        options: Options of `Checkpointer`.
 
     Raises:
-        UsageError: There are no blobs, a name is taken, or the state is not in the objects (DeepSpeed,
+        UsageError: `blobs` is empty, a name is reserved, or the objects do not hold their state (DeepSpeed,
             Megatron-LM, FSDP 1).
 
     Example:
@@ -74,17 +74,19 @@ class AcceleratorCheckpointer(Checkpointer):
             own["scaler"] = accelerator.scaler
         own |= {f"registered_{number}": one for number, one in enumerate(accelerator._custom_objects)}
         if taken := sorted(own.keys() & inner.keys()):
-            raise UsageError(f"{taken[0]!r} is the name of a part of the Accelerator: give your blob another")
+            raise UsageError(
+                f"blob name {taken[0]!r} is reserved for a part of the Accelerator: use another name"
+            )
         super().__init__(where, inner | own, **options)
         if accelerator.num_processes > 2 and bare_ddp_instances():
             warn(
                 "DistributedDataParallel regroups gradients after its first step, so on more than 2 ranks a "
-                "resumed run ends in other bits: give Accelerator(kwargs_handlers="
+                "resumed run is not bit-identical: pass Accelerator(kwargs_handlers="
                 "[DistributedDataParallelKwargs(find_unused_parameters=True)])"
             )
 
     def _unwrapped(self, accelerator: Accelerator, value: Any) -> Any:
-        """The object that has the state; for a prepared loader, its place."""
+        """Return the object that holds the state; for a prepared loader, its position."""
         if isinstance(value, AcceleratedOptimizer):
             return value.optimizer
         if isinstance(value, AcceleratedScheduler):
@@ -97,13 +99,13 @@ class AcceleratorCheckpointer(Checkpointer):
 
     @property
     def step(self) -> int:
-        """How many batches the loop over `batches` took of this epoch, those before a resume included."""
+        """Number of batches that `batches` yielded in this epoch, including those before a resume."""
         return 0 if self._current is None else self._current.taken
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Iterate over an epoch of a prepared loader; after a resume, over what is left of it.
+        """Iterate over an epoch of a prepared loader; after a resume, over the rest of it.
 
-        A loader for evaluation needs no `batches`: iterate over it directly.
+        Loaders for evaluation do not need `batches`: iterate over them directly.
 
         Args:
             loader: One of the blobs, as `accelerator.prepare` returned it.
@@ -112,13 +114,13 @@ class AcceleratorCheckpointer(Checkpointer):
             The batches of this rank.
 
         Raises:
-            UsageError: The loader is none of the blobs.
+            UsageError: The loader is not one of the blobs.
         """
         place = self._places.get(id(loader))
         if place is None:
             raise UsageError(
-                f"this {type(loader).__name__} is none of the blobs: give what accelerator.prepare returned, "
-                "for example blobs=dict(..., loader=loader)"
+                f"this {type(loader).__name__} is not one of the blobs: pass the loader that "
+                "accelerator.prepare returned, for example blobs=dict(..., loader=loader)"
             )
         before, self._current = self._current, place
         yield from place.batches()
@@ -132,16 +134,16 @@ class AcceleratorCheckpointer(Checkpointer):
         metrics: Mapping[str, float] | None = None,
         asynchronous: bool = False,
     ) -> None:
-        """Save all objects as they are now; see `Checkpointer.save`.
+        """Save all objects in their current state; see `Checkpointer.save`.
 
         Args:
-            epoch: How many epochs are done.
-            step: How many steps of the next one are done: `step`, or 0 for a whole epoch.
-            metrics: Values of this epoch, alike on all ranks.
+            epoch: Number of finished epochs.
+            step: Number of finished steps of the next epoch: `ckpt.step`, or 0 after a whole epoch.
+            metrics: Values of this epoch, identical on all ranks.
             asynchronous: Return as soon as the objects may change again.
 
         Raises:
-            SaveFailedError: It could not be saved, on any rank. Nothing is committed then.
+            SaveFailedError: The save failed on at least one rank. Nothing is committed then.
         """
         for place in self._places.values():
             place.within = step > 0
@@ -149,21 +151,21 @@ class AcceleratorCheckpointer(Checkpointer):
 
 
 class LoaderPlace:
-    """Where a prepared loader stands: epoch, what its order is drawn from, and batches taken."""
+    """Position of a prepared loader: epoch, state that determines its order, and batches taken."""
 
     same_on_all_ranks = True
-    """Ranks share one order, so its state is saved once."""
+    """All ranks share one order, so its state is saved once."""
 
     def __init__(self, accelerator: Accelerator, loader: Any) -> None:
         self._accelerator, self._loader = accelerator, loader
         self.taken = 0
         self.within = False
-        """Whether what is saved is within an epoch."""
+        """True while the position to save is within an epoch."""
         self._begin: torch.Tensor | None = None
         self._left = False
 
     def batches(self) -> Iterator[Any]:
-        """The rest of the epoch that was left, or a whole one."""
+        """Iterate over the rest of an interrupted epoch, or over a whole one."""
         loader, left = self._loader, self._left and self.taken > 0
         self._left, epoch, streams = False, loader.iteration, None
         if left:
@@ -186,7 +188,7 @@ class LoaderPlace:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Within an epoch, what its order was drawn from; else what the next one is drawn from."""
+        """Return the state that determines the order of this epoch, or of the next one after its end."""
         within = self.within and self.taken > 0
         generator, sampler = self._generator, _sampler(self._loader)
         order = self._begin if within else None if generator is None else generator.get_state()
@@ -200,20 +202,20 @@ class LoaderPlace:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there; on another number of ranks at the same sample, if a batch begins there."""
+        """Continue at this position; other numbers of ranks need the sample to begin a batch."""
         taken, size, sampler = state["taken"], self._batch_size, _sampler(self._loader)
         if taken and size != state["batch_size"]:
             samples = taken * state["batch_size"]
             if not size or not state["batch_size"] or samples % size:
                 raise UsageError(
-                    f"the epoch was left after {samples} samples, and no batch of {size} on all ranks begins "
-                    f"there: take another batch size or number of ranks, or resume(epoch={state['epoch']})"
+                    f"the epoch was interrupted after {samples} samples, which is not a multiple of the "
+                    f"global batch size {size}: change it, or use resume(epoch={state['epoch']})"
                 )
             taken = samples // size
         if taken and self._generator is not None and not state["own_generator"]:
             raise UsageError(
-                "the epoch was left by one process, whose order of data more ranks do not draw: start one "
-                f"process, or resume(epoch={state['epoch']})"
+                "the epoch was interrupted in a run of one process, whose data order several ranks cannot "
+                f"reproduce: start one process, or use resume(epoch={state['epoch']})"
             )
         if isinstance(sampler, SeedableRandomSampler) and state["seed"] is not None:
             sampler.initial_seed = state["seed"]
@@ -225,7 +227,7 @@ class LoaderPlace:
             self._set_order(state["order"])
 
     def _order(self) -> torch.Tensor:
-        """What the order of the epoch that begins now is drawn from, alike on all ranks."""
+        """Return the random state that the order of this epoch is drawn from, identical on all ranks."""
         if self._generator is not None:
             return self._generator.get_state()
         state = torch.get_rng_state()
@@ -235,6 +237,7 @@ class LoaderPlace:
         return shared.cpu()
 
     def _set_order(self, state: torch.Tensor | None) -> None:
+        """Restore the random state that the order is drawn from."""
         if state is None:
             return
         if self._generator is not None:
@@ -244,6 +247,7 @@ class LoaderPlace:
 
     @property
     def _generator(self) -> torch.Generator | None:
+        """Return the generator of the sampler; None if it draws from the global random state."""
         sampler = _sampler(self._loader)
         if isinstance(sampler, SeedableRandomSampler):  # drawn from its seed and the epoch
             return None
@@ -252,7 +256,7 @@ class LoaderPlace:
 
     @property
     def _batch_size(self) -> int:
-        """Samples of a step on all ranks together; 0 where nobody knows."""
+        """Number of samples of a step over all ranks; 0 if unknown."""
         loader, ranks = self._loader, self._accelerator.num_processes
         if isinstance(loader, DataLoaderDispatcher):
             one = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 0
@@ -263,7 +267,7 @@ class LoaderPlace:
 
 
 class _Accumulation:
-    """How many batches of the present window of `accelerator.accumulate` are done."""
+    """Number of finished batches in the current window of `accelerator.accumulate`."""
 
     same_on_all_ranks = True
 
@@ -278,7 +282,7 @@ class _Accumulation:
 
 
 def _sampler(loader: Any) -> Any:
-    """What draws single samples, below accelerate's wrappers; None for an iterable dataset."""
+    """Return the sampler below accelerate's wrappers; None for an iterable dataset."""
     batches = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
@@ -286,11 +290,11 @@ def _sampler(loader: Any) -> Any:
 
 
 def check_kind(accelerator: Accelerator) -> None:
-    """Raise UsageError where the model and the optimizer do not hold their state."""
+    """Raise UsageError if the model and the optimizer do not hold their state themselves."""
     reason = _ELSEWHERE.get(accelerator.distributed_type)
     if accelerator.distributed_type is DistributedType.FSDP and not accelerator.is_fsdp2:
         reason = "FSDP 1 keeps flat parts; set fsdp_version=2, or register torchrelay.fsdp_state(...)"
     if reason is not None:
         raise UsageError(
-            f"an Accelerator with {accelerator.distributed_type} has its states elsewhere: {reason}"
+            f"{accelerator.distributed_type} does not keep its states in the prepared objects: {reason}"
         )

@@ -1,8 +1,8 @@
-"""Lightning: the callback `TorchrelayCheckpoint` and the plugin `TorchrelayCheckpointIO`.
+"""The Lightning callback `TorchrelayCheckpoint` and plugin `TorchrelayCheckpointIO`.
 
-The callback saves where nothing of an epoch or a step is left to be done: right before the next one begins.
-So a resume needs none of the restarts of the loops, which repeat or leave out parts.
-Batches of an epoch that were seen are loaded again and dropped, unless the loader has a state of its own.
+The callback saves right before the next epoch or step begins, when all work of the previous one is done.
+Therefore a resume needs none of Lightning's loop restarts, which repeat or skip hooks.
+Batches of an epoch that were already seen are loaded again and dropped, unless the loader has a state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchrelay.runners.own_loop.checkpointer import Checkpointer
 
 _ALONE = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 _PACKAGE = "pytorch_lightning" if _ALONE else "lightning.pytorch"
-"""Both packages have these classes, and a trainer of one does not know those of the other."""
+"""Both packages define these classes, and a trainer accepts only those of its own package."""
 try:
     _callbacks: Any = importlib.import_module(f"{_PACKAGE}.callbacks")
     _loops: Any = importlib.import_module(f"{_PACKAGE}.loops.fit_loop")
@@ -39,7 +39,7 @@ except ImportError as missing:
     ) from missing
 
 
-class _Part:  # what was loaded waits here for its time
+class _Part:  # holds loaded state until Lightning can take it
     def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
         self.state_dict = state
         self.loaded: dict[str, Any] = {}
@@ -49,18 +49,19 @@ class _Part:  # what was loaded waits here for its time
 
 
 class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
-    """Saves a training at the end of each epoch, and resumes it when the same command is given again.
+    """Save a training at the end of each epoch and resume it when the same command runs again.
 
-    The blobs are `model`, `optimizer` and `scheduler` (`optimizer_0`, ... of several). `trainer` has loops,
-    callbacks, the data module, and what `on_save_checkpoint` hooks add; `ranks` what differs between ranks.
-    It stands in for the default `ModelCheckpoint`, and needs ranks of torchrun.
+    The blobs are `model`, `optimizer` and `scheduler` (`optimizer_0`, ... if there are several). `trainer`
+    holds the loops, the callbacks, the data module and the entries of `on_save_checkpoint` hooks. `ranks`
+    holds state that differs between ranks. The callback replaces the default `ModelCheckpoint`. Several ranks
+    need torchrun.
 
     Args:
-        where: The directory of the checkpoints, or its URL.
-        every_n_steps: Also save within epochs, whenever so many optimizer steps are done.
-        resume_from_epoch: Rewind to exactly this epoch; the newest position without it.
-        asynchronous: Write while the training continues.
-        options: Those of `torchrelay.Checkpointer`: `keep_last`, `keep_best`, `exclude`, ...
+        where: Directory or URL of the checkpoints.
+        every_n_steps: Also save within epochs, every so many optimizer steps.
+        resume_from_epoch: Rewind to exactly this epoch; default: resume from the newest position.
+        asynchronous: Write in the background while the training continues.
+        options: Options of `torchrelay.Checkpointer`: `keep_last`, `keep_best`, `exclude`, ...
 
     Raises:
         UsageError: `every_n_steps` is below 1.
@@ -85,23 +86,23 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
-            raise UsageError(f"every_n_steps is {every_n_steps}: give a number of steps above 0, or None")
+            raise UsageError(f"invalid every_n_steps={every_n_steps}: expected a number above 0, or None")
         self.where, self.every_n_steps, self.options = where, every_n_steps, options
         self.resume_from_epoch, self.asynchronous = resume_from_epoch, asynchronous
         self._trainer = self._ranks = _Part(dict)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Come first among the callbacks: what others do at a beginning is not saved with the end before."""
+        """Move to the front of the callbacks, so that a save precedes what others do at a start."""
         trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load the newest position, before the training begins."""
+        """Load the newest position before the training begins."""
         if trainer.fast_dev_run:
             return
         if trainer.world_size > 1 and "RANK" not in os.environ:
             raise UsageError(
-                f"Lightning started {trainer.world_size} processes by itself, which torchrelay does not "
-                f"know: start the script with torchrun --nproc-per-node={trainer.world_size}"
+                f"Lightning started {trainer.world_size} processes itself, which torchrelay does not "
+                f"support: start the script with torchrun --nproc-per-node={trainer.world_size}"
             )
         self._saved, self._step, self._seen, self._due = -1, 0, 0, False
         self._trainer = _Part(partial(self._state_of_trainer, trainer))
@@ -117,14 +118,14 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
             return
         if position.step and (before := self._trainer.loaded["world_size"]) != trainer.world_size:
             raise UsageError(
-                f"{self.where} was saved by {before} ranks within epoch {position.epoch + 1}, whose data "
-                f"others would share otherwise: start {before}, or give resume_from_epoch={position.epoch}"
+                f"{self.where} was saved by {before} ranks within epoch {position.epoch + 1}, which other "
+                f"numbers of ranks cannot continue: start {before}, or set resume_from_epoch={position.epoch}"
             )
         self._held, self._saved, self._step = RandomStreams.capture(), position.epoch, position.step
         self._restore(trainer)
 
     def _restore(self, trainer: Any) -> None:
-        """Hand out what was loaded, as Lightning does, but mark no loop as one that restarts."""
+        """Distribute the loaded state as Lightning does, but mark no loop as restarting."""
         loaded, connector = self._trainer.loaded, trainer._checkpoint_connector
         connector._loaded_checkpoint = loaded | {
             "state_dict": trainer.lightning_module.state_dict() | loaded["state_dict"],
@@ -133,26 +134,28 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
         }
         for part in ("datamodule", "model", "callbacks", "precision_plugin_state"):
             getattr(connector, f"restore_{part}")()
-        connector._loaded_checkpoint = {}  # of ckpt_path, too: this folder is newer
+        connector._loaded_checkpoint = {}  # overrides ckpt_path, too: this directory is newer
         trainer.fit_loop.load_state_dict(loaded["loops"]["fit_loop"])
         for one in _with_inner(trainer.fit_loop):
             one._restarting = one._loaded_from_state_dict = one._resuming_from_checkpoint = False
-        trainer.fit_loop.epoch_loop.val_loop._restarting = True  # until training starts: no sanity check
+        trainer.fit_loop.epoch_loop.val_loop._restarting = (
+            True  # until the training starts: skips the sanity check
+        )
         trainer._logger_connector._callback_metrics.update(self._ranks.loaded.get("metrics", {}))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Move to the batch where the training was."""
+        """Move to the batch at which the training was interrupted."""
         loop, inner, ranks = trainer.fit_loop, trainer.fit_loop.epoch_loop, self._ranks.loaded
         inner.val_loop._restarting = False
         if self._held is None and self.every_n_steps:
-            self._order = RandomStreams.capture().encode()  # the first order was drawn before, unseen
+            self._order = RandomStreams.capture().encode()  # the first order was drawn before this hook
             iter(loop._data_fetcher)
         if self._held is None or not self._step:
             return
         loop._restart_stage = _loops.RestartStage.RESTARTED_MID_EPOCH
         inner._restarting = True  # keeps the count of batches, and counts one step too many
         inner._batches_that_stepped -= 1
-        inner.val_loop.increment_progress_to_evaluation_end = lambda: None  # it is there already
+        inner.val_loop.increment_progress_to_evaluation_end = lambda: None  # it is at its end already
         self._order = ranks["order"]
         RandomStreams.decode(ranks["order"]).restore()
         for loader in loop._combined_loader.flattened:
@@ -166,29 +169,29 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
         RandomStreams.decode(ranks["fetch"]).restore()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Save the epoch before, which is done now; or resume the random streams here."""
+        """Save the previous epoch, or restore the random streams after a resume."""
         loop, begun = trainer.fit_loop, trainer.fit_loop.epoch_progress.current.processed
         if self._held is not None:
             loop._combined_loader._load_state_dicts(self._ranks.loaded.get("loaders", []))
-            self._let_streams_go()
+            self._release_streams()
         elif begun:
             self._save(trainer, 0)
         if self.every_n_steps and begun:
             self._order = RandomStreams.capture().encode()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Save the steps before, if so many are done; or resume the random streams here."""
+        """Save if due, or restore the random streams after a resume."""
         done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
         if self._held is not None:
             del trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end
             trainer.accumulate_grad_batches = self._trainer.loaded["accumulate"]
-            self._let_streams_go()
+            self._release_streams()
         elif self._due and done:
             self._save(trainer, done)
         self._seen, self._due = trainer.global_step, False
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Note, if a save is due, what the next batch is loaded with: when it is here, that has changed."""
+        """Record the state that the next batch is loaded with if a save is due."""
         every = self.every_n_steps
         self._due = every is not None and trainer.global_step // every > self._seen // every
         if self._due:
@@ -203,31 +206,33 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
             self._save(trainer, 0)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Wait for the last save, and let the directory go."""
+        """Wait for the last save and release the directory."""
         if self._checkpointer is not None:
             self._checkpointer.close()
         self._checkpointer = None
-        self._let_streams_go()  # where nothing was left to train
+        self._release_streams()  # if nothing was left to train
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let the directory go without the other ranks, which may not come."""
+        """Release the directory without waiting for other ranks, which may not arrive."""
         if self._checkpointer is not None:
             self._checkpointer.__exit__(type(exception), exception, exception.__traceback__)
         self._checkpointer = self._held = None
 
-    def _let_streams_go(self) -> None:
+    def _release_streams(self) -> None:
+        """Restore the random streams that were held during a resume."""
         if self._held is not None:
             self._held.restore()
         self._held = None
 
     def _save(self, trainer: Any, step: int) -> None:
+        """Save `step` steps behind the finished epochs."""
         if self._checkpointer is not None:
             self._saved, self._step = trainer.fit_loop.epoch_progress.current.processed, step
             metrics = {name: float(one) for name, one in trainer.callback_metrics.items() if one.numel() == 1}
             self._checkpointer.save(self._saved, step, metrics=metrics, asynchronous=self.asynchronous)
 
     def _state_of_trainer(self, trainer: Any) -> dict[str, Any]:
-        """Lightning's checkpoint without what is saved as blobs, counted as if nothing was begun."""
+        """Return Lightning's checkpoint without the blobs, as if no next epoch or step began."""
         found: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         own = {name: one.data_ptr() for name, one in trainer.lightning_module.state_dict().items()}
         states = found.pop("state_dict").items()
@@ -242,57 +247,61 @@ class TorchrelayCheckpoint(_callbacks.Checkpoint):  # type: ignore[misc]
         return found | now | {"state_dict": changed}
 
     def _state_of_rank(self, trainer: Any) -> dict[str, Any]:
-        """What differs between ranks: loaders, metrics, and the streams that chose the batches."""
+        """Return rank-specific state: loaders, metrics, and the random streams that chose the batches."""
         loader, metrics = trainer.fit_loop._combined_loader, dict(trainer.callback_metrics)
         state: dict[str, Any] = {"loaders": loader._state_dicts() if loader else [], "metrics": metrics}
         return state | {"order": self._order, **self._ahead} if self._step else state
 
 
 def _numbered(name: str, found: list[Any]) -> dict[str, Any]:
+    """Name a single object `name`, several ones `name_0`, `name_1`, ..."""
     return {name: found[0]} if len(found) == 1 else {f"{name}_{at}": one for at, one in enumerate(found)}
 
 
 def _with_inner(loop: Any) -> list[Any]:
+    """Return a loop and all loops nested in it."""
     inner = [one for one in vars(loop).values() if isinstance(one, _loops._Loop)]
     return [loop, *(one for other in inner for one in _with_inner(other))]
 
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
+    """Add a remedy to a BlobError raised in the block."""
     try:
         yield
     except BlobError as error:
         remedy = "save_hyperparameters(ignore=[...]), or `del checkpoint[...]` in on_save_checkpoint"
-        raise BlobError(
-            f"{what}: {error}. Give tensors and plain values, or leave it out: {remedy}"
-        ) from error
+        raise BlobError(f"{what}: {error}. Use tensors and plain values, or exclude it: {remedy}") from error
 
 
 class TorchrelayCheckpointIO(_io.CheckpointIO):  # type: ignore[misc]
-    """Lets `ModelCheckpoint` and `Trainer.save_checkpoint` write files without pickle, whole or not at all.
+    """Let `ModelCheckpoint` and `Trainer.save_checkpoint` write files atomically and without pickle.
 
-    A file is one of `torchrelay.save_blobs`, with the entries of Lightning's checkpoint as blobs.
-    `trainer.fit(ckpt_path=...)` reads it; `load_from_checkpoint`, which asks no plugin, does not.
+    A file has the format of `torchrelay.save_blobs`; the entries of Lightning's checkpoint are its blobs.
+    `trainer.fit(ckpt_path=...)` reads it. `load_from_checkpoint` does not, because it uses no plugin.
 
     Example:
         trainer = Trainer(plugins=[TorchrelayCheckpointIO()], callbacks=[ModelCheckpoint("checkpoints")])
     """
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write Lightning's checkpoint. Raises BlobError where something in it cannot be stored."""
+        """Write Lightning's checkpoint. Raises BlobError if an entry cannot be stored."""
         if storage_options is not None:
-            raise UsageError(f"{type(self).__name__} takes no storage_options: give the URL alone")
+            raise UsageError(f"{type(self).__name__} does not support storage_options: pass the URL alone")
         if "://" not in str(path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         with _explained(f"{path} was not written"):
             save_blobs(path, dict(checkpoint), overwrite=True)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
-        """Read such a file, each byte verified. Raises UsageError for one of torch.save, and DamagedError."""
+        """Read and verify a file of `save_checkpoint`.
+
+        Raises UsageError for a file of torch.save, DamagedError if the content does not verify.
+        """
         if "://" not in str(path) and zipfile.is_zipfile(path):
-            raise UsageError(f"{path} is a file of torch.save: load it in a Trainer without this plugin")
+            raise UsageError(f"{path} was written by torch.save: load it with a Trainer without this plugin")
         return load_blobs(path, device=map_location if isinstance(map_location, str | torch.device) else None)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file if it exists."""
         _io.TorchCheckpointIO().remove_checkpoint(path)

@@ -1,4 +1,4 @@
-"""`RelayCallback`: the checkpoints of a training that Hugging Face's `transformers.Trainer` runs."""
+"""Checkpoints for trainings that Hugging Face's `transformers.Trainer` runs."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _SPEEDS = ("_runtime", "_per_second", "_preparation_time")
 
 
 class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a library without types here
-    """Saves model, optimizer, scheduler and trainer state of a Trainer, and resumes them before it trains.
+    """Save model, optimizer, scheduler and trainer state of a Trainer, and resume them before it trains.
 
     A save follows the logging and the evaluation of its step. The Trainer's own checkpoints are not needed:
-    give `TrainingArguments(save_strategy="no")`.
+    pass `TrainingArguments(save_strategy="no")`.
 
     Args:
-        where: The directory of the checkpoints, or its URL.
-        every: Save every so many steps; None for whole epochs alone.
-        asynchronous: Write while the training runs.
-        options: Those of `Checkpointer`: `keep_last`, `keep_best=("eval_loss", "min")`, ...
+        where: Directory or URL of the checkpoints.
+        every: Save every so many steps; None saves whole epochs only.
+        asynchronous: Write in the background while the training continues.
+        options: Options of `Checkpointer`: `keep_last`, `keep_best=("eval_loss", "min")`, ...
 
     Example:
         relay = RelayCallback("runs/x/checkpoints", every=500, keep_last=3)
@@ -69,20 +69,20 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
         self._due, self._saved = False, -1
 
     def train(self, trainer: Trainer, *, epoch: int | None = None, **options: Any) -> Any:
-        """Call `trainer.train()`, from the newest position that can be verified; all ranks together.
+        """Call `trainer.train()` from the newest position that verifies. All ranks call this together.
 
         Args:
-            trainer: One whose callbacks include this one.
-            epoch: A whole epoch to rewind to, in place of the newest position.
-            options: Those of `trainer.train`.
+            trainer: A Trainer whose callbacks include this one.
+            epoch: Epoch to rewind to; default: the newest position.
+            options: Options of `trainer.train`.
 
         Returns:
-            What `trainer.train` returns.
+            The result of `trainer.train`.
 
         Raises:
             NotAllowedNowError: The trainer does not have this callback.
-            UnknownEpochError: That epoch is not committed.
-            SaveFailedError: A save failed, on any rank.
+            UnknownEpochError: The epoch is not committed.
+            SaveFailedError: A save failed on at least one rank.
         """
         if self not in trainer.callback_handler.callbacks:
             raise NotAllowedNowError(
@@ -97,7 +97,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
                     try:
                         with _started_at(trainer, self._state.text) as folder:
                             return trainer.train(resume_from_checkpoint=folder, **options)
-                    except _AnotherPositionError:  # what is newest could not be read: begin at the one before
+                    except _AnotherPositionError:  # the newest one could not be read: use the one before
                         continue
         except BaseException as error:
             if self._ckpt is not None:
@@ -107,7 +107,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
             self._ckpt = self._trainer = self._session = None
 
     def _newest(self) -> str | None:
-        """The trainer state of the position that is probably resumed from; the resume itself tells."""
+        """Return the trainer state of the position that a resume will probably choose."""
         try:
             if self._epoch is not None:
                 return str(open_checkpoint(self._where, self._epoch).value("trainer.state"))
@@ -133,10 +133,10 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
         lr_scheduler: Any,
         **_: Any,
     ) -> None:
-        """Resume, where something was saved."""
+        """Resume if a position was saved."""
         trainer = self._trainer
         if trainer is None:
-            raise NotAllowedNowError("call relay.train(trainer) in the place of trainer.train()")
+            raise NotAllowedNowError("trainer.train() was called directly: call relay.train(trainer) instead")
         accelerator = trainer.accelerator
         blobs: dict[str, Any] = {
             "model": accelerator.unwrap_model(model, keep_torch_compile=False),
@@ -161,7 +161,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
         self._restore_callbacks(state)
 
     def _restore_callbacks(self, state: TrainerState) -> None:
-        """Give callbacks what the Trainer gives them with restore_callback_states_from_checkpoint alone."""
+        """Restore callbacks as the Trainer does with restore_callback_states_from_checkpoint."""
         for name, saved in state.stateful_callbacks.items():
             alike = [one for one in self._trainer.callback_handler.callbacks if type(one).__name__ == name]
             for callback, content in zip(alike, saved if isinstance(saved, list) else [saved], strict=False):
@@ -171,7 +171,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save the epoch before, if it was not; else go on with the random states of the resume."""
+        """Save the previous epoch if it is not saved; after a resume, restore the random states."""
         if self._streams is not None:
             self._streams.restore()
             if _position(args, state, given["train_dataloader"])[1] == 0:
@@ -181,7 +181,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save the step before, if that is due; all its logs are there now."""
+        """Save the previous step if due; by now all its values are logged."""
         if self._streams is not None:  # batches were skipped
             self._streams.restore()
             self._streams = None
@@ -203,20 +203,21 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save the last epoch, before the Trainer may put the best model in the place of the last one."""
+        """Save the last epoch before the Trainer may load the best model."""
         if "train_runtime" in (given.get("logs") or {}):
             self._save_if_due(args, state, given["train_dataloader"])
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Wait for the save in flight, and let the directory go."""
+        """Wait for the save in flight and release the directory."""
         self._save_if_due(args, state, given["train_dataloader"])
         if self._ckpt is not None:
             ckpt, self._ckpt = self._ckpt, None
             ckpt.close()
 
     def _save_if_due(self, args: TrainingArguments, state: TrainerState, loader: Any) -> None:
+        """Save the current position if a save is due."""
         due, self._due = self._due, False
         if not due or self._ckpt is None or self._session is None or state.global_step == self._saved:
             return
@@ -230,7 +231,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
         self._saved = state.global_step
 
     def _as_text(self, state: TrainerState) -> str:
-        """The trainer state as the Trainer writes it into trainer_state.json."""
+        """Return the trainer state as the Trainer writes it to trainer_state.json."""
         handler = self._trainer.callback_handler
         exported: dict[str, list[Any]] = {}
         for one in [*handler.callbacks, self._trainer.control]:
@@ -241,7 +242,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
 
 
 class _StateBlob:
-    """The trainer state as JSON, rank 0's on all ranks, and losses of all ranks that are not logged yet."""
+    """Trainer state of rank 0 as JSON, and the losses of all ranks since the last log."""
 
     same_on_all_ranks = True
 
@@ -257,24 +258,24 @@ class _StateBlob:
         self.text, self.losses, self.logged = content["state"], content["losses"], content["logged"]
 
     def take_window(self, trainer: Any, peers: Peers) -> None:
-        """Note the sum of the losses since the last log; all ranks together."""
+        """Record the sum of the losses since the last log; all ranks together."""
         self.losses = peers.exchange("losses", float(trainer._tr_loss))
         self.logged = trainer._globalstep_last_logged
 
     def restore_window(self, trainer: Any) -> None:
-        """Have the next log cover what it would have; other ranks than before share the mean."""
+        """Restore the losses since the last log; another number of ranks shares the mean."""
         rank, same = trainer.args.process_index, trainer.args.world_size == len(self.losses)
         trainer._tr_loss.fill_(self.losses[rank] if same else sum(self.losses) / len(self.losses))
         trainer._globalstep_last_logged = self.logged
 
 
 class _AnotherPositionError(Exception):
-    """The Trainer was started at another position than the one that was loaded."""
+    """The Trainer was started at a position other than the loaded one."""
 
 
 @contextmanager
 def _started_at(trainer: Trainer, text: str | None) -> Iterator[str | None]:
-    """A folder from which the Trainer takes its state and skips batches; the callback loads all else."""
+    """Create a folder that gives the Trainer its state; the callback loads all else."""
     if text is None:
         yield None
         return
@@ -288,7 +289,7 @@ def _started_at(trainer: Trainer, text: str | None) -> Iterator[str | None]:
 
 
 def _metrics(state: Mapping[str, Any]) -> dict[str, float]:
-    """What was logged at this step, without what says how fast it was."""
+    """Return the values logged at this step, except those that measure speed."""
     logs = [one for one in state["log_history"] if one.get("step") == state["global_step"]]
     return {
         name: value
@@ -299,7 +300,7 @@ def _metrics(state: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _position(args: TrainingArguments, state: TrainerState, loader: Any) -> tuple[int, int]:
-    """Epochs that are done, and steps of the next one, as the Trainer itself counts them."""
+    """Return finished epochs and steps of the next one, counted as the Trainer does."""
     try:
         steps = max(-(-len(loader) // args.gradient_accumulation_steps), 1)
     except TypeError:  # a dataset without a length is one epoch

@@ -1,1 +1,1 @@
-"""Who executes: sessions, the job runner, agreement between ranks, the watcher, the command line."""
+"""Execution of jobs: sessions, training runs, agreement between ranks, failure detection, subcommands."""

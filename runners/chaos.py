@@ -1,6 +1,6 @@
-"""The old name of the pytest plug-in, `torchrelay.runners.chaos.pytest_plugin`, for one version.
+"""Deprecated alias of `torchrelay.chaos.pytest_plugin`, kept for one version.
 
-What is imported from below this module is found in `sys.modules`, as `os.path` is.
+Imports from below this module are found in `sys.modules`, as for `os.path`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The old name of what resolves runs as they are typed, `torchrelay.runners.commands.selector`.
+"""Deprecated alias `torchrelay.runners.commands.selector`, kept for one version.
 
-What is imported from below this module is found in `sys.modules`, as `os.path` is.
+Imports from below this module are found in `sys.modules`, as for `os.path`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is made of a finished run: its model again, ONNX files, packages, calls played again."""
+"""Artifacts of finished runs: rebuilt models, ONNX files, packages and replayed calls."""

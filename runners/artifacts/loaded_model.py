@@ -1,4 +1,4 @@
-"""The model of an epoch of a run: with its weights, as an ONNX file; functions and inputs as typed."""
+"""Load the model of an epoch with its weights, and parse functions and inputs given on the command line."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ Where = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A module with the weights of an epoch; `run` is None where there are checkpoints alone."""
+    """A module with the weights of an epoch; `run` is None for checkpoints without a run directory."""
 
     module: nn.Module
     opened: Checkpoint
     run: Path | None
     of_batches: bool
     inputs: Any
-    """Example inputs: those given, else what the run or the function knows."""
+    """Example inputs: those given, else those of the run or of the function."""
 
 
 @contextmanager
 def loaded_model(
     where: Where, epoch: int | str, *, model: Any = None, blob: str | None = None, inputs: Any = None
 ) -> Iterator[LoadedModel]:
-    """Make the model and load it; what its code needs stays until the block ends.
+    """Build the model and load its weights; the code that it needs stays loaded until the block ends.
 
-    `model` is a callable that makes it, or a module, or None where the run's archive has it. Raises
-    UsageError where something is not known, and what `open_checkpoint`, its `load` and the code raise.
+    `model` is a module or a callable that returns one; None builds it from the run's archive. Raises
+    UsageError if something is missing, and the errors of `open_checkpoint`, its `load` and the user's code.
     """
     opened, run = open_checkpoint(where, epoch), run_of(where)
     factory: Callable[[], Any] | None = (lambda: model) if isinstance(model, nn.Module) else model
     if factory is not None and not callable(factory):
-        raise UsageError(f"model={model!r:.80}: give a callable that makes the module, or the module")
+        raise UsageError(f"invalid model={model!r:.80}: expected a module or a callable that returns one")
     if run is None and factory is None:
-        raise UsageError(f"{where} is no run directory, so nothing tells its model: give model= (--model)")
+        raise UsageError(f"{where} is not a run directory, so its model is unknown: pass model= (--model)")
     with rebuilt(run, factory, blob) as found:
         made = found.make()
         if found.blob not in opened.blobs:
             raise UsageError(
                 f"epoch {opened.epoch} has no blob {found.blob!r}, it has {', '.join(opened.blobs)}: "
-                "give blob= (--blob)"
+                "choose one with blob= (--blob)"
             )
         opened.load_saved({found.blob: made.module})
         example = made.inputs() if inputs is None and made.inputs is not None else inputs
         if example is None:
-            raise UsageError("what is the model called with? give inputs= (--input x=float32[batch,10])")
+            raise UsageError("example inputs are missing: pass inputs= (--input x=float32[batch,10])")
         yield LoadedModel(made.module, opened, run, found.of_batches, example)
 
 
 def run_of(where: Where) -> Path | None:
-    """The run directory; None where there are checkpoints alone."""
+    """Return the run directory; None if there are checkpoints only."""
     text = os.fspath(where)
     if is_url(text) and not text.startswith(FILE):
         return None
@@ -76,19 +76,19 @@ def run_of(where: Where) -> Path | None:
 
 _TEXT = re.compile(r"(\w[\w.]*)=(\w+)\[([^\[\]]*)\]")
 _NAMED_SIZE = 3
-"""How large a named size of an example is, unless the text says it."""
+"""Default value of a named size in example inputs."""
 
 
 @dataclass(frozen=True)
 class TypedInputs:
-    """Examples by name, and the names of their sizes, as `to_onnx` takes them."""
+    """Example tensors by name, and the names of their dynamic sizes, as `to_onnx` takes them."""
 
     tensors: dict[str, torch.Tensor]
     dynamic: dict[str, dict[int, str]]
 
 
 def typed_inputs(texts: Sequence[str]) -> TypedInputs:
-    """Tensors of these forms: numbers drawn from a normal distribution, zeros where they are whole.
+    """Make example tensors: floating types are drawn from a normal distribution, integers are zero.
 
     A size is a number, a name (3 in the example), or `name=size`. Raises UsageError.
     """
@@ -99,7 +99,7 @@ def typed_inputs(texts: Sequence[str]) -> TypedInputs:
         dtype = getattr(torch, found[2], None) if found else None
         if found is None or not isinstance(dtype, torch.dtype):
             raise UsageError(
-                f"--input {text!r}: give it as x=float32[batch,3,32,32], a size's name where it differs"
+                f"invalid --input {text!r}: expected name=dtype[sizes], for example x=float32[batch,3,32,32]"
             )
         sizes = [_size(text, one.strip()) for one in found[3].split(",") if one.strip()]
         shape = [size for _, size in sizes]
@@ -112,25 +112,26 @@ def typed_inputs(texts: Sequence[str]) -> TypedInputs:
 
 
 def _size(text: str, one: str) -> tuple[str | None, int]:
+    """Parse one size into its name, if it has one, and its number."""
     name, equals, number = one.partition("=")
     if one.isascii() and one.isdecimal() and int(one[:9]) > 0:
         return None, int(one)
     if name.isidentifier() and (not equals or (number.isascii() and number.isdecimal() and int(number) > 0)):
         return name, int(number) if equals else _NAMED_SIZE
-    raise UsageError(f"--input {text!r}: {one!r} is no size; give 32, batch, or time=16")
+    raise UsageError(f"--input {text!r}: invalid size {one!r}: expected 32, batch, or time=16")
 
 
 def named(text: str, what: str) -> Any:
-    """What `module:name` names, imported from here; raises UsageError where there is no such thing.
+    """Import `module:name`; the working directory is searched first. Raises UsageError if it cannot be found.
 
     `what` is the option, for messages.
     """
     module, colon, name = text.partition(":")
     if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        raise UsageError(f"{what} {text!r:.80}: give module:name")
+        raise UsageError(f"invalid {what} {text!r:.80}: expected module:name")
     found = imported(module, name, what)
     if not callable(found):
-        raise UsageError(f"{what}: {module} has no {name} that can be called")
+        raise UsageError(f"{what}: {module} has no callable {name}")
     return found
 
 
@@ -145,14 +146,30 @@ def run_to_onnx(
     overwrite: bool = False,
     **options: Any,
 ) -> OnnxFile:
-    """Write the model of an epoch of a run directory, or of checkpoints, as an ONNX file, as `to_onnx` does.
+    """Write the model of an epoch of a run directory, or of checkpoints, as an ONNX file.
 
-    The model is made again **by running the archived source** of the run where that is of a `Program` or of
-    a configuration (of several phases `blob="<phase>.model"` says which); `inputs` are then, unless given,
-    taken from its data (`Program.example_inputs`). Of any other run `model` makes it: a callable that returns
-    it, or (module, example inputs), or a module, which gets the epoch's weights. These are those of the blob
-    `blob` (`model` by default). `options` are those of `to_onnx`. The file's metadata have run, epoch, code
-    id and metrics. Raises what `open_checkpoint`, its `load` and `to_onnx` raise.
+    For a run of a `Program` or of a configuration the model is rebuilt **by running the archived source**.
+
+    Args:
+        where: Run directory, or directory of checkpoints.
+        path: The ONNX file to write.
+        epoch: A number, `"last"`, `"best"`, or a tag.
+        model: A module, or a callable that returns one or (module, example inputs). Required for runs of
+            plain jobs.
+        inputs: Example inputs; default: those of the data (`Program.example_inputs`).
+        blob: The blob with the weights; default `model`. For several phases `"<phase>.model"` selects one.
+        overwrite: Replace an existing file.
+        options: Options of `to_onnx`.
+
+    Returns:
+        The written file. Its metadata holds run, epoch, code id and metrics.
+
+    Raises:
+        UsageError: The model or its inputs are unknown; also errors of `open_checkpoint`, its `load`,
+            `to_onnx`.
+
+    Example:
+        run_to_onnx("runs/x", "x.onnx", epoch="best")
     """
     check_packages()
     place_of(path, overwrite=overwrite)

@@ -1,11 +1,9 @@
-"""The model of a past run, made again from its archive; and whether that gives the same bits.
+"""Rebuild the model of a past run from its archive, and replay recorded calls to compare the bits.
 
-**Making a model runs the archived code**, with this process's rights: whoever names a run trusts it.
+**Rebuilding runs the archived code** with the rights of this process: only use runs that you trust.
 
-The archived source runs with this process's rights, as with `load_code`: whoever names a run trusts it.
-
-Rebuild each recorded module from the archived source and configuration, load the epoch, play the recorded
-call, compare. What of then could not be had again is named, whether it mattered or not.
+A replay rebuilds each recorded module from the archived source and configuration, loads the epoch, repeats
+the recorded call and compares the outputs. Settings that could not be reproduced are reported.
 """
 
 from __future__ import annotations
@@ -57,17 +55,17 @@ _RESOLVED = "resolved.yaml"
 
 @dataclass(frozen=True)
 class Archives:
-    """What a start of a run has archived. `source` is where the source is unpacked; see `archives_of`."""
+    """The archive of an attempt. `source` is the directory of the unpacked source; see `archives_of`."""
 
     run: Path
     captured: Mapping[str, Any]
     source: Path
     config: Config | None
-    """As it is read now; its classes are those of the archive, its data where they were."""
+    """The configuration as read now; its classes come from the archive, its data from their old paths."""
     loader: Loader
 
     def module(self, recipe: Recipe) -> nn.Module:
-        """The model as it is constructed; raises UsageError, and what the archived code raises."""
+        """Construct the model; raises UsageError, and errors of the archived code."""
         if recipe.kind == "phase":
             context = self.context(recipe.module)
             phase = next(one for one in context.settings.phase if one.name == recipe.name)
@@ -80,11 +78,11 @@ class Archives:
             is_function = recipe.kind == "function"
             model = found() if is_function else made_program(found, self.config).make_model()
         if not isinstance(model, nn.Module):
-            raise UsageError(f"{recipe.name} made {model!r:.80}, which is no torch module")
+            raise UsageError(f"{recipe.name} returned {model!r:.80}: expected a torch.nn.Module")
         return model
 
     def changed(self) -> list[str]:
-        """What of the configuration is not as it was then."""
+        """Describe how the configuration differs from the recorded one."""
         then = self.captured.get("config_id")
         if self.config is None or then is None or self.config.id == then:
             return []
@@ -92,13 +90,13 @@ class Archives:
 
     @cached_property
     def code(self) -> LoadedCode:
-        """The source as modules."""
+        """The archived source as modules."""
         return load_code(self.run, int(self.captured["number"]))
 
     def context(self, runner_name: str) -> StepContext:
-        """What the steps of a profile begin with; raises UsageError where there is no configuration."""
+        """Build the context of a profile's steps; raises UsageError without a configuration."""
         if self.config is None:
-            raise UsageError(f"{self.run} has no configuration to make a phase of")
+            raise UsageError(f"{self.run} has no configuration that defines its phases")
         settings = self.config.settings
         runner = settings.runner_named(runner_name)
         classes, device = load_classes(settings, runner, self.loader), torch.device("cpu")
@@ -107,9 +105,9 @@ class Archives:
 
 @contextmanager
 def archives_of(run: Path, attempt: int | None = None) -> Iterator[Archives]:
-    """The archives of a start (the newest that has any), unpacked for the time of the block.
+    """Unpack the archive of an attempt (by default the newest with one) for the duration of the block.
 
-    Raises UsageError, DamagedError, ConfigError. Modules of a configuration are forgotten at the end.
+    Raises UsageError, DamagedError, ConfigError. Modules of a configuration are unloaded at the end.
     """
     captured = capture_with_code(run, attempt)
     with tempfile.TemporaryDirectory(prefix="torchrelay-source-") as scratch:
@@ -123,7 +121,7 @@ def archives_of(run: Path, attempt: int | None = None) -> Iterator[Archives]:
 
 
 def _configuration(run: Path, captured: Mapping[str, Any], source: Path) -> Config | None:
-    """None where there was none. Where its workspace is gone, or on another machine, the source will do."""
+    """Read the archived configuration, None without one; a missing workspace is replaced by the source."""
     folder = captured.get("config")
     path = run / str(folder) / _RESOLVED
     if not is_plain(folder) or not path.is_file():
@@ -134,19 +132,19 @@ def _configuration(run: Path, captured: Mapping[str, Any], source: Path) -> Conf
         return load_config(path, [f"workspace={str(source)!r}"])
 
 
-_REMEDY = "give the model by --model module:function (model=), a callable that makes it"
+_REMEDY = "pass --model module:function (model=), a callable that returns the model"
 
 
 def program_of(archives: Archives) -> Program:
-    """A new object of the class that the run was made by.
+    """Create an instance of the Program class that made the run.
 
-    Raises UsageError where the archive does not have it, and what the archived code raises.
+    Raises UsageError if the archive does not contain it, and errors of the archived code.
     """
     note = read_note(archives.run)
     name = None if note is None else _module_name(archives, Path(note.origin))
     if note is None or name is None:
         origin = archives.run if note is None else note.origin
-        raise UsageError(f"the program {origin} is not in the archive of its run; {_REMEDY}")
+        raise UsageError(f"the archive of the run does not contain the program {origin}: {_REMEDY}")
     module = archives.code.import_module(name)
     kinds = [
         one
@@ -156,14 +154,14 @@ def program_of(archives: Archives) -> Program:
     named = [one for one in kinds if note.program in (one.name, one.__name__)] or kinds
     if len(named) != 1:
         there = ", ".join(one.__name__ for one in kinds) or "none"
-        raise UsageError(f"{note.origin} has not one Program but {there}; {_REMEDY}")
+        raise UsageError(f"{note.origin} has {there} instead of one Program: {_REMEDY}")
     return made_program(named[0], archives.config)
 
 
 def _module_name(archives: Archives, origin: Path) -> str | None:
-    """How the file that a program came from is imported from its archive."""
+    """Return the module name by which the program's file is imported from the archive."""
     folders = sorted(archives.captured["code"].get("import_path") or [""], key=len, reverse=True)
-    roots = archives.captured["code"].get("roots")  # where the folders of the archive lay
+    roots = archives.captured["code"].get("roots")  # original locations of the archived folders
     for label, root in roots.items() if isinstance(roots, dict) else ():
         if not origin.is_relative_to(root):
             continue
@@ -177,7 +175,7 @@ def _module_name(archives: Archives, origin: Path) -> str | None:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A module without its weights, and how to get example inputs, where somebody knows."""
+    """A module without its weights, and a function that returns example inputs, if there are any."""
 
     module: nn.Module
     inputs: Callable[[], Any] | None = None
@@ -185,31 +183,31 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """How the model of a run is made; under which blob its weights are saved."""
+    """How to build the model of a run, and the blob that holds its weights."""
 
     make: Callable[[], BuiltModel]
     blob: str
     of_batches: bool = False
-    """Whether it is called with all that a batch has, labels included."""
+    """True if the model is called with whole batches, labels included."""
 
 
 @contextmanager
 def rebuilt(run: Path | None, factory: Callable[[], Any] | None, blob: str | None) -> Iterator[Rebuilt]:
-    """How to make the model of a run; what its code needs stays until the block ends.
+    """Prepare to build the model of a run; the code that it needs stays loaded until the block ends.
 
-    Without a `factory` the run's archived program or configuration makes it. Raises UsageError where nothing
-    tells how, DamagedError for an archive that is.
+    Without a `factory` the archived program or configuration builds it. Raises UsageError if neither can,
+    DamagedError for a damaged archive.
     """
     if factory is not None:
         yield Rebuilt(lambda: _by_factory(factory), blob or MODEL)
         return
     if run is None:
-        raise UsageError(f"this is no run directory, so nothing tells its model: {_REMEDY}")
+        raise UsageError(f"not a run directory, so its model is unknown: {_REMEDY}")
     note = read_note(run)
     try:
         capture_with_code(run)
     except UsageError as error:
-        raise UsageError(f"{error}; {_REMEDY}") from None
+        raise UsageError(f"{error}: {_REMEDY}") from None
     with ExitStack() as stack:
         stack.enter_context(apart())
         archives = stack.enter_context(archives_of(run))
@@ -223,24 +221,25 @@ def rebuilt(run: Path | None, factory: Callable[[], Any] | None, blob: str | Non
         elif archives.config is not None:
             yield _by_configuration(archives, archives.config, blob)
         else:
-            raise UsageError(f"{run} is the run of a plain job: {_REMEDY}")
+            raise UsageError(f"{run} is a run of a plain job: {_REMEDY}")
 
 
 def _by_factory(factory: Callable[[], Any]) -> BuiltModel:
+    """Call the user's function and check what it returns."""
     made = factory()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"the model's function returned {made!r:.80}: a module, or (module, example inputs)")
+        raise UsageError(f"--model returned {made!r:.80}: expected a module, or (module, example inputs)")
     return BuiltModel(model, None if inputs is None else lambda: inputs)
 
 
 def _by_configuration(archives: Archives, config: Config, blob: str | None) -> Rebuilt:
-    """The model of a phase of the profile that trains; data are where the run had them."""
+    """Build the model of a phase of the training profile; data are read from their recorded paths."""
     runner = next((one for one in config.settings.runner if not one.infers), config.settings.runner[0])
     phases = {f"{phase.name}.{MODEL}": phase.name for phase, _ in phases_of(config.settings, runner)}
     chosen = blob or (next(iter(phases)) if len(phases) == 1 else None)
     if chosen not in phases:
-        raise UsageError(f"{archives.run} has {', '.join(phases)}: say which by --blob (blob=)")
+        raise UsageError(f"{archives.run} has {', '.join(phases)}: choose one with --blob (blob=)")
 
     def make() -> BuiltModel:
         module = archives.module(Recipe("phase", runner.name, phases[chosen]))
@@ -254,7 +253,7 @@ NOT_SAME = 1
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of one module: `same` bits or not, why not, and which settings were not reproduced."""
+    """Result of one replayed module: `same` bits, why not, and settings that were not reproduced."""
 
     epoch: int
     blob: str
@@ -263,11 +262,11 @@ class Replayed:
     not_reproduced: tuple[str, ...] = ()
 
     def json(self) -> dict[str, Any]:
-        """As an object of `verify --replay --json`."""
+        """Return the entry of `verify --replay --json`."""
         return {**asdict(self), "not_reproduced": list(self.not_reproduced)}
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Yield lines for the console."""
         outcome = "same bits" if self.same else f"NOT the same: {self.why}"
         yield f"epoch {self.epoch}  {self.blob}  {outcome}"
         for text in self.not_reproduced:
@@ -275,10 +274,9 @@ class Replayed:
 
 
 def replay(run: Path, wish: int | None = None) -> list[Replayed]:
-    """Play what is recorded of an epoch (the newest saved one if None) again.
+    """Replay the recorded calls of an epoch (the newest saved one if None). Runs the archived code.
 
-    Runs the archived code. Raises UsageError where nothing is recorded, DamagedError for a file that was
-    changed, StorageError.
+    Raises UsageError if nothing is recorded, DamagedError for a changed file, StorageError.
     """
     epoch, path = _chosen(run, wish)
     recorded = load_blobs(path)
@@ -288,30 +286,34 @@ def replay(run: Path, wish: int | None = None) -> list[Replayed]:
         with archives_of(run, attempt) as archives:
             return [_replayed(run, epoch, name, call, recorded, archives) for name, call in calls.items()]
     except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path} says nothing that can be played again: {error}") from error
+        raise DamagedError(f"{path} holds no call that can be replayed: {error}") from error
 
 
 def _chosen(run: Path, wish: int | None) -> tuple[int, Path]:
+    """Choose the recorded file of the requested epoch, or of the newest saved one."""
     files = files_of(run)
     if not files:
         raise UsageError(
-            f"{run} has no recorded call ({FOLDER}/): train with JobRunner(replay=...), `replay: true` of a "
-            "runner, or replay = True of a Program"
+            f"{run} has no recorded calls ({FOLDER}/): train with JobRunner(replay=...), `replay: true` in a "
+            "runner, or replay = True in a Program"
         )
     there = {one.position.epoch for one in read_log(place_of(run)).line() if one.position.boundary}
     usable = [one for one in files if one[0] in there and wish in (None, one[0])]
     if not usable:
         names = ", ".join(str(number) for number, _ in files)
-        raise UsageError(f"{run}: calls are recorded of epoch {names}; none of these is saved and meant")
+        raise UsageError(
+            f"{run} has recorded calls of epoch {names}; none of them is both saved and requested"
+        )
     return usable[-1]
 
 
 def _replayed(
     run: Path, epoch: int, name: str, call: Mapping[str, Any], recorded: Mapping[str, Any], archives: Archives
 ) -> Replayed:
+    """Rebuild one module, repeat its recorded call and compare the outputs."""
     settings = call["settings"]
     if not isinstance(settings, dict):
-        raise TypeError("its settings are no table")
+        raise TypeError("its settings are not a mapping")
     inputs = [recorded[f"takes.{name}.{number}"] for number in range(call["inputs"])]
     outputs = [recorded[f"gives.{name}.{number}"] for number in range(call["outputs"])]
     recipe = Recipe.from_json(call["recipe"])
@@ -323,32 +325,35 @@ def _replayed(
                 module = module.to("cuda")
             form, found = play(module, call["takes"], inputs)
         except RelayError as error:
-            return Replayed(epoch, name, same=False, why=str(error), not_reproduced=_told(archives, {}))
+            return Replayed(
+                epoch, name, same=False, why=str(error), not_reproduced=_not_reproduced(archives, {})
+            )
         except Exception as error:  # archived code raises anything
             last = "".join(traceback.format_exception_only(error)).strip()
-            return Replayed(epoch, name, same=False, why=last, not_reproduced=_told(archives, {}))
+            return Replayed(epoch, name, same=False, why=last, not_reproduced=_not_reproduced(archives, {}))
         now = settings_now(device_of(module))
     differs = {
         f"{what} was {settings.get(what)}": one for what, one in now.items() if settings.get(what) != one
     }
     why = _difference(call["gives"], form, outputs, found)
-    return Replayed(epoch, name, same=not why, why=why, not_reproduced=_told(archives, differs))
+    return Replayed(epoch, name, same=not why, why=why, not_reproduced=_not_reproduced(archives, differs))
 
 
-def _told(archives: Archives, differs: Mapping[str, Any]) -> tuple[str, ...]:
+def _not_reproduced(archives: Archives, differs: Mapping[str, Any]) -> tuple[str, ...]:
+    """List settings and parts of the configuration that differ from the recorded ones."""
     return (*(f"{then}, is {now} here" for then, now in differs.items()), *archives.changed())
 
 
 def _difference(then: Any, now: Any, outputs: list[torch.Tensor], found: list[torch.Tensor]) -> str:
-    """What differs between the outputs, in words; empty where nothing does."""
+    """Describe how the outputs differ; empty if they are identical."""
     if then != now or len(outputs) != len(found):
-        return "the outputs have another form"
+        return "the outputs have a different structure"
     texts = []
     for number, (old, new) in enumerate(zip(outputs, found, strict=True)):
         if same_bits(old, new):
             continue
         if (old.dtype, old.shape) != (new.dtype, new.shape):
-            texts.append(f"output {number} was {_kind(old)}, is {_kind(new)}")
+            texts.append(f"output {number} was {_kind(old)}, is now {_kind(new)}")
             continue
         apart = (old.double() - new.double()).abs()
         texts.append(
@@ -359,4 +364,5 @@ def _difference(then: Any, now: Any, outputs: list[torch.Tensor], found: list[to
 
 
 def _kind(tensor: torch.Tensor) -> str:
+    """Format dtype and shape of a tensor."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

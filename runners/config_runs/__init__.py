@@ -1,1 +1,1 @@
-"""A run described by YAML: five steps that can be replaced one by one, over the same job and runner."""
+"""Runs described by YAML: five replaceable steps on top of the same job and runner."""

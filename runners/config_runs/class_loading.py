@@ -1,11 +1,11 @@
-"""The user's classes, from files by their path and from modules, and keys that none of them reads.
+"""Load the user's classes from files and modules, and warn about config keys that no class reads.
 
-Each folder becomes a package of an unlikely name for one profile, so that two `model.py` never meet, a file
-may say `from .layers import Tower`, and what an earlier profile left in its modules is not seen.
+Each folder becomes a package with a unique name per profile. So two files `model.py` do not collide, a file
+may use `from .layers import Tower`, and modules of an earlier profile are not visible.
 
-Looked at are the sections that belong to the profile: the datasets of its phases, the arguments of the
-optimizer where it trains, and `hyper_parameters`. These are everybody's, so their keys are told only when no
-profile of the file is left, to be run later or not at all, that has other classes, which may read them.
+Checked sections: the datasets of the profile's phases, the optimizer's arguments if it trains, and
+`hyper_parameters`. All profiles share the latter, so its keys are reported only after the last profile with
+other classes that may read them.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _PREFIX = "_torchrelay_"
 
 
 class ClassLoadError(UsageError):
-    """A class of the user cannot be had: the message has its place, its name and the original traceback."""
+    """A class of the user cannot be loaded; the message has its location, name and traceback."""
 
 
 @dataclass(frozen=True)
 class Classes:
-    """What a profile needs of the user's: replaced steps by step name, models and readers by class path."""
+    """The user's classes of a profile: replaced steps by step name, other classes by class path."""
 
     steps: Mapping[str, type]
     others: Mapping[str, type]
 
     def of(self, path: ClassPath) -> type:
-        """The class of a model, reader or optimizer."""
+        """Return the class of a model, reader or optimizer."""
         return self.others[_key(path)]
 
 
@@ -62,8 +62,8 @@ class Loader:
         self._folders: dict[Path, str] = {}
 
     def load(self, path: ClassPath, where: str) -> type:
-        """The class; raises ClassLoadError that names the key `where` it stands."""
-        place = f"{where}: {path.file or path.module} (class {path.name} is expected there)"
+        """Return the class; raises ClassLoadError naming `where`, the key that refers to it."""
+        place = f"{where}: {path.file or path.module} (expected class {path.name})"
         try:
             with _no_bytecode():
                 module = self._module(path)
@@ -72,22 +72,23 @@ class Loader:
             raise ClassLoadError(f"{place} cannot be imported{remedy}:\n{_users_part(error)}") from error
         found = getattr(module, path.name, None)
         if not isinstance(found, type):
-            what = "has no such class" if found is None else "is no class there"
+            what = "has no such class" if found is None else "has that name, but it is not a class"
             there = [
                 name
                 for name, one in vars(module).items()
                 if isinstance(one, type) and one.__module__ == module.__name__
             ]
-            raise ClassLoadError(f"{place} {what}; it has {', '.join(there) or 'none'}")
+            raise ClassLoadError(f"{place} {what}; its classes: {', '.join(there) or 'none'}")
         return found
 
     def forget(self) -> None:
-        """Let the modules go."""
+        """Unload the modules."""
         for package in self._folders.values():
             for name in [one for one in sys.modules if one == package or one.startswith(f"{package}.")]:
                 del sys.modules[name]
 
     def _module(self, path: ClassPath) -> types.ModuleType:
+        """Import the module of a class, from its file if it has one."""
         if path.file is None:
             return importlib.import_module(str(path.module))
         name = f"{self._package(path.file.parent)}.{path.file.stem.replace('.', '_')}"
@@ -95,7 +96,7 @@ class Loader:
             return sys.modules[name]
         spec = importlib.util.spec_from_file_location(name, path.file)
         if spec is None or spec.loader is None:
-            raise ImportError(f"{path.file} is no Python file")
+            raise ImportError(f"{path.file} is not a Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
@@ -106,6 +107,7 @@ class Loader:
         return module
 
     def _package(self, folder: Path) -> str:
+        """Return the name of the package that stands for a folder, created on first use."""
         if folder not in self._folders:
             name = f"{_PREFIX}{self._number}_{len(self._folders)}"
             package = types.ModuleType(name)
@@ -116,7 +118,7 @@ class Loader:
 
 
 def load_classes(settings: Settings, runner: RunnerSection, loader: Loader) -> Classes:
-    """Everything of the user's that a profile names; raises ClassLoadError for the first that cannot be."""
+    """Load all user classes that a profile refers to; raises ClassLoadError for the first failure."""
     own = f"runner.{runner.name}"
     steps = {}
     for step in STEPS:
@@ -128,6 +130,7 @@ def load_classes(settings: Settings, runner: RunnerSection, loader: Loader) -> C
 
 
 def _others(settings: Settings, runner: RunnerSection) -> Iterator[tuple[str, ClassPath]]:
+    """Yield models, readers and the optimizer class, each with the key that refers to it."""
     for phase, _ in phases_of(settings, runner):
         yield f"phase.{phase.name}.model", phase.model
     for dataset in datasets_of(settings, runner):
@@ -138,26 +141,29 @@ def _others(settings: Settings, runner: RunnerSection) -> Iterator[tuple[str, Cl
 
 
 def _checked(found: type, method: str, older: str, path: ClassPath) -> type:
+    """Check that a step class has the method of its step, or PaddleRec's."""
     if not any(callable(getattr(found, name, None)) for name in (method, older)):
         raise ClassLoadError(f"{path}: class {found.__name__} has no method {method}(self, context)")
     return found
 
 
 def _key(path: ClassPath) -> str:
+    """Return the dictionary key of a class path."""
     return f"{path.file or path.module}:{path.name}"
 
 
 def _remedy(error: BaseException, path: ClassPath) -> str:
+    """Suggest a fix for an import error of a user's module."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and f"{path.module}.".startswith(f"{missing}."):
-        return f" (modules are looked for where Python looks; of a file write {path.module}.py:{path.name})"
+        return f" (it is not on Python's path; for a file write {path.module}.py:{path.name})"
     if path.file is not None and missing and (path.file.parent / f"{missing}.py").is_file():
-        return f" (for the file beside it write `from . import {missing}` or `from .{missing} import ...`)"
+        return f" (for a file in the same folder write `from . import {missing}`)"
     return ""
 
 
 def _users_part(error: BaseException) -> str:
-    """The traceback without our own frames and those of the import system."""
+    """Format the traceback without frames of torchrelay and of the import system."""
     own = (__file__, "importlib")
     step = error.__traceback__
     while step is not None and any(
@@ -169,7 +175,7 @@ def _users_part(error: BaseException) -> str:
 
 @contextmanager
 def _no_bytecode() -> Iterator[None]:
-    """A start that is refused leaves nothing behind, no `__pycache__` either."""
+    """Write no `__pycache__` in the block: a rejected launch must leave no files behind."""
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         yield
@@ -179,26 +185,26 @@ def _no_bytecode() -> Iterator[None]:
 
 @dataclass
 class Unread:
-    """The keys of one configuration that were told already; `strict` makes the first an error."""
+    """Report config keys that no user code read, each once; `strict` turns the first into an error."""
 
     config: Config
     strict: bool = False
-    told: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
     _started: set[ClassPath] = field(default_factory=set)
 
-    def tell(self, runner: RunnerSection, peers: Peers) -> None:
-        """Say what of a profile's sections was not read, as rank 0 finds it; if `strict` raise UsageError."""
+    def report(self, runner: RunnerSection, peers: Peers) -> None:
+        """Report a profile's keys that rank 0 found unread; if `strict`, raise UsageError."""
         settings = self.config.settings
         self._started.update(_classes(settings, runner))
         sections = list(sections_of(settings, runner, self._started))
         useless = () if runner.infers else self.config.without_effect()
-        decide(peers, "unread keys", lambda: self._tell(sections, useless))
+        decide(peers, "unread keys", lambda: self._report(sections, useless))
 
-    def tell_ahead(self, profiles: Sequence[tuple[RunnerSection, Classes]]) -> None:
-        """If strict, raise ConfigError for the dead keys of all profiles before the first one trains.
+    def check_before_training(self, profiles: Sequence[tuple[RunnerSection, Classes]]) -> None:
+        """If strict, raise ConfigError for unread keys of all profiles before the first one trains.
 
-        Readers and models are made for it, and let go of. A profile with steps of its own may read anything
-        in them, and a class may need what only a step gives: of these the start-up tells.
+        Readers and models are built temporarily for this. Profiles with own steps, and classes that need what
+        only a step provides, are checked when they have started up.
         """
         if not self.strict:
             return
@@ -215,17 +221,18 @@ class Unread:
         if found := self.config.unused(list(sections.values())):
             raise ConfigError(found, "nothing was trained")
 
-    def tell_all(self, peers: Peers) -> None:
-        """The same for a program, to which all of the user's sections belong."""
-        decide(peers, "unread keys", lambda: self._tell(None))
+    def report_all(self, peers: Peers) -> None:
+        """Do the same for a program, which owns all user sections."""
+        decide(peers, "unread keys", lambda: self._report(None))
 
-    def _tell(self, sections: Sequence[Tracked] | None, useless: Sequence[ConfigProblem] = ()) -> None:
+    def _report(self, sections: Sequence[Tracked] | None, useless: Sequence[ConfigProblem] = ()) -> None:
+        """Print keys without effect and unread keys of the sections (None: all), each once."""
         for one in useless:
-            if one.path not in self.told:
+            if one.path not in self.reported:
                 sys.stderr.write(f"torchrelay: {one}\n")
-        self.told.update(one.path for one in useless)
-        found = [one for one in self.config.unused(sections) if one.path not in self.told]
-        self.told.update(one.path for one in found)
+        self.reported.update(one.path for one in useless)
+        found = [one for one in self.config.unused(sections) if one.path not in self.reported]
+        self.reported.update(one.path for one in found)
         if found and self.strict:
             raise UsageError(str(ConfigError(found, "nothing was trained")))
         if found:
@@ -235,11 +242,12 @@ class Unread:
                 for one, near in zip(found, nearest, strict=True)
             )
             sys.stderr.write(
-                f"torchrelay: {self.config.name}: never read: {keys}; --strict-config makes that an error\n"
+                f"torchrelay: {self.config.name}: keys never read: {keys} (an error with --strict-config)\n"
             )
 
 
 def _made_here(config: Config, runner: RunnerSection, classes: Classes) -> bool:
+    """Build a profile's models and readers once; True if that succeeded."""
     try:
         with apart():
             for phase, _ in phases_of(config.settings, runner):
@@ -247,7 +255,7 @@ def _made_here(config: Config, runner: RunnerSection, classes: Classes) -> bool:
             for dataset in datasets_of(config.settings, runner):
                 if (path := reader_path(dataset)) is not None:
                     made(classes.of(path), dataset)
-    except Exception:  # the profile itself will tell it, with all that it has by then
+    except Exception:  # the profile itself will report it, with more context
         return False
     return True
 
@@ -255,7 +263,7 @@ def _made_here(config: Config, runner: RunnerSection, classes: Classes) -> bool:
 def sections_of(
     settings: Settings, runner: RunnerSection, started: Collection[ClassPath]
 ) -> Iterator[Tracked]:
-    """The user's sections that are to be read when a profile, and these classes, have started up. Pure."""
+    """Yield the user sections that a profile and these classes should have read after start-up."""
     for dataset in datasets_of(settings, runner):
         yield dataset.extra
     optimizer = settings.hyper_parameters.optimizer
@@ -266,7 +274,7 @@ def sections_of(
 
 
 def _classes(settings: Settings, runner: RunnerSection) -> Iterator[ClassPath]:
-    """The classes of the user that a profile uses."""
+    """Yield the user's classes that a profile uses."""
     yield from (phase.model for phase, _ in phases_of(settings, runner))
     yield from (path for one in datasets_of(settings, runner) if (path := reader_path(one)) is not None)
     yield from (path for step in STEPS if (path := getattr(runner, step.key)) is not None)

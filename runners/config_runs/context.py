@@ -1,4 +1,4 @@
-"""What the steps of a profile pass on to each other, what a phase consists of, and the order of the steps.
+"""Context shared by the steps of a profile, the state of its phases, and the order of the steps.
 
 setup (Instance) -> build (Network) -> start (Startup) -> loop (Runner) -> finish (Terminal) -> end
 """
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Slot(Generic[T]):
-    """An entry that the step called `setter` sets; None: it is there from the beginning."""
+    """An entry that the step `setter` sets; None: it is set from the beginning."""
 
     def __init__(self, setter: str | None, doc: str) -> None:
         self.setter = setter
@@ -59,15 +59,15 @@ class Slot(Generic[T]):
 
 
 END = "end"
-"""The status behind the last step."""
+"""The status after the last step."""
 
 
 @dataclass(frozen=True)
 class StepName:
-    """A step: its `name` is the method and the status, `class_name` what a file must define.
+    """A step: its `name` is the method and the status, `class_name` the class that a file must define.
 
-    `older` is the method in which PaddleRec's steps do the same, `state` the status by which its steps go
-    to this one.
+    `older` is the corresponding method of PaddleRec's steps, `state` the status by which these select this
+    step.
     """
 
     name: str
@@ -77,7 +77,7 @@ class StepName:
 
     @property
     def key(self) -> str:
-        """The key of a runner that replaces it."""
+        """The key of a runner that replaces this step."""
         return f"{self.class_name.lower()}_class_path"
 
 
@@ -94,27 +94,27 @@ _ALSO = {one.state: one.name for one in STEPS} | {"infer_pass": "loop"}
 
 
 def status_of(given: object) -> str:
-    """The status that is meant; PaddleRec's `*_pass` names mean the same steps. UsageError for others."""
+    """Return the status; PaddleRec's `*_pass` names are aliases. Raises UsageError for others."""
     if isinstance(given, str) and given in (*LEGAL, *_ALSO):
         return _ALSO.get(given, given)
     raise UsageError(
-        f"context['status'] = {given!r:.80} is no step; legal are {', '.join(LEGAL)} "
-        f"(and PaddleRec's {', '.join(_ALSO)})"
+        f"invalid context['status'] = {given!r:.80}: expected {', '.join(LEGAL)} "
+        f"(or PaddleRec's {', '.join(_ALSO)})"
     )
 
 
 def after(name: str) -> str:
-    """The status behind a step that asked for none."""
+    """Return the status that follows a step that set none."""
     return LEGAL[LEGAL.index(name) + 1]
 
 
 def step_named(name: str) -> StepName:
-    """The step of a status other than `end`."""
+    """Return the step of a status other than `end`."""
     return STEPS[LEGAL.index(name)]
 
 
 class ContextKeyError(UsageError, KeyError):
-    """A step asks for what is not in the context; the message says which step should have set it."""
+    """A step reads an entry that is not set; the message names the step that should set it."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -123,31 +123,32 @@ class ContextKeyError(UsageError, KeyError):
 class StepContext(MutableMapping[str, Any]):
     """The context of one profile. `context.job` and `context["job"]` are the same entry.
 
-    A step may put entries of its own there, as items. `context["status"] = name` chooses the next step;
-    what does not set it goes on in order. Raises ContextKeyError for what nobody has set, UsageError for a
-    status that is no step.
+    A step may add its own entries as items. `context["status"] = name` chooses the next step; otherwise steps
+    run in order. Raises ContextKeyError for entries that are not set, UsageError for an unknown status.
     """
 
     config: Slot[Config] = Slot(None, "the configuration")
     settings: Slot[Settings] = Slot(None, "its keys with their types")
     runner: Slot[RunnerSection] = Slot(None, "the keys of this profile")
     runner_name: Slot[str] = Slot(None, "the profile's name")
-    is_infer: Slot[bool] = Slot(None, "whether it evaluates stored epochs instead of training")
-    run_dir: Slot[str] = Slot(None, "the run directory of a profile that trains; where `infer` finds epochs")
-    job_options: Slot[dict[str, Any]] = Slot(None, "what JobRunner is told, beside the job")
+    is_infer: Slot[bool] = Slot(None, "True if it evaluates stored epochs instead of training")
+    run_dir: Slot[str] = Slot(
+        None, "the run directory of a profile that trains; for `infer`, the location of the epochs"
+    )
+    job_options: Slot[dict[str, Any]] = Slot(None, "options of JobRunner")
     classes: Slot[Classes] = Slot(None, "the user's classes, loaded")
     env: Slot[Mapping[str, Any]] = Slot(None, "the whole configuration as plain values")
     config_yaml: Slot[str] = Slot(None, "the file it was read from")
-    workspace: Slot[Path] = Slot(None, "the directory where paths begin")
+    workspace: Slot[Path] = Slot(None, "the directory that paths are relative to")
     rank: Slot[int] = Slot(None, "the number of this process")
     world_size: Slot[int] = Slot(None, "how many processes there are")
-    engine: Slot[str] = Slot(None, "`single`, or `cluster` where there are several processes")
+    engine: Slot[str] = Slot(None, "`single`, or `cluster` with several processes")
     session: Slot[SessionBase] = Slot("setup", "the processes of the job")
     device: Slot[Any] = Slot("setup", "the torch.device of this process")
     phases: Slot[dict[str, PhaseState]] = Slot("build", "models, data and optimizers by phase")
-    job: Slot[Job] = Slot("build", "what is trained; only where a profile trains")
-    epochs: Slot[tuple[int, ...]] = Slot("start", "the epochs that `infer` goes over")
-    result: Slot[Any] = Slot("loop", "a RunResult; of `infer` the rows, one dict per epoch")
+    job: Slot[Job] = Slot("build", "the training job; only if the profile trains")
+    epochs: Slot[tuple[int, ...]] = Slot("start", "the epochs that `infer` evaluates")
+    result: Slot[Any] = Slot("loop", "a RunResult; for `infer` the rows, one dict per epoch")
 
     def __init__(self, **given: Any) -> None:
         self._held: dict[str, Any] = dict(given)
@@ -156,7 +157,7 @@ class StepContext(MutableMapping[str, Any]):
     def of(
         cls, config: Config, runner: RunnerSection, run_dir: str, classes: Classes, **more: Any
     ) -> StepContext:
-        """What the steps of a profile begin with; `more` are entries that differ."""
+        """Create the context that a profile's steps begin with; `more` holds entries that differ."""
         env = read_launch_env()
         given = {
             "config": config,
@@ -186,7 +187,7 @@ class StepContext(MutableMapping[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "_held" and not isinstance(getattr(type(self), name, None), Slot):
-            raise UsageError(f'the context has no attribute {name!r}: put your own as context["{name}"]')
+            raise UsageError(f'the context has no attribute {name!r}: set your own as context["{name}"]')
         super().__setattr__(name, value)
 
     def __delitem__(self, key: str) -> None:
@@ -204,26 +205,27 @@ class StepContext(MutableMapping[str, Any]):
         return f"StepContext({', '.join(self._held)})"
 
     def get(self, key: str, default: Any = None, /) -> Any:
-        """The entry, or `default` where nobody has set it."""
+        """Return the entry, or `default` if it is not set."""
         return self._held.get(key, default)
 
     def load_upstream(self, alias: str) -> LoadedUpstream:
-        """The configuration and source of a run that `upstream` names; see `torchrelay.load_upstream`."""
+        """Return configuration and source of an `upstream` run; see `torchrelay.load_upstream`."""
         known = {name: run_of(self.config, one.run) for name, one in self.settings.upstream.items()}
         return load_upstream(alias, self.run_dir, known or None)
 
     def setting(self, path: str, default: Any = None) -> Any:
-        """What the configuration has at a dotted path, `runner.train1.epochs`; it counts as read.
+        """Read the configuration at a dotted path such as `runner.train1.epochs`; the key counts as read.
 
-        Where nothing stands it is the schema's default, else `default`. PaddleRec's `get_global_env`.
+        A missing key has the schema's default, else `default`. PaddleRec's name is `get_global_env`.
         """
         return self.config.value(path, default)
 
     def barrier(self) -> None:
-        """Wait until all processes are here. Raises PeerError or DeadlineError where one does not come."""
+        """Wait for all processes. Raises PeerError or DeadlineError if one does not arrive."""
         self.session.peers.exchange("barrier of a step", None)
 
     def _missing(self, key: str) -> str:
+        """Describe a missing entry and who should have set it."""
         slot = getattr(type(self), key, None) if isinstance(key, str) else None
         if isinstance(slot, Slot):
             who = next((one.class_name for one in STEPS if one.name == slot.setter), "the run")
@@ -231,13 +233,13 @@ class StepContext(MutableMapping[str, Any]):
         declared = [name for name, value in vars(type(self)).items() if isinstance(value, Slot)]
         near = difflib.get_close_matches(str(key), [*self._held, *declared], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"no step has set context[{key!r}], and none of torchrelay's does{hint}; there is {self!r}"
+        return f"context[{key!r}] is not set, and no step of torchrelay sets it{hint}; available: {self!r}"
 
 
 class PhaseScope(MutableMapping[str, Any]):
-    """The names of a workspace that begin with a phase's, without that beginning: `total` is `phase1.total`.
+    """The workspace names that begin with a phase's name, without that prefix: `total` is `phase1.total`.
 
-    Nothing is held here. Names that are made before the first epoch belong to the checkpoint.
+    A view that holds no data. Names that are created before the first epoch are part of the checkpoint.
     """
 
     def __init__(self, workspace: Workspace, name: str) -> None:
@@ -267,12 +269,12 @@ class PhaseScope(MutableMapping[str, Any]):
 
 @dataclass
 class PhaseState:
-    """A model with its data. `trained` is the model as it is called: wrapped where there are several ranks.
+    """A model with its data, optimizer and schedule.
 
-    `scope` is its part of the workspace. `prefix` stands before the names of its metrics: empty where the
-    profile has one phase. `optimizer` is None where nothing is trained; `scheduler` is stepped behind each of
-    its steps, or behind each epoch, where there is one. `validation` is the same model with the data that it
-    is measured on while it trains.
+    `trained` is the module to call in training, wrapped if there are several ranks. `scope` is the phase's
+    part of the workspace. `prefix` precedes the names of its metrics, and is empty if the profile has one
+    phase. `optimizer` is None if nothing is trained. `scheduler` steps after each optimizer step, or after
+    each epoch. `validation` is the same model with its validation data.
     """
 
     name: str
@@ -287,18 +289,18 @@ class PhaseState:
     scheduled_by_epoch: bool = False
     validation: PhaseState | None = None
     metrics: tuple[str, ...] | None = None
-    """Which metrics an evaluation logs; all if it is None."""
+    """Metrics that an evaluation logs; None: all."""
 
     def logs(self, metric: str) -> bool:
-        """Whether an evaluation logs this metric."""
+        """Return True if an evaluation logs this metric."""
         return self.metrics is None or metric in self.metrics
 
     def weight(self, count: int, ranks: int) -> float:
-        """What `count` samples of this process weigh: less where several ranks read the same ones."""
+        """Return the weight of `count` samples; less if several ranks read the same samples."""
         return count * self.loader.world / ranks
 
     def step_scheduler(self, *, epoch: bool) -> None:
-        """Step its schedule where that counts epochs (or steps); raises UsageError where it is at its end."""
+        """Step the schedule if it counts epochs (or steps); raises UsageError at its end."""
         if self.scheduler is None or self.scheduled_by_epoch is not epoch:
             return
         try:
@@ -306,16 +308,16 @@ class PhaseState:
         except ValueError as error:
             from torch.optim.lr_scheduler import OneCycleLR
 
-            if not isinstance(self.scheduler, OneCycleLR):  # it alone has an end
+            if not isinstance(self.scheduler, OneCycleLR):  # the only schedule with an end
                 raise
             kind, unit = type(self.scheduler).__name__, "epochs" if epoch else "steps"
             raise UsageError(
-                f"phase.{self.name}: its {kind} refuses to step ({error}): "
-                f"give it as many {unit} as are trained"
+                f"phase.{self.name}: its {kind} cannot step further ({error}): "
+                f"configure it for as many {unit} as are trained"
             ) from error
 
     def blobs(self) -> Mapping[str, Any]:
-        """What a checkpoint has of it, by blob name."""
+        """Return the objects that a checkpoint stores, by blob name."""
         found = {MODEL: self.model, LOADER: self.loader}
         if self.optimizer is not None:
             found[OPTIMIZER] = self.optimizer

@@ -1,7 +1,7 @@
-"""A phase's model, measured on data: means and predictions, now or of stored epochs one after another.
+"""Evaluate a phase's model on data: metrics and predictions, during training or for stored epochs.
 
-Each rank writes what it predicted of an epoch to a part beside the file, in ascending order; rank 0 merges
-them by index. Memory holds one row per rank.
+Each rank writes its predictions of an epoch to a part file in ascending order; rank 0 merges the parts by
+index with one row per rank in memory.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from torchrelay.runners.session.run_state import RunState
 
 
 class Tally:
-    """Sums of what a model's `counts(outputs, batch)` gives, by name; nothing for a model without it.
+    """Sums of a model's `counts(outputs, batch)` by name; empty for a model without that method.
 
-    It holds what was added since it was made: a loop that a start goes on with in its middle counts the rest.
+    After a resume in the middle of a loop it counts only the rest of the loop.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,7 +53,7 @@ class Tally:
         self._counts = getattr(model, "counts", None)
 
     def add(self, outputs: Any, batch: Any) -> None:
-        """Count a batch; one without samples of its own is left out."""
+        """Add a batch; a batch without own samples is ignored."""
         if not callable(self._counts) or not batch.count:
             return
         with torch.no_grad():
@@ -62,12 +62,12 @@ class Tally:
                 self._sums[name] = self._sums[name] + own if name in self._sums else own
 
     def metrics(self, peers: Peers) -> dict[str, float]:
-        """What the model's `metrics_of(counts)` makes of the sums over all processes; all call this."""
+        """Return the model's `metrics_of(counts)` over all processes; all ranks call this."""
         if not callable(self._counts):
             return {}
-        told = peers.exchange("counts", {name: one.tolist() for name, one in self._sums.items()})
+        counts = peers.exchange("counts", {name: one.tolist() for name, one in self._sums.items()})
         total: dict[str, torch.Tensor] = {}
-        for one in told:
+        for one in counts:
             for name, count in one.items():
                 own = torch.tensor(count, dtype=torch.float64)
                 total[name] = total[name] + own if name in total else own
@@ -80,9 +80,9 @@ FORMATS = ("jsonl", "csv")
 
 
 def rows_of(predicted: Any, count: int, what: str) -> list[Row]:
-    """A row per sample of what a model predicted: of a tensor `prediction`, of a mapping its names.
+    """Return one row per sample: column `prediction` for a tensor, or one column per name of a mapping.
 
-    Raises UsageError where there is not one per sample.
+    Raises UsageError if a column does not have one row per sample.
     """
     columns = predicted if isinstance(predicted, Mapping) else {"prediction": predicted}
     listed = {name: _listed(value) for name, value in columns.items()}
@@ -92,19 +92,19 @@ def rows_of(predicted: Any, count: int, what: str) -> list[Row]:
             is_tensor = isinstance(column, torch.Tensor)
             found = f"a tensor of shape {tuple(column.shape)}" if is_tensor else f"{column!r:.40}"
             raise UsageError(
-                f"{what}: predictions of {count} samples must be tensors with a row for each, {name!r} is "
-                f"{found}: give the model a method predict(self, outputs, batch)"
+                f"{what}: predictions of {count} samples must have one row per sample, {name!r} is "
+                f"{found}: add a method predict(self, outputs, batch) to the model"
             )
     return [{name: values[at] for name, values in listed.items() if values} for at in range(count)]
 
 
 def format_of(path: str, wanted: str | None) -> str:
-    """The format that was asked for, else that of the name's ending, else JSON lines."""
+    """Return the requested format, else the one of the file's suffix, else JSON lines."""
     return wanted or ("csv" if path.lower().endswith(".csv") else "jsonl")
 
 
 class PredictionFile:
-    """The file of one profile; rank 0 writes it, all ranks write parts. `merge` is called per epoch."""
+    """The file of one profile; all ranks write parts, rank 0 merges them once per epoch."""
 
     def __init__(self, path: str, form: str, rank: int, ranks: int) -> None:
         self.path, self.form, self.rank, self.ranks = path, form, rank, ranks
@@ -113,11 +113,11 @@ class PredictionFile:
         self._out: Any = None
 
     def part(self) -> Any:
-        """Open this rank's part of an epoch; `write_rows` writes to it."""
+        """Open this rank's part of an epoch for `write_rows`."""
         return self._system.open(self._part(self.rank), "w", encoding="utf-8", newline="\n")
 
     def merge(self, constant: Row) -> None:
-        """On rank 0, when all parts are closed: append their rows, `constant` in front of each."""
+        """On rank 0, after all parts are closed: append their rows, each with `constant` in front."""
         with ExitStack() as stack:
             opened = (self._system.open(self._part(one), "r", encoding="utf-8") for one in range(self.ranks))
             parts = [stack.enter_context(part) for part in opened]
@@ -127,19 +127,22 @@ class PredictionFile:
             self._system.rm(self._part(one))
 
     def close(self) -> None:
-        """On rank 0: the file appears whole."""
+        """On rank 0: publish the complete file."""
         if self._out is None:
             self._open()
         self._out.close()
         self._system.mv(f"{self._root}.part", self._root)
 
     def _part(self, rank: int) -> str:
+        """Return the path of a rank's part."""
         return f"{self._root}.rank{rank}.part"
 
     def _open(self) -> None:
+        """Open the temporary output file."""
         self._out = self._system.open(f"{self._root}.part", "w", encoding="utf-8", newline="")
 
     def _write(self, row: Row) -> None:
+        """Append one row as JSON or CSV."""
         if self._out is None:
             self._open()
         if self.form == "jsonl":
@@ -154,15 +157,16 @@ class PredictionFile:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a small file or URL whole."""
+    """Write a small file or URL at once."""
     system, root = _opened(path)
     with system.open(root, "w", encoding="utf-8", newline="\n") as file:
         file.write(text)
 
 
 def _opened(path: str) -> tuple[Any, str]:
+    """Return the file system of a path or URL, and the path in it."""
     if is_url(path):
-        return open_file_system(path, "the place of results")
+        return open_file_system(path, "the location of results")
     import fsspec
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -170,6 +174,7 @@ def _opened(path: str) -> tuple[Any, str]:
 
 
 def _listed(value: Any) -> list[Any] | None:
+    """Convert a tensor or sequence to a list; None for scalars and other types."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().tolist() if value.dim() else None
     return list(value) if isinstance(value, (list, tuple)) else None
@@ -178,7 +183,7 @@ def _listed(value: Any) -> list[Any] | None:
 def evaluation(
     context: StepContext, phase: PhaseState, out: PredictionFile | None = None
 ) -> Callable[[Context], None]:
-    """A task that goes over a phase's data once: logs metrics, and writes what the model predicts."""
+    """Return a task that iterates over a phase's data once, logs metrics and writes predictions."""
 
     def evaluate(ctx: Context) -> None:
         phase.model.eval()
@@ -192,7 +197,7 @@ def evaluation(
         absent = [name for name in phase.metrics or () if name not in names]
         if absent:
             raise UsageError(
-                f"phase.{phase.name}.validation.metrics: the model gives no `{absent[0]}`; "
+                f"phase.{phase.name}.validation.metrics: the model has no metric `{absent[0]}`; "
                 f"{hint(absent[0], sorted(names))}"
             )
 
@@ -200,9 +205,9 @@ def evaluation(
 
 
 def _measured(phase: PhaseState, ctx: Context, batch: Any, tally: Tally, names: set[str]) -> Any:
-    """What the model gives; a rank without a sample in a step computes one that counts for nothing.
+    """Evaluate one batch; a rank without a sample computes one that does not count.
 
-    `names` gets those of all metrics.
+    Adds the names of all metrics to `names`.
     """
     moved = moved_batch(batch, ctx.device)
     outputs = phase.model(moved)
@@ -221,7 +226,7 @@ def _measured(phase: PhaseState, ctx: Context, batch: Any, tally: Tally, names: 
 
 
 def write_rows(phase: PhaseState, batch: Any, outputs: Any, part: Any) -> None:
-    """Write a row per sample of a batch: what the model predicts, which are its outputs unless it says."""
+    """Write one row per sample: the result of the model's `predict`, or its outputs without that method."""
     predict = getattr(phase.model, "predict", None)
     predicted = predict(outputs, batch) if callable(predict) else outputs
     rows = rows_of(predicted, batch.count, f"phase {phase.name}")
@@ -230,7 +235,7 @@ def write_rows(phase: PhaseState, batch: Any, outputs: Any, part: Any) -> None:
 
 
 def log_tally(phase: PhaseState, ctx: Context, tally: Tally) -> Iterable[str]:
-    """Log what the counts of a loop come to, over all ranks; returns the names."""
+    """Log the metrics of a loop's counts over all ranks; returns their names."""
     found = tally.metrics(ctx.session.peers)
     for name, value in found.items():
         if phase.logs(name):
@@ -239,7 +244,7 @@ def log_tally(phase: PhaseState, ctx: Context, tally: Tally) -> Iterable[str]:
 
 
 def metrics_of(phase: PhaseState, outputs: Any, batch: Any) -> dict[str, Any]:
-    """What the model's `metrics(outputs, batch)` gives: means over the batch, by name; nothing without it."""
+    """Return the batch means of the model's `metrics(outputs, batch)`; empty without that method."""
     measure = getattr(phase.model, "metrics", None)
     if not callable(measure):
         return {}
@@ -248,17 +253,17 @@ def metrics_of(phase: PhaseState, outputs: Any, batch: Any) -> dict[str, Any]:
 
 
 def moved_batch(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on the device."""
+    """Return the batch with its tensors on the device."""
     return make_batch(on_device(batch.data, device), weight=batch.weight, indices=batch.indices)
 
 
 def load_weights(
     phase: PhaseState, settings: Settings, runner: RunnerSection, where: str, epoch: int | str = "last"
 ) -> None:
-    """Load a phase's model from an epoch of a run, or from a file of `save_blobs`, in place and verified.
+    """Load and verify a phase's model in place, from an epoch of a run or a file of `save_blobs`.
 
-    `init_prefix`, `init_rename`, `init_strict` and `init_optimizer` of the runner say what of it. Raises
-    UsageError where nothing there belongs to the phase, BlobError where it does not fit.
+    The runner's `init_prefix`, `init_rename`, `init_strict` and `init_optimizer` select the content. Raises
+    UsageError if nothing there matches the phase, BlobError if it does not fit.
     """
     if Path(where).is_file():
         names: Collection[str] = FileSource(open_blob_file(where)).kinds()
@@ -275,15 +280,15 @@ def load_weights(
 def _source(
     phase: PhaseState, settings: Settings, runner: RunnerSection, where: str, stored: Collection[str]
 ) -> str:
-    """The dotted name below which the model lies there."""
+    """Return the dotted prefix of the model in the stored names."""
     if runner.init_prefix is not None:
         return runner.init_prefix
     found = stored_phase(settings, phase.keys, stored)
     if found is None:
         there = ", ".join(name for name in stored if name != "rng") or "nothing"
         raise UsageError(
-            f"{where} has no model for phase {phase.name!r}; it has {there}: call the phase as it was "
-            "trained, or give `init_prefix`"
+            f"{where} has no model for phase {phase.name!r}; it has {there}: set `init_prefix`, or name the "
+            "phase as in training"
         )
     return f"{found}.{MODEL}"
 
@@ -291,14 +296,14 @@ def _source(
 def _wanted(
     phase: PhaseState, runner: RunnerSection, source: str
 ) -> tuple[dict[str, Any], Mapping[str, str] | None]:
-    """What is loaded, and how stored names become those of the phase."""
+    """Return the objects to load, and the mapping from stored names to those of the phase."""
     target = f"{phase.name}.{MODEL}"
     objects: dict[str, Any] = {target: phase.model}
     if runner.init_optimizer and phase.optimizer is not None:
         if source != target:
             raise UsageError(
-                f"runner.{runner.name}.init_optimizer: the weights are those of {source}, and an optimizer's "
-                f"state goes by the names of its weights: call the phase as there, or leave the key out"
+                f"runner.{runner.name}.init_optimizer: the weights come from {source}, but optimizer state "
+                f"needs the same names: name the phase as there, or remove the key"
             )
         objects[f"{phase.name}.{OPTIMIZER}"] = phase.optimizer
     rename = {
@@ -311,15 +316,14 @@ def _wanted(
 
 
 def chosen_epochs(runner: RunnerSection, where: str) -> tuple[list[int], str | None]:
-    """The epochs that are meant, ascending, and what has to be said of it.
+    """Return the selected epochs, ascending, and a warning for those of a range that do not exist.
 
-    Raises UsageError where no run is, UnknownEpochError naming epochs that were listed and are not there, or
-    where none is left. Of a range what is not there is only said.
+    Raises UsageError if there is no run, UnknownEpochError if listed epochs do not exist or none is left.
     """
     if not is_url(where) and not Path(where).exists():
         raise UsageError(
-            f"runner.{runner.name}: {where} is not there: train first (`mode` is the order), or say by "
-            "`init_model_path` where epochs are"
+            f"runner.{runner.name}: {where} does not exist: train first (`mode` sets the order), or set "
+            "`init_model_path` to a run with epochs"
         )
     choice, (_, behind) = runner.infer_epochs, weights_place(runner)
     if isinstance(behind, int):
@@ -329,18 +333,18 @@ def chosen_epochs(runner: RunnerSection, where: str) -> tuple[list[int], str | N
         return [open_checkpoint(where, word).epoch], None
     there = [one.position.epoch for one in whole_epochs(read_log(place_of(where)), None) if one.healthy]
     chosen, absent = choice.chosen(there), choice.absent(there)
-    said = f"{where} has no epoch {ranges(absent)}; there are {ranges(there) or 'none'}" if absent else None
+    said = f"{where} has no epoch {ranges(absent)}; it has {ranges(there) or 'none'}" if absent else None
     if said and (choice.listed or not chosen):
         raise UnknownEpochError(f"runner.{runner.name}: {said}")
     if not chosen:
         raise UnknownEpochError(
-            f"runner.{runner.name}: none of the epochs meant is in {where}; there are {ranges(there)}"
+            f"runner.{runner.name}: {where} has none of the selected epochs; it has {ranges(there)}"
         )
     return sorted(chosen), said
 
 
 def agreed_epochs(context: StepContext) -> tuple[int, ...]:
-    """The epochs of a profile, chosen once for all ranks."""
+    """Choose the epochs of a profile once, for all ranks."""
     peers = context.session.peers
     found, said = decide(peers, "epochs", lambda: list(chosen_epochs(context.runner, context.run_dir)))
     if said and peers.rank == 0:
@@ -349,7 +353,7 @@ def agreed_epochs(context: StepContext) -> tuple[int, ...]:
 
 
 def infer_epochs(context: StepContext) -> list[Row]:
-    """Evaluate every epoch of the context; returns a row for each, which rank 0 also prints and writes."""
+    """Evaluate every epoch of the context; returns one row each, which rank 0 prints and writes."""
     session, runner = context.session, context.runner
     peers, rows = session.peers, list[Row]()
     state = RunState(seed=context.settings.seed)
@@ -363,7 +367,7 @@ def infer_epochs(context: StepContext) -> list[Row]:
             state.begin_epoch(epoch)
             rows.append(_one_epoch(context, epoch, out))
             if peers.rank == 0:
-                _tell(context, rows)
+                _report(context, rows)
         if out is not None and peers.rank == 0:
             out.close()
     finally:
@@ -372,6 +376,7 @@ def infer_epochs(context: StepContext) -> list[Row]:
 
 
 def _one_epoch(context: StepContext, epoch: int, out: PredictionFile | None) -> Row:
+    """Load and evaluate one epoch; returns its row."""
     peers = context.session.peers
     together(peers, f"load epoch {epoch}", lambda: _load(context, epoch))
     several = len(context.phases) > 1
@@ -386,18 +391,20 @@ def _one_epoch(context: StepContext, epoch: int, out: PredictionFile | None) -> 
 
 
 def _load(context: StepContext, epoch: int) -> None:
+    """Load an epoch into the models of all phases."""
     for phase in context.phases.values():
         load_weights(phase, context.settings, context.runner, context.run_dir, epoch)
 
 
-def _tell(context: StepContext, rows: list[Row]) -> None:
+def _report(context: StepContext, rows: list[Row]) -> None:
+    """Print the newest row, and rewrite the metrics file if there is one."""
     shown = {name: value for name, value in rows[-1].items() if name not in ("runner", "epoch")}
     text = ", ".join(f"{name} {value:.6g}" for name, value in sorted(shown.items()))
     print(f"{context.runner_name} epoch {rows[-1]['epoch']}: {text}", flush=True)
     if context.runner.metrics_path is not None:
-        told = [
+        finite_rows = [
             {name: finite(one) if isinstance(one, float) else one for name, one in row.items()}
             for row in rows
         ]
-        lines = "".join(json.dumps(row) + "\n" for row in told)
+        lines = "".join(json.dumps(row) + "\n" for row in finite_rows)
         write_text(context.runner.metrics_path, lines)

@@ -1,9 +1,9 @@
-"""Data that grow: which files an epoch is over, looked up before it begins, and when a run over them ends.
+"""Growing data: select the files of each epoch before it begins, and stop when no data is left.
 
-A *partition* is a file among `data_path`, or what lies in a directory among them: each file there, each
-directory there with its files. Partitions are taken in the order in which they were found, those found at
-once by name; none is ever put before one that was known. So an epoch that was left in its middle goes on over
-the very files that it began with, whatever came meanwhile, and partition n is the same one after a restart.
+A *partition* is a file in `data_path`, or an entry of a directory in it: each file there, and each directory
+with its files. Partitions keep the order in which they were found; those found together are sorted by name,
+and new ones are always appended. So an interrupted epoch continues over the files that it began with, and
+partition n is the same after a restart.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torchrelay.runners.config_runs.selection import LOADER
 from torchrelay.runners.config_runs.user_objects import made, made_dataset
 
 Partition = list[str]
-"""Its name, then its files: paths relative to the workspace where they lie below it."""
+"""A name, then its files: paths relative to the workspace if they are inside it."""
 
 
 def partitions_there(data_path: Sequence[str], workspace: Path) -> list[Partition]:
-    """The partitions that lie there now; what is not there yet is none. Hidden names are passed over."""
+    """List the existing partitions; hidden names and missing paths are skipped."""
     found: dict[str, Partition] = {}
     for text in data_path:
         path = Path(text)
@@ -47,17 +47,16 @@ def partitions_there(data_path: Sequence[str], workspace: Path) -> list[Partitio
 
 
 def with_new(known: Sequence[Partition], there: Sequence[Partition]) -> list[Partition]:
-    """What was known, in its order, then what is new. Pure."""
+    """Append new partitions to the known ones, keeping the order of the latter."""
     names = {one[0] for one in known}
     return [*known, *(one for one in there if one[0] not in names)]
 
 
 class GrowingLoader(EpochLoader):
-    """An EpochLoader whose data are looked up by `look`, before each epoch.
+    """An EpochLoader that selects its data by `look` before each epoch.
 
-    `there` lists partitions, `read` makes a dataset of files. With `per_partition` an epoch is over one
-    partition, so many times; without it over all that are known. `known` is state, beside that of an
-    EpochLoader.
+    `there` lists partitions, `read` makes a dataset of files. With `per_partition` each partition gets that
+    many epochs; without it an epoch covers all known partitions. `known` is part of the state.
     """
 
     def __init__(
@@ -76,43 +75,45 @@ class GrowingLoader(EpochLoader):
         super().__init__(_NOTHING_YET, batch_size, **options)
 
     def look(self, peers: Peers) -> None:
-        """Find out, on rank 0 and for all, what the epoch that begins is over; inside of one do nothing.
+        """Select the data of the epoch that begins, on rank 0 for all; within an epoch do nothing.
 
-        Raises UsageError where there is no data for it.
+        Raises UsageError if there is no data for it.
         """
         if not self.samples_done:
             self.known = decide(peers, "data of the epoch", lambda: with_new(self.known, self.there()))
             self._open()
 
     def next_epochs(self) -> int:
-        """How many epochs there are data for, counted from the run's beginning, as far as is known now."""
+        """Return the number of epochs that have data, counted from the beginning of the run."""
         return len(with_new(self.known, self.there())) * (self.per_partition or 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of an EpochLoader, and the partitions that the running epoch knows."""
+        """Return the state of an EpochLoader and the partitions known in this epoch."""
         return {**super().state_dict(), "known": [list(one) for one in self.known]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As of an EpochLoader; the files of an epoch that was begun are read again."""
+        """Load the state; the files of an interrupted epoch are opened again."""
         self.known = [list(one) for one in state["known"]]
         if int(state["samples_done"]):
             self._open(int(state["epoch"]))
         super().load_state_dict(state)
 
     def _batches(self, *args: Any) -> Any:
+        """Iterate over batches; raises NotAllowedNowError before the first `look`."""
         if not self._files:
-            raise NotAllowedNowError("nobody has looked which data there are: call loader.look(peers) first")
+            raise NotAllowedNowError(
+                "the data of this epoch is not selected yet: call loader.look(peers) first"
+            )
         return super()._batches(*args)
 
     def _open(self, epoch: int | None = None) -> None:
+        """Open the files of an epoch; raises UsageError if there are none."""
         epoch, chosen = self.epoch if epoch is None else epoch, self.known
         if self.per_partition is not None:
             at = epoch // self.per_partition
             chosen = self.known[at : at + 1]
         if not chosen:
-            raise UsageError(
-                f"there is no data for epoch {epoch + 1}: {len(self.known)} partitions are known"
-            )
+            raise UsageError(f"no data for epoch {epoch + 1}: only {len(self.known)} partitions are known")
         files = [file for partition in chosen for file in partition[1:]]
         if files != self._files:
             self._take(self._read(files))
@@ -121,9 +122,9 @@ class GrowingLoader(EpochLoader):
 
 @dataclass(frozen=True)
 class PartitionsOver:
-    """Stop when a loader has no partition left; `at_start` is for how many epochs there was data then.
+    """Stop when a loader has no partition left; `at_start` is the number of epochs with data at the launch.
 
-    A limit: data that came since make a run go on that had ended.
+    A limit: new data lets a finished run continue.
     """
 
     name: str
@@ -133,7 +134,7 @@ class PartitionsOver:
     limit: bool = True
 
     def ask(self, ctx: Any) -> StopAnswer:
-        """Compare with the epochs done; at a position that is not loaded, by what all agreed on."""
+        """Compare with the finished epochs; before the loader is loaded, use the agreed number."""
         loaded = getattr(ctx, "workspace", None) is not None
         there = max(self.at_start, self.loader.next_epochs()) if loaded else self.at_start
         if ctx.epoch < there:
@@ -142,10 +143,11 @@ class PartitionsOver:
 
 
 _NOTHING_YET = [None]
-"""A dataset that nobody reads: its only sample is in the place of those that are not looked up yet."""
+"""Placeholder dataset until the first `look`; it is never read."""
 
 
 def _below(path: Path) -> list[Path]:
+    """List the files below a directory, except hidden ones."""
     found = (one for one in path.rglob("*") if one.is_file())
     return sorted(
         one for one in found if not any(part.startswith(".") for part in one.relative_to(path).parts)
@@ -153,6 +155,7 @@ def _below(path: Path) -> list[Path]:
 
 
 def _name(path: Path, workspace: Path) -> str:
+    """Return the path relative to the workspace if it is inside, else absolute."""
     text = os.path.abspath(path)  # noqa: PTH100 - without following links
     return os.path.relpath(text, workspace) if text.startswith(f"{workspace}{os.sep}") else text
 
@@ -160,7 +163,7 @@ def _name(path: Path, workspace: Path) -> str:
 def growing_loader(
     kind: type, dataset: Dataset, workspace: Path, runner: RunnerSection, options: Mapping[str, Any]
 ) -> GrowingLoader:
-    """A loader over data that are read by a reader of class `kind`, made anew for the files of an epoch."""
+    """Create a loader whose reader of class `kind` is created again for the files of each epoch."""
 
     def there() -> list[list[str]]:
         return partitions_there(dataset.data_path, workspace)
@@ -174,7 +177,7 @@ def growing_loader(
 
 
 def ends_of_data(context: StepContext) -> Iterator[PartitionsOver]:
-    """When a profile is over that goes from partition to partition; alike on all ranks."""
+    """Yield the stop conditions of phases that train partition by partition; identical on all ranks."""
     for phase in context.phases.values():
         loader = phase.loader
         if not isinstance(loader, GrowingLoader) or loader.per_partition is None:
@@ -185,7 +188,7 @@ def ends_of_data(context: StepContext) -> Iterator[PartitionsOver]:
 
 
 def _epochs(run_dir: str, blob: str, loader: GrowingLoader) -> int:
-    """How many epochs there are data for, by what the newest epoch of the run knew, if there is one."""
+    """Count the epochs that have data, including partitions that the newest epoch of the run knew."""
     known: list[Partition] = []
     with suppress(RelayError):
         found = open_checkpoint(run_dir).value(blob)

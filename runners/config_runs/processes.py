@@ -1,4 +1,4 @@
-"""Processes of a profile: sessions over them, ranks on this machine, and what is put back behind it."""
+"""Processes of a profile: sessions, local ranks, and global state that is restored afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def session_on(device: torch.device) -> DistributedSession:
-    """A session of its own, over the processes that have met if they compute on `device`, else met anew."""
+    """Create a session over the existing processes if they use `device`, else set up new ones."""
     from torchrelay.runners.session.distributed import DistributedSession
 
     world = current_world()
@@ -33,8 +33,8 @@ def session_on(device: torch.device) -> DistributedSession:
     return DistributedSession.from_env(device=device)
 
 
-def let_go(session: SessionBase, *, world_stays: bool) -> None:
-    """Let go of what a profile kept; the processes stay together for the next one where `world_stays`."""
+def release(session: SessionBase, *, world_stays: bool) -> None:
+    """Release what a profile held; with `world_stays` the processes stay connected for the next one."""
     from torchrelay.runners.session.distributed import DistributedSession
 
     if session.closed:
@@ -49,13 +49,13 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class LocalRanksError(RelayError):
-    """The processes of a local job ended with a code that is not 0; they have said why."""
+    """The processes of a local job exited with a code other than 0; they have reported why."""
 
 
 def command_of(
     config: str, overrides: Sequence[str], runner: str, count: int, run_dir: str | None
 ) -> list[str]:
-    """How torchrun is told to run one profile on `count` processes; it chooses a free port itself. Pure."""
+    """Return the torchrun command that runs one profile on `count` processes."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     words += ["-m", "torchrelay", "run", "-m", config]
     for one in (*overrides, f"mode={runner}"):
@@ -64,9 +64,9 @@ def command_of(
 
 
 def run_local_ranks(command: Sequence[str]) -> None:
-    """Run it to its end; signals to stop are passed on. Raises LocalRanksError with the code of the job.
+    """Run the command to its end, passing on stop signals. Raises LocalRanksError with its exit code.
 
-    torchrun tells 1 for whatever its ranks ended with; the code of the run stands in its status.json.
+    torchrun exits with code 1 for any failure of its ranks; the run's own code is in its status.json.
     """
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     process = subprocess.Popen(command, env=environment)  # noqa: S603 - our own words
@@ -74,7 +74,7 @@ def run_local_ranks(command: Sequence[str]) -> None:
         code = process.wait()
     if code:
         error = LocalRanksError(
-            f"the processes of this runner ended with {code}; what the first one said is above"
+            f"the processes of this runner exited with code {code}; the first error is printed above"
         )
         error.exit_code = code if code > 0 else 128 - code
         raise error
@@ -82,15 +82,15 @@ def run_local_ranks(command: Sequence[str]) -> None:
 
 @contextmanager
 def signals_to(process: subprocess.Popen[Any], numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """While the block runs, these signals are passed on to a process."""
+    """Pass these signals on to a process while the block runs."""
 
     def pass_on(number: int, _: Any) -> None:
-        # SIGUSR1 asks us to leave as SIGTERM does; torchrun would die of it and take nobody along.
+        # SIGUSR1 asks to stop as SIGTERM does; torchrun would die of it without stopping its ranks.
         process.send_signal(signal.SIGTERM if number == signal.SIGUSR1 else number)
 
     try:
         before = {one: signal.signal(one, pass_on) for one in numbers}
-    except ValueError:  # not the main thread: whoever has it decides
+    except ValueError:  # not the main thread, which alone handles signals
         yield
         return
     try:
@@ -102,7 +102,7 @@ def signals_to(process: subprocess.Popen[Any], numbers: Sequence[signal.Signals]
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Put environment, working directory, `sys.path`, random streams, torch's defaults back in the end."""
+    """At the end restore environment, working directory, `sys.path`, random streams and torch's defaults."""
     import torch
 
     from torchrelay.jobs.random import RandomStreams

@@ -1,4 +1,4 @@
-"""A configuration, run: its profiles in the order of `mode`, each apart from the others, step by step."""
+"""Run the profiles of a configuration in the order of `mode`, isolated from each other, step by step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from torchrelay.runners.config_runs.processes import (
     LocalRanksError,
     apart,
     command_of,
-    let_go,
+    release,
     run_local_ranks,
 )
 from torchrelay.runners.config_runs.selection import (
@@ -66,7 +66,7 @@ _OWN = f"{Path(__file__).parents[2]}/"
 
 
 class StepFailedError(RelayError):
-    """A step of a profile failed; `__cause__` is why. The message says what did not run because of it."""
+    """A step of a profile failed; `__cause__` is the reason. The message lists skipped profiles."""
 
     def __init__(self, runner: str, step: StepName, error: BaseException, not_run: Sequence[str]) -> None:
         left = f"; not run: {', '.join(not_run)}" if not_run else ""
@@ -83,9 +83,9 @@ def run_steps(
     not_run: Sequence[str] = (),
     started: Callable[[StepContext], None] = lambda _: None,
 ) -> tuple[str, ...]:
-    """Run the steps from `setup` on, and return which; `started` is called behind the step `start`.
+    """Run the steps from `setup` on and return their names; `started` is called after the step `start`.
 
-    Raises StepFailedError, naming `not_run`, for what a step, or `started`, raises.
+    Raises StepFailedError, with the skipped profiles in `not_run`, if a step or `started` raises.
     """
     status, ran = STEPS[0].name, list[str]()
     while status != END:
@@ -103,7 +103,7 @@ def run_steps(
 
 
 def call_step(step: StepName, context: StepContext) -> None:
-    """Make the class of a step, the user's or ours, and call its method. Raises what that raises."""
+    """Create the class of a step, the user's or the default, and call its method."""
     kind = context.classes.steps.get(step.name) or getattr(steps, step.class_name)
     one = made(kind, context)
     own = getattr(one, step.older, None)
@@ -111,7 +111,7 @@ def call_step(step: StepName, context: StepContext) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """One line of our own errors, which say what to do; else the traceback from the user's code on."""
+    """Return the message of torchrelay's own errors, else the traceback starting in the user's code."""
     if isinstance(error, TaskFailedError):
         return f"{error}\n{error.details}".rstrip()
     if isinstance(error, RelayError):
@@ -120,7 +120,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _users_part(error: BaseException) -> TracebackType | None:
-    """The frames from the first one of the user's on; all where there is none."""
+    """Return the frames from the first user frame on; all frames if there is none."""
     step = error.__traceback__
     while step is not None and step.tb_frame.f_code.co_filename.startswith(_OWN):
         step = step.tb_next
@@ -132,9 +132,9 @@ JobOptions = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """What came of a profile: a RunResult, or of `infer` a row (dict) for each epoch.
+    """Result of a profile: a RunResult, or for `infer` one row (dict) per epoch.
 
-    None for one whose steps set no result, and for `local_cluster_train`, whose processes had it.
+    None if its steps set no result, and for `local_cluster_train`, which ran in other processes.
     """
 
     name: str
@@ -144,13 +144,13 @@ class ProfileResult:
 
 @dataclass(frozen=True)
 class ConfigResult:
-    """The profiles that ran, in order. `exit_code` is 75 where one left early, to be continued."""
+    """The profiles that ran, in order. `exit_code` is 75 if one was preempted and can be resumed."""
 
     profiles: tuple[ProfileResult, ...]
     exit_code: int = 0
 
     def __getitem__(self, name: str) -> Any:
-        """The result of a profile by its name."""
+        """Return the result of a profile by its name."""
         return {one.name: one.result for one in self.profiles}[name]
 
 
@@ -162,17 +162,30 @@ def run_config(
     job_options: JobOptions | None = None,
     strict: bool = False,
 ) -> ConfigResult:
-    """Run the profiles of `mode` (those of the configuration if it is None), one after another.
+    """Run the profiles of `mode` (None: those of the configuration) one after another.
 
-    `run_dir` takes the place of the run directory of the profiles that train, and of what `infer` profiles
-    look at whose `init_model_path` is missing or names that directory; a function is asked for it when all
-    classes are loaded. `job_options` are added to what JobRunner is told (`resume`,
-    `resume_from_epoch`, ...). Everything of the user's is imported before anything is made. The user's keys
-    that no profile has read when it has started up are told; `strict` makes them an error.
+    All user classes are imported before the first profile starts. Config keys that no profile reads during
+    start-up are reported. A preempted profile ends the list; the same call resumes it. In a launched job the
+    processes stay connected until they exit (`run_and_leave`).
 
-    Raises UsageError and ClassLoadError before anything began, StepFailedError for the first profile that
-    fails; those behind it do not run. One that was preempted ends the list, too: the same call goes on.
-    In a launched job the processes stay together until they leave (`run_and_leave`).
+    Args:
+        config: The configuration.
+        mode: Names of the profiles to run.
+        run_dir: Replaces the run directory of training profiles, and the default source of `infer` profiles.
+            A function is called after all classes are loaded.
+        job_options: Further options of JobRunner (`resume`, `resume_from_epoch`, ...).
+        strict: Raise an error for config keys that are not read.
+
+    Returns:
+        The results of the profiles.
+
+    Raises:
+        UsageError: The configuration cannot run; nothing was started.
+        ClassLoadError: A user class cannot be loaded; nothing was started.
+        StepFailedError: A profile failed; the profiles after it do not run.
+
+    Example:
+        result = run_config(load_config("config.yaml"), ["train1"], run_dir="runs/x")
     """
     chosen = _chosen(config, mode)
     env = read_launch_env()
@@ -184,14 +197,14 @@ def run_config(
         _check_weights(config, chosen)
     elif len(several := [one.name for one in chosen if not one.infers]) > 1:
         raise UsageError(
-            f"{' and '.join(several)} train, and --run-dir is one directory: leave it out, or choose one of "
-            f"them by -o mode=[{several[0]}]"
+            f"--run-dir is one directory, but {' and '.join(several)} train: choose one of them with "
+            f"-o mode=[{several[0]}]"
         )
     with ExitStack() as stack:
         loaded = [_loaded(config, runner, stack) for runner in chosen]
         unread = Unread(config, strict)
         if len(chosen) > 1:
-            unread.tell_ahead(list(zip(chosen, loaded, strict=True)))
+            unread.check_before_training(list(zip(chosen, loaded, strict=True)))
         where = run_dir() if callable(run_dir) else run_dir
         done = list[ProfileResult]()
         for at, (runner, classes) in enumerate(zip(chosen, loaded, strict=True)):
@@ -204,29 +217,30 @@ def run_config(
 
 
 def check_keys(config: Config) -> None:
-    """Load all classes of the mode; raise ConfigError for keys that its readers and models do not read.
+    """Load all classes of the mode; raise ConfigError for keys that their readers and models do not read.
 
     `strict` of `run_config` does the same before the first of several profiles trains.
     """
     chosen = _chosen(config, None)
     with ExitStack() as stack:
         loaded = [_loaded(config, runner, stack) for runner in chosen]
-        Unread(config, strict=True).tell_ahead(list(zip(chosen, loaded, strict=True)))
+        Unread(config, strict=True).check_before_training(list(zip(chosen, loaded, strict=True)))
 
 
 def _chosen(config: Config, mode: Sequence[str] | None) -> Sequence[RunnerSection]:
+    """Return the profiles to run; raises UsageError for unknown names and for none."""
     known = {one.name: one for one in config.settings.runner}
     for name in mode or ():
         if name not in known:
-            raise UsageError(f"{config.name}: there is no runner `{name}`; {hint(name, known)}")
+            raise UsageError(f"{config.name}: unknown runner `{name}`; {hint(name, known)}")
     chosen = config.settings.runners_of_mode() if mode is None else [known[name] for name in mode]
     if not chosen:
-        raise UsageError(f"{config.name} has no runner: there is nothing to run")
+        raise UsageError(f"{config.name} has no runner, so there is nothing to run")
     return chosen
 
 
 def _check_place(config: Config, runner: RunnerSection) -> None:
-    """Refuse to make one run where the verbs keep several: they could not go on there."""
+    """Raise UsageError if the directory holds several runs of the train subcommand."""
     place = run_directory_of(config.settings, runner)
     if is_remote(place) or (Path(place) / "run.json").exists():
         return
@@ -234,15 +248,15 @@ def _check_place(config: Config, runner: RunnerSection) -> None:
     if not there.runs and not there.unread:
         return
     raise UsageError(
-        f"{place} holds the runs of `torchrelay train -m {config.name}`, a directory each: go on with that, "
-        "or give `torchrelay run` another --run-dir"
+        f"{place} holds runs of `torchrelay train -m {config.name}`: continue with that command, or pass "
+        "another --run-dir to `torchrelay run`"
     )
 
 
 def _check_weights(config: Config, chosen: Sequence[RunnerSection]) -> None:
-    """Refuse weights that are nowhere, before a profile in front of them trains for hours.
+    """Raise an error for missing weights before an earlier profile trains for hours.
 
-    Steps of the user's may write anywhere, so behind such a profile nothing is refused.
+    User-defined steps may write anywhere, so profiles after one with such steps are not checked.
     """
     written: list[str] = []
     for runner in chosen:
@@ -250,8 +264,8 @@ def _check_weights(config: Config, chosen: Sequence[RunnerSection]) -> None:
         own = run_directory_of(config.settings, runner)
         begun = not runner.infers and not is_remote(own) and (Path(own) / "run.json").exists()
         if runner.infers and runner is chosen[0]:
-            continue  # its own start-up says that it has nothing to evaluate
-        named = (f"{where}/", f"{runner.init_model_path}/")  # `exp@2` may itself be what is written
+            continue  # its start-up reports missing epochs itself
+        named = (f"{where}/", f"{runner.init_model_path}/")  # `exp@2` may itself be a path that is written
         later = any(name.startswith(f"{one}/") for one in written for name in named)
         if where is not None and not is_remote(where) and not begun and not later:
             _check_found(f"runner.{runner.name}.init_model_path", where, epoch)
@@ -263,9 +277,10 @@ def _check_weights(config: Config, chosen: Sequence[RunnerSection]) -> None:
 
 
 def _check_found(key: str, where: str, epoch: int | str | None) -> None:
+    """Raise an error if the run or the epoch does not exist."""
     if not Path(where).exists():
         raise UsageError(
-            f"{key}: {where} is not there, and no runner before it in `mode` writes it: correct the path or "
+            f"{key}: {where} does not exist, and no earlier runner of `mode` writes it: correct the path or "
             "the order"
         )
     if epoch is not None:
@@ -276,6 +291,7 @@ def _check_found(key: str, where: str, epoch: int | str | None) -> None:
 
 
 def _loaded(config: Config, runner: RunnerSection, stack: ExitStack) -> Classes:
+    """Load the classes of a profile, unloaded again by `stack`."""
     loader = Loader()
     stack.callback(loader.forget)
     with apart():
@@ -284,6 +300,8 @@ def _loaded(config: Config, runner: RunnerSection, stack: ExitStack) -> Classes:
 
 @dataclass(frozen=True)
 class _Profile:
+    """One profile, prepared to run."""
+
     config: Config
     runner: RunnerSection
     classes: Classes
@@ -292,7 +310,7 @@ class _Profile:
     unread: Unread
 
     def run(self, env: LaunchEnv, later: Sequence[str]) -> ProfileResult:
-        """Run it here, or on processes of its own."""
+        """Run the profile in this process, or on processes of its own."""
         if self.runner.kind == LOCAL_TRAIN and not env.launched and self.runner.worker_num > 1:
             return self._on_local_ranks(later)
         settings, runner, config = self.config.settings, self.runner, self.config
@@ -305,20 +323,21 @@ class _Profile:
             options |= self.job_options
         context = StepContext.of(config, runner, where, self.classes, job_options=options)
 
-        def tell_unread(context: StepContext) -> None:
+        def report_unread(context: StepContext) -> None:
             session = context.get("session")
-            self.unread.tell(runner, Solo() if session is None else session.peers)
+            self.unread.report(runner, Solo() if session is None else session.peers)
 
         world_stays = env.launched or current_world() is not None
         with apart():
             try:
-                ran = run_steps(context, later, tell_unread)
+                ran = run_steps(context, later, report_unread)
                 return ProfileResult(self.runner.name, context.get("result"), ran)
             finally:
                 if (session := context.get("session")) is not None:
-                    let_go(session, world_stays=world_stays)
+                    release(session, world_stays=world_stays)
 
     def _on_local_ranks(self, later: Sequence[str]) -> ProfileResult:
+        """Start local ranks by torchrun and wait for them."""
         overrides = self.config.overrides.texts
         command = command_of(
             self.config.name, overrides, self.runner.name, self.runner.worker_num, self.run_dir
@@ -328,7 +347,7 @@ class _Profile:
             run_local_ranks(command)
         except Exception as error:
             if isinstance(error, LocalRanksError):
-                # What its processes ended with is known to the run alone: torchrun tells 1 for all codes.
+                # Only the run knows the exit code: torchrun exits with code 1 for any failure.
                 place = self.run_dir or run_directory_of(self.config.settings, self.runner)
                 run = mirror_of(place).run(wanted=for_a_glance) if is_remote(place) else RunDirectory(place)
                 if run.status().get("state") == "PREEMPTED":

@@ -1,4 +1,4 @@
-"""What a profile takes from its configuration: file, parts, device, and what its run is told of it."""
+"""Derive from a configuration the files, phases, device and JobRunner options of a profile."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
 
 MODEL, OPTIMIZER, LOADER, SCHEDULER = "model", "optimizer", "loader", "scheduler"
-"""What a phase's blobs are called, below its name."""
+"""Suffixes of the blob names of a phase."""
 
 
 def phases_of(settings: Settings, runner: RunnerSection) -> list[tuple[Phase, Dataset | None]]:
-    """The phases of a profile in their order, each with its dataset."""
+    """Return the phases of a profile in order, each with its dataset."""
     known = {one.name: one for one in settings.phase}
     names = list(known) if runner.phases is None else runner.phases
     return [(known[name], _dataset(settings, known[name])) for name in names]
 
 
 def validation_dataset(settings: Settings, phase: Phase) -> Dataset | None:
-    """What a phase is measured on while it trains."""
+    """Return the dataset that evaluates a phase during training."""
     if phase.validation is None:
         return None
     return next(one for one in settings.dataset if one.name == phase.validation.dataset_name)
 
 
 def datasets_of(settings: Settings, runner: RunnerSection) -> list[Dataset]:
-    """All datasets that a profile reads, each once."""
+    """Return all datasets of a profile, each once."""
     found: dict[str, Dataset] = {}
     for phase, dataset in phases_of(settings, runner):
         more = None if runner.infers else validation_dataset(settings, phase)
@@ -55,13 +55,13 @@ def datasets_of(settings: Settings, runner: RunnerSection) -> list[Dataset]:
 
 
 def reader_path(dataset: Dataset) -> ClassPath | None:
-    """The class that reads a dataset."""
+    """Return the class that reads a dataset."""
     path, name = dataset.data_converter, dataset.reader_class_name
     return path if path is None or name is None else replace(path, name=name)
 
 
 def optimizer_path(settings: Settings) -> ClassPath | None:
-    """The optimizer's class where it is none of torch.optim's."""
+    """Return the optimizer's class unless it is one of torch.optim."""
     optimizer = settings.hyper_parameters.optimizer
     if optimizer is None or ":" not in optimizer.kind:
         return None
@@ -70,21 +70,21 @@ def optimizer_path(settings: Settings) -> ClassPath | None:
 
 
 def run_directory_of(settings: Settings, runner: RunnerSection) -> str:
-    """Where a profile that trains keeps its run."""
+    """Return the run directory of a training profile."""
     if runner.save_checkpoint_path is not None:
         return runner.save_checkpoint_path
     return "/".join(part for part in (settings.run_dir, settings.name, runner.name) if part)
 
 
 def weights_place(runner: RunnerSection) -> tuple[str | None, int | str | None]:
-    """The run or file that `init_model_path` names, and the epoch behind it: `RUN@7`, `RUN@best`, `RUN/7`."""
+    """Split `init_model_path` into run or file and epoch: `RUN@7`, `RUN@best`, `RUN/7`."""
     return (None, None) if runner.init_model_path is None else split_weights(runner.init_model_path)
 
 
 def epochs_place(settings: Settings, runner: RunnerSection) -> str:
-    """Where `infer` finds epochs: its `init_model_path`, else the run of the only profile that trains.
+    """Return the run that `infer` evaluates: `init_model_path`, else the run of the only training profile.
 
-    That is the only one of the mode, or of the file where the mode has none.
+    Only profiles of the mode count, or those of the file if none in the mode trains.
     """
     where, _ = weights_place(runner)
     if where is not None:
@@ -93,13 +93,13 @@ def epochs_place(settings: Settings, runner: RunnerSection) -> str:
     if len(trained) == 1:
         return run_directory_of(settings, trained[0])
     raise UsageError(
-        f"runner.{runner.name}: `init_model_path` missing, and {len(trained)} runners train: say where the "
-        "epochs are"
+        f"runner.{runner.name}: `init_model_path` is missing, and {len(trained)} runners train: set it to "
+        "the run to evaluate"
     )
 
 
 def is_of_training(settings: Settings, runner: RunnerSection) -> bool:
-    """Whether `infer` looks at what a profile of this configuration trains, by name or for want of one."""
+    """Return True if `infer` evaluates a run that a profile of this configuration trains."""
     where, _ = weights_place(runner)
     return where is None or where in [
         run_directory_of(settings, one) for one in settings.runner if not one.infers
@@ -107,10 +107,9 @@ def is_of_training(settings: Settings, runner: RunnerSection) -> bool:
 
 
 def stored_phase(settings: Settings, phase: Phase, stored: Collection[str]) -> str | None:
-    """The phase whose stored model a phase takes; `stored` are the names of blobs that are there.
+    """Return the stored phase that a phase loads; `stored` holds blob names.
 
-    The one of its own name, else the only other one of the same model class, else the only one there is.
-    None where none of these is there.
+    Order: the same name, the only other phase of the same model class, the only phase there is; else None.
     """
     there = [name.removesuffix(f".{MODEL}") for name in stored if name.endswith(f".{MODEL}")]
     if phase.name in there:
@@ -122,7 +121,7 @@ def stored_phase(settings: Settings, phase: Phase, stored: Collection[str]) -> s
 
 
 def keeping(runner: RunnerSection) -> dict[str, Any]:
-    """What JobRunner is told of which epochs stay. Every epoch is saved; an interval thins what stays."""
+    """Return JobRunner's retention options. Every epoch is saved; an interval thins the kept ones."""
     interval, every, last = runner.save_checkpoint_interval, runner.keep_every, runner.keep_last
     best = None if runner.keep_best is None else (runner.keep_best.metric, runner.keep_best.mode)
     if interval == 1 and every is None and last is None:
@@ -134,16 +133,16 @@ def keeping(runner: RunnerSection) -> dict[str, Any]:
 
 
 def _dataset(settings: Settings, phase: Phase) -> Dataset | None:
+    """Return the dataset of a phase; the only dataset if it names none."""
     if phase.dataset_name is None:
         return settings.dataset[0] if len(settings.dataset) == 1 else None
     return next(one for one in settings.dataset if one.name == phase.dataset_name)
 
 
 def device_of(runner: RunnerSection, local_rank: int) -> torch.device:
-    """The device of a process; raises UsageError, with the reason, for one that cannot be had.
+    """Return the device of a process; raises UsageError if it is not available.
 
-    `auto` is the GPU of the local rank where there is one. `selected_gpus` are taken in their order, by local
-    rank.
+    `auto` is the GPU of the local rank if there is one. `selected_gpus` are assigned in order by local rank.
     """
     import torch
 
@@ -153,34 +152,36 @@ def device_of(runner: RunnerSection, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not count:
         key = "selected_gpus" if runner.selected_gpus is not None else f"device: {runner.device}"
-        raise UsageError(f"{own} has `{key}`, and this machine shows no GPU: write `device: cpu` or `auto`")
+        raise UsageError(f"{own} has `{key}`, but this machine has no visible GPU: write `device: auto`")
     chosen = tuple(range(count)) if runner.selected_gpus is None else runner.selected_gpus
     beyond = [one for one in chosen if one >= count]
     if beyond:
-        raise UsageError(f"{own}.selected_gpus has GPU {beyond[0]}, this machine shows 0 to {count - 1}")
+        raise UsageError(f"{own}.selected_gpus has GPU {beyond[0]}, but this machine has 0 to {count - 1}")
     if local_rank >= len(chosen):
         raise UsageError(
-            f"{own} may use {len(chosen)} GPU{'s' if len(chosen) > 1 else ''}, and more processes were "
-            f"started on this machine (local rank {local_rank}): start one per GPU, or write `device: cpu`"
+            f"{own} may use {len(chosen)} GPU{'s' if len(chosen) > 1 else ''}, but more processes were "
+            f"started on this machine (local rank {local_rank}): start one per GPU"
         )
     return torch.device("cuda", chosen[local_rank])
 
 
 def check_launch(runner: RunnerSection, *, launched: bool, world_size: int) -> None:
-    """Raise UsageError where a profile and the way in which it was started contradict each other."""
+    """Raise UsageError if the class of a profile contradicts the way it was launched."""
     own = f"runner.{runner.name}"
     if runner.kind == CLUSTER_TRAIN and not launched:
         raise UsageError(
-            f"{own}.class is {CLUSTER_TRAIN}, which runs under a launcher only: torchrun ... -m torchrelay "
-            f"run -m config.yaml; write `train` for one process, `{LOCAL_TRAIN}` for several on this machine"
+            f"{own}.class is {CLUSTER_TRAIN}, which needs a launcher: torchrun ... -m torchrelay run -m "
+            f"config.yaml; or write `train` for one process, `{LOCAL_TRAIN}` for several on this machine"
         )
     if runner.kind == LOCAL_TRAIN and launched and world_size != runner.worker_num:
         raise UsageError(
-            f"{own}.class is {LOCAL_TRAIN}, which starts {runner.worker_num} processes itself, and a "
+            f"{own}.class is {LOCAL_TRAIN}, which starts {runner.worker_num} processes itself, but a "
             f"launcher has started {world_size}: write `train`, or start without the launcher"
         )
     if runner.device == "cpu" and runner.selected_gpus is not None:
-        raise UsageError(f"{own}: `selected_gpus` and `device: cpu` contradict each other: keep one of them")
+        raise UsageError(
+            f"{own}: `selected_gpus` and `device: cpu` contradict each other: remove one of them"
+        )
 
 
 _FILE = "config.yaml"
@@ -188,9 +189,9 @@ _PACKAGE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def file_within(text: str) -> str:
-    """A path as it is; of a directory the `config.yaml` in it. Imports nothing.
+    """Return the path itself, or for a directory its `config.yaml`. Imports nothing.
 
-    What cannot be looked at is returned as it is too, and so is the empty text, which names nothing.
+    Unreadable paths and the empty text are returned unchanged.
     """
     with suppress(OSError, ValueError):
         return str(Path(text) / _FILE) if text and Path(text).is_dir() else text
@@ -198,16 +199,16 @@ def file_within(text: str) -> str:
 
 
 def config_file(text: str) -> str:
-    """A path as it is; of a directory, and of a package that can be found, the `config.yaml` in it.
+    """Return the path itself, or for a directory or an importable package its `config.yaml`.
 
-    A package is looked for below the working directory, then where imports are. What is neither is returned
-    as it is too, so that reading it says what is wrong. Of a dotted name the packages around it are imported.
+    A package is searched below the working directory, then on Python's path. Parent packages of a dotted name
+    are imported. Anything else is returned unchanged, so that reading it reports the error.
     """
     if (found := file_within(text)) != text:
         return found
     if Path(text).exists() or not _PACKAGE.fullmatch(text):
         return text
-    here = Path(*text.split("."), _FILE)  # the directory of a command is not among the places of imports
+    here = Path(*text.split("."), _FILE)  # the working directory is not on the path of a console script
     if here.is_file():
         return str(here.absolute())
     try:
@@ -222,11 +223,11 @@ _WRITTEN = (
     "save_checkpoint_path", "save_step_path", "save_inference_path", "runner_result_dump_path",
     "predictions_path", "metrics_path",
 )  # fmt: skip
-"""Keys of runners that name what is written."""
+"""Keys of runners that name outputs."""
 
 
 def source_of(config: Config) -> Sources:
-    """What lies in the workspace, without the file of the configuration, data, and what runners write."""
+    """Return the source files of the workspace, without the config file, data and outputs."""
     settings, workspace = config.settings, config.workspace
     paths = [config.name, settings.run_dir]
     paths += [path for one in settings.dataset for path in one.data_path]
@@ -234,13 +235,13 @@ def source_of(config: Config) -> Sources:
     paths += [path for one in settings.runner if (path := weights_place(one)[0])]
     inside = [Path(os.path.abspath(path)) for path in paths if not is_url(path)]  # noqa: PTH100
     names = [one.relative_to(workspace).as_posix() for one in inside if workspace in one.parents]
-    # Written as .gitignore takes a name.
+    # Escaped as in .gitignore.
     left_out = ["/" + "".join(f"\\{one}" if one in "*?[]!# \\" else one for one in name) for name in names]
     return Sources([workspace], exclude=left_out)
 
 
 def recorded(config: Config) -> Given:
-    """The file as it was read, what it came to, and the overrides, for `config/` of the run directory."""
+    """Return the original file, the resolved configuration and the overrides, for `config/` of the run."""
     quoted = [one.replace("'", "''") for one in config.overrides.texts]  # as YAML does in single quotes
     overrides = "".join(f"- '{one}'\n" for one in quoted) or "[]\n"
     files = {
@@ -252,7 +253,7 @@ def recorded(config: Config) -> Given:
 
 
 def built_on(config: Config) -> dict[str, Any]:
-    """What JobRunner is told of `upstream`: lineage and kept tensors of all, weights of those with `into`."""
+    """Return JobRunner's `upstream` options: lineage, kept tensors, and weights of those with `into`."""
     known = config.settings.upstream
     if not known:
         return {}
@@ -266,7 +267,7 @@ def built_on(config: Config) -> dict[str, Any]:
 
 
 def replayed(settings: Settings, runner: RunnerSection) -> dict[str, Any]:
-    """What JobRunner is told of `replay`: the model of each phase, made by its class again."""
+    """Return JobRunner's `replay` option: the model of each phase, rebuilt by its class."""
     if not runner.replay:
         return {}
     names = [phase.name for phase, _ in phases_of(settings, runner)]
@@ -274,5 +275,5 @@ def replayed(settings: Settings, runner: RunnerSection) -> dict[str, Any]:
 
 
 def run_of(config: Config, text: str) -> str:
-    """Relative runs begin at the workspace, as all paths of a configuration do."""
+    """Resolve a relative run against the workspace, as for all paths of a configuration."""
     return text if is_url(text) or Path(text).is_absolute() else str(config.workspace / text)

@@ -1,12 +1,12 @@
-"""The five steps of a profile as classes to derive from, and epochs of a loop of the user's own.
+"""The five steps of a profile as base classes, and saves from user-written training loops.
 
     class Startup(torchrelay.lifecycle.Startup):
         def start(self, context):
             super().start(context)
             context.phases["phase1"].model.reset()
 
-A step takes the context when it is made, or nothing; its method is called once. A step with PaddleRec's name
-of the method (`instance build_network startup run terminal`) is called by that.
+The class of a step is created with the context or without arguments, and its method is called once.
+PaddleRec's method names (`instance build_network startup run terminal`) work too.
 """
 
 from __future__ import annotations
@@ -64,33 +64,33 @@ _WAIT_SECS = 10.0
 
 
 def save_epoch(context: StepContext, epoch: int) -> None:
-    """Commit what the job of a context holds now. Raises UsageError and SaveFailedError."""
+    """Commit the current state of the context's job as an epoch. Raises UsageError, SaveFailedError."""
     if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-        raise UsageError(f"epoch={epoch!r:.60} is no number of an epoch: give k behind k epochs")
+        raise UsageError(f"invalid epoch={epoch!r:.60}: expected the number of finished epochs")
     session, saver = context.session, context.get(_SAVER)
     with _waiting(epoch, session.peers):
-        told = session.peers.exchange("epoch of self.save", epoch)
+        epochs = session.peers.exchange("epoch of self.save", epoch)
     if saver is None:
         context[_LAST] = decide(session.peers, "epochs before", lambda: _newest(context.run_dir))
     last = context[_LAST]
-    if last is not None and last >= min(told):
+    if last is not None and last >= min(epochs):
         raise UsageError(
-            f"{context.run_dir} has epoch {last} already, so epoch {min(told)} cannot be saved behind it: "
-            "load it and count on from there, or give another save_checkpoint_path"
+            f"{context.run_dir} already has epoch {last}, so epoch {min(epochs)} cannot be saved: load that "
+            "epoch and count from there, or set another save_checkpoint_path"
         )
     if saver is None:
         saver = context[_SAVER] = JobRunner(context.job, context.run_dir, **context.job_options)
         session.place(context.job.nodes())
         bind_for_load(context.job, session, [blob.name for blob in context.job.blobs])
     if not saver.save_checkpoints(epoch, session):
-        raise SaveFailedError(f"epoch {epoch} was not saved in {context.run_dir}: the warning says why")
+        raise SaveFailedError(f"epoch {epoch} was not saved in {context.run_dir}; see the warning above")
     context[_LAST] = epoch
 
 
 @contextmanager
 def _waiting(epoch: int, peers: Peers) -> Iterator[None]:
-    """Say it where other processes do not come: they wait for this one in a collective, or never call it."""
-    text = f"torchrelay: rank {peers.rank} waits for the others in self.save({epoch}): all ranks call it\n"
+    """Warn after a while that other processes have not arrived at the same call."""
+    text = f"torchrelay: rank {peers.rank} waits in self.save({epoch}): all ranks must call it\n"
     timer = Timer(_WAIT_SECS, lambda: sys.stderr.write(text))
     timer.daemon = True
     timer.start()
@@ -101,28 +101,28 @@ def _waiting(epoch: int, peers: Peers) -> Iterator[None]:
 
 
 def _newest(run_dir: str) -> int | None:
-    """The newest epoch of a run on this machine, None where there is none; a store tells when it saves."""
+    """Return the newest epoch of a local run, None if there is none; a remote run checks when it saves."""
     if is_remote(run_dir) or not (Path(run_dir) / "checkpoints").is_dir():
         return None
     try:
         found = whole_epochs(read_log(place_of(run_dir)), None)
-    except UnknownEpochError:  # made, and nothing is committed yet
+    except UnknownEpochError:  # created, but nothing is committed yet
         return None
     return found[0].position.epoch if found else None
 
 
 class Step:
-    """What all steps are: made with the context of their profile."""
+    """Base class of all steps, created with the context of their profile."""
 
     def __init__(self, context: StepContext | None = None) -> None:
         self.context = context
 
 
 class Instance(Step):
-    """Environment and processes: sets `session` and `device`, and the seed."""
+    """Environment and processes: sets `session`, `device` and the seed."""
 
     def setup(self, context: StepContext) -> None:
-        """Choose the device, meet the other processes, seed. UsageError for demands that contradict."""
+        """Choose the device, connect the processes, seed. Raises UsageError for contradicting options."""
         seed(context.settings.seed)
         device = device_of(context.runner, read_launch_env().local_rank)
         context.session = session_on(device)
@@ -130,13 +130,13 @@ class Instance(Step):
 
 
 class Network(Step):
-    """Models, data and optimizers: sets `phases`; where a profile trains, `job` too."""
+    """Models, data and optimizers: sets `phases`, and `job` if the profile trains."""
 
     def build(self, context: StepContext) -> None:
         """Build each phase in order, then the job."""
         pairs = phases_of(context.settings, context.runner)
         if not pairs:
-            raise UsageError(f"runner.{context.runner_name} has no phase: there is nothing to run")
+            raise UsageError(f"runner.{context.runner_name} has no phase, so there is nothing to run")
         prefixed = len(pairs) > 1
         context.phases = {
             phase.name: self.build_phase(context, phase, dataset, f"{phase.name}/" if prefixed else "")
@@ -148,7 +148,7 @@ class Network(Step):
     def build_phase(
         self, context: StepContext, phase: Phase, dataset: Dataset | None, prefix: str
     ) -> PhaseState:
-        """One phase: its model on the device, its data, its optimizer; `prefix` is for its metrics."""
+        """Build one phase: model on the device, data, optimizer; `prefix` precedes metric names."""
         train = not context.is_infer
         model = self.build_model(context, phase)
         model.to(context.device)
@@ -175,29 +175,29 @@ class Network(Step):
         return state
 
     def build_model(self, context: StepContext, phase: Phase) -> nn.Module:
-        """The model of a phase, by its class alone; `verify --replay` makes it anew by this, too."""
+        """Build the model of a phase by its class; `verify --replay` uses this method too."""
         kind = context.classes.of(phase.model)
         hyper_parameters = context.config.section("hyper_parameters")
         train = not context.is_infer
         return made_model(kind, hyper_parameters, train=train, what=f"phase.{phase.name}.model")
 
     def build_trained(self, context: StepContext, model: nn.Module) -> nn.Module:
-        """The model as training calls it: in DDP on several ranks. Asked before the optimizer is made.
+        """Return the model as training calls it; by default DDP on several ranks. The optimizer comes later.
 
-        Here it is compiled, or sharded (`fully_shard`, `parallelize_module`: in place, returned as it is).
-        What is done in place holds where it is evaluated, too; `infer` asks as well.
+        Override it to compile or shard the model (`fully_shard`, `parallelize_module`). Changes in place also
+        apply when the model is evaluated; `infer` calls this method as well.
         """
         return model if context.is_infer else data_parallel(model)
 
     def build_loader(self, context: StepContext, phase: Phase, dataset: Dataset | None) -> EpochLoader:
-        """The data of a phase, in the input's order unless `shuffle_filelist` draws another per epoch."""
+        """Return the data of a phase, in input order or shuffled per epoch by `shuffle_filelist`."""
         path = None if dataset is None else reader_path(dataset)
         if dataset is None or (path is None and not (dataset.sparse_slots or dataset.dense_slots)):
             key = "dataset_name`" if dataset is None else f"data_converter` of dataset `{dataset.name}`"
             slots = (
                 "" if dataset is None else " (or `sparse_slots` and `dense_slots`, for lines of `slot:value`)"
             )
-            raise UsageError(f"phase.{phase.name}: `{key}{slots} missing, so nobody reads its data")
+            raise UsageError(f"phase.{phase.name}: `{key}{slots} is missing, so its data cannot be read")
         kind = SlotReader if path is None else context.classes.of(path)
         reader = made(kind, dataset)
         options: dict[str, Any] = {
@@ -213,25 +213,24 @@ class Network(Step):
         return EpochLoader(made_dataset(reader, dataset), dataset.batch_size, **options)
 
     def build_optimizer(self, context: StepContext, model: Any) -> Any:
-        """The optimizer of the configuration over all of the model's parameters."""
+        """Return the configured optimizer over all parameters of the model."""
         path = optimizer_path(context.settings)
         own = None if path is None else context.classes.of(path)
         return made_optimizer(model, context.settings.hyper_parameters.optimizer, own)
 
     def build_scheduler(self, context: StepContext, optimizer: Any) -> Any:
-        """The schedule of the configuration, else None. It is saved as `<phase>.scheduler`.
+        """Return the configured schedule, else None. It is saved as `<phase>.scheduler`.
 
-        It is stepped behind every step of the optimizer; one of the configuration with `per: epoch` behind
-        every epoch.
+        It steps after every optimizer step; with `per: epoch` in the configuration after every epoch.
         """
         return made_scheduler(optimizer, context.settings.hyper_parameters.optimizer)
 
 
 class Startup(Step):
-    """Initial values; for `infer` it sets `epochs`."""
+    """Initial values; sets `epochs` for `infer`."""
 
     def start(self, context: StepContext) -> None:
-        """Train: `init_model_path` is loaded when the run is fresh, never on resume. Infer: choose epochs."""
+        """Train: load `init_model_path` if the run is new, never on resume. Infer: choose epochs."""
         if context.is_infer:
             context.epochs = agreed_epochs(context)
             return
@@ -249,14 +248,14 @@ class Startup(Step):
 
 
 class Runner(Step):
-    """The work: sets `result`."""
+    """The main work; sets `result`."""
 
     def loop(self, context: StepContext) -> None:
         """Train the job to its end, or evaluate each epoch."""
         if context.is_infer:
             context.result = infer_epochs(context)
             return
-        for phase in context.phases.values():  # a look at its data, in a step before, is no training
+        for phase in context.phases.values():  # reading its data in an earlier step is not training
             phase.loader.load_state_dict({**phase.loader.state_dict(), "samples_done": 0})
         export = inference_export(context.runner, context.run_dir, list(context.phases))
         options = with_onnx(context.job_options, context)
@@ -269,26 +268,26 @@ class Runner(Step):
             decide(context.session.peers, "inference export", lambda: export.finish(int(result)))
 
     def save(self, epoch: int, context: StepContext, _is_fleet: bool = False) -> None:
-        """Commit the phases as an epoch of the run, from a loop of your own; all processes call it.
+        """Commit the phases as an epoch of the run, from your own training loop; all processes call it.
 
-        `infer`, and every command that looks at runs, finds it. What thins epochs (`keep_last` and its like)
-        applies. The third argument of PaddleRec's `save` is taken, and changes nothing.
+        `infer` and all inspection commands find the epoch. Retention (`keep_last`, ...) applies. PaddleRec's
+        third argument is accepted and ignored.
 
         Args:
-            epoch: Its number, k behind k epochs; each is higher than the one before.
-            context: That of the steps.
+            epoch: Number of finished epochs; higher than in the previous call.
+            context: The context of the steps.
 
         Raises:
-            UsageError: The profile infers, or the run has this epoch, or a later one, already.
-            SaveFailedError: It could not be saved; a warning has said why.
+            UsageError: The profile infers, or the run already has this epoch or a later one.
+            SaveFailedError: The save failed; a warning gives the reason.
         """
         if context.is_infer:
-            raise UsageError(f"runner.{context.runner_name} infers: there is no run to save an epoch in")
+            raise UsageError(f"runner.{context.runner_name} infers, so it has no run to save an epoch in")
         save_epoch(context, epoch)
 
 
 class Terminal(Step):
-    """What comes after the work; by default nothing. Processes and groups are let go of behind it."""
+    """Final work; by default nothing. Processes and groups are released afterwards."""
 
     def finish(self, context: StepContext) -> None:
-        """Do nothing: here is the place to upload or to tell somebody. Called in every process."""
+        """Do nothing; override it to upload or notify. Called in every process."""

@@ -1,11 +1,10 @@
-"""The job of a profile that trains: a task per phase and epoch, what is measured of steps and written out.
+"""The job of a training profile: one task per phase and epoch, step measurements, and exports.
 
-A file of `export_checkpoint` per phase, `<path>/<epoch>/<phase>.safetensors`, with the names of the model's
-own `state_dict`. It is made of the committed epoch, never of live objects, so it is what that epoch holds. A
-handler of the run, hence told again of epochs that a crash kept from it; an export that fails is a warning,
-the epoch is saved all the same.
+`InferenceExport` writes `<path>/<epoch>/<phase>.safetensors` per phase with the names of the model's
+`state_dict`. It exports the committed epoch, never live objects. As a metadata handler of the run it is
+called again for epochs that a crash left out. A failed export is a warning; the epoch stays saved.
 
-PaddleRec prints this for its queue datasets; here every phase has it, once per start, in rank 0.
+`debug` profiles the first steps of each launch on rank 0, as PaddleRec does for its queue datasets.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from torchrelay.runners.session.context import Context
 
 @dataclass(frozen=True)
 class InferenceExport:
-    """A metadata handler that writes weights of epochs that `every` divides; `finish` of any epoch."""
+    """Metadata handler that exports the weights of every `every`-th epoch and of the last one."""
 
     run_dir: str
     path: Path
@@ -58,26 +57,26 @@ class InferenceExport:
         path_prefix: str | None = None,
         path_type: str | None = None,
     ) -> None:
-        """Nothing: the run directory is known."""
+        """Do nothing: the run directory is known."""
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """As the user wishes; it is never asked, because it decides nothing."""
+        """Return the user's choice; this handler never decides on a resume."""
         return user_epoch
 
     def write(self, epoch: int) -> None:
-        """Export an epoch that was saved, if it is one of these. Raises what the export raises."""
+        """Export a saved epoch if it is due. Raises the errors of the export."""
         if epoch and epoch % self.every == 0:
             self.export(epoch)
 
     def report(self, action: str, stats: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
-        """Saves need nothing of this."""
+        """Return True: saves do not depend on this handler."""
         return True
 
     def export(self, epoch: int) -> None:
-        """Write the models of an epoch, over what an earlier branch left there."""
+        """Write the models of an epoch, replacing files of an abandoned branch."""
         for phase in self.phases:
             target = self.path / str(epoch) / f"{phase}.safetensors"
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -85,44 +84,44 @@ class InferenceExport:
             export_checkpoint(self.run_dir, target, epoch, blobs=[model], prefix=f"{model}.", overwrite=True)
 
     def finish(self, epoch: int) -> None:
-        """Export the last epoch, unless that was done: its interval may not divide it."""
+        """Export the last epoch unless the interval did so."""
         if epoch and epoch % self.every:
             self.export(epoch)
 
 
 def local_beside(given: str | None, run_dir: str, name: str, key: str) -> Path:
-    """A directory for files of a run that are no epochs: the given one, else a name in the run directory.
+    """Return the directory for additional files of a run: the given one, else a name in the run directory.
 
-    Raises UsageError for a run in a store: such files are written by path.
+    Raises UsageError for a remote run: these files need a local path.
     """
     if given is None and is_remote(run_dir):
         raise UsageError(
-            f"`{key}` missing: the run is in a store, {run_dir}, and these files need a directory"
+            f"`{key}` is missing: the run is remote ({run_dir}), and these files need a local directory"
         )
     return Path(given or f"{run_dir}/{name}")
 
 
 def inference_export(runner: RunnerSection, run_dir: str, phases: Sequence[str]) -> InferenceExport | None:
-    """What the keys of a profile ask for; None where they do not. Every epoch unless an interval is given."""
+    """Return the configured export, else None. The default interval is every epoch."""
     if runner.save_inference_path is None and runner.save_inference_interval is None:
         return None
     path = local_beside(runner.save_inference_path, run_dir, "inference", "save_inference_path")
     begun = is_remote(run_dir) or Path(run_dir, "checkpoints", "log").exists()
     if runner.save_inference_path is not None and not begun and any(path.glob("*/*.safetensors")):
         warn(
-            f"runner.{runner.name}.save_inference_path: {path} has files of an earlier run, and this run "
-            "replaces them; leave the key out to have them in each run"
+            f"runner.{runner.name}.save_inference_path: this run replaces files of an earlier run in {path}; "
+            "remove the key to keep exports in each run"
         )
     return InferenceExport(run_dir, path, phases, runner.save_inference_interval or 1)
 
 
 def first_batch(context: StepContext, phase: str) -> tuple[Any]:
-    """The arguments of a call; raises UsageError where the phase has no data."""
+    """Return the model's call arguments from the first batch; raises UsageError without data."""
     pairs = phases_of(context.settings, context.runner)
     dataset = next(found for one, found in pairs if one.name == phase)
     path = None if dataset is None else reader_path(dataset)
     if dataset is None or path is None:
-        raise UsageError(f"phase.{phase} has no data to take example inputs from: give --input")
+        raise UsageError(f"phase.{phase} has no data to take example inputs from: pass --input")
     reader = made(context.classes.of(path), dataset)
     collate = getattr(reader, "collate", None)
     batches = EpochLoader(made_dataset(reader, dataset), dataset.batch_size, shuffle=False, collate=collate)
@@ -130,10 +129,10 @@ def first_batch(context: StepContext, phase: str) -> tuple[Any]:
 
 
 def with_onnx(options: Mapping[str, Any], context: StepContext) -> dict[str, Any]:
-    """JobRunner's options with an `OnnxExport` for each phase, beside those that are there.
+    """Add an `OnnxExport` for each phase to JobRunner's options.
 
-    A file is called `model` where there is one phase, else as the phase; its inputs are those of a batch that
-    answers depend on. Raises UsageError where the package onnx is missing.
+    A file is named `model` if there is one phase, else after the phase. Its inputs are the parts of a batch
+    that the outputs depend on. Raises UsageError if the package onnx is missing.
     """
     keys = context.runner.onnx
     if keys is None:
@@ -160,9 +159,9 @@ _MILLI = 1000.0
 
 @dataclass
 class Meter:
-    """Measures a loop over batches; `line` is due every `interval` steps. Seconds, of this process.
+    """Measure a loop over batches; `step` returns a line every `interval` steps. Seconds of this process.
 
-    `samples` are those of all ranks, as far as this one knows: its own times their number.
+    Samples are estimated for all ranks: the own number times the number of ranks.
     """
 
     interval: int
@@ -175,7 +174,7 @@ class Meter:
     _values: dict[str, Any] = field(default_factory=dict)
 
     def over(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches; what they take to come counts as data time."""
+        """Iterate over the batches; waiting for them counts as data time."""
         source = iter(batches)
         self._begin()
         while True:
@@ -188,7 +187,7 @@ class Meter:
             yield batch
 
     def step(self, samples: int, values: Mapping[str, Any]) -> str | None:
-        """Count a step; the line where one is due. `values` are looked at only then."""
+        """Count a step; return the line if one is due. `values` are read only then."""
         self.steps += 1
         self._samples += samples * self.ranks
         if self.steps % self.interval:
@@ -203,6 +202,7 @@ class Meter:
         return ", ".join([*shown, timing])
 
     def _begin(self) -> None:
+        """Begin the next interval."""
         self._since, self._data_secs, self._samples = self.clock(), 0.0, 0
 
 
@@ -212,7 +212,7 @@ _PERCENT = 100.0
 
 
 def watched(batches: Iterable[Any], steps: int, tell: Callable[[str], None]) -> Iterator[Any]:
-    """The batches; torch's profiler looks at the first `steps` of them, then `tell` gets lines about it."""
+    """Iterate over the batches; profile the first `steps` of them and pass report lines to `tell`."""
     source, data_secs, taken = iter(batches), 0.0, 0
     known = torch.profiler.ProfilerActivity
     activities = [known.CPU, *([known.CUDA] if torch.cuda.is_available() else [])]
@@ -238,8 +238,8 @@ def watched(batches: Iterable[Any], steps: int, tell: Callable[[str], None]) -> 
 
 
 def _lines(rows: Iterable[Any], steps: int, share_of_data: float) -> Iterator[str]:
-    """A line for all, then one for each of the dearest operators; milliseconds of itself, without callees."""
-    # Of the device where it computed, else of the CPU.
+    """Yield a summary, then one line for each of the most expensive operators (own time in ms)."""
+    # Device time if there is any, else CPU time.
     secs = [(row.self_device_time_total or row.self_cpu_time_total, row.key, row.count) for row in rows]
     costs = sorted(((float(us) * _US_PER_MS, name, count) for us, name, count in secs), reverse=True)
     total = max(sum(cost for cost, _, _ in costs), 1e-9)
@@ -249,7 +249,7 @@ def _lines(rows: Iterable[Any], steps: int, share_of_data: float) -> Iterator[st
 
 
 def train_job(context: StepContext) -> Job:
-    """The job over the phases of the context: their blobs, a task for each, the ends of the configuration."""
+    """Build the job of the context's phases: blobs, a task for each, the configured stop conditions."""
     job = Job(context.runner_name)
     for phase in context.phases.values():
         job.blobs.add(phase.blobs())
@@ -262,6 +262,7 @@ def train_job(context: StepContext) -> Job:
 
 
 def _ends(runner: RunnerSection) -> list[Any]:
+    """Return the stop conditions of a runner."""
     stop, ends = runner.stop, list[Any]()
     if runner.max_epochs is not None:
         ends.append(max_epochs(runner.max_epochs))
@@ -279,7 +280,7 @@ def _ends(runner: RunnerSection) -> list[Any]:
 
 
 def runner_options(runner: RunnerSection, where: str) -> dict[str, Any]:
-    """What JobRunner is told of the keys of a profile, whose run lies at `where`."""
+    """Return JobRunner's options of a profile whose run is at `where`."""
     found = keeping(runner) | {"on_crash": runner.on_crash}
     signal = runner.save_signal
     if runner.time_limit is not None:
@@ -295,7 +296,7 @@ def runner_options(runner: RunnerSection, where: str) -> dict[str, Any]:
 
 
 def _tier(checkpoint: CheckpointKeys, name: str, where: str) -> Tier | None:
-    """The near place of a profile's run: every run has a directory of its own below the one that is given."""
+    """Return the local tier of a profile's run, in a directory of its own below the configured one."""
     if checkpoint.near is None:
         return None
     own = f"{name}-{sha256(where.encode())[:12]}"
@@ -304,7 +305,7 @@ def _tier(checkpoint: CheckpointKeys, name: str, where: str) -> Tier | None:
 
 
 def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], None]:
-    """What a phase does in an epoch: a step for each batch."""
+    """Return the task that trains a phase for one epoch."""
     unwatched = context.settings.debug
 
     def watch(ctx: Context) -> Iterable[Any]:
@@ -336,7 +337,7 @@ def phase_task(context: StepContext, phase: PhaseState) -> Callable[[Context], N
 
 
 def train_step(phase: PhaseState, ctx: Context, batch: Any, tally: Tally) -> dict[str, torch.Tensor]:
-    """Forward, backward, one step of the optimizer; returns what was logged, by the model's own names."""
+    """Run forward, backward and one optimizer step; return logged values by the model's names."""
     moved = moved_batch(batch, ctx.device)
     outputs = phase.trained(moved)
     loss = phase.model.loss(outputs, moved)  # type: ignore[operator]
@@ -353,7 +354,7 @@ def train_step(phase: PhaseState, ctx: Context, batch: Any, tally: Tally) -> dic
 
 
 def _keep(context: StepContext, phase: PhaseState, ctx: Context, values: Mapping[str, Any]) -> None:
-    """What rank 0 writes beside the epochs: its own batches' results, and weights at steps."""
+    """On rank 0, write results of its own batches and weights at steps."""
     if ctx.rank != 0:
         return
     runner = context.runner

@@ -1,7 +1,7 @@
-"""Models, readers and optimizers made of the user's classes, and the reader of PaddleRec's lines of slots.
+"""Create models, readers and optimizers from the user's classes; read PaddleRec's slot files.
 
-`sparse_slots` names slots of whole numbers, `dense_slots` slots of numbers with their sizes, `wide:2` or
-`image:[2,3]`. A sample is a dict of tensors by slot; words of other slots are passed over.
+`sparse_slots` names slots of integers, `dense_slots` slots of floats with their sizes, `wide:2` or
+`image:[2,3]`. A sample is a dict of tensors by slot; other slots are ignored.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torchrelay.jobs.config.tree import hint
 
 
 class ReaderFailedError(RelayError):
-    """A reader of the user raised: the message has the file, the line and the original traceback."""
+    """The user's reader raised; the message has file, line and traceback."""
 
 
 def made(kind: type, argument: Any) -> Any:
-    """An object of a class of the user, which takes the argument or nothing."""
+    """Create an object of a user class, with the argument or without any."""
     try:
         parameters = inspect.signature(kind).parameters.values()
     except (TypeError, ValueError):
@@ -42,32 +42,32 @@ def made(kind: type, argument: Any) -> Any:
 
 
 def made_model(kind: type, hyper_parameters: Mapping[str, Any], *, train: bool, what: str) -> nn.Module:
-    """A model; raises UsageError where it is no Module, or has no `loss` to be trained by."""
+    """Create a model; raises UsageError unless it is a Module with a `loss` method if it trains."""
     model = made(kind, hyper_parameters)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{what}: class {kind.__name__} makes {model!r:.60}, which is no torch.nn.Module")
+        raise UsageError(f"{what}: class {kind.__name__} is not a torch.nn.Module: it makes {model!r:.60}")
     if train and not callable(getattr(model, "loss", None)):
         raise UsageError(
-            f"{what}: class {kind.__name__} has no method loss(self, outputs, batch) to train it by"
+            f"{what}: class {kind.__name__} has no method loss(self, outputs, batch), which training needs"
         )
     return model
 
 
 def made_dataset(reader: Any, dataset: Dataset) -> Any:
-    """The samples: the reader itself where it has `__getitem__`, else what it reads of each file, in order.
+    """Return the samples: the reader if it has `__getitem__`, else what it reads from each file in order.
 
-    A directory among `data_path` stands for the files in it, by name. Raises UsageError for files that are
-    not there, for no samples, and for a reader with neither.
+    A directory in `data_path` stands for its files, sorted by name. Raises UsageError for missing files, no
+    samples, and a reader without either interface.
     """
     own = f"dataset.{dataset.name}"
     if isinstance(reader, (torch.Tensor, TensorDataset, tuple, list)):
-        return reader  # whole batches are taken of these
+        return reader  # such readers supply whole batches
     if hasattr(reader, "__getitem__") and hasattr(reader, "__len__"):
         return reader
     if not callable(getattr(reader, "read", None)):
         raise UsageError(
-            f"{own}: class {type(reader).__name__} has neither read(self, path), for the samples of a "
-            "file, nor __len__ and __getitem__"
+            f"{own}: class {type(reader).__name__} needs a method read(self, path) that yields the samples "
+            "of a file, or __len__ and __getitem__"
         )
     samples = list[Any]()
     for path in _files(dataset):
@@ -78,20 +78,20 @@ def made_dataset(reader: Any, dataset: Dataset) -> Any:
             raise
         except Exception as error:
             line = _line_read(error, path, len(samples) - before)
-            place = f"behind {len(samples) - before} samples" if line is None else f"line {line}"
+            place = f"after {len(samples) - before} samples" if line is None else f"line {line}"
             raise _failed(own, f"in {path}, {place}", error) from error
     if not samples:
         files = ", ".join(dataset.data_path) or "no file"
-        raise UsageError(f"{own}: the reader found no sample in {files}: give files that have some")
+        raise UsageError(f"{own}: the reader found no sample in {files}")
     return samples
 
 
 def sample_error(dataset: Dataset, index: int, error: Exception) -> Exception:
-    """What names the sample that a reader failed at, and file and line where its frames hold them."""
+    """Return an error that names the sample at which a reader failed, with file and line if known."""
     if isinstance(error, RelayError):
         return error
     place = f"at sample {index}"
-    with suppress(UsageError):  # of files that are not there it reads none
+    with suppress(UsageError):  # missing files are skipped
         for path in _files(dataset):
             if (line := _line_read(error, path, None)) is not None:
                 place = f"at sample {index}, in {path}, line {line}"
@@ -100,15 +100,15 @@ def sample_error(dataset: Dataset, index: int, error: Exception) -> Exception:
 
 
 def _failed(key: str, place: str, error: Exception) -> ReaderFailedError:
-    told = "".join(traceback.format_exception(type(error), error, _behind_here(error))).rstrip()
-    return ReaderFailedError(f"{key}: the reader failed {place}:\n{told}")
+    """Make a ReaderFailedError with the traceback of the user's frames."""
+    trace = "".join(traceback.format_exception(type(error), error, _behind_here(error))).rstrip()
+    return ReaderFailedError(f"{key}: the reader failed {place}:\n{trace}")
 
 
 def _line_read(error: Exception, path: str, samples: int | None) -> int | None:
-    """Where in its file a reader was when it failed: the last of the lines that its frames hold.
+    """Return the line that a reader failed at: the last line of the file that its frames hold.
 
-    A line that stands there several times is taken for the first one behind the samples that came before, and
-    for none where nobody knows how many these are.
+    A repeated line counts as the first one after `samples` lines, or not at all if `samples` is None.
     """
     held = set[Any]()
     for frame, _ in traceback.walk_tb(_behind_here(error)):
@@ -129,26 +129,27 @@ def _line_read(error: Exception, path: str, samples: int | None) -> int | None:
 
 
 def _behind_here(error: Exception) -> TracebackType | None:
-    """The frames of the user's reader."""
+    """Return the traceback that begins in the user's reader."""
     return None if error.__traceback__ is None else error.__traceback__.tb_next
 
 
 def _files(dataset: Dataset) -> list[str]:
+    """List the files of a dataset, with directories expanded."""
     found: list[str] = []
     for text in dataset.data_path:
         path = Path(text)
         if "://" not in text and not path.exists():
-            raise UsageError(f"dataset.{dataset.name}.data_path: {text} is not there")
+            raise UsageError(f"dataset.{dataset.name}.data_path: {text} does not exist")
         inside = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else []
         found += [str(one) for one in inside if not one.name.startswith(".")] or [text]
     return found
 
 
 def made_optimizer(model: nn.Module, keys: Optimizer | None, own: type | None) -> optim.Optimizer:
-    """The optimizer of the configuration, SGD with torch's defaults where it has none.
+    """Create the configured optimizer; SGD with torch's defaults if there is none.
 
-    `own` is the class where it is none of torch.optim's. Raises UsageError for an unknown class, and for
-    arguments that it does not take.
+    `own` is the class if it is not one of torch.optim. Raises UsageError for an unknown class or bad
+    arguments.
     """
     arguments: dict[str, Any] = {} if keys is None else keys.arguments.plain()
     if keys is not None and keys.learning_rate is not None:
@@ -158,15 +159,14 @@ def made_optimizer(model: nn.Module, keys: Optimizer | None, own: type | None) -
         return kind(model.parameters(), **arguments)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"hyper_parameters.optimizer: {kind.__name__} refuses {arguments}: {error}"
+            f"hyper_parameters.optimizer: {kind.__name__} does not accept {arguments}: {error}"
         ) from error
 
 
 def made_scheduler(optimizer: optim.Optimizer, keys: Optimizer | None) -> Any:
-    """The schedule of the configuration, None where it has none.
+    """Create the configured schedule, None if there is none.
 
-    Raises UsageError for an unknown class, for one that waits for a metric, and for arguments that it does
-    not take.
+    Raises UsageError for an unknown class, for one that needs a metric, and for bad arguments.
     """
     if keys is None or (keys.lr_scheduler is None and keys.decay_steps is None):
         return None
@@ -176,21 +176,21 @@ def made_scheduler(optimizer: optim.Optimizer, keys: Optimizer | None) -> Any:
     own = "hyper_parameters.optimizer.lr_scheduler"
     kind = _of_module(optim.lr_scheduler, keys.lr_scheduler.kind, f"{own}.class")
     if kind is optim.lr_scheduler.ReduceLROnPlateau:
-        raise UsageError(f"{own}.class: ReduceLROnPlateau waits for a metric: step it in a task of yours")
+        raise UsageError(f"{own}.class: ReduceLROnPlateau needs a metric: step it in a task of your own")
     arguments = keys.lr_scheduler.arguments.plain()
     try:
         return kind(optimizer, **arguments)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{own}: {kind.__name__} refuses {arguments}: {error}") from error
+        raise UsageError(f"{own}: {kind.__name__} does not accept {arguments}: {error}") from error
 
 
 def scheduled_by_epoch(keys: Optimizer | None) -> bool:
-    """Whether the schedule of the configuration counts epochs."""
+    """Return True if the configured schedule counts epochs."""
     return keys is not None and keys.lr_scheduler is not None and keys.lr_scheduler.per == "epoch"
 
 
 def _of_module(module: Any, name: str, key: str) -> Any:
-    """A class of a module of torch, whatever the case of its name."""
+    """Return a class of a torch module, ignoring the case of its name."""
     known = {one: kind for one, kind in vars(module).items() if isinstance(kind, type)}
     by_case = {one.lower(): one for one in known}
     if name.lower() not in by_case:
@@ -199,7 +199,7 @@ def _of_module(module: Any, name: str, key: str) -> Any:
 
 
 def on_device(data: Any, device: torch.device) -> Any:
-    """The same tensors in the same lists, tuples and mappings, there."""
+    """Copy tensors in nested lists, tuples and mappings to the device."""
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=True)
     if isinstance(data, Mapping):
@@ -214,12 +214,12 @@ def on_device(data: Any, device: torch.device) -> Any:
 
 _DENSE = re.compile(r"(?P<name>[^:]+):\[?(?P<sizes>[1-9][0-9]{0,8}(?:,[1-9][0-9]{0,8})*)\]?")
 _NONE = "#"
-"""What PaddleRec's files write for no slots."""
+"""PaddleRec's notation for no slots."""
 Sample = dict[str, torch.Tensor]
 
 
 class SlotReader:
-    """Reads the slots that a dataset names. A slot that is not in a line is filled with `padding`, or 0."""
+    """Read the slots that a dataset names. A missing slot is filled with `padding`, or 0."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._key = f"dataset.{dataset.name}"
@@ -227,17 +227,19 @@ class SlotReader:
         self._sparse = [one for one in (dataset.sparse_slots or "").split() if one != _NONE]
         self._dense = dict(self._sized(one) for one in (dataset.dense_slots or "").split() if one != _NONE)
         if both := sorted(set(self._sparse) & set(self._dense)):
-            raise UsageError(f"{self._key}: {', '.join(both)} is in sparse_slots and dense_slots: keep one")
+            raise UsageError(
+                f"{self._key}: {', '.join(both)} is in both sparse_slots and dense_slots: remove one"
+            )
 
     def read(self, path: str) -> Iterator[Sample]:
-        """A sample for each line that is not blank. Raises UsageError naming file and line."""
+        """Yield a sample for each non-blank line. Raises UsageError naming file and line."""
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield self._sample(line.split(), f"{self._key}: {path}, line {number}")
 
     def collate(self, samples: Sequence[Sample]) -> Sample:
-        """Slots of a batch; sparse ones as long as the longest of them, `padding` behind the others."""
+        """Batch the slots; sparse ones are padded with `padding` to the longest."""
         found: Sample = {}
         for name in self._sparse:
             listed = [one[name] for one in samples]
@@ -248,33 +250,36 @@ class SlotReader:
         return {**found, **{name: torch.stack([one[name] for one in samples]) for name in self._dense}}
 
     def _sized(self, word: str) -> tuple[str, tuple[int, ...]]:
+        """Parse the name and the sizes of a dense slot."""
         said = _DENSE.fullmatch(word)
         if said is None:
             raise UsageError(
-                f"{self._key}.dense_slots: {word!r} is no slot with its size: write `wide:4` or `wide:[2,2]`"
+                f"{self._key}.dense_slots: invalid slot {word!r}: expected `wide:4` or `wide:[2,2]`"
             )
         return said["name"], tuple(int(one) for one in said["sizes"].split(","))
 
     def _sample(self, words: Sequence[str], place: str) -> Sample:
+        """Parse the words of one line into a sample."""
         values: dict[str, list[Any]] = {name: [] for name in (*self._sparse, *self._dense)}
         for word in words:
             name, colon, text = word.rpartition(":")
             if not colon:
-                raise UsageError(f"{place}: {word!r:.40} is no `slot:value`")
+                raise UsageError(f"{place}: invalid {word!r:.40}: expected `slot:value`")
             if name in values:
                 values[name].append(_number(text, dense=name in self._dense, place=place, word=word))
         sample = {name: torch.tensor(values[name] or [int(self._padding)]) for name in self._sparse}
         for name, shape in self._dense.items():
             listed = values[name] or [self._padding] * math.prod(shape)
             if len(listed) != math.prod(shape):
-                raise UsageError(f"{place}: {name} has {len(listed)} values, not {math.prod(shape)}")
+                raise UsageError(f"{place}: {name} has {len(listed)} values, expected {math.prod(shape)}")
             sample[name] = torch.tensor(listed, dtype=torch.float32).reshape(shape)
         return sample
 
 
 def _number(text: str, *, dense: bool, place: str, word: str) -> float:
+    """Parse a slot value; raises UsageError naming the place."""
     try:
         return float(text) if dense else int(text)
     except ValueError:
         kind = "a number" if dense else "a whole number"
-        raise UsageError(f"{place}: the value of {word!r:.40} is not {kind}") from None
+        raise UsageError(f"{place}: invalid value of {word!r:.40}: expected {kind}") from None

@@ -287,13 +287,13 @@ class ConfiguredScene(BaseScene):
         if not env.launched:
             yield Solo()
             return
-        from torchrelay.runners.config_runs.processes import let_go, session_on
+        from torchrelay.runners.config_runs.processes import release, session_on
 
         session = session_on(device_of(runner or self.runner, env.local_rank))
         try:
             yield session.peers
         finally:
-            let_go(session, world_stays=True)
+            release(session, world_stays=True)
 
     def inferring(self) -> list[RunnerSection]:
         """The profiles of the mode that infer."""

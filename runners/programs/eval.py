@@ -32,7 +32,7 @@ from torchrelay.runners.config_runs.evaluation import (
     moved_batch,
     write_rows,
 )
-from torchrelay.runners.config_runs.processes import apart, let_go
+from torchrelay.runners.config_runs.processes import apart, release
 from torchrelay.runners.config_runs.profiles import call_step
 from torchrelay.runners.config_runs.selection import phases_of
 from torchrelay.runners.config_runs.steps import Network
@@ -254,7 +254,7 @@ def _built(
     classes = load_classes(settings, runner, loader)
     context = StepContext.of(config, runner, run_dir, classes, settings=settings)
     call_step(step_named("setup"), context)
-    stack.callback(lambda: let_go(context.session, world_stays=True))
+    stack.callback(lambda: release(context.session, world_stays=True))
     call_step(step_named("build"), context)
     return context
 

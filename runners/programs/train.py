@@ -68,7 +68,7 @@ def train(scene: Scene) -> int:
         job = program.job(epochs=scene.limits(program)["max_epochs"])
         job.name = program.name or scene.origin.name
         if scene.config is not None:
-            Unread(scene.config, scene.request.strict_config).tell_all(session.peers)
+            Unread(scene.config, scene.request.strict_config).report_all(session.peers)
         # Only now, so that a program that cannot be built leaves no run.
         runner = program.runner(job, make(), **_options(scene))
         return code_of_result(runner.train(session, epoch))

@@ -158,7 +158,7 @@ def test_pdr_6_keys_that_no_profile_reads_are_told_in_one_line_or_refused(tmp_pa
     (line,) = [one for one in capfd.readouterr().err.splitlines() if "never read" in one]
     assert "dataset.d.data_convertor (line " in line and "did you mean data_converter?" in line
     assert "hyper_parameters.heigt (line 1, did you mean height?)" in line and "widht" in line
-    assert "of_another" not in line and line.endswith("--strict-config makes that an error")
+    assert "of_another" not in line and line.endswith("(an error with --strict-config)")
     config = load_config(path, ["runner.train1.save_checkpoint_path=strict"])
     with pytest.raises(StepFailedError, match=r"hyper_parameters\.widht: was never read") as caught:
         run_config(config, strict=True)

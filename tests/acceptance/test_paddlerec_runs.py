@@ -144,12 +144,12 @@ def test_pdr_11_and_16_the_best_epoch_is_the_one_of_the_metric(trained):
 
 def test_pdr_11_epochs_that_are_missing_are_named(trained, capfd):
     """PDR-11: a listed epoch that was never saved is an error naming it; of a range the rest is done."""
-    with pytest.raises(StepFailedError, match=r"has no epoch 7, 9; there are 0 to 3") as caught:
+    with pytest.raises(StepFailedError, match=r"has no epoch 7, 9; it has 0 to 3") as caught:
         run(trained, "runner.infer1.epoch=[1,7,9]", mode=["infer1"])
     assert isinstance(caught.value.__cause__, UnknownEpochError) and caught.value.exit_code == 2
     rows = run(trained, "runner.infer1.epoch=3..5", mode=["infer1"])["infer1"]
     assert [row["epoch"] for row in rows] == [3]
-    assert "has no epoch 4 to 5; there are 0 to 3" in capfd.readouterr().out
+    assert "has no epoch 4 to 5; it has 0 to 3" in capfd.readouterr().out
 
 
 def test_pdr_12_predictions_stand_in_the_order_of_the_input(trained):
@@ -187,9 +187,7 @@ def test_pdr_12_a_prediction_that_is_none_per_sample_is_refused(tmp_path):
         model.read_text() + "\n    def predict(self, outputs, batch):\n        return outputs.sum()\n"
     )
     run(tmp_path)
-    with pytest.raises(
-        StepFailedError, match=r"predictions of 4 samples must be tensors with a row for each"
-    ):
+    with pytest.raises(StepFailedError, match=r"predictions of 4 samples must have one row per sample"):
         run(tmp_path, mode=["infer1"])
 
 
@@ -251,10 +249,10 @@ def test_pdr_15_devices_are_chosen_or_refused_with_the_reason(tmp_path, monkeypa
     assert device(auto, gpus=4, local_rank=2) == torch.device("cuda", 2)
     assert device(auto, two, gpus=4, local_rank=1) == torch.device("cuda", 1)
     for words, gpus, local_rank, says in (
-        (["runner.train1.device=gpu"], 0, 0, "this machine shows no GPU"),
-        ([auto, two], 0, 0, "this machine shows no GPU"),
-        ([auto, two], 2, 0, "selected_gpus has GPU 3, this machine shows 0 to 1"),
-        ([auto, two], 4, 2, "may use 2 GPUs, and more processes were started"),
+        (["runner.train1.device=gpu"], 0, 0, "this machine has no visible GPU"),
+        ([auto, two], 0, 0, "this machine has no visible GPU"),
+        ([auto, two], 2, 0, "selected_gpus has GPU 3, but this machine has 0 to 1"),
+        ([auto, two], 4, 2, "may use 2 GPUs, but more processes were started"),
     ):
         with pytest.raises(UsageError, match=says):
             device(*words, gpus=gpus, local_rank=local_rank)
@@ -263,7 +261,7 @@ def test_pdr_15_devices_are_chosen_or_refused_with_the_reason(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("words", "launched", "world", "says"),
     [
-        (["class=cluster_train"], False, 1, "runs under a launcher only"),
+        (["class=cluster_train"], False, 1, "which needs a launcher"),
         (["class=local_cluster_train", "worker_num=2"], True, 4, "starts 2 processes itself"),
         (["selected_gpus=0"], False, 1, "contradict each other"),
     ],

@@ -98,7 +98,7 @@ def test_pdr_2_an_error_of_the_users_mistake_keeps_its_exit_code(tmp_path):
     """PDR-2: a mistake in what a profile asks for is one line with the code of mistakes, 2."""
     with pytest.raises(
         StepFailedError,
-        match=r"runner infer1 failed in step start .Startup.; not run: train1: .*run is not there",
+        match=r"runner infer1 failed in step start .Startup.; not run: train1: .*run does not exist",
     ) as caught:
         run(tmp_path, mode=["infer1", "train1"])
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
@@ -223,14 +223,14 @@ def test_pdr_4_the_context_is_typed_and_a_mapping():
         _ = context.job
     with pytest.raises(UsageError, match=r"context\['sesion'\].*did you mean 'session'"):
         context["sesion"]
-    with pytest.raises(UsageError, match=r'put your own as context\["mine"\]'):
+    with pytest.raises(UsageError, match=r'set your own as context\["mine"\]'):
         context.mine = 3
 
 
 def test_pdr_4_an_unknown_status_is_an_error_at_once_with_the_legal_names():
     """PDR-4: a status that is no step raises, naming what is legal; PaddleRec's names are understood."""
     context = StepContext()
-    with pytest.raises(UsageError, match=r"'fly'.*legal are setup, build, start, loop, finish, end"):
+    with pytest.raises(UsageError, match=r"'fly': expected setup, build, start, loop, finish, end"):
         context["status"] = "fly"
     context["status"] = "train_pass"
     assert context["status"] == "loop"
@@ -263,8 +263,8 @@ def test_pdr_4_a_step_may_jump(tmp_path, name, status, steps):
         ("import nothing_of_this_name\n", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
         ("class Terminal(:\n", "SyntaxError"),
         ("raise SystemExit(3)\n", "SystemExit: 3"),
-        ("class Other: pass\n", "has no such class; it has Other"),
-        ("Terminal = 3\n", "is no class there"),
+        ("class Other: pass\n", "has no such class; its classes: Other"),
+        ("Terminal = 3\n", "it is not a class"),
         ("class Terminal: pass\n", "has no method finish(self, context)"),
         ("import helper\n", "write `from . import helper`"),
     ],
@@ -283,7 +283,7 @@ def test_pdr_5_a_class_that_cannot_be_had_is_told_before_anything_is_made(tmp_pa
     assert tree(tmp_path) == before and sys.path == paths and not torch.distributed.is_initialized()
     if source is not None and "import" in source:
         assert isinstance(caught.value, ClassLoadError)
-        assert "class Terminal is expected there" in text and 'mine.py", line 1' in text
+        assert "expected class Terminal" in text and 'mine.py", line 1' in text
 
 
 def test_pdr_5_two_files_of_one_name_never_meet(tmp_path):

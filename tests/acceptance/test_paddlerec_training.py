@@ -97,7 +97,7 @@ def test_mistakes_of_a_validation_are_told_by_check(tmp_path: Path, validation: 
 
 def test_a_metric_that_the_model_does_not_give_is_refused(tmp_path: Path) -> None:
     """The first measurement tells it with the nearest name."""
-    with pytest.raises(Exception, match="the model gives no `rsme`; did you mean `rmse`"):
+    with pytest.raises(Exception, match="the model has no metric `rsme`; did you mean `rmse`"):
         run(tmp_path, validation="{dataset_name: e, metrics: rsme}")
 
 
@@ -160,8 +160,8 @@ def test_mistakes_of_a_schedule_are_told_by_check(tmp_path: Path, keys: str, tol
     ("schedule", "told"),
     [
         ("{class: ExponentialLRR, gamma: 0.5}", "no ExponentialLRR; did you mean `ExponentialLR`"),
-        ("{class: StepLR}", "StepLR refuses"),
-        ("{class: ReduceLROnPlateau}", "waits for a metric"),
+        ("{class: StepLR}", "StepLR does not accept"),
+        ("{class: ReduceLROnPlateau}", "needs a metric"),
     ],
 )
 def test_a_schedule_that_cannot_be_made_is_refused(tmp_path: Path, schedule: str, told: str) -> None:
@@ -178,7 +178,7 @@ def test_a_schedule_that_is_too_short_is_told_with_its_phase(tmp_path: Path) -> 
     keys = "{class: sgd, learning_rate: 0.1, lr_scheduler: {class: OneCycleLR, max_lr: 0.5, total_steps: 5}}"
     path = lifecycle_cases.written(tmp_path)
     with pytest.raises(
-        Exception, match=r"phase\.a: its OneCycleLR refuses to step \(Tried to step 6"
+        Exception, match=r"phase\.a: its OneCycleLR cannot step further \(Tried to step 6"
     ) as refused:
         run_config(load_config(path, [f"hyper_parameters.optimizer={keys}"]))
     assert exit_code_of(refused.value) == 2 and torchrelay.open_checkpoint(tmp_path / "run").epoch == 1
@@ -191,7 +191,7 @@ def test_a_run_that_replaces_the_inference_files_of_another_says_so(tmp_path: Pa
         warnings.simplefilter("error")
         lifecycle_cases.run(tmp_path, *words, "runner.train1.epochs=1")
         lifecycle_cases.run(tmp_path, *words)
-    with pytest.warns(UserWarning, match="has files of an earlier run, and this run replaces them"):
+    with pytest.warns(UserWarning, match="this run replaces files of an earlier run"):
         lifecycle_cases.run(tmp_path, *words, "runner.train1.save_checkpoint_path=second")
 
 

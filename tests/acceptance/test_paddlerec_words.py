@@ -109,7 +109,7 @@ def test_weights_that_are_nowhere_are_told_before_anything_is_made(tmp_path: Pat
         ("mode=[train1,infer1]", "runner.infer1.init_model_path=nowhere"),
     ):
         with pytest.raises(
-            UsageError, match=r"init_model_path: .*nowhere is not there, and no runner before"
+            UsageError, match=r"init_model_path: .*nowhere does not exist, and no earlier runner"
         ):
             run(tmp_path, *words)
     assert not (tmp_path / "run").exists()
@@ -155,7 +155,7 @@ hyper_parameters: {width: 2}
 def test_two_profiles_do_not_train_in_one_given_directory(tmp_path: Path) -> None:
     """`--run-dir` with two profiles that train is refused before the first one does."""
     path = written(tmp_path, EXTRA.replace("phase:\n", "- {name: b1, epochs: 1}\nphase:\n", 1))
-    with pytest.raises(UsageError, match=r"train1 and b1 train, and --run-dir is one directory"):
+    with pytest.raises(UsageError, match=r"--run-dir is one directory, but train1 and b1 train"):
         run_config(load_config(path), ["train1", "b1"], run_dir=str(tmp_path / "x"))
     assert not (tmp_path / "x").exists()
 
@@ -334,9 +334,9 @@ def test_lines_of_slots_need_no_reader(tmp_path: Path, capfd: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("line", "says"),
     (
-        ("click:1 wide:1", "line 2: wide has 1 values, not 2"),
-        ("click:x", "line 2: the value of 'click:x' is not a whole number"),
-        ("click", "line 2: 'click' is no `slot:value`"),
+        ("click:1 wide:1", "line 2: wide has 1 values, expected 2"),
+        ("click:x", "line 2: invalid value of 'click:x': expected a whole number"),
+        ("click", "line 2: invalid 'click': expected `slot:value`"),
     ),
 )
 def test_a_line_of_slots_that_is_wrong_is_told(tmp_path: Path, line: str, says: str) -> None:
@@ -397,10 +397,10 @@ def test_an_own_loop_saves_epochs(tmp_path: Path) -> None:
     assert {"a.model", "a.optimizer", "a.loader"} <= set(blobs)
     run(tmp_path, "runner.train1.save_checkpoint_path=other")
     assert torch.equal(weights(tmp_path / "run", 2), weights(tmp_path / "other", 2))
-    with pytest.raises(StepFailedError, match=r"has epoch 2 already, so epoch 1 cannot be saved"):
+    with pytest.raises(StepFailedError, match=r"already has epoch 2, so epoch 1 cannot be saved"):
         run(tmp_path, *words)
     (tmp_path / "mine.py").write_text(LOOP.replace("epoch + 1", "1"))
-    with pytest.raises(StepFailedError, match=r"has epoch 1 already, so epoch 1 cannot be saved") as again:
+    with pytest.raises(StepFailedError, match=r"already has epoch 1, so epoch 1 cannot be saved") as again:
         run(tmp_path, *words, "runner.train1.save_checkpoint_path=third")
     assert exit_code_of(again.value) == 2
 
@@ -428,7 +428,7 @@ def test_a_rank_that_saves_alone_says_whom_it_waits_for(
         said, end = "", time.monotonic() + 20
         while not said and time.monotonic() < end:
             said = capfd.readouterr().err
-    assert "rank 0 waits for the others in self.save(3): all ranks call it" in said
+    assert "rank 0 waits in self.save(3): all ranks must call it" in said
 
 
 def test_a_look_at_the_data_in_an_earlier_step_costs_no_samples(tmp_path: Path) -> None:
@@ -492,7 +492,7 @@ def test_an_infer_profile_saves_no_epoch(tmp_path: Path) -> None:
         LOOP.replace("phase = context", "self.save(1, context)\n        phase = context")
     )
     words = ("runner.infer1.runner_class_path=mine.py",)
-    with pytest.raises(StepFailedError, match=r"runner\.infer1 infers: there is no run to save an epoch in"):
+    with pytest.raises(StepFailedError, match=r"runner\.infer1 infers, so it has no run to save an epoch in"):
         run(tmp_path, *words, mode=["train1", "infer1"])
 
 
@@ -547,5 +547,5 @@ def test_a_model_that_nobody_trained_is_told_by_the_check(tmp_path: Path) -> Non
 
 def test_a_module_that_python_does_not_find_is_told_with_the_other_form(tmp_path: Path) -> None:
     """`module:Class` of a file in the workspace says that `module.py:Class` is its form."""
-    with pytest.raises(ClassLoadError, match=r"of a file write nowhere_here\.py:Startup"):
+    with pytest.raises(ClassLoadError, match=r"for a file write nowhere_here\.py:Startup"):
         run(tmp_path, "runner.train1.startup_class_path=nowhere_here:Startup")

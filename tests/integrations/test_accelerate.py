@@ -135,10 +135,10 @@ def test_misuse_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """A loader that is no blob, a name that is taken, and states that lie elsewhere name the remedy."""
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
     ckpt = AcceleratorCheckpointer(accelerator, tmp_path, {"model": model})
-    with pytest.raises(UsageError, match="none of the blobs"):
+    with pytest.raises(UsageError, match="not one of the blobs"):
         next(ckpt.batches(torch.utils.data.DataLoader([1, 2])))
     taken: dict[str, Any] = {"model": model, "accumulation": 1}
-    with pytest.raises(UsageError, match="'accumulation' is the name"):
+    with pytest.raises(UsageError, match="blob name 'accumulation' is reserved"):
         AcceleratorCheckpointer(accelerator, tmp_path, taken)
     monkeypatch.setattr(AcceleratorState(), "distributed_type", DistributedType.DEEPSPEED)
     with pytest.raises(UsageError, match="DeepSpeed keeps them"):

@@ -164,12 +164,12 @@ def test_sng_9_an_epoch_of_a_plain_job_needs_its_model(tmp_path, capsys, monkeyp
     monkeypatch.chdir(tmp_path)
     typed = ["ckpt", "export", "run@1", "--to", "onnx", "-o", "m.onnx"]
     for more, text in (
-        ([], "was not archived: code=False; give the model by --model"),
-        (["--model", "made_here:nothing"], "has no nothing"),
+        ([], "was not archived: code=False: pass --model"),
+        (["--model", "made_here:nothing"], "has no callable nothing"),
         (["--model", "elsewhere:model"], "there is no module elsewhere"),
-        (["--model", "made_here"], "give module:name"),
+        (["--model", "made_here"], "expected module:name"),
         (["--model", "made_here:text"], "returned 'x'"),
-        (["--model", "made_here:model"], "give inputs="),
+        (["--model", "made_here:model"], "pass inputs="),
         (["--model", "made_here:model", "--blob", "net"], "has no blob 'net', it has model, optimizer"),
         (["--model", "made_here:model", "--prefix", "x."], "--prefix is for exports of tensors"),
     ):

@@ -39,9 +39,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ((), "give the model by --model module:function"),
-        (("--model", "served"), "give module:name"),
-        (("--model", "served:nothing"), "has no nothing"),
+        ((), "pass --model module:function"),
+        (("--model", "served"), "expected module:name"),
+        (("--model", "served:nothing"), "has no callable nothing"),
         (("--model", "nowhere:make"), "there is no module nowhere"),
         (("--model", "json:dumps"), "TypeError"),
         ((*MODEL, "--blob", "other"), "give --blob"),
