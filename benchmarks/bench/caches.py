@@ -61,7 +61,7 @@ def make_cold(path: Path) -> float:
 def make_warm(path: Path) -> None:
     """Have a whole tree in the page cache, read in anew, file after file from begin to end.
 
-    How it came in may count (docs/performance.md): so it is the same for all engines.
+    How it came in may count (benchmarks/README.md): so it is the same for all engines.
     """
     _take_out(path)
     _read_in(path)

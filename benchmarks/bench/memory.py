@@ -15,7 +15,7 @@ def ready_memory(nbytes: int) -> None:
 
     A virtual machine may give what is free back to its host after a second. Who uses it next then waits for
     the host, up to 2 s for a GiB, where the same takes 0.15 s otherwise: an engine that needs memory would be
-    measured by when it came, not by what it does (docs/performance.md).
+    measured by when it came, not by what it does (benchmarks/README.md).
     """
     size = min(nbytes, _field(Path("/proc/meminfo"), "MemFree") - SPARE) // mmap.PAGESIZE * mmap.PAGESIZE
     if size > 0:

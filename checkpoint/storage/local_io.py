@@ -5,7 +5,7 @@ finds little left to do. A system without these calls writes and reads the same,
 
 A direct read leaves the cache to others and spares the kernel's copy; loads are quicker through the cache
 all the same, and it lets the processes of a host share what they read. Both were measured
-(docs/performance.md).
+(benchmarks/README.md).
 
 There is no list of file systems and no probe on the side: the file that is being written is asked. One
 that cannot be opened so, or that refuses a write, is written through the page cache, and so is the end

@@ -2,13 +2,13 @@
 
 Opening a file looks at every part of its path, which takes as long as reading some hundred KiB.
 
-Some wait for the device or copy from the kernel while another verifies; measured in docs/performance.md.
+Some wait for the device or copy from the kernel while another verifies; measured in benchmarks/README.md.
 
 What costs time with very many small tensors is not their bytes but what is done for each of them; so
 nothing here is done entry by entry unless something is wrong.
 
 What is read, verified and put into place at a time stays in the processor's cache; measured in
-docs/performance.md.
+benchmarks/README.md.
 
 One built-in function puts a question to all. Give at most `AT_ONCE` at a time: so many stay in the
 processor's cache until the last question; a tensor that does not takes four times as long for each.
