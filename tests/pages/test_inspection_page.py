@@ -49,7 +49,7 @@ def test_the_keys_of_json_are_those_of_the_page(
     """Every key on top, and in the lists whose keys stand there, is told; none is made up."""
     pytest.importorskip("sqlalchemy")
     monkeypatch.chdir(folder)
-    table = PAGE.split("| verb | keys |")[1].split("\n\n")[0]
+    table = PAGE.split("| subcommand | keys |")[1].split("\n\n")[0]
     rows = dict(re.findall(r"^\| `([^|]*)` \| (.*) \|$", table, re.MULTILINE))
     for verb, text in rows.items():
         words = verb.split("`")[0].replace("RUNS", "runs").replace("RUN", "runs/two").split()
