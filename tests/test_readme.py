@@ -76,7 +76,7 @@ def test_the_job_trains_then_is_finished_then_rewinds(trained: tuple[Path, str])
     assert [f"epoch {epoch}/5 done" in rewound for epoch in range(1, 6)] == [False, False, True, True, True]
     listed = cli(folder, "ls", "runs/hello")
     assert listed.count("abandoned") == 3
-    assert "9 of 9 epochs proved" in cli(folder, "verify", "runs/hello")
+    assert "9 of 9 epochs verified" in cli(folder, "verify", "runs/hello")
     assert "FINISHED" in cli(folder, "show", "runs/hello")
     assert "epoch 5" in cli(folder, "ckpt", "show", "runs/hello@best"), "the page names @best"
 

@@ -136,4 +136,4 @@ def test_a_job_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     script.write_text(JOB.format(home=str(installed.parent.parent)))
     assert run(installed, script, cwd=tmp_path).splitlines()[-1] == "epoch 2"
     proved = run(installed.with_name("torchrelay"), "verify", "run", cwd=tmp_path)
-    assert proved.splitlines()[-1] == "3 of 3 epochs proved"
+    assert proved.splitlines()[-1] == "3 of 3 epochs verified"

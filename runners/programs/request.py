@@ -1,4 +1,4 @@
-"""What is typed behind verbs of a program and `serve`; how much a client may ask for. Without torch."""
+"""Arguments of a program's subcommands and of `serve`, and the limits of requests. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torchrelay.runners.session.stop_requests import seconds_typed
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Bytes, counts and seconds. Beyond them a request is refused, and nothing is allocated for it.
+    """Limits in bytes, counts and seconds; a request beyond them is refused before anything is allocated.
 
-    `json_bytes` is less than `body_bytes` because a number takes ten times its text while JSON is read;
-    `held_bytes` bounds the bodies of all requests together. `queue` counts samples that wait.
+    `json_bytes` is smaller than `body_bytes` because parsed JSON takes about ten times its text.
+    `held_bytes` bounds the bodies of all requests together; `queue` counts waiting samples.
     """
 
     body_bytes: int = 16 << 20
@@ -39,29 +39,29 @@ class RequestLimits:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < 0 or (value == 0 and name != "max_delay_secs"):
-                raise UsageError(f"the limit {name} is {value}: give more than 0")
+                raise UsageError(f"invalid limit {name}={value}: expected more than 0")
         if self.max_delay_secs >= self.secs:
             raise UsageError(
-                f"a batch may wait {self.max_delay_secs:g} s for more samples, and a request is given up "
-                f"after {self.secs:g} s: let it wait less"
+                f"--max-delay-ms is {self.max_delay_secs * 1000:g}: expected less than the timeout of "
+                f"{self.secs:g} s"
             )
 
 
 class Budget:
-    """Bytes of bodies that are held now; used by one thread."""
+    """Counter of the bytes of request bodies in memory; for one thread."""
 
     def __init__(self, most: int) -> None:
         self.most, self.held = most, 0
 
     def take(self, nbytes: int) -> bool:
-        """Whether there is room for so many more, which are then held."""
+        """Reserve bytes; returns False if they exceed the limit."""
         if self.held + nbytes > self.most:
             return False
         self.held += nbytes
         return True
 
     def give_back(self, nbytes: int) -> None:
-        """They are not held any more."""
+        """Release reserved bytes."""
         self.held -= nbytes
 
 
@@ -69,13 +69,13 @@ PORT = 8331
 
 
 def _option(default: Any, metavar: str, text: str) -> Any:
-    """A field, and how it is shown where it is typed."""
+    """Define a field with the help of its command line option."""
     return field(default=default, metadata={"metavar": metavar, "help": text})
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The options; each is what it is called on the command line."""
+    """The options of `serve`, named as on the command line."""
 
     port: int = PORT
     host: str = "127.0.0.1"
@@ -85,21 +85,21 @@ class ServeOptions:
     max_batch: int = _option(
         RequestLimits.max_batch,
         "N",
-        "compute at most N samples at once; 1: every answer as `eval` gives it, bit for bit",
+        "largest batch; 1 gives the same bits as `eval`",
     )
     max_delay_ms: float = _option(
-        RequestLimits.max_delay_secs * 1000, "MS", "let a sample wait so long for others to share its batch"
+        RequestLimits.max_delay_secs * 1000, "MS", "how long a sample waits for others to fill its batch"
     )
-    timeout: float = _option(RequestLimits.secs, "SECS", "give a request up after SECS: 503")
+    timeout: float = _option(RequestLimits.secs, "SECS", "answer 503 after SECS")
     drain: float = _option(
-        RequestLimits.drain_secs, "SECS", "after SIGTERM finish what is asked, for at most SECS"
+        RequestLimits.drain_secs, "SECS", "after SIGTERM finish open requests for at most SECS"
     )
-    max_body: int = _option(RequestLimits.body_bytes, "BYTES", "refuse longer bodies: 413")
-    max_json: int = _option(RequestLimits.json_bytes, "BYTES", "refuse longer bodies of JSON: 413")
-    max_depth: int = _option(RequestLimits.depth, "N", "refuse JSON that is nested deeper: 400")
-    max_elements: int = _option(RequestLimits.elements, "N", "refuse tensors with more elements: 413")
-    max_samples: int = _option(RequestLimits.samples, "N", "refuse more samples in one request: 413")
-    max_queue: int = _option(RequestLimits.queue, "N", "refuse requests when so many samples wait: 429")
+    max_body: int = _option(RequestLimits.body_bytes, "BYTES", "answer 413 to larger bodies")
+    max_json: int = _option(RequestLimits.json_bytes, "BYTES", "answer 413 to larger JSON bodies")
+    max_depth: int = _option(RequestLimits.depth, "N", "answer 400 to JSON nested deeper")
+    max_elements: int = _option(RequestLimits.elements, "N", "answer 413 to tensors with more elements")
+    max_samples: int = _option(RequestLimits.samples, "N", "answer 413 to more samples in one request")
+    max_queue: int = _option(RequestLimits.queue, "N", "answer 429 while N samples wait")
 
     @classmethod
     def of(cls, chosen: argparse.Namespace) -> ServeOptions:
@@ -107,7 +107,7 @@ class ServeOptions:
         return cls(**{one.name: getattr(chosen, one.name) for one in fields(cls)})
 
     def limits(self) -> RequestLimits:
-        """As the server wants them; raises UsageError for what does not go together."""
+        """Convert to RequestLimits; raises UsageError for contradicting values."""
         return RequestLimits(
             body_bytes=self.max_body,
             json_bytes=min(self.max_json, self.max_body),
@@ -123,7 +123,7 @@ class ServeOptions:
         )
 
     def words(self) -> list[str]:
-        """How they are typed; those that are as they would be anyway are left out."""
+        """Return the command line options of all values that differ from their defaults."""
         found: list[str] = []
         for one in fields(self):
             value = getattr(self, one.name)
@@ -134,11 +134,15 @@ class ServeOptions:
 
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
-    """Define them."""
-    parser.add_argument("--port", type=port, default=PORT, metavar="P", help=f"default: {PORT}; 0 takes any")
-    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
+    """Add the options of `serve`."""
+    parser.add_argument(
+        "--port", type=port, default=PORT, metavar="P", help=f"port (default: {PORT}; 0: any free port)"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
     add_token_options(parser)
-    parser.add_argument("--watch", action="store_true", help="serve newer epochs when they are committed")
+    parser.add_argument("--watch", action="store_true", help="switch to newer epochs when they are committed")
     for one in fields(ServeOptions):
         if one.metadata:
             told, default = one.metadata, one.default
@@ -146,29 +150,33 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
                 f"--{one.name.replace('_', '-')}", type=_positive(type(default)), default=default,
                 metavar=told["metavar"],
                 help=f"{told['help']} (default: {default:g})" if isinstance(default, float)
-                else f"{told['help']} ({default})",
+                else f"{told['help']} (default: {default})",
             )  # fmt: skip
 
 
 def add_token_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Define the two ways to give a token; `default` is one that the environment gives."""
+    """Add `--token-file` and `--token`; `default` is the token of the environment."""
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument(
-        "--token-file", metavar="FILE", help="who asks must send what is in it; needed with another --host"
+        "--token-file",
+        metavar="FILE",
+        help="file with the token clients must send; required unless --host is local",
     )
     ways.add_argument(
-        "--token", default=default, metavar="TEXT", help="the same, seen by all who may list processes"
+        "--token", default=default, metavar="TEXT", help="the token itself, visible in process lists"
     )
 
 
 def port(text: str) -> int:
-    """A number of a port, as the type of an option."""
+    """Parse a port number, as the type of an option."""
     if not (text.isascii() and text.isdecimal()) or int(text[:6]) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r:.20} is no port: 0 to 65535")
+        raise argparse.ArgumentTypeError(f"invalid port {text!r:.20}: expected 0 to 65535")
     return int(text)
 
 
 def _positive(kind: Any) -> Any:
+    """Return an argparse type for positive numbers of a kind, int or float."""
+
     def read(text: str) -> Any:
         try:
             value = kind(text)
@@ -176,7 +184,7 @@ def _positive(kind: Any) -> Any:
             value = -1
         if not 0 <= value < 10**12 or (kind is int and value < 1):
             raise argparse.ArgumentTypeError(
-                f"{text!r:.40} is no {'whole ' if kind is int else ''}number above 0"
+                f"invalid value {text!r:.40}: expected a {'whole ' if kind is int else ''}number above 0"
             )
         return value
 
@@ -184,24 +192,24 @@ def _positive(kind: Any) -> Any:
 
 
 VERBS = {
-    "train": "train; goes on where a run of the same code and configuration was left",
-    "test": "measure the dataset `test` with the newest saved epoch",
-    "eval": "evaluate files: IN... OUT",
-    "server": "answer over HTTP with the newest saved epoch, until it is told to leave",
-    "status": "say what changed since the last run, and how it stands; writes nothing",
-    "package": "write the model of an epoch into one file that runs without this code: --out FILE",
-    "amend": "record the changed code with the last run",
+    "train": "train, or resume the run of the same code and configuration",
+    "test": "evaluate the newest saved epoch on the dataset `test`",
+    "eval": "apply the model to files: IN... OUT",
+    "server": "serve the newest saved epoch over HTTP until SIGTERM",
+    "status": "show the state of the last run and what changed since; writes nothing",
+    "package": "export the model of an epoch to one file that runs without this code",
+    "amend": "assign the changed code to the last run",
 }
 _CODES = (
-    "exit codes: 0 done, 1 an error in the program, or `status --check` found a change, 2 usage, also: "
-    "trained already, or changed since the run, 3 no provable epoch, 4 in use, 5 storage, 6 a rank was lost, "
-    "75 preempted"
+    "exit codes: 0 success; 1 the program failed, or `status --check` found work to do; 2 usage error, "
+    "already trained, or code changed since the run; 3 no usable epoch; 4 in use; 5 storage error; "
+    "6 a rank was lost; 75 preempted"
 )
 
 
 @dataclass(frozen=True)
 class VerbRequest:
-    """A verb and its options; those of other verbs have their defaults."""
+    """A subcommand and its options; options of other subcommands have their defaults."""
 
     verb: str
     force: bool = False
@@ -226,43 +234,43 @@ class VerbRequest:
 
     @classmethod
     def of(cls, chosen: argparse.Namespace, verb: str) -> VerbRequest:
-        """What argparse found; raises UsageError for what does not go together."""
+        """Build from argparse's result; raises UsageError for options that exclude each other."""
         known = {one.name: getattr(chosen, one.name) for one in fields(cls) if hasattr(chosen, one.name)}
         known |= {name: tuple(known[name]) for name in ("paths", "overrides") if name in known}
         if verb == "server":
             known["serve"] = ServeOptions.of(chosen)
         found = cls(**{**known, "verb": verb})
         if found.overrides and found.config is None:
-            raise UsageError("-o changes a configuration: name its file with -m")
+            raise UsageError("-o needs a configuration: give its file with -m")
         if found.strict_config and found.config is None:
-            raise UsageError("--strict-config is for a configuration: name its file with -m")
+            raise UsageError("--strict-config needs a configuration: give its file with -m")
         if verb == "train" and found.force and found.run_id:
-            raise UsageError("--force makes a new run, and --run names one that there is: leave one out")
+            raise UsageError("--force makes a new run and --run names an existing one: remove one of them")
         if verb == "eval" and len(found.paths) < 2:
-            raise UsageError("eval takes files to read and, last, the file or directory to write: IN... OUT")
+            raise UsageError("eval needs input files and, last, the output file or directory: IN... OUT")
         return found
 
 
 def rewind_of(request: VerbRequest) -> int | None:
-    """The epoch that `train --epoch` goes back to; raises UsageError for what cannot be meant."""
+    """Return the epoch that `train --epoch` rewinds to; raises UsageError for invalid values."""
     text = request.epoch
     if text is None:
         return None
     if request.force or request.retrain:
-        raise UsageError("--epoch goes back in a run that there is: leave --force and --retrain out")
+        raise UsageError("--epoch rewinds an existing run: remove --force and --retrain")
     if not (text.isascii() and text.isdigit() and len(text) < 9):
-        raise UsageError(f"train --epoch {text:.40}: give the number of an epoch to go back to")
+        raise UsageError(f"invalid train --epoch {text:.40}: expected the number of an epoch")
     return int(text)
 
 
 def read_request(argv: Sequence[str] | None = None) -> VerbRequest:
-    """Read a script's command line; raises UsageError. After --help argparse itself leaves, with 0."""
+    """Parse a script's command line; raises UsageError, and SystemExit(0) after --help."""
     parser = Parser(epilog=_CODES, allow_abbrev=False)
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
     for verb, text in VERBS.items():
         description = f"{text[0].upper()}{text[1:]}."
         one = verbs.add_parser(verb, help=text, description=description, epilog=_CODES, allow_abbrev=False)
-        one.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+        one.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
         add_options(one, verb)
         one.set_defaults(parser=one)
     chosen, left = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
@@ -272,7 +280,7 @@ def read_request(argv: Sequence[str] | None = None) -> VerbRequest:
 
 
 def add_options(parser: argparse.ArgumentParser, verb: str) -> None:
-    """Define what a verb takes."""
+    """Add the options of a subcommand."""
     if verb == "server":
         add_serve_options(parser)
     for either in (*_OPTIONS[verb], *_OF_ALL):
@@ -283,66 +291,77 @@ def add_options(parser: argparse.ArgumentParser, verb: str) -> None:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text[:9]) > 0 and len(text) < 9):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number from 1")
+        raise argparse.ArgumentTypeError(f"invalid number {text!r:.40}: expected a whole number, at least 1")
     return int(text)
 
 
 _FLAG = {"action": "store_true"}
 _RUN = {"dest": "run_id", "metavar": "ID"}
-_NEWEST = {"--run": {**_RUN, "help": "this run (default: the newest)"}}
-_MESSAGE = {"--message": {"metavar": "TEXT", "default": "", "help": "a comment, kept with the run"}}
+_NEWEST = {"--run": {**_RUN, "help": "id of the run (default: the newest)"}}
+_MESSAGE = {"--message": {"metavar": "TEXT", "default": "", "help": "comment stored with the run"}}
 _USING = (
     {
-        "--ignore": {**_FLAG, "help": "use the changed code with the last weights"},
-        "--run": {**_RUN, "help": "this run, by its archived code"},
+        "--ignore": {**_FLAG, "help": "use the changed code with the existing weights"},
+        "--run": {**_RUN, "help": "id of the run, whose archived code is used"},
     },
-    {"--epoch": {"metavar": "E", "help": "a number, last or best (default: last)"}},
+    {"--epoch": {"metavar": "E", "help": "epoch: a number, last or best (default: last)"}},
 )
 _Options = tuple[dict[str, dict[str, Any]], ...]
 _OPTIONS: dict[str, _Options] = {
     "train": (
         {
-            "--force": {**_FLAG, "help": "make a new run, though nothing changed"},
-            "--retrain": {**_FLAG, "help": "train the same run again from the beginning"},
+            "--force": {**_FLAG, "help": "make a new run even if nothing changed"},
+            "--retrain": {**_FLAG, "help": "train the same run again from the start"},
         },
-        {"--run": {**_RUN, "help": "this run of the same code (default: the newest)"}},
-        {"--epoch": {"metavar": "N", "help": "go back to epoch N of the run of this very code"}},
-        {"--max-epochs": {"metavar": "N", "type": _count, "help": "train until so many epochs are done"}},
+        {"--run": {**_RUN, "help": "id of a run of the same code (default: the newest)"}},
+        {"--epoch": {"metavar": "N", "help": "rewind the run of this code to epoch N"}},
+        {"--max-epochs": {"metavar": "N", "type": _count, "help": "train until N epochs are done"}},
         {
             "--time-limit": {
                 "metavar": "T",
                 "type": seconds_typed,
-                "help": "leave before T; the same command goes on",
+                "help": "save and exit within T; the same command resumes",
             }
         },
         _MESSAGE,
     ),
-    "test": (*_USING, {"--retest": {**_FLAG, "help": "measure again and replace the result"}}),
+    "test": (*_USING, {"--retest": {**_FLAG, "help": "test again and replace the result"}}),
     "eval": (
-        {"paths": {"metavar": "PATH", "nargs": "+", "help": "IN... OUT; a directory is all its files"}},
+        {
+            "paths": {
+                "metavar": "PATH",
+                "nargs": "+",
+                "help": "input files and, last, the output; a directory means all its files",
+            }
+        },
         *_USING,
     ),
     "server": _USING,
-    "status": (_NEWEST, {"--check": {**_FLAG, "help": "end with 1 where train would train"}}),
+    "status": (_NEWEST, {"--check": {**_FLAG, "help": "exit code 1 if train would train"}}),
     "package": (
-        {"--out": {"metavar": "FILE", "required": True, "help": "the package"}},
-        {"--overwrite": {**_FLAG, "help": "replace the file if it is there"}},
+        {"--out": {"metavar": "FILE", "required": True, "help": "package file to write"}},
+        {"--overwrite": {**_FLAG, "help": "replace an existing file"}},
         *_USING,
     ),
     "amend": (_NEWEST, _MESSAGE),
 }
-"""Of each verb; of several in one mapping only one may be given."""
+"""Options of each subcommand; those in one mapping exclude each other."""
 _OF_ALL: _Options = (
-    {"-m": {"dest": "config", "metavar": "CONFIG", "help": "a configuration file, YAML"}},
+    {"-m": {"dest": "config", "metavar": "CONFIG", "help": "configuration file (YAML)"}},
     {
         "-o": {
             "dest": "overrides",
             "metavar": "KEY=VALUE",
             "action": "append",
             "default": [],
-            "help": "change a value of it",
+            "help": "override a value of the configuration",
         }
     },
-    {"--strict-config": {**_FLAG, "help": "end with 2 where a key of it is never read"}},
-    {"--runs": {"metavar": "DIR", "help": "where the runs of experiments lie (or TORCHRELAY_RUNS)"}},
+    {"--strict-config": {**_FLAG, "help": "exit code 2 if a configuration key is never read"}},
+    {
+        "--runs": {
+            "metavar": "DIR",
+            "help": "directory of the runs (default: TORCHRELAY_RUNS, else set by the program)",
+        }
+    },
 )

@@ -23,32 +23,32 @@ _SHOWN = 20
 
 def add_chaos(add: Add) -> None:
     """Define `chaos`."""
-    parser = add("strike a run with faults again and again, and count what survives", chaos)
+    parser = add("inject faults into a run repeatedly and verify what survives", chaos)
     parser.usage = "torchrelay chaos [options] [DIRECTORY | URL | -- COMMAND ... {run} ...]"
     parser.add_argument(
         "target", metavar="DIRECTORY | URL | COMMAND", nargs="*",
-        help="where the built-in run goes (default: memory); or a command that trains into {run}",
+        help="where the built-in run saves (default: memory), or a command that trains into {run}",
     )  # fmt: skip
-    parser.add_argument("--kinds", metavar="K,K", help=f"of {','.join(builtin.KINDS)} (default: all)")
-    parser.add_argument("--trials", metavar="N", type=whole_number(1), help="of each kind")
+    parser.add_argument("--kinds", metavar="K,K", help=f"faults: {','.join(builtin.KINDS)} (default: all)")
+    parser.add_argument("--trials", metavar="N", type=whole_number(1), help="number of trials of each kind")
     parser.add_argument(
-        "--every", action="store_true", help="kill, errno, stall: at every boundary, not a sample"
+        "--every", action="store_true", help="kill, errno, stall: test every boundary instead of a sample"
     )
-    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of what is drawn (default: 0)")
-    parser.add_argument("--only", metavar="TRIAL", help="repeat one, by the name that it was reported with")
-    parser.add_argument("--keep", metavar="DIR", help="keep what a failing trial left there")
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--only", metavar="TRIAL", help="repeat one trial by its reported name")
+    parser.add_argument("--keep", metavar="DIR", help="directory that keeps the files of failing trials")
     parser.add_argument(
-        "--scenarios", metavar="S,S", help=f"of {','.join(one.name for one in SCENARIOS)} (built-in run only)"
+        "--scenarios", metavar="S,S", help=f"built-in run only: {','.join(one.name for one in SCENARIOS)}"
     )
     parser.add_argument(
-        "--file-systems", metavar="F,F", default="ext4", help="for power: ext4, xfs, btrfs (default: ext4)"
+        "--file-systems", metavar="F,F", default="ext4", help="for power: ext4,xfs,btrfs (default: ext4)"
     )
     parser.add_argument(
         "--single-writer", metavar="external", choices=["external"],
-        help="for a URL: as the option of the managers, where the store creates nothing exclusively",
+        help="for a URL whose store has no exclusive create, as in the managers",
     )  # fmt: skip
     parser.add_argument(
-        "--workers", metavar="N", type=whole_number(1), default=2, help="side by side (default: 2)"
+        "--workers", metavar="N", type=whole_number(1), default=2, help="trials in parallel (default: 2)"
     )
 
 

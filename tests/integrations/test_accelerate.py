@@ -90,7 +90,7 @@ def test_the_folder_is_read_without_accelerate(tmp_path: Path, capsys: pytest.Ca
     assert loop(tmp_path / "run", ranks=1).rc == 0
     for verb in (["ls"], ["verify"], ["ckpt", "diff"]):
         assert main([*verb, str(tmp_path / "run"), *([str(tmp_path / "run")] if "diff" in verb else [])]) == 0
-    assert "3 of 3 epochs proved" in capsys.readouterr().out
+    assert "3 of 3 epochs verified" in capsys.readouterr().out
     code = (
         "import sys, torch, torchrelay; model = torch.nn.Sequential(torch.nn.Linear(6, 8), "
         "torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)); "

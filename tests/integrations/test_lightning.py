@@ -88,7 +88,7 @@ def test_two_ranks_end_with_the_bits_of_an_undisturbed_run(options: list[str], t
     ]
     assert digests[0] == digests[1]
     assert command("ls", tmp_path / "killed").splitlines()[-1].startswith(str(EPOCHS))
-    assert "epochs proved" in command("verify", tmp_path / "killed")
+    assert "epochs verified" in command("verify", tmp_path / "killed")
     differences = command("ckpt", "diff", tmp_path / "whole", tmp_path / "killed")
     assert "unchanged" in differences and "changed," not in differences.replace("unchanged", "")
     done = subprocess.run(

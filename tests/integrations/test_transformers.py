@@ -107,7 +107,7 @@ def test_the_folder_is_read_without_transformers(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     for verb in (["ls", where], ["verify", where], ["ckpt", "diff", where, where]):
         assert main(verb) == 0
-    assert "2 of 2 epochs proved" in capsys.readouterr().out
+    assert "2 of 2 epochs verified" in capsys.readouterr().out
     code = (
         "import sys, torch, torchrelay; model = torch.nn.ModuleDict({'layer': torch.nn.Linear(4, 1)}); "
         "ckpt = torchrelay.open_checkpoint(sys.argv[1]); ckpt.load({'model': model}); "

@@ -42,7 +42,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
         assert done.returncode == code, done.stdout
         return done.stdout
 
-    assert "4 of 4 epochs proved" in told(0) and "1 of 1 epoch proved" in told(1)
+    assert "4 of 4 epochs verified" in told(0) and "1 of 1 epoch verified" in told(1)
     (shard,) = (run / "checkpoints/data").glob("e00000003-*/*.safetensors")
     data = bytearray(shard.read_bytes())
     data[200] ^= 1
@@ -52,8 +52,8 @@ def test_the_commands_run(tmp_path: Path) -> None:
     assert "epoch 3,branch=0 is quarantined" in told(4, 5)
     (run / "checkpoints/log/HINT").unlink()
     (run / "checkpoints/data/e00000009-0bad00").mkdir()
-    assert "to mend  hint" in told(5) and "mended  hint" in told(6)
-    assert "deleted  orphan" in told(7) and "all is in order" in told(7)
+    assert "to repair  hint" in told(5) and "repaired  hint" in told(6)
+    assert "deleted  orphan" in told(7) and "nothing to repair" in told(7)
 
 
 def test_the_words_of_why_are_all_explained() -> None:

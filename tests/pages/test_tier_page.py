@@ -29,7 +29,7 @@ def test_the_page_runs(
     assert len(re.findall(r"^ *[0-3] .*replicated", capsys.readouterr().out, re.MULTILINE)) == 4
     assert main(far) == 0 and main(verify) == 0
     out = capsys.readouterr().out
-    assert "replicated" not in out and "4 of 4 epochs proved" in out
+    assert "replicated" not in out and "4 of 4 epochs verified" in out
 
 
 def test_every_number_is_that_of_the_code() -> None:

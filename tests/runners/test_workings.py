@@ -107,7 +107,7 @@ def test_a_verb_shows_it_on_a_terminal_and_not_in_a_file(tmp_path: Path) -> None
     with Terminal() as terminal:
         code, out = terminal.run(command, tmp_path, clean_environment({"TERM": "xterm"}))
         drawn = terminal.drawn
-    assert code == 0 and "2 of 2 epochs proved" in out
+    assert code == 0 and "2 of 2 epochs verified" in out
     assert "verifying epoch 1, " in drawn and " of 12 MB" in drawn and "left (2 of 2)" in drawn
     plain = subprocess.run(
         command,

@@ -1,6 +1,6 @@
-"""The arguments that mean the same for every verb: what names runs, epochs and blobs, and whole numbers.
+"""Arguments shared by the subcommands: runs, epochs, blobs and whole numbers.
 
-A place is called `path` in what argparse returns; `remote_runs.resolve` finds what it means.
+A run or directory is stored as `path` in the namespace; `remote_runs.resolve` looks it up.
 """
 
 from __future__ import annotations
@@ -12,86 +12,92 @@ from torchrelay.runners.monitoring.console import Output
 
 Run = Callable[[argparse.Namespace, Output], int]
 Add = Callable[[str, Run], argparse.ArgumentParser]
-"""Adds a verb: its line in the help, what it does."""
-_PLACE = "a run directory, a directory of checkpoints, or the URL of one"
+"""Adds a subcommand: its help line, and the function that runs it."""
+_PLACE = "a run directory, a checkpoint directory, or a URL of either"
 _EPOCH = "@7, @last, @best, @tag=NAME, @epoch=7,branch=0"
 
 
 def add_run(parser: argparse.ArgumentParser, *, many: bool = False) -> None:
-    """`RUN`: a run directory with its own notes; `RUN_OR_RUNS...` where there may be `many`."""
+    """Add `RUN`, a run directory; with `many`, `RUN_OR_RUNS...`."""
     if many:
-        several = "run directories, or directories with runs in them; or the URLs of such"
+        several = "run directories, directories that contain runs, or their URLs"
         parser.add_argument("path", metavar="RUN_OR_RUNS", nargs="+", help=several)
     else:
-        parser.add_argument("path", metavar="RUN", help="a run directory, or its URL")
+        parser.add_argument("path", metavar="RUN", help="a run directory or its URL")
 
 
 def add_place(parser: argparse.ArgumentParser, *, runs: bool = False) -> None:
-    """`RUN_OR_PREFIX`: whatever holds checkpoints; or a directory of `runs`."""
+    """Add `RUN_OR_PREFIX`, a run or checkpoint directory; with `runs`, also a directory of runs."""
     if runs:
-        parser.add_argument("path", metavar="RUN_OR_RUNS", help=f"{_PLACE}; or a directory with runs in it")
+        parser.add_argument(
+            "path", metavar="RUN_OR_RUNS", help=f"{_PLACE}, or a directory that contains runs"
+        )
     else:
         parser.add_argument("path", metavar="RUN_OR_PREFIX", help=_PLACE)
 
 
 def add_epoch(parser: argparse.ArgumentParser, *, default: str = "@last") -> None:
-    """`RUN[@EPOCH]`: one epoch of whatever holds checkpoints; `default` says what is meant without one.
+    """Add `RUN[@EPOCH]`; `default` is the help text for the case without `@EPOCH`.
 
-    `--epoch` says the same: when the verb runs it stands in `path`, behind an @.
+    `--epoch N` is the same as `@N`: it is appended to `path` before the subcommand runs.
     """
     parser.add_argument("path", metavar="RUN[@EPOCH]", help=f"{_PLACE}; {_EPOCH} (default: {default})")
     parser.add_argument(
-        "--epoch", dest="at_epoch", metavar="N", help="the same as behind @: 7, last, best, or 7,branch=0"
+        "--epoch", dest="at_epoch", metavar="N", help="same as @N after RUN: 7, last, best, or 7,branch=0"
     )
 
 
 def add_blobs(parser: argparse.ArgumentParser) -> None:
-    """`--blobs PATTERN`, any number of them: `blobs`, None where nothing was chosen."""
+    """Add the repeatable `--blobs PATTERN`; `blobs` is None if it is not given."""
     parser.add_argument(
-        "--blobs", "--only", metavar="PATTERN", action="append", help="only these: model, 'model.*.bias'"
+        "--blobs",
+        "--only",
+        metavar="PATTERN",
+        action="append",
+        help="only these blobs, such as model or 'model.*.bias'",
     )
 
 
 def add_single_writer(parser: argparse.ArgumentParser) -> None:
-    """`--single-writer external`, of verbs that write to the log: `single_writer`, else None."""
-    text = "you see to it that nobody else writes there now: for stores that create nothing exclusively"
+    """Add `--single-writer external`, for subcommands that write to the log."""
+    text = "you ensure that nothing else writes there: for stores without an exclusive create"
     parser.add_argument("--single-writer", metavar="external", choices=["external"], help=text)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """`-o KEY=VALUE`, any number of them: `overrides`."""
-    text = "put a value in place of another: runner.train1.epochs=3"
+    """Add the repeatable `-o KEY=VALUE`, stored as `overrides`."""
+    text = "override a value, such as runner.train1.epochs=3"
     parser.add_argument("-o", dest="overrides", metavar="KEY=VALUE", action="append", default=[], help=text)
 
 
 def add_strict(parser: argparse.ArgumentParser) -> None:
-    """`--strict-config`: keys of the configuration that nobody reads are an error."""
-    text = "end with 2, before anything is trained, where a key of the configuration is never read"
+    """Add `--strict-config`: unread configuration keys are an error."""
+    text = "fail with exit code 2, before training, if a configuration key is never read"
     parser.add_argument("--strict-config", action="store_true", help=text)
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """A whole number of at most nine digits from `least` on, as the type of an option."""
+    """Return an argparse type: a whole number of at most nine digits, at least `least`."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdecimal()) or len(text) > 9 or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number from {least} on")
+            raise argparse.ArgumentTypeError(f"invalid number {text!r:.40}: expected at least {least}")
         return int(text)
 
     return read
 
 
 def add_model_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Define how the model of a run is made, and what it is called with."""
+    """Add the options that say how the model of a run is built and called."""
     parser.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
-        help="makes the model (runs of programs and configurations: their archived code does)",
+        help="function that builds the model (default: the archived code of the run)",
     )
     parser.add_argument(
         "--input",
         metavar="NAME=TYPE[SIZES]",
         action="append",
-        help="an example, such as image=float32[batch,3,32,32] (default: from the data of the run)",
+        help="example input, such as image=float32[batch,3,32,32] (default: from the run's data)",
     )
-    parser.add_argument("--blob", metavar="NAME", help="the blob that has the weights (default: model)")
+    parser.add_argument("--blob", metavar="NAME", help="blob that holds the weights (default: model)")

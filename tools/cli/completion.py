@@ -1,4 +1,4 @@
-"""`torchrelay completion`: a script that completes verbs, options and paths, made of the parser itself."""
+"""`torchrelay completion`: shell completion scripts, generated from the argument parser."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchrelay.runners.monitoring.console import Output
 from torchrelay.tools.cli.arguments import Add
 
 SELECTORS = (*WORDS, "epoch=", "tag=")
-"""What may follow `RUN@`."""
+"""Selectors that may follow `RUN@`."""
 
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """What may follow some verbs: `verbs` and `options` with what the help says, `choices` of options."""
+    """Completions after a subcommand: `verbs` and `options` with help texts, `choices` of options."""
 
     verbs: Mapping[str, str]
     options: Mapping[str, str]
@@ -25,7 +25,7 @@ class CompletionOptions:
 
 
 def tree_of(parser: argparse.ArgumentParser, verb: str = "") -> Iterator[tuple[str, CompletionOptions]]:
-    """Every verb, `ckpt why` say, with what may follow it; the whole parser first, as an empty verb."""
+    """Yield each subcommand, such as `ckpt why`, with its completions; the top level first, as ""."""
     fixed = [one for one in parser._actions if not one.option_strings and one.choices]
     inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     helps = {one.dest: one.help or "" for action in inner for one in action._choices_actions}
@@ -50,11 +50,12 @@ def tree_of(parser: argparse.ArgumentParser, verb: str = "") -> Iterator[tuple[s
 
 
 def _plain(text: str | None) -> str:
+    """Return a help text without argparse's % formats."""
     return (text or "").replace("%%", "%").replace("%(default)s", "")
 
 
 def bash(tree: Mapping[str, CompletionOptions]) -> str:
-    """For bash: `source <(torchrelay completion bash)`."""
+    """Return the script for bash: `source <(torchrelay completion bash)`."""
     return f"""\
 # bash completion of torchrelay: source <(torchrelay completion bash)
 _torchrelay() {{
@@ -89,7 +90,7 @@ complete -F _torchrelay torchrelay
 
 
 def zsh(tree: Mapping[str, CompletionOptions]) -> str:
-    """For zsh: `source <(torchrelay completion zsh)`, or a file `_torchrelay` in `$fpath`."""
+    """Return the script for zsh: `source <(torchrelay completion zsh)`, or `_torchrelay` in `$fpath`."""
     return f"""\
 #compdef torchrelay
 # zsh completion of torchrelay: source <(torchrelay completion zsh)
@@ -121,7 +122,7 @@ if [[ $funcstack[1] == _torchrelay ]]; then _torchrelay "$@"; else compdef _torc
 
 
 def fish(tree: Mapping[str, CompletionOptions]) -> str:
-    """For fish: `torchrelay completion fish | source`."""
+    """Return the script for fish: `torchrelay completion fish | source`."""
     lines = ["# fish completion of torchrelay: torchrelay completion fish | source"]
     for verb, one in tree.items():
         here = _fish_condition(verb, one)
@@ -142,6 +143,7 @@ SHELLS: Mapping[str, Callable[[Mapping[str, CompletionOptions]], str]] = {
 
 
 def _fish_condition(verb: str, one: CompletionOptions) -> str:
+    """Return fish's condition for "this subcommand was typed and no deeper one yet"."""
     seen = [f"__fish_seen_subcommand_from {word}" for word in verb.split()]
     if one.verbs:
         seen.append(f"not __fish_seen_subcommand_from {' '.join(one.verbs)}")
@@ -169,13 +171,13 @@ def _cases(tree: Mapping[str, CompletionOptions]) -> str:
 
 def add_completion(add: Add) -> None:
     """Define `completion`."""
-    parser = add("print a script that completes verbs, options and paths in a shell", completion)
-    parser.add_argument("shell", choices=tuple(SHELLS), help="bash: source <(torchrelay completion bash)")
+    parser = add("print a shell completion script", completion)
+    parser.add_argument("shell", choices=tuple(SHELLS), help="for bash: source <(torchrelay completion bash)")
 
 
 def completion(chosen: argparse.Namespace, output: Output) -> int:
-    """Print it as it is."""
-    from torchrelay.tools.cli.main import whole_parser  # imports all verbs
+    """Print the script."""
+    from torchrelay.tools.cli.main import whole_parser  # imports all subcommands
 
     script = SHELLS[chosen.shell](dict(tree_of(whole_parser())))
     if output.json:

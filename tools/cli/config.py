@@ -1,4 +1,4 @@
-"""The verbs of a configuration file: `torchrelay config check|print|schema`, and `run`."""
+"""`torchrelay config check|print|schema` and `torchrelay run`."""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ from torchrelay.tools.cli.arguments import Add, add_overrides, add_strict
 
 def add_check(add: Add) -> None:
     """Define `config check`."""
-    parser = add("say everything that is wrong with it, or ok", check)
+    parser = add("report all errors of a configuration", check)
     _add_reading(parser)
     add_strict(parser)
 
 
 def add_print(add: Add) -> None:
     """Define `config print`."""
-    _add_reading(add("print every value that holds, and where it comes from", print_))
+    _add_reading(add("print the resolved configuration with the origin of each value", print_))
 
 
 def add_schema(add: Add) -> None:
     """Define `config schema`."""
-    parser = add("print the JSON Schema, for editors", schema)
-    parser.add_argument("path", metavar="CONFIG", nargs="?", help="not read: the schema is one for all")
+    parser = add("print the JSON Schema of configurations, for editors", schema)
     parser.add_argument(
-        "--markdown", action="store_true", help="the table of keys of the documentation instead"
+        "path", metavar="CONFIG", nargs="?", help="ignored: all configurations have the same schema"
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the table of keys of the documentation instead"
     )
 
 
 def check(chosen: argparse.Namespace, output: Output) -> int:
-    """Print `ok` with the id, or the report."""
+    """Print `ok` with the configuration id, or all errors."""
     config = _read(chosen, output)
     return ConfigError.exit_code if config is None else _checked(config, chosen, output)
 
 
 def _checked(config: Config, chosen: argparse.Namespace, output: Output) -> int:
+    """Print `ok`, the id and keys without effect; with `--strict-config`, check that all keys are read."""
     if chosen.strict_config:
-        from torchrelay.runners.config_runs.profiles import check_keys  # it loads the classes of the user's
+        from torchrelay.runners.config_runs.profiles import check_keys  # loads the user's classes
 
         check_keys(config)
     if output.json:
@@ -56,7 +59,7 @@ def _checked(config: Config, chosen: argparse.Namespace, output: Output) -> int:
 
 
 def print_(chosen: argparse.Namespace, output: Output) -> int:
-    """Print the resolved form as YAML, each value with its origin as a comment."""
+    """Print the resolved configuration as YAML, each value with its origin as a comment."""
     config = _read(chosen, output)
     if config is None:
         return ConfigError.exit_code
@@ -69,7 +72,7 @@ def print_(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def schema(chosen: argparse.Namespace, output: Output) -> int:
-    """Print the schema; it is the same for all files."""
+    """Print the JSON Schema, or the table of keys."""
     if chosen.markdown:
         for line in key_table().splitlines():
             output.line(line)
@@ -79,13 +82,14 @@ def schema(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
+    """Add the configuration file and its overrides."""
     parser.add_argument("path", metavar="CONFIG", help="a YAML file, or a directory with a config.yaml")
-    parser.add_argument("more", metavar="KEY=VALUE", nargs="*", default=[], help="as -o")
+    parser.add_argument("more", metavar="KEY=VALUE", nargs="*", default=[], help="same as -o KEY=VALUE")
     add_overrides(parser)
 
 
 def _read(chosen: argparse.Namespace, output: Output) -> Config | None:
-    """None after a report in JSON; other reports are the caller's caller's."""
+    """Load the configuration; with `--json`, print its errors and return None instead of raising."""
     try:
         return load_config(file_within(chosen.path), [*chosen.more, *chosen.overrides])
     except ConfigError as error:
@@ -97,7 +101,7 @@ def _read(chosen: argparse.Namespace, output: Output) -> Config | None:
 
 def add_run_config(add: Add) -> None:
     """Define `run`."""
-    parser = add("run the profiles of a configuration, in the order of its mode", run)
+    parser = add("run the profiles of a configuration", run)
     parser.add_argument(
         "-m",
         "--config",
@@ -107,20 +111,18 @@ def add_run_config(add: Add) -> None:
         help="a YAML file, or a directory or package with a config.yaml",
     )
     add_overrides(parser)
-    parser.add_argument(
-        "--run-dir", metavar="DIR", help="the run directory, in place of what the configuration says"
-    )
+    parser.add_argument("--run-dir", metavar="DIR", help="run directory (default: from the configuration)")
     add_strict(parser)
     parser.add_argument(
         "--check", action="store_true",
-        help="only say what is wrong with it, or ok; with --strict-config dead keys, too",
+        help="only check the configuration; with --strict-config also for unread keys",
     )  # fmt: skip
 
 
 def run(chosen: argparse.Namespace, output: Output) -> int:
-    """Run it and leave with its code; with `--check` alone no torch is needed."""
+    """Run the configuration and exit with its code; `--check` alone does not import torch."""
     if chosen.run_dir == "":
-        raise UsageError("--run-dir is empty: give a directory, or leave it out")
+        raise UsageError("--run-dir is empty: expected a directory")
     config = load_config(config_file(chosen.path), chosen.overrides, place=RunPlace(run=chosen.run_dir))
     if not chosen.check:
         from torchrelay.runners.config_runs.profiles import run_config

@@ -1,4 +1,4 @@
-"""`torchrelay launch`: a program on several processes or hosts, started by torchrun; without torch here."""
+"""`torchrelay launch`: start a program on several processes or hosts with torchrun. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,54 +32,63 @@ _SETTING = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
 
 def add_launch(add: Add) -> None:
     """Define `launch`."""
-    parser = add("start a program on several processes or hosts, here or on a cluster", launch)
+    parser = add("start a program on several processes or hosts, locally or on a cluster", launch)
     ways = " | ".join(f"--{name}" for name in TARGETS)
     parser.usage = (
         f"torchrelay launch -j NODESxRANKS [{ways}] [options] -- SCRIPT ... | -m MODULE_OR_CONFIG ..."
     )
     parser.add_argument(
         "-j", "--layout", metavar="NODESxRANKS",
-        help="how many ranks on how many nodes: 2x8, or 8 on one node",
+        help="nodes and ranks per node: 2x8, or 8 for one node",
     )  # fmt: skip
     where = parser.add_mutually_exclusive_group()
     for name, row in TARGETS.items():
         where.add_argument(f"--{name}", dest="target", action="store_const", const=name, help=row.help)
-    parser.add_argument("--dry-run", action="store_true", help="print the files, start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the files without starting anything")
     parser.add_argument(
-        "--run", dest="run_dir", metavar="DIR", help="the run directory (default: heard from the ranks)"
+        "--run", dest="run_dir", metavar="DIR", help="run directory (default: reported by the ranks)"
     )
-    parser.add_argument("--name", default="torchrelay", help="of the launch (default: torchrelay)")
-    parser.add_argument("--time-limit", metavar="T", type=_length, help="seconds, or 1h30m, or 01:30:00")
+    parser.add_argument("--name", default="torchrelay", help="name of the launch (default: torchrelay)")
+    parser.add_argument(
+        "--time-limit", metavar="T", type=_length, help="time limit: seconds, 1h30m, or 01:30:00"
+    )
     parser.add_argument(
         "--notice", metavar="T", type=_length, default=300,
-        help="how long before the time limit a cluster asks the ranks to save and leave (default: 5m)",
+        help="how long before the time limit the ranks are asked to save and exit (default: 5m)",
     )  # fmt: skip
     parser.add_argument(
         "--max-restarts", metavar="N", type=whole_number(0), default=0,
-        help="start the ranks again, at most N times, when the run was preempted or a rank was lost",
+        help="restart the ranks up to N times after a preemption or a lost rank (default: 0)",
     )  # fmt: skip
-    parser.add_argument("--env", metavar="K=V", action="append", default=[], help="in the ranks' environment")
+    parser.add_argument(
+        "--env", metavar="K=V", action="append", default=[], help="environment variable of the ranks"
+    )
     parser.add_argument(
         "--set",
         metavar="K=V",
         action="append",
         default=[],
         dest="options",
-        help="an option of the target alone",
+        help="option of the target (see the guide)",
     )
     parser.add_argument(
-        "--logs", metavar="DIR", default="launch", help="for files and logs (default: launch)"
+        "--logs", metavar="DIR", default="launch", help="directory for files and logs (default: launch)"
     )
     parser.add_argument(
         "-m", metavar="MODULE", nargs=argparse.REMAINDER, dest="module",
-        help="a module or a configuration, with its arguments, in place of a script",
+        help="module or configuration to run instead of a script, with its arguments",
     )  # fmt: skip
-    parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="as torchrun takes it")
+    parser.add_argument(
+        "command",
+        metavar="COMMAND",
+        nargs=argparse.REMAINDER,
+        help="script and its arguments, as for torchrun",
+    )
     parser.set_defaults(target="local")
 
 
 def launch(chosen: argparse.Namespace, output: Output) -> int:
-    """Print the files or start them; returns the code of the guide's table."""
+    """Print the files or start the launch; returns the exit code."""
     request = _request(chosen)
     if TARGETS[chosen.target].here:
         check_script(request.command)
@@ -87,7 +96,7 @@ def launch(chosen: argparse.Namespace, output: Output) -> int:
     if chosen.dry_run:
         _print(replace(request, logs=next_directory(request.logs, request.name)), chosen.target, output)
         return 0
-    found.files(request)  # what cannot be is refused before anything is made
+    found.files(request)  # refuse invalid requests before creating anything
     directory = make_directory(request.logs, request.name)
     request = replace(request, logs=directory)
     write_files(found.files(request), directory)
@@ -108,9 +117,9 @@ def _print(request: LaunchRequest, name: str, output: Output) -> None:
 
 def _request(chosen: argparse.Namespace) -> LaunchRequest:
     if not _NAME.fullmatch(chosen.name):
-        raise UsageError(f"--name {chosen.name!r:.80}: letters, digits, . _ and -, at most 63 of them")
+        raise UsageError(f"invalid --name {chosen.name!r:.80}: expected at most 63 letters, digits, . _ or -")
     if chosen.layout is None:
-        raise UsageError("launch on how many ranks? give -j 8 or -j 2x8, before the script")
+        raise UsageError("-j is missing: give the number of ranks before the script, such as -j 8 or -j 2x8")
     return LaunchRequest(
         layout=layout_of(chosen.layout),
         command=command_of(_typed(chosen), chosen.run_dir),
@@ -128,38 +137,39 @@ def _request(chosen: argparse.Namespace) -> LaunchRequest:
 
 
 def _typed(chosen: argparse.Namespace) -> list[str]:
-    """The command with its words; argparse takes a `--` among those of `-m` away."""
+    """Return the command; raises UsageError for a `--` after `-m`, which argparse would drop."""
     if chosen.module is None:
         return list(chosen.command)
     if chosen.command:
-        raise UsageError(
-            "arguments that hold a -- need one before -m, too: launch -j 8 -- -m MODULE ... -- ..."
-        )
+        raise UsageError("a -- after -m needs another -- before it: launch -j 8 -- -m MODULE ... -- ...")
     return ["-m", *chosen.module]
 
 
 def _environment(words: list[str]) -> tuple[tuple[str, str], ...]:
+    """Parse the `--env` options; raises UsageError for variables of the launcher."""
     found = _pairs("--env", _VARIABLE, words)
     for name, _ in found:
         if name.startswith(_OWN):
-            raise UsageError(f"--env {name}: launch itself says that to the ranks")
+            raise UsageError(f"--env {name}: the launcher sets this variable itself")
     return found
 
 
 def _pairs(option: str, form: re.Pattern[str], words: list[str]) -> tuple[tuple[str, str], ...]:
+    """Parse NAME=VALUE texts whose names have the given form."""
     found = []
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not form.fullmatch(name):
-            raise UsageError(f"{option} {word!r:.80} is no NAME=VALUE")
+            raise UsageError(f"invalid {option} {word!r:.80}: expected NAME=VALUE")
         found.append((name, value))
     return tuple(found)
 
 
 def _length(text: str) -> int:
+    """Parse a duration in seconds, as the type of an option."""
     try:
         return max(1, round(seconds_of(text)))
     except UsageError:
         raise argparse.ArgumentTypeError(
-            f"{text!r:.40} is no length of time: seconds, 1h30m, or 01:30:00"
+            f"invalid duration {text!r:.40}: expected seconds, 1h30m, or 01:30:00"
         ) from None

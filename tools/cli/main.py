@@ -1,12 +1,9 @@
-"""The command line: looks at runs and checkpoints, copies them out and in, puts them in order.
+"""The `torchrelay` command: dispatch to the subcommands.
 
-Only `ckpt prune`, `ckpt repair` and `ckpt verify --quarantine` change epochs, and only where no job writes
-to them; `ckpt tag` and `ckpt pin` change what is said of them, at any time.
-
-Only what trains or loads (`train`, `test`, `eval`, `serve`, `package`, `run`, `ckpt export`, `ckpt import`)
-needs torch, and imports it when it runs.
-
-Exit codes are those of `torchrelay.errors`; a user's mistake is one line on stderr, no traceback.
+- Only `ckpt prune`, `ckpt repair` and `ckpt verify --quarantine` change epochs, and only while no job writes
+  to them. `ckpt tag` and `ckpt pin` only add marks and are allowed at any time.
+- torch is imported only by subcommands that train or load a model, when they run.
+- Exit codes are those of `torchrelay.errors`. A usage error is one line on stderr, without a traceback.
 """
 
 from __future__ import annotations
@@ -27,11 +24,11 @@ from torchrelay.tools.cli.arguments import Run
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[Parser]
 
-_DESCRIPTION = "Look at the runs and checkpoints of torchrelay, copy them out and in, put them in order."
+_DESCRIPTION = "Run PyTorch jobs; inspect, verify, convert and clean up their checkpoints."
 _CODES = (
-    "exit codes: 0 done, 1 what was looked for was found (chaos, find-bad, status --check, verify --replay) "
-    "or a program failed, 2 usage or unknown run, 3 no epoch is left to resume from, 4 in use by a job, "
-    "5 damaged or unreadable, 6 a rank was lost, 75 preempted: the same command goes on"
+    "exit codes: 0 success; 1 a program failed, or a check found something; 2 usage error or unknown run; "
+    "3 no epoch left to resume from; 4 in use by a job; 5 damaged or unreadable; 6 a rank was lost; "
+    "75 preempted, run the same command again"
 )
 _VERBS = {
     "train": ".programs:add_train",
@@ -77,9 +74,9 @@ _VERBS = {
     "chaos": "torchrelay.chaos.cli:add_chaos",
     "completion": ".completion:add_completion",
 }
-"""What defines each verb, `module:function`, the module as it is named from this package on.
-Only that of the verb that was typed is imported: looking at a run takes a tenth of a second, and most of
-that would be imports of other verbs. `ls`, `verify` and `status` are short for those of the groups."""
+"""Subcommand -> `module:function` that defines it, relative to this package.
+Only the module of the typed subcommand is imported, which keeps start-up short.
+`ls`, `verify` and `status` are aliases of `ckpt ls`, `ckpt verify` and `runs status`."""
 _FORMER = {
     "server": "serve",
     "unpin": "ckpt pin --delete",
@@ -89,20 +86,20 @@ _FORMER = {
     },
     **{verb: f"runs {verb}" for verb in ("compare", "lineage", "index")},
 }
-"""Spellings of 0.1 that work until the next version, with a line that tells the new ones."""
+"""Spellings of 0.1, accepted with a deprecation line on stderr until the next version."""
 _GROUPS = {
-    "ckpt": "look into checkpoints: prove, compare and copy them, put the directory in order",
-    "runs": "look through the runs of all experiments, at their source and what they were built on",
-    "config": "look at a configuration file: is it right, what does it come to, what may stand in it",
+    "ckpt": "inspect, verify, compare, convert and clean up checkpoints",
+    "runs": "list and compare runs, their source code and their lineage",
+    "config": "check and print configuration files",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code; `--help` and `--version` leave by SystemExit."""
+    """Run one subcommand and return the exit code; `--help` and `--version` raise SystemExit."""
     output = Output()
     try:
         typed = _spelled(sys.argv[1:] if argv is None else argv)
-        with undisturbed():  # what is imported stays
+        with undisturbed():  # garbage collection would only scan what stays imported
             parser = _parser(typed)
         chosen = _chosen(parser, typed)
         if chosen.run is None:
@@ -122,26 +119,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _spelled(typed: Sequence[str]) -> Sequence[str]:
-    """What was typed, a former spelling as it is written now."""
+    """Return the arguments with a former spelling of the subcommand replaced."""
     now = _FORMER.get(typed[0]) if typed else None
     if now is None:
         return typed
-    sys.stderr.write(f"torchrelay: `{typed[0]}` is `{now}` now; the old spelling goes in the next version\n")
+    sys.stderr.write(
+        f"torchrelay: `{typed[0]}` is now `{now}`; the old spelling will be removed in the next version\n"
+    )
     return [*now.split(), *typed[1:]]
 
 
 def _of_system(error: OSError) -> RelayError:
-    told = f"{error.filename or 'the storage'}: {error.strerror}"
-    return UsageError(f"{told}; give another path") if error.errno in IMPOSSIBLE else StorageError(told)
+    """Convert an OSError: UsageError if the path can never work, else StorageError."""
+    text = f"{error.filename or 'the storage'}: {error.strerror}"
+    return UsageError(f"{text}; give another path") if error.errno in IMPOSSIBLE else StorageError(text)
 
 
 def whole_parser() -> Parser:
-    """The parser of all verbs, which imports them all."""
+    """Build the parser of all subcommands, which imports all their modules."""
     return _parser(())
 
 
 def _chosen(parser: Parser, typed: Sequence[str]) -> argparse.Namespace:
-    """What was typed; raises UsageError for what no verb takes."""
+    """Parse the arguments; raises UsageError for arguments that the subcommand does not take."""
     chosen, left = parser.parse_known_args(typed)
     if left:
         verb: Parser = chosen.parser
@@ -154,12 +154,12 @@ def _chosen(parser: Parser, typed: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser(typed: Sequence[str]) -> Parser:
-    """The parser of the verb that these words begin with; of all verbs where they begin with none."""
+    """Build the parser of the typed subcommand, or of all subcommands if none was typed."""
     parser = Parser("torchrelay", description=_DESCRIPTION, epilog=_CODES)
     parser.add_argument("--version", action="version", version=f"torchrelay {torchrelay.__version__}")
     parser.set_defaults(run=None, json=False, parser=parser)
-    groups = {"": parser.add_subparsers(title="verbs", metavar="VERB")}
-    for verb in _meant(typed):
+    groups = {"": parser.add_subparsers(title="subcommands", metavar="COMMAND")}
+    for verb in _selected(typed):
         group, _, name = verb.rpartition(" ")
         if group not in groups:
             groups[group] = _group(groups[""], group)
@@ -168,8 +168,8 @@ def _parser(typed: Sequence[str]) -> Parser:
     return parser
 
 
-def _meant(typed: Sequence[str]) -> Iterable[str]:
-    """Of two words the longer verb counts: `ckpt ls` before `ckpt`."""
+def _selected(typed: Sequence[str]) -> Iterable[str]:
+    """Return the typed subcommand, `ckpt ls` before `ckpt`; all subcommands if there is none."""
     for count in (2, 1):
         if (verb := " ".join(typed[:count])) in _VERBS:
             return [verb]
@@ -177,20 +177,22 @@ def _meant(typed: Sequence[str]) -> Iterable[str]:
 
 
 def _group(verbs: Verbs, name: str) -> Verbs:
+    """Add a group such as `ckpt` and return its subparsers."""
     text = _GROUPS[name]
     parser = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    return parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    return parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True)
 
 
 def _verb(verbs: Verbs, name: str, help_line: str, run: Run) -> Parser:
+    """Add a subcommand with `--json` and the function that runs it."""
     parser = verbs.add_parser(name, help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run, parser=parser)
     return parser
 
 
 def _refuse(error: RelayError) -> int:
-    """Print one line on stderr; of what has a report of more, all of them. Returns the exit code."""
+    """Print the error (one line, or all lines of its report) on stderr and return its exit code."""
     report = getattr(error, "report", None)
     lines = report() if report else [f"torchrelay: {error}"]
     sys.stderr.write("".join(f"{printable(by_url(line))}\n" for line in lines))

@@ -1,9 +1,7 @@
-"""The verbs of programs and configurations, `train|test|eval|serve|status|package|amend`.
+"""The subcommands `train|test|eval|serve|status|package|amend` of programs and configurations.
 
-Without a program they are those of a configuration alone.
-
-torch is imported when it runs; for the run of a program not even then, because its archived code runs in a
-process of its own.
+Without PROGRAM they use the configuration given by `-m` alone. torch is imported only when a subcommand
+runs, and not at all for the run of a program: its archived code runs in a separate process.
 """
 
 from __future__ import annotations
@@ -44,25 +42,27 @@ if TYPE_CHECKING:
 
 
 def is_run(text: str) -> bool:
-    """Whether what stands for the program is a run: a URL, or a directory with the notes of one."""
+    """Return True if the PROGRAM argument is a run: a URL, or a directory with a run.json."""
     return is_remote(text) or (Path(text) / "run.json").is_file()
 
 
 def run_status(text: str, chosen: argparse.Namespace, output: Output) -> int:
-    """Print it; with `--check` the exit code is 1 where the same command would go on with it, else 0."""
+    """Print the status; with `--check`, return exit code 1 if the same command would resume the run."""
     place = locate(text)
     if place.run is None:
-        raise UsageError(f"{text} holds checkpoints but no run: torchrelay ls lists its epochs")
+        raise UsageError(f"{text} holds checkpoints but no run; torchrelay ls lists its epochs")
     from torchrelay.runners.programs.command_context import run_facts, run_line
 
     run, stands = place.run, standing(place.run.path)
-    told = run_facts(run.path, str(run.where), read_note(run.path), lambda: place.log().newest(boundary=True))
+    status = run_facts(
+        run.path, str(run.where), read_note(run.path), lambda: place.log().newest(boundary=True)
+    )
     if output.json:
-        output.value(told)
+        output.value(status)
     else:
-        output.line(run_line(told))
-        if told["test"] is not None:
-            output.line(f"tested at epoch {told['test']['epoch']}")
+        output.line(run_line(status))
+        if status["test"] is not None:
+            output.line(f"tested at epoch {status['test']['epoch']}")
     return 1 if chosen.check and not stands.over else 0
 
 
@@ -70,12 +70,13 @@ _PROGRAM = re.compile(r".*\.py|[^\W\d][\w.]*:[^\W\d]\w*")
 
 
 def _add(verb: str, add: Add) -> argparse.ArgumentParser:
+    """Define one of these subcommands."""
     parser = add(VERBS[verb], partial(_perform, verb))
-    text = "script.py, or package.module:Class"
-    text += {"package": ", or a run, RUN@best", "status": ", or a run or its URL"}.get(
-        verb, "; without one -m says all"
+    text = "script.py or package.module:Class"
+    text += {"package": ", or a run such as RUN@best", "status": ", or a run or its URL"}.get(
+        verb, " (default: the configuration of -m alone)"
     )
-    alone = verb != "package"  # what a configuration alone can do
+    alone = verb != "package"  # a configuration alone is enough
     nargs = "?" if alone else None
     parser.add_argument("program", metavar="PROGRAM", nargs=nargs, help=text)
     add_options(parser, verb)
@@ -93,7 +94,7 @@ def add_package(add: Add) -> None:
 
 
 def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
-    """Hand over to the program, or to the steps of the configuration, which end the process."""
+    """Run the subcommand of the program or configuration, which exits the process."""
     if verb == "eval" and chosen.program is not None and chosen.config is not None:
         _without_program(chosen)
     if verb == "status" and chosen.program is not None and is_run(chosen.program):
@@ -101,7 +102,7 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
     _refuse_configuration(verb, chosen.program)
     request = VerbRequest.of(chosen, verb)
     if chosen.program is None and request.config is None:
-        raise UsageError(f"{verb} what? Give a PROGRAM, or a configuration with -m")
+        raise UsageError(f"{verb} needs a PROGRAM, or a configuration given by -m")
     output.close()
     if chosen.program is None:
         from torchrelay.runners.programs.perform import perform_configuration
@@ -115,17 +116,17 @@ def _perform(verb: str, chosen: argparse.Namespace, output: Output) -> int:
     from torchrelay.runners.programs.cli import load_and_perform
 
     load_and_perform(chosen.program, request)
-    raise UsageError(f"{chosen.program} left without an exit code")
+    raise UsageError(f"{chosen.program} ended without an exit code")
 
 
 def _refuse_configuration(verb: str, program: str | None) -> None:
-    """A configuration where the program is to stand; raises UsageError with how it is given."""
+    """Raise UsageError if PROGRAM is a configuration file, which is given by `-m`."""
     if program is not None and program.endswith((".yaml", ".yml")):
-        raise UsageError(f"{program} is a configuration and no program: torchrelay {verb} -m {program}")
+        raise UsageError(f"{program} is a configuration, not a program; use torchrelay {verb} -m {program}")
 
 
 def _without_program(chosen: argparse.Namespace) -> None:
-    """`eval -m config.yaml IN OUT`: what is not written like a program is the first file."""
+    """Treat PROGRAM as the first file of `eval -m config.yaml IN OUT` if it is not a program name."""
     if not _PROGRAM.fullmatch(chosen.program):
         chosen.paths = [chosen.program, *chosen.paths]
         chosen.program = None
@@ -133,7 +134,7 @@ def _without_program(chosen: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Typed:
-    """What was typed of the model: `--model module:function`, `--blob`, `--input` as often as wanted."""
+    """The model options: `--model module:function`, `--blob` and the repeatable `--input`."""
 
     model: str | None = None
     blob: str | None = None
@@ -141,27 +142,27 @@ class Typed:
 
     @property
     def given(self) -> list[str]:
-        """The options that were."""
+        """Names of the options that were given."""
         known = {"--model": self.model, "--blob": self.blob, "--input": self.inputs}
         return [name for name, value in known.items() if value]
 
 
 def package_run(target: str, request: VerbRequest, typed: Typed) -> int | None:
-    """Package the run that a text means; None where it means no run, and no checkpoints of a `--model`.
+    """Package the model of a run; returns None if `target` is not a run or checkpoints with a `--model`.
 
-    The program of a run does it by its archived script, in a process of its own. Any other model is made
-    here, by the archived configuration or by `--model`. Raises UsageError for options that are for others.
+    The run of a program is packaged by its archived script in a separate process. Any other model is built
+    here, by the archived configuration or by `--model`. Raises UsageError for options that do not apply.
     """
     selector = parse_selector(target)
     path = Path(selector.path).absolute()
     if not path.is_dir() and not (is_url(selector.path) and typed.model is not None):
         if typed.given:
-            raise UsageError(f"{', '.join(typed.given)}: for a run by its directory, which {target} is not")
+            raise UsageError(f"{', '.join(typed.given)}: only for a run directory, which {target} is not")
         if selector.wish is not None and not is_url(selector.path):
             existing_directory(selector.path)
         return None
     if request.run_id is not None or request.ignore or (selector.wish and request.epoch is not None):
-        raise UsageError(f"{target} says which run and epoch: leave --run, --ignore and --epoch out")
+        raise UsageError(f"{target} already names the run and epoch; remove --run, --ignore and --epoch")
     epoch = request.epoch if selector.wish is None else selector.epoch
     note = read_note(path) if path.is_dir() else None
     if note is None:
@@ -169,7 +170,7 @@ def package_run(target: str, request: VerbRequest, typed: Typed) -> int | None:
     if note is None or not note.is_of_program or typed.model is not None:
         return _package_here(selector, epoch or "last", request, typed)
     if typed.given:
-        raise UsageError(f"{', '.join(typed.given)}: the program of the run says it; or give --model, too")
+        raise UsageError(f"{', '.join(typed.given)}: set by the run's program; add --model to replace it")
     from torchrelay.runners.programs.perform import perform_archived
 
     return perform_archived(ProgramRun(path, note), request, epoch)
@@ -182,7 +183,7 @@ def _package_here(selector: Selector, epoch: str, request: VerbRequest, typed: T
     from torchrelay.runners.programs.eval import lacking
 
     if request.config is not None:
-        raise UsageError("-m is for programs: a run has its configuration")
+        raise UsageError("-m is only for programs; a run has its own configuration")
     model = None if typed.model is None else named(typed.model, "--model")
     given = typed_inputs(typed.inputs)
     inputs: Any = given.tensors or None
@@ -213,21 +214,23 @@ _OF_PROGRAM = {
 
 def add_serve(add: Add) -> None:
     """Define `serve`."""
-    parser = add("answer over HTTP with the model of a run, package, program or configuration", serve_model)
+    parser = add("serve the model of a run, package, program or configuration over HTTP", serve_model)
     where = (
-        "a run, a directory of checkpoints or its URL, with @7, @last, @best as ever; a package; a program "
-        "(script.py, package.module:Class), which serves its newest run; without one -m says all"
+        "a run, checkpoint directory or URL, optionally with @7, @last or @best; a model package; or a "
+        "program (its newest run is served). Default: the configuration of -m alone"
     )
     parser.add_argument("program", metavar="RUN[@EPOCH]|PACKAGE|PROGRAM", nargs="?", help=where)
     parser.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
-        help="makes the module; of the run of a program or configuration its archived code does",
+        help="function that builds the module (default: the archived code of the run)",
     )
-    parser.add_argument("--blob", metavar="NAME", help=f"what of the epoch goes into it (default: {_BLOB})")
-    parser.add_argument("--handler", metavar="MODULE:CLASS", help="what stands around the module")
-    parser.add_argument("--signature", metavar="FILE", help="JSON: what it takes and gives, to be held to")
-    parser.add_argument("--device", metavar="D", help="where to compute (default: cpu)")
+    parser.add_argument("--blob", metavar="NAME", help=f"blob to load into the module (default: {_BLOB})")
+    parser.add_argument("--handler", metavar="MODULE:CLASS", help="handler class around the module")
+    parser.add_argument(
+        "--signature", metavar="FILE", help="JSON file with the inputs and outputs to enforce"
+    )
+    parser.add_argument("--device", metavar="D", help="device to compute on (default: cpu)")
     add_options(parser, "server")
 
 
@@ -237,17 +240,17 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
     options, where = ServeOptions.of(chosen), chosen.program
     if where is None or (_PROGRAM.fullmatch(where) and not Path(where).is_dir()):
         if where is None and chosen.config is None:
-            raise UsageError("serve what? Give a run, a package or a PROGRAM, or a configuration with -m")
-        _refuse_given(chosen, _OF_MODEL, "a program or configuration says it itself")
+            raise UsageError("serve needs a run, a package or a PROGRAM, or a configuration given by -m")
+        _refuse_given(chosen, _OF_MODEL, "a program or configuration sets it itself")
         return _perform("server", chosen, output)
-    _refuse_given(chosen, _OF_PROGRAM, f"for a program or configuration, which {where} is not")
+    _refuse_given(chosen, _OF_PROGRAM, f"only for a program or configuration, which {where} is not")
     check_installed()
     selector = parse_selector(where if chosen.epoch is None else with_epoch(where, chosen.epoch))
     package = Path(where)
     if package.is_file() and selector.wish is None:
         with package.open("rb") as file:
-            if file.read(2) != b"PK":  # a damaged one is told when it is read
-                raise UsageError(f"{package} is no model package; torchrelay.save makes one, or give a run")
+            if file.read(2) != b"PK":  # damage is reported when it is read
+                raise UsageError(f"{package} is not a model package; torchrelay.save writes one")
         _refuse_given(
             chosen, {name: f"--{name}" for name in ("model", "blob", "signature")}, "a package has its own"
         )
@@ -259,7 +262,7 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
         _serve_configured(chosen, selector, options)
     from torchrelay.runners.programs.perform import run_process
 
-    _refuse_given(chosen, _OF_MODEL, "the program says it; or give --model")
+    _refuse_given(chosen, _OF_MODEL, "set by the program unless --model is given")
     run = ProgramRun(Path(selector.path).absolute(), note)
     words = [*options.words(), *(["--epoch", selector.epoch] if selector.wish is not None else [])]
     output.close()
@@ -267,13 +270,14 @@ def serve_model(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _serve_configured(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> NoReturn:
+    """Serve the model that the archived configuration of a run builds."""
     from torchrelay.runners.remote_runs.resolve import locate
 
     _check_there(selector)
     locate(selector.path)
     if is_url(selector.path) or not (Path(selector.path) / "run.json").is_file():
         raise UsageError(
-            f"{selector.path} has checkpoints alone, so nothing tells their model: give --model "
+            f"{selector.path} holds checkpoints without a run, so their model is unknown; give --model "
             "module:function"
         )
     from torchrelay.runners.training.exit import run_and_leave
@@ -283,15 +287,15 @@ def _serve_configured(chosen: argparse.Namespace, selector: Selector, options: S
 
 
 def _by_program(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> int:
-    """Serve a program of the model that the run's archived source and configuration make."""
+    """Serve the traced model that the run's archived source and configuration build."""
     from torchrelay.tools.serving.program_server import serve_run
 
-    _refuse_given(chosen, {"signature": "--signature"}, "the program of the run's model has its own")
+    _refuse_given(chosen, {"signature": "--signature"}, "the traced model of the run has its own")
     return serve_run(selector.path, selector.epoch, options, chosen.blob, chosen.device)
 
 
 def _by_handler(chosen: argparse.Namespace, selector: Selector, options: ServeOptions) -> int:
-    """Serve that model itself, its code and all, by a handler of the user's."""
+    """Serve the rebuilt model itself through a handler of the user."""
     from torchrelay.runners.artifacts.rebuild import rebuilt
 
     with rebuilt(Path(selector.path).resolve(), None, chosen.blob) as found:
@@ -299,15 +303,16 @@ def _by_handler(chosen: argparse.Namespace, selector: Selector, options: ServeOp
 
 
 def _check_there(selector: Selector) -> None:
+    """Raise UsageError for a path that is missing, or is a file with an epoch."""
     path = Path(selector.path)
     if path.is_file():
-        raise UsageError(f"{path} is a file, which has one epoch at most: leave what is behind @ out")
+        raise UsageError(f"{path} is a file and holds one epoch; remove the @ and what follows")
     if not is_url(selector.path) and not path.exists() and selector.wish is None:
-        raise UsageError(f"there is no {path}: give a run, a directory of checkpoints, or a model package")
+        raise UsageError(f"{path} does not exist; give a run, a checkpoint directory or a model package")
 
 
 def _served(options: ServeOptions, source: Any) -> NoReturn:
-    """Leave with its code, and with the traceback of what a function of the user raised."""
+    """Serve, and exit with the resulting code; errors of user functions print their traceback."""
     from torchrelay.runners.training.exit import run_and_leave
 
     run_and_leave(lambda: serve(options, source))
@@ -320,6 +325,7 @@ def _named_model(chosen: argparse.Namespace, selector: Selector) -> ModelSource:
 
 
 def _plain(chosen: argparse.Namespace, selector: Selector, make: Callable[[], Any], blob: str) -> ModelSource:
+    """Return the source of an epoch's weights in the module that `make` builds."""
     from torchrelay.tools.serving.model_sources import (
         EpochModelSource,
         PlainModel,
@@ -350,6 +356,7 @@ def _package(chosen: argparse.Namespace) -> ModelSource:
 
 
 def _refuse_given(chosen: argparse.Namespace, options: Mapping[str, str], why: str) -> None:
+    """Raise UsageError with the reason if one of these options was given."""
     for name, option in options.items():
         if getattr(chosen, name):
-            raise UsageError(f"{option}: {why}; leave it out")
+            raise UsageError(f"{option}: {why}; remove it")

@@ -1,1 +1,1 @@
-"""Starts a training program on one machine or a cluster; torchrun runs the ranks, this says where and how."""
+"""Launch a training program on one machine or a cluster; torchrun runs the ranks."""

@@ -1,8 +1,7 @@
-"""`python -m torchrelay.tools.launch.agent`: torchrun with its options, which tells how its ranks ended.
+"""`python -m torchrelay.tools.launch.agent`: torchrun that records how its ranks ended.
 
-torchrun itself says 1, whatever its ranks ended with. Here the agent runs as it does there, and before it
-leaves it writes down which ranks failed with which code or signal
-(`launcher_status`). It ends when its launcher does.
+It takes torchrun's options. torchrun itself exits with code 1 for every failure; this agent also writes down
+which ranks failed with which code or signal (`launcher_status`). It ends when its launcher does.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from torchrelay.tools.launch.outcome import FAILED, LOST, TABLE, by_likelihood
 
 
 class RankFiles(LogsSpecs):
-    """`rank_3.out` and `rank_3.err` in the directory of the attempt, for torchrun's agent.
+    """Log files `rank_3.out` and `rank_3.err` in the directory of the attempt, for torchrun's agent.
 
-    When the agent itself starts its ranks again (it is not told to by `launch`), the files of these have the
-    number of the restart in their names, because torchrun begins a file anew.
+    If the agent itself restarts its ranks, the file names contain the number of the restart, because torchrun
+    truncates existing files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -40,11 +39,11 @@ class RankFiles(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Where the files are."""
+        """The directory of the files."""
         return str(self._directory)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The files of the ranks whose environments these are, by local rank."""
+        """Return the log files of the ranks with these environments, by local rank."""
         self._directory.mkdir(parents=True, exist_ok=True)
         stems = {local: self._stem(env) for local, env in envs.items()}
         shown = [local for local, env in envs.items() if env.get("RANK") == "0"]
@@ -67,7 +66,7 @@ class RankFiles(LogsSpecs):
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the agent to its end; returns 0 when all its ranks ended with 0, else `code_of` them."""
+    """Run the agent; returns 0 if all its ranks succeeded, else `code_of` their failures."""
     end_with_the_launcher()
     node = int(os.environ.get(os.environ.get(NODE_IN) or NODE) or 0)
     end: dict[str, Any] = {"host": socket.gethostname(), "failures": [], "signal": None, "error": None}
@@ -87,7 +86,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def code_of(failures: Sequence[Mapping[str, Any]]) -> int:
-    """The code of the table for these ends. It is used where notes of them could not be left."""
+    """Return the exit code for these failures, used if the notes about them could not be written."""
     first = next((one["code"] for one in by_likelihood(failures)), LOST)
     if first < 0:
         return LOST
@@ -97,7 +96,7 @@ def code_of(failures: Sequence[Mapping[str, Any]]) -> int:
 def _run(words: Sequence[str], node: int) -> None:
     args = parse_args(list(words))
     config, program, arguments = config_from_args(args)
-    # Names of hosts do not always lead back to the host; who is first in the list is known.
+    # Do not let torchrun guess by host names which node hosts the rendezvous.
     config.rdzv_configs.setdefault("is_host", str(node == 0))
     config.log_line_prefix_template = "[rank ${rank}] "
     if directory := os.environ.get(DIRECTORY):
@@ -106,7 +105,7 @@ def _run(words: Sequence[str], node: int) -> None:
 
 
 def failures_of(error: ChildFailedError) -> list[dict[str, Any]]:
-    """The ranks that torchrun found ended, then those that it ended; `code` is negative for a signal."""
+    """Return the failed ranks, then those ended by torchrun; `code` is negative for a signal."""
     host = socket.gethostname()
     return [
         {"rank": rank, "host": host, "pid": one.pid, "code": one.exitcode, "time": one.timestamp}
@@ -115,7 +114,7 @@ def failures_of(error: ChildFailedError) -> list[dict[str, Any]]:
 
 
 def end_with_the_launcher() -> None:
-    """When the process that started this agent is gone, however it ended, the ranks are asked to leave."""
+    """Send SIGTERM to this agent when the process that started it ends for any reason."""
     text = os.environ.get(LAUNCHER, "")
     if not text.isdigit():
         return

@@ -1,13 +1,12 @@
-"""`launch --k8s`: a launch as manifests, which `kubectl apply` gives to a cluster.
+"""`launch --k8s`: write a launch as manifests and submit them with `kubectl apply`.
 
-What is retried follows from what `batch/v1` can tell apart: exit codes and disruptions, counted in pods. Pods
-are made again one by one; those of an attempt that ended alike meet again at the pod of index 0.
-Source: Kubernetes' API reference, batch/v1, of release 1.31, where policies for failed pods became stable.
+- `--set kind=job` (the default): an indexed Job with its Service, batch/v1 as of Kubernetes 1.31, the first
+  release with stable pod failure policies.
+- `--set kind=trainjob`: a TrainJob, trainer.kubeflow.org/v1alpha1 as of release 2.3, which introduced
+  `runtimePatches`.
 
-Source: trainer.kubeflow.org/v1alpha1 of release 2.3, where `runtimePatches` replaced overrides of pods.
-
-`--set kind=job` (the default) makes an indexed Job with its Service, `--set kind=trainjob` a TrainJob of
-Kubeflow's trainer. The tests check the manifests against the schemas of both; no cluster was at hand.
+Retries depend on exit codes and disruptions of single pods. Pods are recreated one by one and find each other
+again at the pod with index 0. Tests check the manifests against both schemas, but not on a real cluster.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ Value = dict[str, Any]
 
 
 def command(request: LaunchRequest, options: KubernetesOptions, place: Sequence[str] = ()) -> list[str]:
-    """What the container runs. In `place` the cluster replaces `$(NAME)`, in the user's words nothing."""
+    """Return the container's command; the cluster expands `$(NAME)` only in `place`."""
     user = [literal(f"word {number} of the command", word) for number, word in enumerate(request.command, 1)]
     run = None if request.run is None else literal("--run", request.run)
     return [options.python, *words_of(user, notice=request.notice, run=run, place=place)]
 
 
 def environment(request: LaunchRequest, options: KubernetesOptions) -> list[Value]:
-    """The variables given by `--env`, in the manifest for all to read, and those that secrets hold."""
+    """Return the variables given by `--env` (in plain text) and by secrets."""
     given: list[Value] = [
         {"name": variable_name(name), "value": literal(f"--env {name}", value)}
         for name, value in request.environment
@@ -53,12 +52,12 @@ def environment(request: LaunchRequest, options: KubernetesOptions) -> list[Valu
     ]
     seen = [one["name"] for one in given]
     if twice := next((name for name in seen if seen.count(name) > 1), None):
-        raise UsageError(f"the variable {twice} is given twice: by --env or by --set secret, once")
+        raise UsageError(f"variable {twice} is given twice, by --env or --set secret")
     return given
 
 
 def resources(options: KubernetesOptions) -> Value:
-    """For one host. Devices and memory are never overcommitted, so they are limits, too."""
+    """Return the resources of a host; devices and memory are also limits, to avoid overcommitment."""
     limits: Value = {}
     if options.memory is not None:
         limits["memory"] = options.memory
@@ -69,7 +68,7 @@ def resources(options: KubernetesOptions) -> Value:
 
 
 def volumes(options: KubernetesOptions) -> tuple[list[Value], list[Value]]:
-    """The volumes of a pod, and where they are mounted in its container."""
+    """Return the volumes of a pod and their mounts in its container."""
     made: list[Value] = [
         {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": one.claim}}
         for number, one in enumerate(options.pvc)
@@ -82,7 +81,7 @@ def volumes(options: KubernetesOptions) -> tuple[list[Value], list[Value]]:
 
 
 def metadata(name: str, options: KubernetesOptions) -> Value:
-    """Name, place and labels of an object of this launch."""
+    """Return the name, namespace and labels of an object of this launch."""
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "torchrelay"}
     if options.queue is not None:
         labels["kueue.x-k8s.io/queue-name"] = options.queue
@@ -91,7 +90,7 @@ def metadata(name: str, options: KubernetesOptions) -> Value:
 
 
 def deadline(request: LaunchRequest) -> Value:
-    """The pods are told `notice` before the end of the time limit, and have that long to save."""
+    """Return the deadline: the pods get SIGTERM `notice` seconds before the time limit."""
     if request.time_limit is None:
         return {}
     check_notice(request)
@@ -99,19 +98,19 @@ def deadline(request: LaunchRequest) -> Value:
 
 
 def given(**values: Any) -> Mapping[str, Any]:
-    """Those that are anything: no empty lists, no None."""
+    """Return the values that are not None or empty."""
     return {key: value for key, value in values.items() if value not in (None, [], {})}
 
 
 CONTAINER = "trainer"
 HOPELESS = sorted(error.exit_code for error in (UsageError, NoProvableEpochError, NoProgressError))
-"""Another attempt would end the same way."""
+"""Exit codes for which another attempt would fail in the same way."""
 MOST_PODS, MOST_FAILURES = 100_000, (1 << 31) - 1
 _UID = "TORCHRELAY_JOB_UID"
 
 
 def job_documents(request: LaunchRequest, options: KubernetesOptions) -> list[Value]:
-    """The Service and the Job, in this order; raises UsageError for what no cluster can run."""
+    """Return the Service and the Job; raises UsageError for what no cluster can run."""
     if request.layout.nodes > MOST_PODS:
         raise UsageError(f"-j {request.layout}: an indexed Job has at most {MOST_PODS} pods")
     name = job_name(request.name, f"-{request.layout.nodes - 1}")
@@ -119,7 +118,7 @@ def job_documents(request: LaunchRequest, options: KubernetesOptions) -> list[Va
 
 
 def _service(name: str, options: KubernetesOptions) -> Value:
-    """Names for the pods, from the moment that they have an address: they meet before they are ready."""
+    """Return the Service that names the pods as soon as they have an address, before they are ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -154,7 +153,7 @@ def _job(name: str, request: LaunchRequest, options: KubernetesOptions) -> Value
 
 
 def _rules() -> list[Value]:
-    """The first that fits a failed pod counts; what none fits counts towards `backoffLimit`."""
+    """Return the pod failure rules: the first match applies, others count towards `backoffLimit`."""
 
     def codes(*values: int) -> Value:
         return {"containerName": CONTAINER, "operator": "In", "values": list(values)}
@@ -170,7 +169,7 @@ def _pod(name: str, request: LaunchRequest, options: KubernetesOptions) -> Value
     made, mounts = volumes(options)
     secrets = [] if options.pull_secret is None else [{"name": options.pull_secret}]
     account: Value = {"automountServiceAccountToken": False}
-    if options.service_account is not None:  # else training asks the cluster nothing, and gets no key to it
+    if options.service_account is not None:  # by default training has no access to the cluster's API
         account = {"serviceAccountName": options.service_account}
     return {
         "subdomain": name,
@@ -205,14 +204,14 @@ def _container(name: str, request: LaunchRequest, options: KubernetesOptions, mo
 
 MANAGER = "torchrelay.launch/launch"
 STEP = NODE_CONTAINER = "node"
-"""What the runtimes of the trainer call the job of the ranks, and the container in its pods."""
+"""Names of the ranks' job and its container in the runtimes of Kubeflow Trainer."""
 MOST_ENTRIES = 128
 RESERVED = "PET_"
-"""The trainer's own variables, by which torchrun learns its place."""
+"""Prefix of the variables by which Kubeflow Trainer configures torchrun."""
 
 
 def trainjob_document(request: LaunchRequest, options: KubernetesOptions) -> Value:
-    """The TrainJob; raises UsageError for what the trainer refuses or has no place for."""
+    """Return the TrainJob; raises UsageError for what Kubeflow Trainer does not support."""
     name = job_name(request.name, f"-{STEP}-0-{request.layout.nodes - 1}")
     _check(request, options)
     return {
@@ -237,8 +236,8 @@ def _trainer(request: LaunchRequest, options: KubernetesOptions) -> Value:
     variables = environment(request, options)
     if max(len(words), len(variables)) > MOST_ENTRIES:
         raise UsageError(
-            f"a TrainJob takes {MOST_ENTRIES} words and {MOST_ENTRIES} variables, these are {len(words)} and "
-            f"{len(variables)}: put them into a file of the image, or take --set kind=job"
+            f"a TrainJob has at most {MOST_ENTRIES} arguments and {MOST_ENTRIES} variables, not {len(words)} "
+            f"and {len(variables)}; use --set kind=job"
         )
     return {
         "image": options.image,
@@ -251,7 +250,7 @@ def _trainer(request: LaunchRequest, options: KubernetesOptions) -> Value:
 
 
 def _patch(request: LaunchRequest, options: KubernetesOptions) -> Value:
-    """What a TrainJob has no field for: the pods of its runtime, patched."""
+    """Return the patch of the runtime's pods for settings that a TrainJob has no field for."""
     made, mounts = volumes(options)
     secrets = [] if options.pull_secret is None else [{"name": options.pull_secret}]
     pod = {
@@ -265,26 +264,23 @@ def _patch(request: LaunchRequest, options: KubernetesOptions) -> Value:
 
 def _check(request: LaunchRequest, options: KubernetesOptions) -> None:
     if options.workdir is not None:
-        raise UsageError(
-            "--set workdir has no place in a TrainJob: set it in the image, or take --set kind=job"
-        )
+        raise UsageError("a TrainJob does not support --set workdir; set the working directory in the image")
     if request.restarts:
         raise UsageError(
-            "the runtime of a TrainJob decides how often it starts again: leave --max-restarts out, or take "
-            "--set kind=job"
+            "a TrainJob does not support --max-restarts (its runtime sets it); use --set kind=job"
         )
     for name, _ in request.environment:
         if name.startswith(RESERVED):
-            raise UsageError(f"the variable {shown(name)} is the trainer's own: leave it out")
+            raise UsageError(f"variable {shown(name)} is reserved by Kubeflow Trainer")
 
 
 SUBMIT_SECS = 120
 
 
 def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
-    """The one manifest of a request; raises UsageError for what a cluster would refuse. Pure.
+    """Return the manifest of a request. Pure; raises UsageError for what a cluster would refuse.
 
-    What `--env` gave stands in it as it is; values that nobody should read belong to `--set secret`.
+    It contains the values of `--env` in plain text; use `--set secret` for secrets.
     """
     options = options_of(request)
     if options.kind == "trainjob":
@@ -296,25 +292,24 @@ def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
 
 
 def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
-    """Apply the manifest that lies in `directory`; returns when the cluster has it, not when it has run.
+    """Apply the manifest in `directory`; returns once the cluster has accepted it.
 
-    Raises UsageError where there is no kubectl, or where it does not get through.
+    Raises UsageError if kubectl is missing or fails.
     """
     options = options_of(request)
     manifest = directory / f"{options.kind}.yaml"
     kubectl = shutil.which("kubectl")
     if kubectl is None:
-        raise UsageError(
-            f"kubectl is not on the PATH: install it, or apply {manifest} from a machine that has it "
-            "(--dry-run prints it)"
-        )
+        raise UsageError(f"kubectl is not on the PATH: install it, or apply {manifest} on another machine")
     typed = [kubectl, "apply", f"--request-timeout={SUBMIT_SECS}s", "-f", str(manifest)]
     try:
         done = subprocess.run(  # noqa: S603 - the file that was shown
             typed, capture_output=True, text=True, timeout=2 * SUBMIT_SECS, check=False
         )
     except subprocess.TimeoutExpired:
-        raise UsageError(f"kubectl took more than {2 * SUBMIT_SECS} s: is the cluster reachable?") from None
+        raise UsageError(
+            f"kubectl did not finish within {2 * SUBMIT_SECS} s: check that the cluster is reachable"
+        ) from None
     if done.returncode != 0:
         reason = " ".join(done.stderr.split()) or f"code {done.returncode}"
         raise UsageError(f"kubectl apply -f {manifest} failed: {reason:.500}")
@@ -322,8 +317,8 @@ def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
         line.endswith(" unchanged") and "job" in line.partition("/")[0] for line in done.stdout.splitlines()
     ):
         raise UsageError(
-            f"the cluster has this very {options.kind} already, running or ended, and starts none: delete it "
-            f"(kubectl delete -f {manifest}) or give another --name"
+            f"the cluster already has this {options.kind}, running or finished, so nothing was started; "
+            f"delete it with kubectl delete -f {manifest}"
         )
     if output.json:
         output.value({"kind": options.kind, "name": request.name, "manifest": str(manifest)})
@@ -331,5 +326,5 @@ def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
         output.line(done.stdout.rstrip())
         where = "" if options.namespace is None else f" -n {options.namespace}"
         what = "get trainjob " if options.kind == "trainjob" else "logs -f job/"
-        output.line(f"watch it: kubectl{where} {what}{request.name}")
+        output.line(f"to watch it: kubectl{where} {what}{request.name}")
     return 0

@@ -1,4 +1,4 @@
-"""Starts the ranks on this machine, an agent of torchrun per node, all of them here; waits for the end."""
+"""Launch on this machine: start a torchrun agent per node and wait for all of them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from torchrelay.runners.distributed import launcher_status
 from torchrelay.runners.distributed.launcher_status import DIRECTORY
 from torchrelay.runners.monitoring.console import Output
 from torchrelay.runners.session.stop_requests import END_TIME
-from torchrelay.tools.launch.outcome import LOST, evidence_of, told_lines, verdict_of
+from torchrelay.tools.launch.outcome import LOST, evidence_of, report_lines, verdict_of
 from torchrelay.tools.launch.request import GRACE_SECS, LaunchFile, LaunchRequest, agent_command, exports
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _IMPATIENT_SECS = 5.0
-"""A second signal within this time is the first one again."""
+"""A second signal within this time is ignored as a repetition of the first one."""
 
 
 class RequestsToEnd:
-    """While the block runs SIGTERM, SIGINT and SIGUSR1 ask the launch to end. Mutable; main thread only.
+    """Context manager that records SIGTERM, SIGINT and SIGUSR1. Mutable; main thread only.
 
-    `pending` is a signal that the agents have not been sent; `hurry` says that somebody asked again, later.
+    `pending` is a signal not yet sent to the agents; `hurry` is True after a second signal.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class RequestsToEnd:
 
     def __enter__(self) -> RequestsToEnd:
         try:
-            self._before = {int(one): signal.signal(one, self._hear) for one in _SIGNALS}
-        except ValueError:  # not the main thread: whoever has it decides
+            self._before = {int(one): signal.signal(one, self._on_signal) for one in _SIGNALS}
+        except ValueError:  # not the main thread, which handles signals itself
             self._before = {}
         return self
 
@@ -54,7 +54,7 @@ class RequestsToEnd:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _hear(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         if self.name is None:
             self.name, self.pending, self._first = signal.Signals(number).name, number, now
@@ -66,9 +66,9 @@ _LOOK_SECS = 0.1
 
 
 def end_left_behind(attempt: Path, secs: float, hurry: Callable[[], bool] = lambda: False) -> int:
-    """End all processes that a rank of this attempt is or has started; returns how many there were.
+    """End all ranks of this attempt and the processes they started; returns how many there were.
 
-    They are asked by SIGTERM, and killed `secs` later, or when there is `hurry`.
+    They receive SIGTERM, and SIGKILL after `secs` or when `hurry` returns True.
     """
     found = ranks_of(attempt)
     _send(found, signal.SIGTERM)
@@ -80,7 +80,7 @@ def end_left_behind(attempt: Path, secs: float, hurry: Callable[[], bool] = lamb
 
 
 def ranks_of(attempt: Path) -> list[int]:
-    """The processes of this machine that live with the surroundings of a rank of this attempt."""
+    """Find the local processes that have the environment of a rank of this attempt."""
     mark = os.fsencode(f"{DIRECTORY}={attempt}")
     found: list[int] = []
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -99,16 +99,16 @@ def _send(pids: list[int], number: int) -> None:
 
 _STDERR = 2
 _ALONE_SECS = 60.0
-"""So long agents may go on after another one has failed; their ranks notice by themselves, much sooner."""
+"""How long agents may run after another one has failed; their ranks usually notice much sooner."""
 _LAST_SECS = GRACE_SECS + 15.0
-"""From a signal to the agents until they are killed with all their ranks; they kill their ranks before."""
+"""Time from a signal to the agents until they are killed; they kill their ranks earlier."""
 
 
 @dataclass(frozen=True)
 class NodeAttempt:
-    """The script of a node, the directory of this attempt's logs and notes, and what tells it from others.
+    """An attempt of a node: its script, directory of logs and notes, number and launch id.
 
-    `apart`: what the ranks print goes to stderr, because stdout is wanted for something else.
+    `apart`: redirect the ranks' stdout to stderr, because stdout is used for JSON.
     """
 
     script: Path
@@ -120,22 +120,22 @@ class NodeAttempt:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """What the agents ended with; who asked them to end before they did so by themselves."""
+    """Exit codes of the agents, and the signal or time limit that ended them, if any."""
 
     codes: tuple[int, ...]
     asked: str | None
 
     @property
     def code(self) -> int:
-        """0 where all are, else that of an agent whose rank failed by itself, where there is one."""
+        """0 if all are 0, else preferably the code of an agent whose own rank failed."""
         return max(self.codes, key=lambda code: (code > 0, code not in (0, LOST), code != 0))
 
 
 def run_attempt(attempt: NodeAttempt, nodes: int, limit_secs: int | None, asked: RequestsToEnd) -> AttemptEnd:
-    """Start an agent per node and wait for all; none of them is left afterwards."""
+    """Start an agent per node and wait for all; no process is left afterwards."""
     attempt.directory.mkdir()
     environment = _environment(attempt, nodes, limit_secs)
-    limit = None if limit_secs is None else time.monotonic() + limit_secs  # clocks are set
+    limit = None if limit_secs is None else time.monotonic() + limit_secs
     agents: list[subprocess.Popen[bytes]] = []
     try:
         for node in range(nodes):
@@ -151,7 +151,7 @@ def run_attempt(attempt: NodeAttempt, nodes: int, limit_secs: int | None, asked:
 
 
 def _start(attempt: NodeAttempt, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C comes here alone, and is passed on once."""
+    """Start an agent in its own session, so that only this process receives Ctrl-C and forwards it."""
     try:
         return subprocess.Popen(  # noqa: S603 - the file that was shown
             ["/bin/sh", str(attempt.script)],
@@ -176,16 +176,16 @@ def _environment(attempt: NodeAttempt, nodes: int, limit_secs: int | None) -> di
 
 
 def free_port() -> int:
-    """A port that is free now, below those that the system gives to connections."""
+    """Return a free port below the ephemeral port range."""
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
         with socket.socket() as tried, suppress(OSError):
             tried.bind(("127.0.0.1", port))
             return port
-    raise StorageError("of 100 ports none is free on 127.0.0.1")
+    raise StorageError("found no free port on 127.0.0.1 in 100 attempts")
 
 
 class _Watch:
-    """Waits for agents: passes on what is asked, and lets nothing take for ever once one has ended badly."""
+    """Wait for agents, forward signals, and enforce deadlines after a failure or a signal."""
 
     def __init__(
         self, agents: Sequence[subprocess.Popen[bytes]], asked: RequestsToEnd, limit: float | None
@@ -196,12 +196,12 @@ class _Watch:
         self._alone_since: float | None = None
         self._kill_at: float | None = None
         self.late: str | None = None
-        """The time limit, where the agents had to be told of it."""
+        """`the time limit` if it expired, else None."""
 
     def wait(self) -> None:
-        """Until all have ended, or have to be killed."""
+        """Return when all agents have ended or must be killed."""
         while self._running():
-            self._pass_on()
+            self._forward()
             now = time.monotonic()
             if self._asked.hurry or (self._kill_at is not None and now >= self._kill_at):
                 return
@@ -211,7 +211,8 @@ class _Watch:
     def _running(self) -> list[subprocess.Popen[bytes]]:
         return [one for one in self._agents if one.poll() is None]
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
+        """Send signals to the agents that are due: requested, at the time limit, or after a failure."""
         if self._asked.pending is not None:
             number, self._asked.pending = self._asked.pending, None
             self._send(number)
@@ -230,7 +231,7 @@ class _Watch:
 
 
 def end_hard(agent: subprocess.Popen[bytes]) -> None:
-    """Kill an agent that still runs, and its ranks, which have sessions of their own."""
+    """Kill a running agent and its ranks, which have their own sessions."""
     if agent.poll() is not None:
         return
     for pid in _children(agent.pid):
@@ -252,14 +253,14 @@ SCRIPT = "node.sh"
 
 
 def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
-    """The script that is run once per node; pure. Raises UsageError for options, of which there are none."""
+    """Return the script that runs once per node. Pure; raises UsageError for `--set` options."""
     if request.options:
-        raise UsageError(f"--set {request.options[0][0]}: --local has no options of its own")
+        raise UsageError(f"--set {request.options[0][0]}: --local has no options")
     agent = agent_command(request, "127.0.0.1:$TORCHRELAY_LAUNCH_PORT", "$TORCHRELAY_LAUNCH_ID")
     text = f"""#!/bin/sh
 # One node of {request.layout}: torchrun with {request.layout.per_node} ranks. \
 Run by `torchrelay launch --local`,
-# which says which node, attempt and port this is.
+# which sets the node, attempt and port.
 : "${{TORCHRELAY_LAUNCH_PORT:=0}}" "${{TORCHRELAY_LAUNCH_ID:=$$}}"
 cd {quote(str(request.workdir))} || exit
 {exports(request)}exec {agent}
@@ -268,7 +269,7 @@ cd {quote(str(request.workdir))} || exit
 
 
 def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
-    """Run attempts until one is the last; returns its code. What is told goes to stderr."""
+    """Run attempts up to the last one; returns its exit code. Reports go to stderr."""
     launch_id, nodes = uuid.uuid4().hex, request.layout.nodes
     with RequestsToEnd() as asked:
         for number in range(request.restarts + 1):
@@ -280,14 +281,12 @@ def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
                 attempt.directory, well=ended.code == 0, nodes=nodes, asked=ended.asked, code=ended.code
             )
             verdict = verdict_of(found)
-            for line in told_lines(found, verdict, attempt.directory):
+            for line in report_lines(found, verdict, attempt.directory):
                 output.notice(line)
             if not verdict.again or asked.name is not None:
                 break
             if number < request.restarts:
-                output.notice(
-                    f"starting again, {request.restarts - number} of {request.restarts} restarts left"
-                )
+                output.notice(f"restarting, {request.restarts - number} of {request.restarts} restarts left")
     if output.json:
         output.value(
             {"code": verdict.code, "why": verdict.why, "attempts": number + 1, "directory": str(directory)}

@@ -1,14 +1,13 @@
-"""One host's share of a launch on a cluster: torchrun in this process, and the code that it cannot give.
+"""Run one host of a launch on a cluster: torchrun in this process, with torchrelay's exit codes.
 
     python -m torchrelay.tools.launch.on_host --layout 2x8 --index 0 --endpoint job-0.job:29400 --id ID \
         --notice 300 --run RUN -- train.py --lr 0.1
 
-torchrun ends with 1 whatever became of its processes; a cluster that is to tell a preempted run from a failed
-one needs the code of the guide's table (`outcome`). Without `--layout` the place in the job is what
-torchrun's own variables say (PET_NNODES ...), as Kubeflow's trainer gives it. What the ranks print goes where
-this process prints, because a cluster keeps that.
+torchrun exits with code 1 for every failure, but a cluster must distinguish preempted from failed runs
+(`outcome`). Without `--layout`, torchrun's own variables (PET_NNODES ...) describe the job, as set by
+Kubeflow Trainer. The ranks print to this process's stdout and stderr, which the cluster keeps.
 
-What it does not do: it starts nothing again; whoever made the host does that, by the code.
+It restarts nothing; the cluster does that, depending on the exit code.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ from torchrelay.tools.launch.outcome import (
 from torchrelay.tools.launch.request import layout_of
 
 JOIN_SECS = 1800
-"""How long the hosts of a launch wait for each other: images are pulled meanwhile."""
+"""How long the hosts of a launch wait for each other, for example while images are pulled."""
 _CONNECT_SECS, _PAUSE_SECS = 5.0, 1.0
 
 
 def main(typed: Sequence[str] | None = None) -> int:
-    """Run this host's ranks to their end; returns the code of the table."""
+    """Run this host's ranks; returns the exit code."""
     chosen = _chosen(sys.argv[1:] if typed is None else typed)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)  # the first process of a container has no default of its own
+        signal.signal(number, _exit)  # pid 1 of a container has no default handlers
     try:
         verdict = _run(chosen)
     except RelayError as error:
@@ -60,40 +59,40 @@ def main(typed: Sequence[str] | None = None) -> int:
 
 
 def words_of(command: Sequence[str], *, notice: int, run: str | None, place: Sequence[str] = ()) -> list[str]:
-    """Python's arguments that run `command` so; `place` are `--layout`, `--index`, `--endpoint`, `--id`."""
+    """Return Python's arguments that run `command` on a host; `place` are `--layout`, `--index` and so on."""
     known = [] if run is None else ["--run", run]
     return ["-m", f"{__package__}.on_host", *place, "--notice", str(notice), *known, "--", *command]
 
 
 def time_to_leave(notice: int) -> int:
-    """Seconds that the ranks have after SIGTERM, so that this process still ends within `notice`."""
+    """Return the seconds from SIGTERM to SIGKILL of the ranks, so that this process ends within `notice`."""
     return max(1, notice - min(15, notice // 2))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "on_host", description="One host's share of a launch.", allow_abbrev=False
-    )
-    parser.add_argument("--layout", type=layout_of, metavar="NxP", help="default: what PET_NNODES ... say")
+    parser = argparse.ArgumentParser("on_host", description="Run one host of a launch.", allow_abbrev=False)
     parser.add_argument(
-        "--index", type=int, default=0, metavar="I", help="which of the hosts this is, from 0"
+        "--layout", type=layout_of, metavar="NxP", help="nodes and ranks (default: PET_NNODES ...)"
     )
-    parser.add_argument("--endpoint", default="localhost:0", metavar="HOST:PORT", help="of the host 0")
-    parser.add_argument("--host-variable", metavar="NAME", help="in it stands another HOST, where it is set")
-    parser.add_argument("--id", default="none", help="the same on all hosts, and no other launch's")
-    parser.add_argument("--notice", type=int, default=300, metavar="S", help="from SIGTERM to SIGKILL")
-    parser.add_argument("--run", metavar="RUN", help="the run directory (default: heard from rank 0)")
+    parser.add_argument("--index", type=int, default=0, metavar="I", help="index of this host, from 0")
+    parser.add_argument("--endpoint", default="localhost:0", metavar="HOST:PORT", help="address of host 0")
+    parser.add_argument("--host-variable", metavar="NAME", help="variable that overrides HOST")
+    parser.add_argument("--id", default="none", help="unique id of the launch")
+    parser.add_argument(
+        "--notice", type=int, default=300, metavar="S", help="seconds from SIGTERM to SIGKILL"
+    )
+    parser.add_argument("--run", metavar="RUN", help="run directory (default: reported by rank 0)")
     return parser
 
 
 def _chosen(typed: Sequence[str]) -> argparse.Namespace:
-    """What stands behind the first `--` is the command, whatever it looks like."""
+    """Parse the options; everything after the first `--` is the command."""
     parser = _parser()
     split = typed.index("--") if "--" in typed else len(typed)
     chosen = parser.parse_args(typed[:split])
     chosen.command = typed[split + 1 :]
     if not chosen.command:
-        parser.error("no command: what torchrun takes stands behind --")
+        parser.error("no command: give it after --, as for torchrun")
     return chosen
 
 
@@ -110,7 +109,7 @@ def _run(chosen: argparse.Namespace) -> LaunchOutcome:
 
 
 def _place(chosen: argparse.Namespace) -> list[str]:
-    """What tells torchrun where it is; waits for the host that the others meet at."""
+    """Return torchrun's options for this host, after waiting for host 0."""
     if chosen.layout is None:
         return []
     endpoint = _endpoint(chosen)
@@ -127,13 +126,13 @@ def _place(chosen: argparse.Namespace) -> list[str]:
 
 
 def _endpoint(chosen: argparse.Namespace) -> str:
-    """Where the hosts meet; TorchX's schedulers say the host in a variable whose name they choose."""
+    """Return the rendezvous address; TorchX schedulers give the host in a variable of their choice."""
     host = os.environ.get(chosen.host_variable or "")
     return f"{host}:{chosen.endpoint.rpartition(':')[2]}" if host else str(chosen.endpoint)
 
 
 def _wait_for(endpoint: str) -> None:
-    """Return when somebody listens there; PeerError after `JOIN_SECS`. torchrun alone gives up after 60 s."""
+    """Wait until host 0 accepts connections (torchrun waits only 60 s); PeerError after `JOIN_SECS`."""
     host, _, port = endpoint.rpartition(":")
     end = time.monotonic() + JOIN_SECS
     reason: OSError | None = None
@@ -147,12 +146,12 @@ def _wait_for(endpoint: str) -> None:
         time.sleep(_PAUSE_SECS)
     raise PeerError(
         f"host 0 of this launch did not answer at {endpoint} within {JOIN_SECS} s ({reason}): "
-        "look whether it was started"
+        "check that it was started"
     )
 
 
 def _torchrun(words: list[str], index: int) -> tuple[bool, str | None]:
-    """Run torchrun here; returns whether all its ranks ended with 0, and the signal that asked it to end."""
+    """Run torchrun; returns True if all ranks succeeded, and the signal that torchrun received, if any."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -168,16 +167,16 @@ def _torchrun(words: list[str], index: int) -> tuple[bool, str | None]:
         launcher_status.tell_agent(index, {"failures": failures_of(error)})
     except SignalException as error:
         asked = signal.Signals(error.sigval).name
-    except Exception as error:  # the hosts did not meet, or lost each other: nobody's task failed
+    except Exception as error:  # the rendezvous failed, no task
         sys.stderr.write(f"torchrelay: torchrun ended: {type(error).__name__}: {error}\n")
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # the ranks are gone, and so is this process in a moment
+            signal.signal(number, signal.SIG_IGN)  # the ranks are gone and this process is about to exit
     return well, asked
 
 
-def _leave(number: int, _: FrameType | None) -> NoReturn:
-    """Before torchrun has handlers of its own nothing runs that could be saved: the same command goes on."""
+def _exit(number: int, _: FrameType | None) -> NoReturn:
+    """Exit on a signal before torchrun has installed its handlers; nothing runs yet."""
     sys.exit(PREEMPTED if number == signal.SIGTERM else INTERRUPTED)
 
 

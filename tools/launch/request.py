@@ -1,4 +1,4 @@
-"""What a launch was told, in one frozen value: its layout, target, command, directory and agents."""
+"""The launch request: layout, target, command, directories and agent command lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """All of them: the world size."""
+        """The world size."""
         return self.nodes * self.per_node
 
     def __str__(self) -> str:
@@ -34,11 +34,11 @@ class Layout:
 
 
 def layout_of(text: str) -> Layout:
-    """`2x8` is two nodes of eight ranks, `8` one node of eight; raises UsageError for anything else."""
+    """Parse a layout: `2x8` is two nodes of eight ranks, `8` is one node. Raises UsageError."""
     found = _FORM.fullmatch(text)
     if found is None:
         raise UsageError(
-            f"-j {text!r} is no layout: give NODESxRANKS_PER_NODE such as 2x8, or one number for one node"
+            f"invalid layout -j {text!r}: expected NODESxRANKS_PER_NODE such as 2x8, or a number of ranks"
         )
     return Layout(int(found[1] or 1), int(found[2]))
 
@@ -47,12 +47,16 @@ def layout_of(text: str) -> Layout:
 class LaunchRequest:
     """A command on a layout.
 
-    `command` is what torchrun takes: a script and its arguments, or `-m MODULE ARGS`. `run` is the run
-    directory or URL, None where the command alone knows it (it is heard from the ranks then). `logs` is the
-    directory of this launch: its files, and one directory per attempt. `time_limit` and `notice` (how long
-    before its end the program is told) are seconds. `restarts` is how often the ranks may be started again.
-    `environment` holds what was given by `--env`, never the launcher's own surroundings. `python` is the
-    interpreter where the ranks run.
+    Attributes:
+        command: Script and arguments, or `-m MODULE ARGS`, as for torchrun.
+        run: Run directory or URL; None if the ranks report it.
+        logs: Directory of this launch, with its files and one directory per attempt.
+        time_limit: Seconds that the launch may run.
+        notice: Seconds before the time limit at which the program is asked to save and exit.
+        restarts: How often the ranks may be restarted.
+        environment: Variables given by `--env`, without the launcher's own environment.
+        options: Options of one target (partition, image, queue ...), given by `--set KEY=VALUE`.
+        python: Interpreter on the hosts of the ranks.
     """
 
     layout: Layout
@@ -66,13 +70,12 @@ class LaunchRequest:
     restarts: int = 0
     environment: tuple[tuple[str, str], ...] = ()
     options: tuple[tuple[str, str], ...] = field(default=())
-    """What only one target understands (partition, image, queue ...), as given by `--set KEY=VALUE`."""
     python: str = "python"
 
 
 @dataclass(frozen=True)
 class LaunchFile:
-    """A readable file that a target makes of a request: printed by `--dry-run`, submitted otherwise."""
+    """A file that a target generates: printed by `--dry-run`, submitted otherwise."""
 
     name: str
     text: str
@@ -80,31 +83,30 @@ class LaunchFile:
 
 
 def check_notice(request: LaunchRequest) -> None:
-    """Refuse a time limit that is over before its notice (UsageError)."""
+    """Raise UsageError if the time limit is not longer than the notice."""
     if request.time_limit is not None and request.time_limit <= request.notice:
         raise UsageError(
-            f"a time limit of {request.time_limit} s leaves nothing before the notice of {request.notice} s: "
-            "give a longer --time-limit or a shorter --notice"
+            f"--time-limit of {request.time_limit} s is not longer than --notice of {request.notice} s"
         )
 
 
 def read_options(
     request: LaunchRequest, known: Mapping[str, Callable[[str, str], Any]], who: str, many: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What `--set` gave, each read by its own reader, of `many` all in a tuple; raises UsageError."""
+    """Parse the `--set` options with their readers; repeatable keys (`many`) give tuples. UsageError."""
     found: dict[str, Any] = {}
     for key, text in request.options:
         if key not in known:
-            raise UsageError(f"--set {shown(key)} means nothing to {who}; known are {', '.join(known)}")
+            raise UsageError(f"unknown option --set {shown(key)} of {who}; known are {', '.join(known)}")
         if key in found and key not in many:
-            raise UsageError(f"--set {key} stands twice: give it once")
+            raise UsageError(f"--set {key} is given twice")
         value = known[key](key, text)
         found[key] = (*found.get(key, ()), value) if key in many else value
     return found
 
 
 def shown(text: str) -> str:
-    """A text as a message shows it: on one line and not long."""
+    """Shorten a text for a message: quoted, on one line."""
     quoted = ascii(text)
     return quoted if len(quoted) <= 60 else f"{quoted[:57]}..."
 
@@ -113,14 +115,14 @@ _MOST = 1_000_000
 
 
 def next_directory(logs: Path, name: str) -> Path:
-    """The directory that a launch of this name would get now: `NAME.0`, `NAME.1`, ... Makes nothing."""
+    """Return the directory that a launch would get now: `NAME.0`, `NAME.1`, ... Creates nothing."""
     taken = {path.name for path in logs.iterdir()} if logs.is_dir() else set()
     free = (number for number in range(_MOST) if f"{name}.{number}" not in taken)
     return logs / f"{name}.{next(free)}"
 
 
 def make_directory(logs: Path, name: str) -> Path:
-    """Make the next directory and return it; of two launches at the same time each gets its own."""
+    """Create and return the next directory; concurrent launches get different ones."""
     while True:
         found = next_directory(logs, name)
         try:
@@ -131,15 +133,15 @@ def make_directory(logs: Path, name: str) -> Path:
                 raise
         except OSError as error:
             raise StorageError(
-                f"cannot make {found} for the files of this launch: {error.strerror}"
+                f"cannot create {found} for the files of this launch: {error.strerror}"
             ) from error
         else:
             return found
 
 
 def write_files(files: Sequence[LaunchFile], directory: Path) -> None:
-    """Write them below the directory of the launch, as they would be printed."""
-    (directory / ".gitignore").write_text("*\n")  # logs are no source of the run
+    """Write the files to the directory of the launch."""
+    (directory / ".gitignore").write_text("*\n")  # keep logs out of the source archive
     for one in files:
         path = directory / one.name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,13 +151,13 @@ def write_files(files: Sequence[LaunchFile], directory: Path) -> None:
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 GRACE_SECS = 30
-"""What the ranks get between a signal and SIGKILL where nobody said more: torchrun's default."""
+"""Seconds from a signal to SIGKILL of the ranks by default, as in torchrun."""
 
 
 def agent_command(request: LaunchRequest, endpoint: str, launch_id: str, grace_secs: int = GRACE_SECS) -> str:
-    """One agent of the launch, a line of a shell script per option.
+    """Return the shell command of an agent.
 
-    `endpoint` and `launch_id` are put between double quotes, so that the script may fill in its variables.
+    `endpoint` and `launch_id` are double-quoted, so that they may contain shell variables.
     """
     layout = request.layout
     words = [
@@ -169,12 +171,12 @@ def agent_command(request: LaunchRequest, endpoint: str, launch_id: str, grace_s
 
 
 def exports(request: LaunchRequest) -> str:
-    """The lines that give the ranks their environment: what a launch needs, then what `--env` says."""
+    """Return the shell lines that set the ranks' environment, those of `--env` last."""
     return "".join(f"export {line}\n" for line in _exports(request))
 
 
 def _exports(request: LaunchRequest) -> Iterable[str]:
-    # torchrun's agent store keeps the addresses of an earlier start, and gloo then connects to nobody.
+    # torchrun's shared store keeps the addresses of an earlier attempt, which breaks gloo.
     yield "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     if request.layout.per_node > 1:
         yield 'OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"'
@@ -183,20 +185,20 @@ def _exports(request: LaunchRequest) -> Iterable[str]:
 
 
 class LaunchTarget(Protocol):
-    """What the module of a target has: two functions of these names."""
+    """Functions that the module of a target provides."""
 
     def files(self, request: LaunchRequest) -> tuple[LaunchFile, ...]:
-        """The files of a launch. Pure; raises UsageError for a request that this target cannot serve."""
+        """Return the files of a launch. Pure; raises UsageError for requests the target cannot serve."""
 
     def submit(self, request: LaunchRequest, directory: Path, output: Output) -> int:
-        """Start what `files` made, which lies in `directory` under its names; returns the exit code."""
+        """Start the launch from its files in `directory`; returns the exit code."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A target: its module in this package, and its line in the help of `launch`.
+    """A target: its module in this package and its help line.
 
-    `here`: the script that is started lies on this machine, too, so that a mistyped name is seen at once.
+    `here`: the script must exist on this machine, so that a mistyped name is reported at once.
     """
 
     module: str
@@ -205,16 +207,16 @@ class Row:
 
 
 TARGETS = {
-    "local": Row("local", "on this machine, and wait for the end (the default)"),
-    "slurm": Row("slurm", "by sbatch; preempted runs are queued again"),
-    "k8s": Row("kubernetes", "as a Job of Kubernetes, or a TrainJob of Kubeflow", here=False),
-    "torchx": Row("torchx", "by one of TorchX's schedulers", here=False),
+    "local": Row("local", "run on this machine and wait (the default)"),
+    "slurm": Row("slurm", "submit with sbatch; preempted runs are requeued"),
+    "k8s": Row("kubernetes", "submit a Kubernetes Job or a Kubeflow TrainJob", here=False),
+    "torchx": Row("torchx", "submit to a TorchX scheduler", here=False),
 }
-"""By the name of the option that chooses it."""
+"""Targets by the name of their option."""
 
 
 def target(name: str) -> LaunchTarget:
-    """The module of a target; `name` is a key of TARGETS."""
+    """Import the module of a target; `name` is a key of TARGETS."""
     return cast(LaunchTarget, import_module(f"{__package__}.{TARGETS[name].module}"))
 
 
@@ -223,32 +225,33 @@ _RUN = ("-m", "torchrelay", "run", "-m")
 
 
 def command_of(words: Sequence[str], run: str | None) -> tuple[str, ...]:
-    """A script with its arguments, or `-m MODULE ...`.
+    """Return the command for torchrun: a script with its arguments, or `-m MODULE ...`.
 
-    `-m config.yaml` (or a directory with a config.yaml) is `torchrelay run` of it, which is told where the
-    `run` goes. Raises UsageError where there is no command.
+    `-m config.yaml` (or a directory with a config.yaml) becomes `torchrelay run` with `--run-dir`. Raises
+    UsageError if the command is missing.
     """
     command = list(words[1:] if words and words[0] == "--" else words)
     if not command or command == ["-m"]:
-        raise UsageError("launch what? give a script, or -m with a module or a configuration, behind --")
+        raise UsageError("launch needs a script, or -m with a module or a configuration, after --")
     if command[0] == "-m":
         return _module(command[1], command[2:], run)
     if command[0].startswith("-"):
-        raise UsageError(f"launch has no option {command[0]}: options stand before --, behind it the script")
+        raise UsageError(f"launch has no option {command[0]}; the script follows after --")
     return tuple(command)
 
 
 def check_script(command: Sequence[str]) -> None:
-    """Refuse a script, or a configuration, that is not there (UsageError)."""
+    """Raise UsageError if the script or configuration does not exist."""
     if command[0] != "-m" and not Path(command[0]).is_file():
-        raise UsageError(f"there is no script {command[0]}: name a Python file, or -m and a module")
+        raise UsageError(f"script {command[0]} does not exist; expected a Python file, or -m MODULE")
     if tuple(command[:4]) == _RUN and not Path(command[4]).exists():
         raise UsageError(
-            f"there is no configuration {command[4]}: -m takes a YAML file, or a module of Python"
+            f"configuration {command[4]} does not exist; -m takes a YAML file or a Python module"
         )
 
 
 def _module(name: str, rest: Sequence[str], run: str | None) -> tuple[str, ...]:
+    """Return the command of `-m NAME`, which is a module or a configuration."""
     if not (name.endswith(_CONFIGS) or (Path(name) / "config.yaml").is_file()):
         return ("-m", name, *rest)
     there = () if run is None or "--run-dir" in rest else ("--run-dir", run)

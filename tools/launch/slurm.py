@@ -1,6 +1,6 @@
-"""A launch on Slurm: one sbatch file, whose job queues itself again when the run was preempted.
+"""Launch on Slurm: one sbatch file, whose job requeues itself when the run was preempted.
 
-`python -m torchrelay.tools.launch.slurm` is the last act of such a job, without torch.
+`python -m torchrelay.tools.launch.slurm` is the last step of such a job. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrelay.runners.session.stop_requests import END_TIME
 from torchrelay.tools.launch.outcome import (
     evidence_of,
     idle_starts,
-    told_lines,
+    report_lines,
     verdict_of,
     wants_requeue,
     without_end,
@@ -41,23 +41,23 @@ LOG = "job.log"
 _OWN = {
     "nodes": "-j", "ntasks": "-j", "ntasks-per-node": "-j", "time": "--time-limit", "job-name": "--name",
     "signal": "--notice", "chdir": "the working directory", "output": "--logs", "error": "--logs",
-    "requeue": "--max-restarts", "no-requeue": "--max-restarts", "open-mode": "launch itself",
+    "requeue": "--max-restarts", "no-requeue": "--max-restarts", "open-mode": "the launch itself",
     "array": "one launch per element", "wrap": "the command", "export": "--env", "export-file": "--env",
 }  # fmt: skip
-"""Options of sbatch that a launch sets itself, and what says them here."""
+"""sbatch options that the launch sets itself, and the launch options that set them."""
 _OPTION = re.compile(r"[a-z][a-z-]*")
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 _LEFT_SECS = 60
-"""Of the notice, for what follows the ranks."""
+"""Part of the notice reserved for the end of the job after the ranks."""
 _SHELLS = re.compile(
     r"relay_.*|BASH.*|COMP_.*|DIRSTACK|E?UID|PPID|GROUPS|SHELLOPTS|FUNCNAME|HISTCMD|LINENO|IFS|_"
     r"|S?RANDOM|SECONDS|EPOCH(REALTIME|SECONDS)|OPT(ARG|ERR|IND)|POSIXLY_CORRECT"
 )
-"""Variables that mean something to the shell of the batch script, or that it does not let anybody set."""
+"""Variables that are special or read-only in the shell of the batch script."""
 
 
 def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
-    """The sbatch file; pure. Raises UsageError for what cannot stand in one, or would never end."""
+    """Return the sbatch file. Pure; raises UsageError for values that cannot be written to it."""
     _check(request)
     return (LaunchFile(SCRIPT, f"{_head(request)}\n{_body(request)}", executable=True),)
 
@@ -66,32 +66,28 @@ def _check(request: LaunchRequest) -> None:
     check_notice(request)
     for name, _ in request.environment:
         if _SHELLS.fullmatch(name):
-            raise UsageError(
-                f"--env {name}: the shell of a batch script has that itself; choose another name"
-            )
+            raise UsageError(f"--env {name}: reserved by the shell of the batch script; choose another name")
 
 
 def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
-    """Hand the file to sbatch and return 0 when the job is queued; it says how it goes on in its log.
+    """Submit the file with sbatch; returns 0 once the job is queued.
 
-    Raises UsageError where there is no sbatch, or it refuses the job.
+    Raises UsageError if sbatch is missing or refuses the job.
     """
     sbatch = shutil.which("sbatch")
     if sbatch is None:
-        raise UsageError("there is no sbatch on this machine: launch where Slurm is, or look at --dry-run")
+        raise UsageError("sbatch is not on the PATH: launch from a machine with Slurm")
     words = [sbatch, "--parsable", str(directory / SCRIPT)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603 - Slurm's own
     if done.returncode != 0:
-        raise UsageError(f"sbatch refuses {directory / SCRIPT}: {done.stderr.strip() or done.returncode}")
+        raise UsageError(f"sbatch refused {directory / SCRIPT}: {done.stderr.strip() or done.returncode}")
     job = done.stdout.strip().partition(";")[0]
     if not job.isdigit():
-        raise UsageError(
-            f"sbatch has queued nothing: {(done.stdout + done.stderr).strip() or 'it says no more'}"
-        )
+        raise UsageError(f"sbatch queued nothing: {(done.stdout + done.stderr).strip() or 'no output'}")
     if output.json:
         output.value({"job": job, "log": str(directory / LOG), "directory": str(directory)})
     else:
-        output.line(f"job {job}; its log is {directory / LOG}")
+        output.line(f"job {job}; log: {directory / LOG}")
     return 0
 
 
@@ -112,19 +108,20 @@ def _head(request: LaunchRequest) -> str:
 
 
 def _setting(option: tuple[str, str]) -> str:
+    """Return an sbatch option given by `--set`; raises UsageError for options of the launch."""
     name, value = option
-    own = next((one for one in _OWN if name and one.startswith(name)), None)  # sbatch takes beginnings, too
+    own = next((one for one in _OWN if name and one.startswith(name)), None)  # sbatch accepts prefixes
     if own is not None:
-        raise UsageError(f"--set {name}: {own} is said by {_OWN[own]}")
+        raise UsageError(f"--set {name}: {own} is set by {_OWN[own]}")
     if not _OPTION.fullmatch(name):
-        raise UsageError(f"--set {name!r:.80}: the long name of an option of sbatch is wanted")
+        raise UsageError(f"invalid --set {name!r:.80}: expected the long name of an sbatch option")
     return f"--{name}={_word(value)}" if value else f"--{name}"
 
 
 def _word(text: str) -> str:
-    """A value as sbatch reads it in its own lines, which no shell sees."""
+    """Quote a value for an #SBATCH line, which no shell parses."""
     if not text.isprintable():
-        raise UsageError(f"{text!r:.200} cannot stand in an #SBATCH line: it has control characters")
+        raise UsageError(f"invalid value {text!r:.200} in an #SBATCH line: it has control characters")
     if _PLAIN.fullmatch(text):
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
@@ -132,6 +129,7 @@ def _word(text: str) -> str:
 
 
 def _clock(secs: int) -> str:
+    """Format seconds as days-hours:minutes:seconds."""
     minutes, secs = divmod(secs, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours // 24}-{hours % 24:02}:{minutes:02}:{secs:02}"
@@ -144,9 +142,9 @@ def _body(request: LaunchRequest) -> str:
     end = f"{quote(request.python)} -m torchrelay.tools.launch.slurm"
     return f"""\
 # Written by `torchrelay launch --slurm`: {request.layout}, one agent of torchrun per node.
-# Slurm sends USR1 to this script alone, {request.notice} s before the end; the ranks then save and leave.
-# Its own variables begin with relay_, because those of the surroundings belong to the ranks.
-unset {LAUNCHER} {NODE} {END_TIME}  # of a launch that has submitted this one
+# Slurm sends USR1 to this script only, {request.notice} s before the end; the ranks then save and exit.
+# The script's own variables begin with relay_; all others are passed to the ranks.
+unset {LAUNCHER} {NODE} {END_TIME}  # of a launch that submitted this job
 {exports(request)}export TORCHRELAY_NOTICE_SECS={grace} {NODE_IN}=SLURM_NODEID
 export TORCHRELAY_LAUNCH_ID="slurm.$SLURM_JOB_ID" TORCHRELAY_LAUNCH_ATTEMPT="${{SLURM_RESTART_COUNT:-0}}"
 export TORCHRELAY_LAUNCH_DIR={quote(str(request.logs))}/attempt_"$TORCHRELAY_LAUNCH_ATTEMPT"
@@ -165,7 +163,7 @@ relay_asked=
 relay_step=
 relay_ask() {{
   relay_asked="$1"
-  # srun passes USR1 on; of TERM it would kill the ranks at once, and Slurm itself sends that to all.
+  # srun forwards USR1, but kills the ranks at once on TERM, which Slurm itself sends to all.
   [ -z "$relay_step" ] || [ "$1" = TERM ] || kill -s "$1" "$relay_step" 2> /dev/null
 }}
 trap 'relay_ask USR1' USR1
@@ -187,7 +185,7 @@ _ANSWER_SECS = 60
 
 
 def main(words: Sequence[str]) -> int:
-    """Say how the attempt ended, queue the job again where that helps; returns the code of the job."""
+    """Report how the attempt ended and requeue the job if that helps; returns the exit code of the job."""
     parser = argparse.ArgumentParser(prog="slurm_end")
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--restarts", type=int, required=True)
@@ -201,7 +199,7 @@ def main(words: Sequence[str]) -> int:
     restart = int(os.environ.get(ATTEMPT) or 0)
     idle = idle_starts(directory.parent, restart)
     verdict = without_end(verdict_of(found), idle, chosen.restarts)
-    for line in told_lines(found, verdict, directory):
+    for line in report_lines(found, verdict, directory):
         output.notice(line)
     if wants_requeue(verdict, restart, chosen.restarts):
         output.notice(_requeue(os.environ["SLURM_JOB_ID"]))
@@ -209,20 +207,21 @@ def main(words: Sequence[str]) -> int:
 
 
 def _requeue(job: str) -> str:
-    """Put the job into the queue again, unless somebody is ending it; what is to be told of that.
+    """Requeue the job unless it is being cancelled; returns a message about it.
 
-    The very last act: Slurm ends this process for it.
+    Must be the last step, because Slurm then ends this process.
     """
     state = _ask("squeue", "-h", "-j", job, "-o", "%T")
     if state != "RUNNING":
-        return f"job {job} is {state or 'unknown to squeue'}: it is not queued again"
-    sys.stderr.write(f"torchrelay: job {job} is queued again\n")
+        return f"job {job} is {state or 'unknown to squeue'} and is not requeued"
+    sys.stderr.write(f"torchrelay: job {job} is requeued\n")
     sys.stderr.flush()
     refused = _ask("scontrol", "requeue", job)
     return f"scontrol requeue: {refused or 'done'}"
 
 
 def _ask(*words: str) -> str:
+    """Run a Slurm command and return its output or error."""
     try:
         done = subprocess.run(  # noqa: S603 - Slurm's own
             words, capture_output=True, text=True, check=False, timeout=_ANSWER_SECS

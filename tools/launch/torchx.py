@@ -1,7 +1,7 @@
-"""`launch --torchx`: a launch as a job of TorchX, started by its command line from the script that is shown.
+"""`launch --torchx`: submit a launch with TorchX's command line.
 
-The local schedulers run it here and are waited for; the code is then that of the guide's table, as the ranks
-and `status.json` tell it. Other schedulers get the job and keep it.
+Local schedulers run it on this machine and wait; the exit code then follows the ranks and `status.json`.
+Other schedulers only accept the job.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from torchrelay.tools.launch.request import LaunchFile, LaunchRequest, read_opti
 SCRIPT, ENVIRONMENT = "torchx.sh", "environment.json"
 LOCAL = "local_"
 LOCAL_NOTICE_SECS = 10
-"""TorchX's local schedulers wait so long between SIGTERM and SIGKILL, and cannot be told otherwise."""
+"""Fixed time from SIGTERM to SIGKILL of TorchX's local schedulers."""
 _LOOK_SECS = 0.2
 _LEAVE_SECS = 30.0
-"""What TorchX itself has to end, after the notice of its ranks."""
+"""Time for TorchX itself to end after its ranks' notice."""
 
 
 def files(request: LaunchRequest) -> tuple[LaunchFile, ...]:
-    """The script that runs `torchx`, and the ranks' environment where there is one; pure.
+    """Return the script that runs `torchx`, and a file with the ranks' environment if any. Pure.
 
-    Raises UsageError for options that are not TorchX's and for limits that it cannot keep.
+    Raises UsageError for unknown options and unsupported limits.
     """
     given = read_options(request, _READ, "TorchX")
     scheduler = given.pop("scheduler", "local_cwd")
@@ -75,19 +75,19 @@ exec {_CONTINUED.join(lines)}
 
 
 def submit(request: LaunchRequest, directory: Path, output: Output) -> int:
-    """Run the script that lies in `directory`; returns the code of the table, 0 for what a cluster has got.
+    """Run the script in `directory`; returns the exit code, 0 for a job that a cluster has accepted.
 
-    Raises UsageError where TorchX is not installed.
+    Raises UsageError if TorchX is not installed.
     """
     if importlib.util.find_spec("torchx") is None:
-        raise UsageError(f"TorchX is not installed: {install_command('torchx')} (--dry-run works without)")
+        raise UsageError(f"TorchX is not installed: {install_command('torchx')}")
     notes = directory / "attempt_0"
     notes.mkdir()
     with RequestsToEnd() as asked:
         well = _run(directory / SCRIPT, notes, asked, LOCAL_NOTICE_SECS + _LEAVE_SECS)
     if not _here(read_options(request, _READ, "TorchX").get("scheduler", "local_cwd")):
         if not well:
-            raise UsageError("torchx did not take the job; it said why above")
+            raise UsageError("torchx did not accept the job, see its output above")
         return 0
     verdict = verdict_of(evidence_of(notes, well=well, nodes=request.layout.nodes, asked=asked.name))
     output.notice(f"exit code {verdict.code}: {verdict.why}")
@@ -98,7 +98,7 @@ _CONTINUED = " \\\n  "
 
 
 def _run(script: Path, notes: Path, asked: RequestsToEnd, leave_secs: float) -> bool:
-    """Whether the script ended with 0. In a session of its own: what is asked is passed on once."""
+    """Run the script in its own session, forwarding signals once; returns True on exit code 0."""
     environment = {**os.environ, launcher_status.DIRECTORY: str(notes)}
     process = subprocess.Popen(["/bin/sh", str(script)], env=environment, start_new_session=True)  # noqa: S603
     end: float | None = None
@@ -127,13 +127,13 @@ def _notice(request: LaunchRequest, scheduler: str) -> int:
 
 def _check(request: LaunchRequest, scheduler: str) -> None:
     if request.time_limit is not None:
-        raise UsageError("--time-limit: TorchX has none; give the scheduler's own by --set cfg=...")
+        raise UsageError("TorchX does not support --time-limit; use the scheduler's own with --set cfg=...")
     if request.restarts and _here(scheduler):
-        raise UsageError(f"--max-restarts: TorchX's {scheduler} starts nothing again; use --local for that")
+        raise UsageError(f"TorchX's {scheduler} does not support --max-restarts; use --local")
 
 
 def _cfg(request: LaunchRequest, scheduler: str, given: str) -> str:
-    """The scheduler's configuration; a local one keeps its logs beside the launch's."""
+    """Return the scheduler's configuration; local schedulers log to the directory of the launch."""
     logs = f"log_dir={request.logs / 'torchx'}"
     known = given.startswith("log_dir=") or ",log_dir=" in given
     own = [] if not _here(scheduler) or known or "," in logs else [logs]
@@ -148,13 +148,13 @@ def _any(key: str, text: str) -> str:
 
 def _word(key: str, text: str) -> str:
     if not text.isascii() or not text.isidentifier():
-        raise UsageError(f"--set {key}={text!r:.60} is no name of a scheduler: see torchx run --help")
+        raise UsageError(f"--set {key}={text!r:.60}: expected a scheduler, see torchx run --help")
     return text
 
 
 def _whole(key: str, text: str) -> str:
     if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise UsageError(f"--set {key}={text!r:.60}: a whole number is expected")
+        raise UsageError(f"--set {key}={text!r:.60}: expected a whole number")
     return text
 
 

@@ -1,10 +1,10 @@
-"""A component of TorchX: `torchx run -s local_cwd .../torchx_component.py:job --layout 2x8 -- train.py`.
+"""TorchX component: `torchx run -s local_cwd .../torchx_component.py:job --layout 2x8 -- train.py`.
 
 TorchX reads this file by its path; `torchrelay launch --torchx` writes the command. Each replica is a host of
-the launch and runs `on_host`. Source: TorchX 0.7, component and macro conventions of `torchx.specs`.
+the launch and runs `on_host`. Written for TorchX 0.7 (`torchx.specs`).
 """
 
-import json  # no annotations as texts in this file: TorchX reads arguments by their types
+import json  # no string annotations here: TorchX reads the types of arguments
 from pathlib import Path
 
 from torchx import specs
@@ -29,22 +29,22 @@ def job(
     memory: int = 1024,
     restarts: int = 0,
 ) -> specs.AppDef:
-    """A training program on all ranks of a layout.
+    """Run a training program on all ranks of a layout.
 
     Args:
-        command: what torchrun takes: a script and its arguments, or -m MODULE and arguments
+        command: script and its arguments, or -m MODULE and its arguments, as for torchrun
         layout: NODESxRANKS_PER_NODE, such as 2x8
-        name: of the job
-        run: the run directory or URL, whose status.json says what became of it
-        environment: a file with variables of the ranks, a JSON object of strings
-        image: for schedulers that run images
-        python: the interpreter on the hosts
+        name: name of the job
+        run: run directory or URL, whose status.json determines the exit code
+        environment: JSON file with the environment variables of the ranks
+        image: image, for schedulers that run images
+        python: Python interpreter on the hosts
         notice: seconds from SIGTERM to SIGKILL
-        port: where the hosts of several meet, on host 0
-        cpu: processors of a host
-        gpu: devices of a host
-        memory: MB of a host
-        restarts: how often the scheduler may start the hosts again
+        port: port of the rendezvous on host 0
+        cpu: CPUs per host
+        gpu: GPUs per host
+        memory: memory per host in MB
+        restarts: how often the scheduler may restart the hosts
     """
     ranks = layout_of(layout)
     alone = ranks.nodes == 1
@@ -72,7 +72,7 @@ def job(
 
 
 def _literal(text: str) -> str:
-    """A text that TorchX leaves as it is: `$` doubled, or `${app_id}` would be replaced."""
+    """Escape `$` as `$$`, so that TorchX does not replace macros such as `${app_id}`."""
     return text.replace("$", "$$")
 
 
@@ -80,7 +80,7 @@ def _variables(path: str) -> dict[str, str]:
     try:
         found = json.loads(Path(path).read_bytes()) if path else {}
     except (OSError, ValueError) as error:
-        raise UsageError(f"environment: {path} cannot be read: {error}") from None
+        raise UsageError(f"environment: cannot read {path}: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
-        raise UsageError(f"environment: {path} holds no JSON object of strings")
+        raise UsageError(f"environment: {path} must contain a JSON object of strings")
     return found

@@ -206,7 +206,7 @@ def test_what_is_no_epoch(run: Path, capsys: pytest.CaptureFixture[str], epoch: 
     if code is None:
         assert told(capsys, "why", run, epoch)[0] == 2
     else:
-        assert code.returncode == 2 and "is no epoch" in code.stderr
+        assert code.returncode == 2 and "invalid epoch" in code.stderr
 
 
 # verify
@@ -217,8 +217,8 @@ def test_verify_tells_every_outcome(run: Path, capsys: pytest.CaptureFixture[str
     spoil(shard(run, "5"))
     code, out, _ = told(capsys, "verify", run)
     assert code == 5
-    assert "epoch 4  branch 0  proved (quarantined)  (was quarantined" in out
-    assert "epoch 6  branch 0  proved (abandoned)" in out
+    assert "epoch 4  branch 0  verified (quarantined)  (was quarantined" in out
+    assert "epoch 6  branch 0  verified (abandoned)" in out
     assert "epoch 5  branch 0  damaged  data/" in out and ": block 0 of w, at byte " in out
     assert told(capsys, "verify", run, "--level", "headers")[0] == 0
 
@@ -232,7 +232,7 @@ def test_verify_ends_with_3_when_no_start_could_use_any(
     assert told(capsys, "verify", run)[0] == 5
     shard(run, "6+12", 1).unlink()
     code, out, _ = told(capsys, "verify", run)
-    assert code == 3 and "epoch 6  branch 0  proved" in out
+    assert code == 3 and "epoch 6  branch 0  verified" in out
     assert told(capsys, "verify", run, "--epoch", "6")[0] == 5
 
 
@@ -276,7 +276,7 @@ def test_progress_is_shown_to_people_only(run: Path) -> None:
     shown = os.read(master, 65536).decode()
     os.close(master)
     assert "epoch 6+12, 7 of 7" in shown and shown.endswith("\r\x1b[K")
-    assert "\x1b" not in out and out.splitlines()[-1] == "7 of 7 epochs proved"
+    assert "\x1b" not in out and out.splitlines()[-1] == "7 of 7 epochs verified"
 
 
 # repair
@@ -296,7 +296,7 @@ def test_repair_says_what_it_would_do_and_does_it_once(run: Path, capsys: pytest
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     code, out, _ = told(capsys, "repair", run, "--dry-run", "--delete-orphans")
     assert code == 0 and {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-    assert out.count("to mend  ") == 5 and out.count("would be deleted  orphan") == 1
+    assert out.count("to repair  ") == 5 and out.count("would be deleted  orphan") == 1
     found: dict[str, Any] = json.loads(told(capsys, "repair", run, "--json")[1])
     assert sorted(one["path"] for one in found["done"]) == [
         "../run.json", "../status.json", middle, "log/HINT", "writer.json"
@@ -308,7 +308,7 @@ def test_repair_says_what_it_would_do_and_does_it_once(run: Path, capsys: pytest
     assert directory.status()["state"] == "STOPPED" and directory.status()["epoch"] == 6
     assert "deleted  orphan  data/e00000009-abcdef" in told(capsys, "repair", run, "--delete-orphans")[1]
     code, out = told(capsys, "repair", run, "--delete-orphans")[:2]
-    assert code == 0 and out.startswith("all is in order; ")
+    assert code == 0 and out.startswith("nothing to repair; ")
 
 
 def test_a_run_goes_on_after_its_notes_were_made_again(

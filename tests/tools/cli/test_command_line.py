@@ -122,7 +122,8 @@ def test_former_spellings_work_and_name_the_new_one(
 ) -> None:
     """A verb of the version before ends and prints as the new one does, with one line more on stderr."""
     code, out, err = told(capsys, *now, run)
-    line = f"torchrelay: `{former[0]}` is `{' '.join(now)}` now; the old spelling goes in the next version\n"
+    line = f"torchrelay: `{former[0]}` is now `{' '.join(now)}`; "
+    line += "the old spelling will be removed in the next version\n"
     assert told(capsys, *former, run) == (code, out, line + err)
 
 
@@ -156,7 +157,7 @@ def test_ls_of_a_run_without_epochs(tmp_path: Path, capsys: pytest.CaptureFixtur
     """A run that has committed nothing yet is no error."""
     RunDirectory(tmp_path).create("hello", None, 1)
     code, out, _ = told(capsys, "ls", tmp_path)
-    assert (code, out) == (0, f"no epoch is committed in {tmp_path}\n")
+    assert (code, out) == (0, f"no committed epochs in {tmp_path}\n")
 
 
 def test_ls_survives_a_lost_manifest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,9 +186,9 @@ def test_verify_proves_all_epochs(run: Path, capsys: pytest.CaptureFixture[str])
     code, out, _ = told(capsys, "verify", run)
     assert code == 0
     assert [line.split("  ")[2] for line in out.splitlines()[:-1]] == [
-        "proved", "proved", "proved (abandoned)", "proved", "proved"
+        "verified", "verified", "verified (abandoned)", "verified", "verified"
     ]  # fmt: skip
-    assert out.splitlines()[-1] == "5 of 5 epochs proved"
+    assert out.splitlines()[-1] == "5 of 5 epochs verified"
 
 
 def test_verify_finds_one_flipped_bit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +198,7 @@ def test_verify_finds_one_flipped_bit(run: Path, capsys: pytest.CaptureFixture[s
     code, out, _ = told(capsys, "verify", run)
     assert code == 5
     assert f"epoch 3  branch 1  damaged  {file.relative_to(run / 'checkpoints')}: block 0 of" in out
-    assert out.splitlines()[-1] == "4 of 5 epochs proved"
+    assert out.splitlines()[-1] == "4 of 5 epochs verified"
     assert told(capsys, "verify", run, "--epoch", "2")[0] == 0
     assert told(capsys, "verify", run, "--epoch", "last")[0] == 5
     code, out, _ = told(capsys, "verify", run, "--epoch", "2,branch=0", "--json")
@@ -215,7 +216,7 @@ def test_verify_of_a_thinned_epoch(capsys: pytest.CaptureFixture[str], tmp_path:
         for file in (tmp_path / "thin/data" / entry.try_name).glob("*.optim.safetensors"):
             file.unlink()
     code, out, _ = told(capsys, "verify", tmp_path / "thin")
-    assert (code, out.splitlines()[-1]) == (0, "2 of 2 epochs proved")
+    assert (code, out.splitlines()[-1]) == (0, "2 of 2 epochs verified")
     assert "not resumable" in told(capsys, "ls", tmp_path / "thin")[1]
 
 
@@ -236,7 +237,7 @@ def test_verify_calls_unreadable_epochs_unknown(
     assert fired
     assert code == 5
     assert "epoch 3  branch 1  unknown  cannot read" in out
-    assert out.splitlines()[-1] == "4 of 5 epochs proved"
+    assert out.splitlines()[-1] == "4 of 5 epochs verified"
 
 
 def test_a_damaged_log_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

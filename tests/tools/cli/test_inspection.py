@@ -197,7 +197,7 @@ def test_of_very_many_blobs_the_largest_are_shown(tmp_path: Path, capsys: pytest
         writing.save(1, leaves)
     lines = told(capsys, "ckpt", "show", tmp_path / "many")[1].splitlines()
     assert lines[2] == "1100 blobs, 17.6 kB on one node"
-    assert len(lines) == 1005 and lines[-1].startswith("... and 100 smaller ones (400 B): --all")
+    assert len(lines) == 1005 and lines[-1].startswith("... and 100 smaller ones (400 B); --all")
     assert len(told(capsys, "ckpt", "show", tmp_path / "many", "--all")[1].splitlines()) == 1104
     code, out, err = told(capsys, "ckpt", "show", tmp_path / "many", "--blobs", "p00001")
     assert (code, out, err.count("\n")) == (2, "", 1) and "did you mean 'p0001'" in err
@@ -267,7 +267,7 @@ def test_stats_names_the_slowed_node(
     said = told(capsys, "ckpt", "stats", tmp_path / "run")[1].splitlines()
     last = said[said.index("1 load, seconds: median (longest)") - 1]
     if slow is None:
-        assert last.startswith("no node dominates: the slowest, trainer_")
+        assert last.startswith("no node dominates: the slowest is trainer_")
     else:
         assert last.startswith("trainer_1 dominates: ") and "most of it in fsync; slowest in" in last
         assert found["slowest"]["ratio"] > 1.5

@@ -68,7 +68,7 @@ def test_what_is_marked_survives_retention_and_prune(run: Path, told: Told) -> N
     assert train(run, [0.1, 0.5, 0.3, 0.2, 0.1], keep_last=1) == 5
     assert "kept: 1 to 2, 5" in told("ckpt", "prune", run, "--keep-last", "1")[1]
     assert told("ckpt", "pin", "--delete", run, "reader")[0] == 0
-    assert "nothing goes" in told("ckpt", "prune", run, "--keep-last", "1")[1]
+    assert "nothing to delete" in told("ckpt", "prune", run, "--keep-last", "1")[1]
     assert told("ckpt", "pin", "--delete", f"{run}@2")[1] == "epoch 2 is no longer pinned as colleague\n"
     assert told("ckpt", "tag", run, "paper", "--delete")[0] == 0
     assert "kept: 5\n" in told("ckpt", "prune", run, "--keep-last", "1")[1]
@@ -82,11 +82,11 @@ def test_what_is_marked_survives_retention_and_prune(run: Path, told: Told) -> N
         (("ckpt", "pin", "RUN@1", "\u202egnp"), "cannot name a tag or pin"),
         (("ckpt", "tag", "RUN@1", "x" * 64), "cannot name a tag or pin"),
         (("ckpt", "tag", "RUN@9", "x"), ": there are epochs 0 to 4"),
-        (("ckpt", "tag", "RUN@1"), "give the run without an epoch"),
-        (("ckpt", "tag", "--delete", "RUN"), "needs the name"),
-        (("ckpt", "tag", "--delete", "RUN", "x"), "there is no tag 'x'"),
+        (("ckpt", "tag", "RUN@1"), "without an epoch"),
+        (("ckpt", "tag", "--delete", "RUN"), "needs a name"),
+        (("ckpt", "tag", "--delete", "RUN", "x"), "has no tag 'x'"),
         (("ckpt", "pin", "--delete", "RUN"), "needs an epoch or a reason"),
-        (("ckpt", "pin", "--delete", "RUN@1"), "has no such pin; there are: none"),
+        (("ckpt", "pin", "--delete", "RUN@1"), "has no such pin; known are: none"),
         (("ckpt", "pin", "RUN/status.json"), "is a file"),
         (("ckpt", "tag", "RUN-not-there", "x"), "there is no"),
     ],

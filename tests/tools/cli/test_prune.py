@@ -67,7 +67,7 @@ def test_the_dry_run_says_what_the_real_one_does(run: Path, told: Told) -> None:
     assert "kept: 2 to 3, 5 to 6" in said
     assert tries(run) == whole(run) == [2, 3, 5, 6]
     assert not list((run / "checkpoints/data").glob("e00000002-*/*.optim.safetensors"))
-    assert told("ckpt", "prune", run, *RULES)[1] == "kept: 2 to 3, 5 to 6\nnothing goes\n"
+    assert told("ckpt", "prune", run, *RULES)[1] == "kept: 2 to 3, 5 to 6\nnothing to delete\n"
 
 
 def test_json_has_the_bytes_that_are_freed(run: Path, told: Told) -> None:
@@ -101,20 +101,20 @@ def test_the_rules_of_the_command_are_those_of_a_run(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ((), 2, "needs to know what to keep"),
+        ((), 2, "needs a rule"),
         (("--epoch", "3"), 2, "epoch 3 is tagged or pinned"),
         (("--epoch", "5"), 2, "epoch 5 stays: epoch 6 uses files of it"),
         (("--epoch", "6"), 2, "epoch 6 is the newest that can be resumed from"),
         (("--epoch", "7"), 2, "epoch 7 is not among the committed ones (0 to 6)"),
-        (("--epoch", "1", "--keep-last", "1"), 2, "give one of them"),
+        (("--epoch", "1", "--keep-last", "1"), 2, "cannot be combined"),
         (
             ("--keep-best", "val/ac:max"),
             2,
             "value of metric 'val/ac'; there is loss, val/acc",
         ),
-        (("--keep-best", "val/acc"), 2, "no metric and direction"),
-        (("--keep-best", "val/acc:max:0"), 2, "no metric and direction"),
-        (("--keep-last", "0"), 2, "no whole number from 1 on"),
+        (("--keep-best", "val/acc"), 2, "expected METRIC:max or METRIC:min"),
+        (("--keep-best", "val/acc:max:0"), 2, "expected METRIC:max or METRIC:min"),
+        (("--keep-last", "0"), 2, "expected at least 1"),
     ],
 )
 def test_a_mistake_deletes_nothing(

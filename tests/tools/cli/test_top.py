@@ -63,7 +63,7 @@ def test_a_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             "slowest node trainer_3 4.5s",
             "1 warnings, the last: epoch 1 was NOT",
         ),
-        *("long no line from rank 2, of 4", "saving epoch 2, 1 of 4 GB"),
+        *("no recent log lines from rank 2 of 4", "saving epoch 2, 1 of 4 GB"),
     ):
         assert part in out
     assert not controls(out)
@@ -160,9 +160,9 @@ def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     """A path that is not there is one line and 2; a directory without runs is told and is no error."""
     assert main(["top", str(tmp_path / "no")]) == 2
     assert "no: give the path of a run directory" in capsys.readouterr().err
-    assert "no run in" in shown(capsys, str(tmp_path))
+    assert "no runs in" in shown(capsys, str(tmp_path))
     assert main(["top", str(tmp_path), "--interval", "soon"]) == 2
-    assert "no number of seconds" in capsys.readouterr().err
+    assert "expected seconds" in capsys.readouterr().err
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_the_sbatch_file_says_what_a_requeued_job_needs(tmp_path: Path) -> None:
 def test_slurm_refuses_what_a_batch_script_would_change_or_repeat_for_ever(tmp_path: Path) -> None:
     """A notice as long as the limit ends every start at once; a shell's own variables arrive otherwise."""
     slurm.files(request(tmp_path, time_limit=121, notice=120, environment=(("port", "8080"), ("step", "x"))))
-    with pytest.raises(UsageError, match="shorter --notice"):
+    with pytest.raises(UsageError, match="not longer than --notice"):
         slurm.files(request(tmp_path, time_limit=120, notice=120))
     for name in ("UID", "RANDOM", "IFS", "BASH_ENV", "relay_step"):
         with pytest.raises(UsageError, match=f"--env {name}"):
@@ -172,7 +172,7 @@ def test_a_module_needs_no_dashes_before_it(
     for more in (["--", "x"], ["y", "--"]):
         assert main(["launch", "-j", "2", "--dry-run", "-m", "a.b", *more]) in (0, 2)
         said = capsys.readouterr()
-        assert "need one before -m" in said.err or said.out.endswith(f" -m a.b {' '.join(more)}\n")
+        assert "needs another -- before it" in said.err or said.out.endswith(f" -m a.b {' '.join(more)}\n")
 
 
 def test_mistakes_are_told_before_anything_is_made(
@@ -183,17 +183,17 @@ def test_mistakes_are_told_before_anything_is_made(
     (tmp_path / "train.py").touch()
     for words, told in (
         (["-j", "x", "train.py"], "2x8"),
-        (["-j", "2", "tarin.py"], "no script tarin.py"),
-        (["-j", "2"], "launch what"),
-        (["-j", "2", "-m"], "launch what"),
-        (["-j", "2", "-m", "a.yaml", "-o", "k=v"], "no configuration a.yaml"),
-        (["-j", "2", "--slurm", "--", "-m", "a.yaml"], "no configuration a.yaml"),
+        (["-j", "2", "tarin.py"], "script tarin.py does not exist"),
+        (["-j", "2"], "launch needs a script"),
+        (["-j", "2", "-m"], "launch needs a script"),
+        (["-j", "2", "-m", "a.yaml", "-o", "k=v"], "a.yaml does not exist"),
+        (["-j", "2", "--slurm", "--", "-m", "a.yaml"], "a.yaml does not exist"),
         (["train.py", "-j", "2"], "before the script"),
-        (["-j", "2", "--env", "TORCHRELAY_LAUNCH_DIR=x", "train.py"], "launch itself"),
+        (["-j", "2", "--env", "TORCHRELAY_LAUNCH_DIR=x", "train.py"], "the launcher sets"),
         (["-j", "2", "--name", "a/b", "train.py"], "--name"),
         (["-j", "2", "--env", "1A=b", "train.py"], "--env"),
         (["-j", "2", "--set", "mem", "train.py"], "--set"),
-        (["-j", "2", "--time-limit", "soon", "train.py"], "length of time"),
+        (["-j", "2", "--time-limit", "soon", "train.py"], "invalid duration"),
         (["-j", "2", "--local", "--slurm", "train.py"], "not allowed with"),
         (["-j", "2", "--slurm", "--set", "nodes=3", "train.py"], "-j"),
     ):

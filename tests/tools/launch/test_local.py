@@ -63,7 +63,7 @@ def test_a_failing_step_is_told_with_its_rank_and_last_lines_and_is_not_tried_ag
     code, said = launched(tmp_path, "-j", "2", "--max-restarts", "3", str(JOB), "run", "fails")
     assert code == 1, said
     assert "first to fail: rank 1 on " in said and "ArithmeticError: made up by a test" in said
-    assert "starting again" not in said and status(tmp_path / "run")["exit_code"] == 1
+    assert "restarting" not in said and status(tmp_path / "run")["exit_code"] == 1
 
 
 def test_a_program_with_a_syntax_error_ends_with_1_and_shows_it(tmp_path: Path) -> None:
@@ -71,7 +71,9 @@ def test_a_program_with_a_syntax_error_ends_with_1_and_shows_it(tmp_path: Path) 
     (tmp_path / "bad.py").write_text("def (\n")
     code, said = launched(tmp_path, "-j", "2", "--json", "bad.py")
     told = json.loads(said[said.index("{") :])
-    assert (told["code"], told["attempts"]) == (1, 1) and told["why"].endswith(" ended with 1"), said
+    assert (told["code"], told["attempts"]) == (1, 1) and told["why"].endswith(" ended with exit code 1"), (
+        said
+    )
     assert told["directory"] == str(tmp_path / "launch/torchrelay.0")
     assert code == 1 and "SyntaxError: invalid syntax" in said.partition("its last lines")[2], said
 
@@ -127,7 +129,7 @@ def test_logs_that_were_removed_make_no_lost_rank_of_a_failing_program(tmp_path:
         "import shutil\nshutil.rmtree('launch/gone.0')\nraise SystemExit(3)\n"
     )
     code, said = launched(tmp_path, "-j", "1", "--name", "gone", "--max-restarts", "1", "removes.py")
-    assert code == 3 and "starting again" not in said, said
+    assert code == 3 and "restarting" not in said, said
 
 
 def test_ctrl_c_and_a_time_limit_end_with_75(tmp_path: Path) -> None:

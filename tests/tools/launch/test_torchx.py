@@ -70,13 +70,13 @@ def test_words_of_a_user_arrive_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (dict(options=(("shceduler", "x"),)), "means nothing to TorchX"),
-        (dict(options=(("cpu", "1"), ("cpu", "2"))), "stands twice"),
+        (dict(options=(("shceduler", "x"),)), "of TorchX; known are"),
+        (dict(options=(("cpu", "1"), ("cpu", "2"))), "is given twice"),
         (dict(options=(("cpu", "many"),)), "a whole number"),
-        (dict(options=(("scheduler", "a b"),)), "no name of a scheduler"),
+        (dict(options=(("scheduler", "a b"),)), "expected a scheduler"),
         (dict(options=(("cfg", " "),)), "is empty"),
-        (dict(time_limit=60), "TorchX has none"),
-        (dict(restarts=1), "starts nothing again"),
+        (dict(time_limit=60), "does not support --time-limit"),
+        (dict(restarts=1), "does not support --max-restarts"),
     ],
 )
 def test_mistakes_are_one_line(change: dict[str, Any], told: str) -> None:

@@ -1,1 +1,1 @@
-"""Verbs that look into checkpoints, compare and mark them, put them in order."""
+"""Subcommands of `torchrelay ckpt`: inspect, compare, mark, convert and clean up checkpoints."""

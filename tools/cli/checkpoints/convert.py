@@ -1,6 +1,6 @@
-"""`torchrelay ckpt export|import`: epochs to other formats, ONNX files too, and back to an epoch.
+"""`torchrelay ckpt export|import`: convert epochs to other formats, including ONNX, and back.
 
-torch is imported when a verb runs, not before: `--help` stays quick.
+torch is imported only when a subcommand runs, so `--help` stays quick.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _OTHERS = {"blobs": None, "prefix": "", "dtype": None}
 
 
 def add_onnx_options(parser: argparse.ArgumentParser) -> None:
-    """Define what only `--to onnx` takes."""
+    """Add the options of `--to onnx`."""
     only = parser.add_argument_group("onnx")
     add_model_options(only)
-    only.add_argument("--opset", metavar="N", type=int, help="the version of ONNX's operators")
+    only.add_argument("--opset", metavar="N", type=int, help="ONNX opset version")
 
 
 def export_onnx(chosen: argparse.Namespace, output: Output) -> int:
-    """Write the file and say how far onnxruntime and torch are apart."""
+    """Write the ONNX file and report the largest difference between onnxruntime and torch."""
     from torchrelay.runners.artifacts.loaded_model import named, run_to_onnx, typed_inputs
     from torchrelay.runners.remote_runs.resolve import parse_selector
 
     for name, default in _OTHERS.items():
         if getattr(chosen, name) != default:
-            raise UsageError(f"--{name} is for exports of tensors; an ONNX file has the whole model")
+            raise UsageError(f"--{name} is not supported with --to onnx, which exports the whole model")
     source = parse_selector(chosen.path)
     model = None if chosen.model is None else named(chosen.model, "--model")
     given = typed_inputs(chosen.input or ())
@@ -67,43 +67,55 @@ _NAMED = 5
 
 def add_export(add: Add) -> None:
     """Define `export`."""
-    parser = add("write an epoch in another format, verified on the way", export)
+    parser = add("convert an epoch to another format, verifying it", export)
     add_epoch(parser)
     formats = (*FORMATS, ONNX)
-    parser.add_argument("--to", choices=formats, required=True, help="the format; hf and dcp are directories")
     parser.add_argument(
-        "-o", "--output", metavar="PATH", required=True, help="what to write, a path or URL; must be new"
+        "--to", choices=formats, required=True, help="target format; hf and dcp write directories"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="PATH", required=True, help="path or URL to write; must not exist"
     )
     add_blobs(parser)
     parser.add_argument(
         "--nodes", "--node", metavar="NODE", dest="nodes",
-        help="whose value to take of tensors that differ between nodes, such as trainer_0",
+        help="node whose value to take where tensors differ between nodes, such as trainer_0",
     )  # fmt: skip
-    parser.add_argument("--prefix", metavar="TEXT", default="", help="take this off names, such as model.")
-    parser.add_argument("--dtype", metavar="TYPE", help="convert floating-point tensors, such as bfloat16")
     parser.add_argument(
-        "--shard-bytes", metavar="N", type=int, default=5_000_000_000, help="of each file of hf"
+        "--prefix", metavar="TEXT", default="", help="prefix to strip from tensor names, such as model."
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a file; directories never are")
+    parser.add_argument(
+        "--dtype", metavar="TYPE", help="convert floating-point tensors to this type, such as bfloat16"
+    )
+    parser.add_argument(
+        "--shard-bytes", metavar="N", type=int, default=5_000_000_000, help="largest size of a file of hf"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an existing file (never a directory)"
+    )
     add_onnx_options(parser)
 
 
 def add_import(add: Add) -> None:
     """Define `import`."""
-    parser = add("make a directory of checkpoints of what another format holds", import_)
-    parser.add_argument("path", metavar="PATH", help="a file or directory, or its URL")
-    parser.add_argument("--from", dest="format", choices=FORMATS, required=True, help="its format")
-    parser.add_argument("-o", "--output", metavar="PREFIX", required=True, help="the new directory")
-    names = parser.add_mutually_exclusive_group()
-    names.add_argument("--blob", metavar="NAME", default="model", help="what top-level tensors belong to")
-    names.add_argument("--split-names", action="store_true", help="the first part of a name is its blob")
+    parser = add("create a checkpoint directory from a file of another format", import_)
+    parser.add_argument("path", metavar="PATH", help="file, directory or URL to read")
+    parser.add_argument("--from", dest="format", choices=FORMATS, required=True, help="format of PATH")
     parser.add_argument(
-        "--i-trust-this", action="store_true", help="read the pickles of DCP, which can run any code"
+        "-o", "--output", metavar="PREFIX", required=True, help="checkpoint directory to create"
+    )
+    names = parser.add_mutually_exclusive_group()
+    names.add_argument("--blob", metavar="NAME", default="model", help="blob for top-level tensors")
+    names.add_argument(
+        "--split-names", action="store_true", help="use the first part of each name as its blob"
+    )
+    parser.add_argument(
+        "--i-trust-this", action="store_true", help="unpickle DCP files, which can run arbitrary code"
     )
 
 
 def export(chosen: argparse.Namespace, output: Output) -> int:
-    """Write one epoch and say what was written and what was left out."""
+    """Write one epoch and report what was written and left out."""
     if chosen.to == ONNX:
         return export_onnx(chosen, output)
     _refuse_onnx_options(chosen)
@@ -144,11 +156,11 @@ def export(chosen: argparse.Namespace, output: Output) -> int:
 def _refuse_onnx_options(chosen: argparse.Namespace) -> None:
     for name in ("model", "input", "blob", "opset"):
         if getattr(chosen, name) is not None:
-            raise UsageError(f"--{name} is for --to {ONNX}; --to {chosen.to} takes what the epoch has")
+            raise UsageError(f"--{name} needs --to {ONNX}")
 
 
 def import_(chosen: argparse.Namespace, output: Output) -> int:
-    """Make an epoch and say what it has."""
+    """Create the checkpoint directory and report its contents."""
     from torchrelay.checkpoint.files.interop import import_checkpoint
 
     blob = None if chosen.split_names else chosen.blob
@@ -172,5 +184,5 @@ def _dtype(name: str | None) -> Any:
 
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise UsageError(f"--dtype {name}: torch has no such type; give bfloat16, float16, float32, ...")
+        raise UsageError(f"invalid --dtype {name}: expected a torch type such as bfloat16 or float32")
     return found

@@ -1,6 +1,6 @@
-"""`torchrelay ckpt diff A B`: what changed between two epochs, and by how much. Needs no torch.
+"""`torchrelay ckpt diff A B`: list what changed between two epochs, and by how much. Imports no torch.
 
-numpy is imported when numbers are asked for and something changed; without it only what changed is told.
+numpy is needed for the figures; without it only the names of changed leaves are listed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ _LIBRARIES = ("numpy", "ndarray")  # and those with a dot, torch.dtype
 
 
 def value_change(before: Any, after: Any) -> str:
-    """`last_epoch 1 -> 3`, or `0.1 -> 0.2`, of two values in their typed JSON."""
+    """Describe the change between two values in typed JSON: `last_epoch 1 -> 3`, or `0.1 -> 0.2`."""
     a, b = _decoded(before), _decoded(after)
     if not isinstance(a, Mapping) or not isinstance(b, Mapping):
         return f"{_short(a)} -> {_short(b)}"
     changed = [key for key in dict.fromkeys([*a, *b]) if repr(a.get(key, _GONE)) != repr(b.get(key, _GONE))]
-    told = [f"{key} {_short(a.get(key, _GONE))} -> {_short(b.get(key, _GONE))}" for key in changed[:_ENTRIES]]
+    found = [
+        f"{key} {_short(a.get(key, _GONE))} -> {_short(b.get(key, _GONE))}" for key in changed[:_ENTRIES]
+    ]
     more = [f"{len(changed) - _ENTRIES} more"] if changed[_ENTRIES:] else []
-    return ", ".join([*told, *more]) or "the order of entries"
+    return ", ".join([*found, *more]) or "the order of entries"
 
 
 class _Gone:
-    """Stands for an entry that is not there."""
+    """Placeholder for a missing entry."""
 
     def __repr__(self) -> str:
         return "none"
@@ -49,7 +51,7 @@ _GONE = _Gone()
 
 
 def _decoded(value: Any) -> Any:
-    """The value itself, unless it takes a library to have it."""
+    """Decode the value, unless that needs a library or another leaf."""
     try:
         return decode(value) if _plain(value) else value
     except RelayError:  # it refers to a tensor, say
@@ -57,6 +59,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _plain(json: Any) -> bool:
+    """Return True if the typed JSON can be decoded without numpy or torch."""
     if isinstance(json, list):
         return all(map(_plain, json))
     if not isinstance(json, dict):
@@ -89,22 +92,22 @@ _WORDS: dict[Kind, str] = {
 
 def add_diff(add: Add) -> None:
     """Define `diff`."""
-    parser = add("say which blobs changed between two epochs or runs, and by how much", diff)
-    parser.add_argument("a", metavar="A", help="RUN@3: a run, a directory of checkpoints or a URL, an epoch")
+    parser = add("compare the contents of two epochs", diff)
+    parser.add_argument("a", metavar="A", help="RUN@3: an epoch of a run, checkpoint directory or URL")
     parser.add_argument("b", metavar="B", help="RUN@7, or @7 for an epoch of the same run")
     add_blobs(parser)
-    parser.add_argument("--top", metavar="N", type=whole_number(1), help="only the N that changed most")
-    close = parser.add_mutually_exclusive_group()
-    close.add_argument(
-        "--quick", action="store_true", help="no figures: read nothing where digests tell what changed"
+    parser.add_argument(
+        "--top", metavar="N", type=whole_number(1), help="show only the N leaves that changed most"
     )
+    close = parser.add_mutually_exclusive_group()
+    close.add_argument("--quick", action="store_true", help="compare digests only, without figures")
     close.add_argument(
-        "--whole", action="store_true", help="figures of whole tensors, not of their changed blocks"
+        "--whole", action="store_true", help="compute figures over whole tensors instead of changed blocks"
     )
 
 
 def diff(chosen: argparse.Namespace, output: Output) -> int:
-    """Compare and tell; 0 whatever is found."""
+    """Compare two epochs and print the changes; always returns 0."""
     one, other = select(chosen.a), select(_second(chosen.a, chosen.b))
     figures = not chosen.quick and _have_numpy(output)
     a, count_a = _opened(one)
@@ -128,19 +131,19 @@ def diff(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _second(a: str, b: str) -> str:
-    """`@7` is an epoch of the place of the first."""
+    """Expand `@7` to an epoch of the first run."""
     return f"{parse_selector(a).path}{b}" if b.startswith("@") and not Path(b).exists() else b
 
 
 def _have_numpy(output: Output) -> bool:
     if find_spec("numpy") is not None:
         return True
-    output.notice(f"numpy is not installed, so no figures: {install_command('inspect')}")
+    output.notice(f"numpy is not installed, so figures are left out: {install_command('inspect')}")
     return False
 
 
 def _opened(selected: Selected) -> tuple[Epoch, Callable[[], int]]:
-    """The epoch, and what says how much was read of it so far."""
+    """Open the epoch; returns it with a function that counts the bytes read so far."""
     storage = CountingStorage(selected.place.storage)
     epoch = open_epoch(storage, selected.entry)
     return epoch, lambda: storage.bytes_read
@@ -151,7 +154,7 @@ def _tensor_bytes(*epochs: Epoch) -> int:
 
 
 def _most_first(one: LeafChange) -> tuple[int, bool, float, str]:
-    """New NaN or Inf first, then by relative change, then what has no figures."""
+    """Sort key: new NaN or Inf first, then by relative change, then leaves without figures."""
     change = one.change
     if change is None:
         return (_ORDER.index(one.kind), False, 0.0, one.name)
@@ -175,13 +178,13 @@ def _say(
     elif shown:
         output.table(_COLUMNS[:2], [_cells(change)[:2] for change in shown])
     if changed > len(shown):
-        output.line(f"... and {changed - len(shown)} more; without --top all are shown")
+        output.line(f"... and {changed - len(shown)} more; omit --top to show all")
     if any(_partial(change) for change in shown):
-        output.line("where less than 100% was compared, figures are of the changed blocks; --whole reads all")
+        output.line("below 100% compared, figures cover the changed blocks only; --whole reads all")
     counts = Counter(change.kind for change in found)
-    told = ", ".join(f"{counts[kind]} {_WORDS[kind]}" for kind in _WORDS if counts[kind])
-    output.line(f"{one.name} to {other.name}: {told or 'nothing is stored'}")
-    output.line(f"read {human_bytes(read)}; both epochs together have {human_bytes(stored)} of tensors")
+    summary = ", ".join(f"{counts[kind]} {_WORDS[kind]}" for kind in _WORDS if counts[kind])
+    output.line(f"{one.name} to {other.name}: {summary or 'nothing is stored'}")
+    output.line(f"read {human_bytes(read)}; both epochs together hold {human_bytes(stored)} of tensors")
 
 
 def _cells(one: LeafChange) -> tuple[str, ...]:
@@ -219,7 +222,7 @@ def _bad(nan_a: int, nan_b: int, inf_a: int, inf_b: int) -> str:
 
 
 def _percent(count: int, of: int) -> str:
-    """Never 0% or 100% of what is not exactly that."""
+    """Format a percentage; 0% and 100% only if exact."""
     if not of or count in (0, of):
         return "100%" if count else "0%"
     if count < 0.0001 * of:

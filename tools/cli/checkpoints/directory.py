@@ -1,4 +1,4 @@
-"""`torchrelay ckpt show|du|repair`: what an epoch holds, where bytes lie, a directory put in order."""
+"""`torchrelay ckpt show|du|repair`: contents of an epoch, disk usage, repair of a directory."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _SHOWN = 1000
 
 def add_epoch_show(add: Add) -> None:
     """Define `ckpt show`."""
-    parser = add("say what an epoch holds: its blobs with kind, type, shape, scope and bytes", show)
+    parser = add("list the blobs of an epoch with kind, type, shape, scope and size", show)
     add_epoch(parser)
     add_blobs(parser)
-    parser.add_argument("--leaves", action="store_true", help="every tensor and value by itself")
+    parser.add_argument("--leaves", action="store_true", help="list every tensor and value")
     parser.add_argument(
-        "--all", action="store_true", help=f"all of them, also where there are more than {_SHOWN:,}"
+        "--all", action="store_true", help=f"list all, even if there are more than {_SHOWN:,}"
     )
 
 
 def show(chosen: argparse.Namespace, output: Output) -> int:
-    """Print what the epoch is, then its blobs: of very many the largest."""
+    """Print a summary of the epoch and its blobs, only the largest if there are very many."""
     selected = select(chosen.path)
     with undisturbed():
         table = read_table(selected.place.storage, selected.entry)
@@ -60,16 +60,17 @@ def show(chosen: argparse.Namespace, output: Output) -> int:
     if len(names) > len(lines):
         left = sum(sizes.get(name, 0) for name in names if name not in shown)
         more = f"{len(names) - len(lines):,} smaller ones ({human_bytes(left)})"
-        output.line(f"... and {more}: --all shows them, --blobs PATTERN some")
+        output.line(f"... and {more}; --all shows them")
     return 0
 
 
 def _asked(names: Sequence[str], patterns: Collection[str] | None) -> Sequence[str]:
+    """Filter names by patterns; raises UsageError for a pattern that matches nothing."""
     if patterns is None:
         return names
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
-            raise UsageError(f"--blobs {pattern!r} means nothing here{nearest(pattern, names)}")
+            raise UsageError(f"--blobs {pattern!r} matches no blob{nearest(pattern, names)}")
     return [name for name in names if matches_any(name, patterns)]
 
 
@@ -86,6 +87,7 @@ def _head(selected: Selected, table: EpochTable) -> list[str]:
 
 
 def _states(selected: Selected) -> list[str]:
+    """Return why the epoch is not usable, and its tags and pins."""
     entry, view = selected.entry, selected.view
     return [*states_of(entry, current_keys(view)), *marks_of(view, entry)]
 
@@ -104,7 +106,7 @@ def _blob_cells(selected: Selected, line: BlobLine) -> tuple[str, ...]:
 
 
 def _written(selected: Selected, line: BlobLine) -> list[str]:
-    """The positions whose tries hold the bytes: others than the epoch's own where they are referenced."""
+    """Return the positions whose attempts wrote the bytes; unchanged blobs are in earlier ones."""
     return [str(position_of(selected.entry.tries[source])) for source in line.sources]
 
 
@@ -146,11 +148,11 @@ _BLOBS = 10
 
 def add_du(add: Add) -> None:
     """Define `ckpt du`."""
-    add_place(add("say where the bytes lie: by epoch, by group, by blob, shared, orphaned", du))
+    add_place(add("show disk usage by epoch, group and blob, with shared and orphaned bytes", du))
 
 
 def du(chosen: argparse.Namespace, output: Output) -> int:
-    """List all files and say whose they are; reads the log and one manifest."""
+    """Print the disk usage; lists all files, reads the log and one manifest."""
     place = locate(chosen.path)
     view = place.log()
     usage = usage_of(place.storage, view)
@@ -162,8 +164,8 @@ def du(chosen: argparse.Namespace, output: Output) -> int:
         return 0
     if usage.tries:
         groups = sorted(usage.by_group)
-        columns = ("epoch", "branch", "bytes", *groups, "referred to by", "frees", "try")
-        tries = sorted(usage.tries, key=_place_in_line)
+        columns = ("epoch", "branch", "bytes", *groups, "used by", "frees", "try")
+        tries = sorted(usage.tries, key=_sort_key)
         output.table(columns, [_cells(one, groups) for one in tries], spare=("try",))
     for name, nbytes in blobs.items():
         output.line(f"newest epoch, blob {name}: {human_bytes(nbytes)}")
@@ -173,7 +175,7 @@ def du(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _largest_blobs(place: RunLocation, view: LogView) -> Mapping[str, int]:
-    """Of the newest epoch, on one node; empty where its manifest cannot be read, which `verify` tells."""
+    """Return the largest blobs of the newest epoch on one node; empty if its manifest is unreadable."""
     newest = view.newest(boundary=True)
     try:
         sizes = {} if newest is None else dict(read_table(place.storage, newest).sizes)
@@ -183,8 +185,8 @@ def _largest_blobs(place: RunLocation, view: LogView) -> Mapping[str, int]:
     return dict(sorted(((name, sizes[name]) for name in chosen), key=lambda one: (-one[1], one[0])))
 
 
-def _place_in_line(one: TryUse) -> tuple[bool, Position, int, str]:
-    """Epochs by number, then by branch; behind them what is none."""
+def _sort_key(one: TryUse) -> tuple[bool, Position, int, str]:
+    """Sort key: epochs by number and branch, then everything else."""
     entry = one.entry
     if entry is None:
         return (True, Position(0), 0, one.name)
@@ -205,19 +207,20 @@ def _cells(one: TryUse, groups: list[str]) -> tuple[str, ...]:
 
 
 def _sums(view: LogView, usage: Usage) -> list[str]:
+    """Return the lines with the totals."""
     groups = ", ".join(f"{group} {human_bytes(size)}" for group, size in sorted(usage.by_group.items()))
     live, shared, free = (human_bytes(n) for n in (usage.total("live"), usage.shared, usage.freed_by_last))
     lines = [
         f"live: {live} in {len(view.entries)} epochs{f' ({groups})' if groups else ''}",
-        f"shared: {shared} in epochs that newer ones refer to",
-        f"retention: keeping the newest epoch alone (keep_last=1) would free {free}",
+        f"shared: {shared} of older epochs used by newer ones",
+        f"retention: keeping only the newest epoch (keep_last=1) would free {free}",
     ]
     if retired := usage.total("retired"):
         lines.append(
-            f"retired, not deleted yet: {human_bytes(retired)}; torchrelay ckpt repair finishes that"
+            f"retired but not deleted yet: {human_bytes(retired)}; torchrelay ckpt repair deletes them"
         )
     if orphans := usage.total("orphan"):
-        busy = "" if view.released else ", unless the job that writes there is saving"
+        busy = "" if view.released else " (or a save in progress)"
         lines.append(
             f"orphans: {human_bytes(orphans)}{busy}; torchrelay ckpt repair --delete-orphans deletes them"
         )
@@ -253,11 +256,11 @@ def _try_json(one: TryUse) -> dict[str, object]:
     }
 
 
-REASON = "made again by repair: how the run ended is not known"
+REASON = "rebuilt by repair; how the run ended is unknown"
 
 
 def lost_notes(place: RunLocation, view: LogView | None) -> tuple[Finding, ...]:
-    """`run.json` and `status.json`, where they are missing or damaged and the log is there."""
+    """Return `run.json` and `status.json` as findings if they are missing or damaged but the log exists."""
     if place.run is None or place.run.url is not None or view is None or view.slot < 0:
         return ()
     found: list[Finding] = []
@@ -267,12 +270,12 @@ def lost_notes(place: RunLocation, view: LogView | None) -> tuple[Finding, ...]:
         except DamagedError as error:
             reason = str(error)
         if reason:
-            found.append(Finding("mend", "note", f"../{name}", f"{reason}; the log tells what it needs"))
+            found.append(Finding("mend", "note", f"../{name}", f"{reason}; it can be rebuilt from the log"))
     return tuple(found)
 
 
 def write_notes(place: RunLocation, view: LogView | None, notes: tuple[Finding, ...]) -> None:
-    """Write these anew. The times, the command and which parts of the end were done are lost."""
+    """Rebuild these files from the log. Times, the command and finalization progress are lost."""
     if place.run is None or view is None:
         return
     newest = view.newest(boundary=True)
@@ -289,7 +292,7 @@ def write_notes(place: RunLocation, view: LogView | None, notes: tuple[Finding, 
 
 
 def _identity(run: RunDirectory, view: LogView, manifest: Manifest | None) -> dict[str, Any]:
-    """The run's id is in its epochs; today's program says again what "best" means."""
+    """Rebuild `run.json`: the run id comes from the newest manifest, `best` from the next launch."""
     known = manifest.facts.run_id if manifest is not None else None
     return {
         "format": FORMAT,
@@ -303,39 +306,41 @@ def _identity(run: RunDirectory, view: LogView, manifest: Manifest | None) -> di
     }
 
 
-_WORDS = {"mend": "to mend", "delete": "orphan", "keep": "left alone"}
+_WORDS = {"mend": "to repair", "delete": "orphan", "keep": "left alone"}
 
 
 def add_repair(add: Add) -> None:
     """Define `repair`."""
     parser = add(
-        "make again what follows from the log, finish deletions, list what no record refers to",
+        "rebuild lost files from the log, finish interrupted deletions and list orphans",
         repair,
     )
     add_place(parser)
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be done")
     parser.add_argument(
-        "--delete-orphans", action="store_true", help="delete what no record refers to; foreign files stay"
+        "--delete-orphans",
+        action="store_true",
+        help="delete files that no record refers to; foreign files are kept",
     )
     add_single_writer(parser)
 
 
 def repair(chosen: argparse.Namespace, output: Output) -> int:
-    """Mend and tell; returns 0, 4 where a job writes there, 5 while something that epochs need is lost."""
+    """Repair the directory; returns 0, or 5 if files that epochs need are lost. Raises if it is in use."""
     place = locate(chosen.path, single_writer=chosen.single_writer)
     if chosen.dry_run:
         found = take_inventory(place.storage)
         notes = lost_notes(place, found.view)
-        return _tell(output, found, notes, (), delete=chosen.delete_orphans)
-    from torchrelay.checkpoint.inspect.repair import repair as mend
+        return _report(output, found, notes, (), delete=chosen.delete_orphans)
+    from torchrelay.checkpoint.inspect.repair import repair as repair_storage
 
-    repaired = mend(place.storage, delete=chosen.delete_orphans)
+    repaired = repair_storage(place.storage, delete=chosen.delete_orphans)
     notes = lost_notes(place, repaired.after.view)
     write_notes(place, repaired.after.view, notes)
-    return _tell(output, repaired.after, (), (*repaired.done, *notes), delete=False)
+    return _report(output, repaired.after, (), (*repaired.done, *notes), delete=False)
 
 
-def _tell(
+def _report(
     output: Output, left: Inventory, notes: Sequence[Finding], done: Sequence[Finding], *, delete: bool
 ) -> int:
     findings = (*left.findings, *notes)
@@ -344,12 +349,14 @@ def _tell(
         output.value({"done": [one.json() for one in done], "left": [one.json() for one in findings]})
         return StorageError.exit_code if bad else 0
     for one in done:
-        output.line(f"{'deleted' if one.does == 'delete' else 'mended'}  {one.kind}  {one.path}: {one.text}")
+        output.line(
+            f"{'deleted' if one.does == 'delete' else 'repaired'}  {one.kind}  {one.path}: {one.text}"
+        )
     for one in findings:
         word = "would be deleted" if delete and one.does == "delete" else _WORDS[one.does]
         output.line(f"{word}  {one.kind}  {one.path}: {one.text}")
     if not done and not findings:
-        output.line("all is in order; whether the epochs are whole, `torchrelay ckpt verify` tells")
+        output.line("nothing to repair; `torchrelay ckpt verify` checks the contents of the epochs")
     elif any(one.does == "delete" for one in findings) and not delete:
         output.line("--delete-orphans deletes the orphans")
     return StorageError.exit_code if bad else 0

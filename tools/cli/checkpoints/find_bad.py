@@ -1,6 +1,6 @@
-"""`torchrelay ckpt find-bad RUN`: the first epoch with NaN or Inf, or the first jump of a metric.
+"""`torchrelay ckpt find-bad RUN`: find the first epoch with NaN or Inf, or the first jump of a metric.
 
-Needs no torch; numpy is imported when it runs.
+Imports no torch; numpy is imported when it runs.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resume:
-    """From where to go on: the newest epoch before the bad one that can be resumed from, None without any."""
+    """The newest usable epoch before the bad one (None if there is none), and the run's command."""
 
     entry: CommittedPosition | None
     command: str
 
     def line(self) -> str:
-        """For people."""
+        """Describe how to resume, as one line."""
         if self.entry is None:
-            return "no epoch before it can be resumed from: begin anew with resume='never' (--resume never)"
+            return "no earlier epoch can be resumed from; start over with resume='never' (--resume never)"
         number = self.entry.position.epoch
         return (
-            f"to go on from epoch {number}: {self.command} --resume-from-epoch {number}, "
+            f"to resume from epoch {number}: {self.command} --resume-from-epoch {number}, "
             f"or train(resume_from_epoch={number})"
         )
 
     def json(self) -> dict[str, Any] | None:
-        """As an object, null without an epoch."""
+        """Return the JSON form, None without an epoch."""
         if self.entry is None:
             return None
         number = self.entry.position.epoch
@@ -51,7 +51,7 @@ class Resume:
 
 
 def resume_before(selected: Selected, earlier: Sequence[CommittedPosition]) -> Resume:
-    """The newest of the earlier epochs that a start may use: one that the current branch sees."""
+    """Find the newest of the earlier epochs that a launch may resume from."""
     usable = {one.key for one in selected.view.candidates()}
     able = [one for one in earlier if one.key in usable]
     run = selected.place.run
@@ -66,10 +66,10 @@ FOUND = 1
 
 
 def find_jump(chosen: argparse.Namespace, output: Output) -> int:
-    """Look at the metrics that the run noted and tell; `FOUND` if there is a jump, else 0."""
+    """Search the run's metrics for a jump; returns `FOUND` if there is one, else 0."""
     for name, given in (("--blobs", chosen.blobs), ("--nan-only", chosen.nan_only)):
         if given:
-            raise UsageError(f"{name} is about blobs, --metric about a metric: give one of them")
+            raise UsageError(f"{name} applies to blobs and cannot be combined with --metric")
     selector = parse_selector(chosen.path)
     run = locate_run(selector.path)
     selected = select(chosen.path)
@@ -92,7 +92,7 @@ def find_jump(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _of_branch(selected: Selected) -> Iterator[dict[str, Any]]:
-    """The metrics of a branch that was left, by its epochs: what the run notes is of the current one."""
+    """Read the metrics of an abandoned branch from its epochs; the run's own file has the current branch."""
     for entry in selected.view.line(selected.entry.branch):
         if entry.position.boundary:
             metrics = glance_or_notes(selected.place.storage, entry).metrics
@@ -100,17 +100,17 @@ def _of_branch(selected: Selected) -> Iterator[dict[str, Any]]:
 
 
 def _series(lines: Sequence[dict[str, Any]], name: str, upto: int | None) -> Iterator[tuple[int, float]]:
-    """Epoch and value, in order; raises UsageError where no epoch has the metric."""
+    """Yield epoch and value in order; raises UsageError if no epoch has the metric."""
     known = sorted({key for line in lines for key in _metrics(line)})
     if name not in known:
-        raise UsageError(f"no epoch has a metric {name!r}; there is {', '.join(known) or 'none at all'}")
+        raise UsageError(f"no epoch has a metric {name!r}; known are {', '.join(known) or 'none'}")
     for line in lines:
         if name in _metrics(line) and (upto is None or line["epoch"] <= upto):
             try:
                 yield line["epoch"], float(_metrics(line)[name])
             except (TypeError, ValueError):
                 raise DamagedError(
-                    f"epoch {line['epoch']}: {_metrics(line)[name]!r} is no value of {name}"
+                    f"epoch {line['epoch']}: invalid value {_metrics(line)[name]!r} of {name}"
                 ) from None
 
 
@@ -135,7 +135,7 @@ def _jump_line(name: str, series: Sequence[tuple[int, float]], jump: Jump) -> st
     usual, spread = human_number(jump.usual), human_number(jump.spread)
     return (
         f"epoch {epoch}: {name} jumps from {human_number(before)} to {human_number(value)}; "
-        f"a usual change is {usual}, give or take {spread}"
+        f"the usual change is {usual} +/- {spread}"
     )
 
 
@@ -160,24 +160,26 @@ _SHOWN = 20
 def add_find_bad(add: Add) -> None:
     """Define `find-bad`."""
     parser = add("find the first epoch with NaN or Inf, or the first jump of a metric", find_bad)
-    add_epoch(parser, default="@last: epochs up to this one are looked at")
+    add_epoch(parser, default="@last; epochs up to this one are searched")
     add_blobs(parser)
-    parser.add_argument("--nan-only", action="store_true", help="an Inf is no sign: masks have some")
+    parser.add_argument("--nan-only", action="store_true", help="ignore Inf, which masks contain")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--all", action="store_true", help="read every epoch instead of bisecting")
-    how.add_argument("--metric", metavar="NAME", help="look for a jump of this metric, not into blobs")
+    how.add_argument(
+        "--metric", metavar="NAME", help="search for a jump of this metric instead of NaN in blobs"
+    )
     parser.add_argument(
         "--jump", metavar="FACTOR", type=_factor,
-        help=f"with --metric: a change so many spreads from the usual one is a jump (default: {FACTOR:g})",
+        help=f"with --metric: spreads from the usual change that make a jump (default: {FACTOR:g})",
     )  # fmt: skip
 
 
 def find_bad(chosen: argparse.Namespace, output: Output) -> int:
-    """Look and tell; 1 if something bad was found, else 0."""
+    """Search and report; returns 1 if something bad was found, else 0."""
     if chosen.metric is not None:
         return find_jump(chosen, output)
     if chosen.jump is not None:
-        raise UsageError("--jump is about a metric: name it with --metric")
+        raise UsageError("--jump needs --metric NAME")
     return _find_nan(chosen, output)
 
 
@@ -192,7 +194,7 @@ def _find_nan(chosen: argparse.Namespace, output: Output) -> int:
 
     def is_bad(number: int) -> bool:
         entry = entries[number]
-        output.progress(f"reading epoch {entry.position}, {looker.loads + 1}. of {len(entries)}")
+        output.progress(f"reading epoch {entry.position}, {looker.loads + 1} of {len(entries)}")
         seen[number] = _look(looker, selected.place, entry)
         output.progress("")
         return bool(seen[number])
@@ -209,17 +211,17 @@ def _find_nan(chosen: argparse.Namespace, output: Output) -> int:
     else:
         _say_nan(output, chosen, entries, at, bad, resume, len(seen))
         for entry in again[:1]:
-            output.line(f"epoch {entry.position} behind it is good again")
+            output.line(f"the later epoch {entry.position} is good again")
     return 0 if at is None else FOUND
 
 
 def _whole_epochs(selected: Selected, output: Output) -> Sequence[CommittedPosition]:
-    """Epochs up to the selected one, on its branch; those that the log calls damaged are left out."""
+    """Return the epochs of the branch up to the selected one, without quarantined ones."""
     seen = selected.view.line(selected.entry.branch)
     line = [one for one in seen if one.position.boundary and one.position <= selected.entry.position]
     for one in line:
         if not one.healthy:
-            output.notice(f"epoch {one.position} is left out: the log says that it is damaged")
+            output.notice(f"epoch {one.position} is skipped: it is quarantined as damaged")
     return [one for one in line if one.healthy] or [selected.entry]
 
 
@@ -227,7 +229,7 @@ def _look(looker: Looker, place: RunLocation, entry: CommittedPosition) -> list[
     try:
         return looker.bad_leaves(open_epoch(place.storage, entry))
     except DamagedError as error:
-        raise DamagedError(f"epoch {entry.position} cannot be looked at: {error}") from error
+        raise DamagedError(f"cannot read epoch {entry.position}: {error}") from error
 
 
 def _say_nan(
@@ -241,7 +243,7 @@ def _say_nan(
 ) -> None:
     what = "NaN" if chosen.nan_only else "NaN or Inf"
     read = f"{loads} of {len(entries)} epochs read"
-    presumed = "" if chosen.all else "; presumed is that bad stays bad, --all reads every epoch"
+    presumed = "" if chosen.all else "; assumes that bad values stay, --all reads every epoch"
     if at is None:
         of = "any epoch" if chosen.all else f"epoch {entries[-1].position}, the last one"
         output.line(f"no {what} in {of} ({read}{presumed})")
@@ -255,9 +257,7 @@ def _say_nan(
     if len(bad) > _SHOWN:
         output.line(f"... and {len(bad) - _SHOWN} more leaves; --json has all")
     if at == 0:
-        output.line(
-            "it is the oldest epoch that is kept; what is so on purpose is left out by --nan-only and --only"
-        )
+        output.line("it is the oldest epoch kept; exclude intended values with --nan-only or --only")
     elif resume is not None:
         output.line(resume.line())
 
@@ -301,5 +301,5 @@ def _factor(text: str) -> float:
     except ValueError:
         found = math.nan
     if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"invalid factor {text!r}: expected a number above 0")
     return found

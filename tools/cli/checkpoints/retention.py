@@ -1,4 +1,4 @@
-"""`torchrelay ckpt prune|tag|pin`: which epochs stay, and what they are called."""
+"""`torchrelay ckpt prune|tag|pin`: delete epochs, name them, or keep them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from torchrelay.tools.cli.arguments import Add, add_epoch, add_place, add_single
 _DRAFTS = {"tag": tag_draft, "pin": pin_draft}
 _DONE = {"tag": "is tagged", "pin": "is pinned as"}
 _PATIENCE_SECS = 10.0
-"""For so long `@last` is chosen again where a quick job's retention takes one epoch after the other."""
+"""How long `@last` is selected again if a running job's retention deletes the selected epoch."""
 
 
 def marks_of(view: LogView, kind: str) -> list[TagOrPin]:
-    """The marks of a kind, by name."""
+    """Return the marks of a kind, sorted by name."""
     return sorted((mark for mark in view.marks if mark.kind == kind), key=lambda mark: mark.name)
 
 
 def mark_json(mark: TagOrPin) -> dict[str, Any]:
-    """A mark as an object of `--json`."""
+    """Return a mark as an object of `--json`."""
     position = mark.target.position
     where = {"epoch": position.epoch, "step": position.step, "branch": mark.target.branch}
     return {"kind": mark.kind, "name": mark.name, **where}
@@ -42,22 +42,22 @@ def mark_json(mark: TagOrPin) -> dict[str, Any]:
 def add_mark(
     kind: str, text: str, name_of: Callable[[Key], str], output: Output, single_writer: SingleWriter
 ) -> None:
-    """Mark the epoch that a text selects and tell; a mark of that name moves, which is told, too."""
+    """Mark the epoch selected by `text` and report it, also if an existing mark moves."""
     selected = _marked(kind, text, name_of, single_writer)
     key = selected.entry.key
     name = name_of(key)
     before = next((mark for mark in marks_of(selected.view, kind) if mark.name == name), None)
     moved = before if before is not None and before.target != key else None
     if output.json:
-        told = {**mark_json(TagOrPin(kind, name, key)), "moved_from": mark_json(moved) if moved else None}
-        output.value(told)
+        found = {**mark_json(TagOrPin(kind, name, key)), "moved_from": mark_json(moved) if moved else None}
+        output.value(found)
     else:
         was = f" (it was epoch {moved.target.position})" if moved else ""
         output.line(f"epoch {key.position} {_DONE[kind]} {name}{was}")
 
 
 def _marked(kind: str, text: str, name_of: Callable[[Key], str], single_writer: SingleWriter) -> Selected:
-    """The epoch, with the log before. One that retention took meanwhile is chosen anew unless named."""
+    """Mark the selected epoch; select again if retention deleted it, unless the epoch was named."""
     wish = parse_selector(text).wish
     patience = 0.0 if wish is not None and wish.explicit else _PATIENCE_SECS
     end = time.monotonic() + patience
@@ -74,75 +74,77 @@ def _marked(kind: str, text: str, name_of: Callable[[Key], str], single_writer: 
 
 
 def put(storage: Storage, draft: RecordDraft) -> None:
-    """Append a guest's record. Raises what `append_as_guest` does, UsageError where nobody could be sure."""
+    """Append a record without owning the log; UsageError if the storage cannot exclude other writers."""
     check_exclusion(storage)
     append_as_guest(storage, draft)
 
 
 def without_epoch(text: str, what: str, single_writer: SingleWriter = None) -> RunLocation:
-    """The place that a text names; UsageError where it names an epoch, which `what` has no use for."""
+    """Locate a run; raises UsageError if the text names an epoch, with `what` as the reason."""
     selector = parse_selector(text)
     if selector.wish is not None:
-        raise UsageError(f"{text}: {what}: give the run without an epoch, {selector.path}")
+        raise UsageError(f"{text}: {what}; give {selector.path} without an epoch")
     return locate(selector.path, single_writer=single_writer)
 
 
 _BEST = re.compile(r"(?P<metric>.+?):(?P<mode>max|min)(?::(?P<count>[1-9][0-9]{0,7}))?", re.DOTALL | re.ASCII)
-_COLUMNS = ("epoch", "branch", "goes", "bytes", "try")
+_COLUMNS = ("epoch", "branch", "deleted", "bytes", "try")
 
 
 def add_prune(add: Add) -> None:
     """Define `prune`."""
-    parser = add("delete the epochs that no rule keeps, or those named; marked ones always stay", run_prune)
+    parser = add("delete epochs by retention rules; tagged and pinned epochs are kept", run_prune)
     add_place(parser)
-    parser.add_argument("--keep-last", type=whole_number(1), metavar="N", help="the newest N epochs")
+    parser.add_argument("--keep-last", type=whole_number(1), metavar="N", help="keep the newest N epochs")
     parser.add_argument(
         "--keep-best",
         type=_best,
         metavar="METRIC:MODE[:N]",
-        help="the best epoch by a metric, or the N best: val/acc:max, val/loss:min:3",
+        help="keep the best epoch by a metric, or the N best: val/acc:max, val/loss:min:3",
     )
     parser.add_argument(
         "--keep-every",
         "--every",
         type=whole_number(1),
         metavar="N",
-        help="epochs whose number is a multiple of N",
+        help="keep epochs whose number is a multiple of N",
     )
     parser.add_argument(
         "--keep-optimizer-last",
         type=whole_number(1),
         metavar="N",
-        help="of what is kept only the newest N keep their optimizer: older ones load, but resume no more",
+        help="keep optimizers only of the newest N kept epochs; older ones load but cannot resume",
     )
     parser.add_argument(
         "--epoch", type=whole_number(0), metavar="N", action="append", default=[],
-        help="only this epoch goes, and nothing else; may be given again",
+        help="delete only this epoch; repeatable",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     add_single_writer(parser)
 
 
 def run_prune(chosen: argparse.Namespace, output: Output) -> int:
-    """Tell what goes, and delete it unless that was only asked; 4 where a job writes there."""
+    """Print and delete the epochs; `--dry-run` only prints. Raises DirectoryInUseError if a job writes."""
     keeping = Keeping(chosen.keep_last, chosen.keep_every, chosen.keep_optimizer_last, chosen.keep_best)
     if keeping != KEEP_ALL and chosen.epoch:
-        raise UsageError("--epoch says what goes, the other rules say what stays: give one of them")
+        raise UsageError("--epoch names epochs to delete and cannot be combined with --keep rules")
     if chosen.epoch:
         keeping = Keeping(without=tuple(sorted(set(chosen.epoch))))
     elif keeping == KEEP_ALL:
         raise UsageError(
-            "prune needs to know what to keep: --keep-last N, --keep-best METRIC:MODE, --keep-every N, or "
-            "--keep-optimizer-last N; or what goes: --epoch N; --dry-run shows what would go"
+            "prune needs a rule: --keep-last N, --keep-best METRIC:MODE, --keep-every N, "
+            "--keep-optimizer-last N or --epoch N"
         )
-    place = without_epoch(chosen.path, "prune has rules of its own", chosen.single_writer)
+    place = without_epoch(chosen.path, "prune selects epochs by its options", chosen.single_writer)
     if chosen.dry_run:
         pruned = plan_pruning(place.storage, place.log(), keeping)
     else:
         try:
             pruned = prune(place.storage, keeping)
         except DirectoryInUseError as error:
-            raise type(error)(f"{error}. A running job prunes by itself: JobRunner(keep_last=...)") from None
+            raise type(error)(
+                f"{error}. A running job deletes epochs itself: JobRunner(keep_last=...)"
+            ) from None
     for said in (*pruned.before.notices, *pruned.doubts):
         output.notice(said)
     if output.json:
@@ -158,18 +160,18 @@ def _say(output: Output, pruned: Pruned, *, dry_run: bool) -> None:
     kept = [entry.position.epoch for entry in pruned.after.line() if entry.position.boundary]
     output.line(f"kept: {ranges(kept) or 'none'}")
     if not pruned.losses:
-        output.line("nothing goes")
+        output.line("nothing to delete")
     else:
         output.line(f"{human_bytes(pruned.nbytes)} {'would be freed (dry run)' if dry_run else 'freed'}")
 
 
 def _cells(loss: Loss) -> tuple[str, ...]:
-    what = "all of it" if loss.groups is None else f"its files of {', '.join(loss.groups)}"
+    what = "everything" if loss.groups is None else f"files of {', '.join(loss.groups)}"
     entry = loss.entry
     return (
         "-" if entry is None else str(entry.position),
         "-" if entry is None else str(entry.branch),
-        f"{what}, left of an earlier deletion" if entry is None else what,
+        f"{what}, left by an earlier deletion" if entry is None else what,
         human_bytes(loss.nbytes),
         loss.retirement.try_name,
     )
@@ -189,7 +191,7 @@ def _json(pruned: Pruned, *, dry_run: bool) -> dict[str, Any]:
 
 
 def _loss_json(loss: Loss) -> dict[str, Any]:
-    """An epoch of None: its record is gone already, only files were left."""
+    """Return a loss as JSON; the epoch is None if only files without a record were left."""
     entry = loss.entry
     return {
         "epoch": None if entry is None else entry.position.epoch,
@@ -205,7 +207,7 @@ def _best(text: str) -> Best:
     match = _BEST.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r:.80} is no metric and direction: write METRIC:max or METRIC:min, and perhaps how many, "
+            f"invalid value {text!r:.80}: expected METRIC:max or METRIC:min, optionally with a count, "
             "as in val/acc:max:3"
         )
     return Best(match["metric"], match["mode"], int(match["count"] or 1))
@@ -213,15 +215,15 @@ def _best(text: str) -> Best:
 
 def add_tag(add: Add) -> None:
     """Define `tag`."""
-    parser = add("name an epoch, which is then kept; without a name list tags and pins", tag)
+    parser = add("name an epoch and keep it; without a name, list tags and pins", tag)
     add_epoch(parser)
-    parser.add_argument("name", metavar="NAME", nargs="?", help="the name; one that is there is moved")
-    parser.add_argument("--delete", action="store_true", help="take the name away (RUN NAME)")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="name of the tag; an existing tag moves")
+    parser.add_argument("--delete", action="store_true", help="delete the tag (RUN NAME)")
     add_single_writer(parser)
 
 
 def tag(chosen: argparse.Namespace, output: Output) -> int:
-    """List, name or take a name away."""
+    """List, add or delete tags."""
     if chosen.delete:
         return _delete(chosen, output)
     if chosen.name is None:
@@ -232,12 +234,12 @@ def tag(chosen: argparse.Namespace, output: Output) -> int:
 
 def _delete(chosen: argparse.Namespace, output: Output) -> int:
     if chosen.name is None:
-        raise UsageError("tag --delete needs the name: torchrelay ckpt tag --delete RUN NAME")
+        raise UsageError("tag --delete needs a name: torchrelay ckpt tag --delete RUN NAME")
     place = without_epoch(chosen.path, "tag --delete", chosen.single_writer)
     view = place.log()
     if view.tagged(chosen.name) is None:
         known = ", ".join(mark.name for mark in marks_of(view, "tag")) or "none"
-        raise UnknownEpochError(f"there is no tag {chosen.name!r:.80} in {place.where}; there are: {known}")
+        raise UnknownEpochError(f"{place.where} has no tag {chosen.name!r:.80}; known are: {known}")
     put(place.storage, tag_draft(chosen.name, None))
     if output.json:
         output.value({"deleted": [chosen.name]})
@@ -247,7 +249,7 @@ def _delete(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _list(chosen: argparse.Namespace, output: Output) -> int:
-    place = without_epoch(chosen.path, "tag without a name lists all")
+    place = without_epoch(chosen.path, "tag without a name lists all tags")
     view = place.log()
     marks = [*marks_of(view, "tag"), *marks_of(view, "pin")]
     for notice in view.notices:
@@ -258,22 +260,22 @@ def _list(chosen: argparse.Namespace, output: Output) -> int:
         rows = [(one.kind, one.name, str(one.target.position), str(one.target.branch)) for one in marks]
         output.table(("kind", "name", "epoch", "branch"), rows)
     else:
-        output.line(f"no epoch of {place.where} has a tag or a pin")
+        output.line(f"{place.where} has no tags or pins")
     return 0
 
 
 def add_pin(add: Add) -> None:
     """Define `pin`."""
-    parser = add("keep an epoch whatever retention and prune are told", pin)
+    parser = add("keep an epoch from retention and prune", pin)
     add_epoch(parser)
-    text = "why it is kept, a name of its own in the run (default: made of the epoch)"
+    text = "reason, unique in the run (default: made from the epoch)"
     parser.add_argument("name", metavar="REASON", nargs="?", help=text)
-    parser.add_argument("--delete", action="store_true", help="take a pin away, or all of the epoch")
+    parser.add_argument("--delete", action="store_true", help="delete a pin, or all pins of the epoch")
     add_single_writer(parser)
 
 
 def pin(chosen: argparse.Namespace, output: Output) -> int:
-    """Pin one epoch; or take away the pins of an epoch, or the one of a name."""
+    """Pin one epoch; or delete the pins of an epoch, or the pin with a name."""
     if not chosen.delete:
         add_mark(
             "pin",
@@ -296,12 +298,10 @@ def pin(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _pins(path: str, name: str | None) -> list[TagOrPin]:
-    """The pins that are meant; UsageError where neither an epoch nor a name says it."""
+    """Find the pins of an epoch or with a name; raises UsageError if neither is given."""
     selector = parse_selector(path)
     if selector.wish is None and name is None:
-        raise UsageError(
-            "pin --delete needs an epoch or a reason: torchrelay ckpt pin --delete RUN@7, or RUN REASON"
-        )
+        raise UsageError("pin --delete needs an epoch or a reason: torchrelay ckpt pin --delete RUN@7")
     view = locate(selector.path).log()
     target = None if selector.wish is None else select(path).entry.key
     pins = [
@@ -309,5 +309,5 @@ def _pins(path: str, name: str | None) -> list[TagOrPin]:
     ]
     if not pins:
         known = ", ".join(f"{mark.name} (epoch {mark.target.position})" for mark in marks_of(view, "pin"))
-        raise UnknownEpochError(f"{path} has no such pin; there are: {known or 'none'}")
+        raise UnknownEpochError(f"{path} has no such pin; known are: {known or 'none'}")
     return pins

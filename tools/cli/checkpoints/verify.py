@@ -1,7 +1,7 @@
-"""`torchrelay ckpt verify|why`: proves every byte of epochs, and says why one is not used.
+"""`torchrelay ckpt verify|why`: verify every byte of epochs, and explain why one is not used.
 
-With `--quarantine` what is damaged is said in the log, so that no start tries it again. With `--replay` a
-recorded call is played again instead, on the model rebuilt from the run's archives.
+`--quarantine` records damaged epochs in the log, so that no launch tries them again. `--replay` instead
+repeats a recorded call on the model rebuilt from the run's archives.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NONE_LEFT = NoProvableEpochError.exit_code
 def add_verify(add: Add) -> None:
     """Define `verify`."""
     parser = add(
-        "read every byte of the epochs and prove it; 5 if one is not proved, 3 if no start could use any",
+        "verify every byte of epochs; exit code 5 if one is damaged or unreadable, 3 if none is usable",
         verify,
     )
     add_epoch(parser, default="all")
@@ -55,24 +55,24 @@ def add_verify(add: Add) -> None:
         "--level",
         choices=("headers", "full"),
         default="full",
-        help="headers: files, sizes and what they hold, not every byte (default: full)",
+        help="headers: files, sizes and headers, not every byte (default: full)",
     )
     parser.add_argument(
         "--replay",
         action="store_true",
-        help="rebuild the model from the archived source and configuration (which runs that source), play "
-        "the recorded call, 1 where the bits are others",
+        help="rebuild the model by running the archived source and repeat the recorded call; exit code 1 if "
+        "the bits differ",
     )
     parser.add_argument(
         "--quarantine",
         action="store_true",
-        help="say in the log what is damaged, so that no start tries it; 4 where a job writes there",
+        help="record damaged epochs in the log, so that no launch tries them",
     )
     add_single_writer(parser)
 
 
 def _replay(path: str, output: Output) -> int:
-    """Play the recorded calls again; 0 where all gave the same bits."""
+    """Repeat the recorded calls; returns 0 if all gave the same bits."""
     from torchrelay.runners.artifacts.rebuild import NOT_SAME, replay
 
     selector = parse_selector(path)
@@ -80,7 +80,7 @@ def _replay(path: str, output: Output) -> int:
     if selector.wish is not None:
         place = locate(selector.path)
         wish = find_entry(place, place.log(), selector.wish).position.epoch
-    output.notice(f"runs the archived source of {run}")
+    output.notice(f"running the archived source of {run}")
     found = replay(run, wish)
     if output.json:
         output.value({"same": all(one.same for one in found), "calls": [one.json() for one in found]})
@@ -93,26 +93,26 @@ def _replay(path: str, output: Output) -> int:
 
 @dataclass(frozen=True)
 class EpochVerdict:
-    """What was found of one epoch; `states` are what the log says of it."""
+    """Result of verifying one epoch; `states` are its states in the log."""
 
     proof: Proof
     states: tuple[str, ...]
 
     @property
     def reason(self) -> str:
-        """What is wrong, or what a proved epoch is kept from."""
+        """Why the epoch is damaged, or cannot be used although it is intact."""
         if self.proof.proved and not self.proof.entry.healthy:
-            return "(was quarantined: it is never chosen by itself)"
+            return "(was quarantined, so automatic resume never uses it)"
         return self.proof.reason
 
     def line(self) -> str:
-        """For people."""
+        """Describe the result, as one line."""
         entry, states = self.proof.entry, f" ({', '.join(self.states)})" if self.states else ""
-        said = f"epoch {entry.position}  branch {entry.branch}  {self.proof.outcome.value}{states}"
-        return f"{said}  {self.reason}".rstrip()
+        outcome = "verified" if self.proof.proved else self.proof.outcome.value  # `--json` keeps "proved"
+        return f"epoch {entry.position}  branch {entry.branch}  {outcome}{states}  {self.reason}".rstrip()
 
     def json(self) -> dict[str, Any]:
-        """As an object of `verify --json`."""
+        """Return the object of `verify --json`."""
         return {
             **entry_json(self.proof.entry),
             "outcome": self.proof.outcome.value,
@@ -122,7 +122,7 @@ class EpochVerdict:
 
 
 def verify(chosen: argparse.Namespace, output: Output) -> int:
-    """Prove one epoch or all; 0 if all are proved and the log is whole, else 5, or 3 if none can be used."""
+    """Verify one epoch or all; returns 0 if all are intact, 5 if not, 3 if no epoch can be used."""
     if chosen.replay:
         return _replay(chosen.path, output)
     selector = parse_selector(chosen.path)
@@ -155,7 +155,7 @@ def _verdicts(
 def _quarantine(
     place: RunLocation, verdicts: Sequence[EpochVerdict], level: Level, output: Output
 ) -> list[str]:
-    """Take the log over and look again: damage counts when it is still there. Returns what was said."""
+    """Take over the log, verify damaged epochs again and quarantine them; returns their names."""
     from torchrelay.checkpoint.log.writer import LogWriter
 
     found = [
@@ -171,7 +171,7 @@ def _quarantine(
     try:
         for proof in found:
             if proof.entry not in writer.view.entries:
-                continue  # retired or changed meanwhile
+                continue  # deleted or changed in the meantime
             again = prove(place.storage, proof.entry, level=level)
             if again.outcome is VerificationStatus.DAMAGED:
                 writer.quarantine(proof.entry.key, again.reason)
@@ -203,9 +203,9 @@ def _say(
         return
     for name in retired:
         output.line(f"{name}  retired  (not deleted completely yet)", "retired")
-    damaged = ", the log is damaged" if not view.certain else ", torchrelay ckpt repair mends the rest"
+    damaged = ", the log is damaged" if not view.certain else ", torchrelay ckpt repair fixes the rest"
     damaged = damaged if view.notices else ""
-    output.line(f"{proved} of {len(verdicts)} epoch{'s' * (len(verdicts) != 1)} proved{damaged}")
+    output.line(f"{proved} of {len(verdicts)} epoch{'s' * (len(verdicts) != 1)} verified{damaged}")
 
 
 def _code(view: LogView, proofs: Sequence[Proof], *, whole: bool) -> int:
@@ -223,18 +223,18 @@ _STYLES = {"chosen": "proved", "not resumable": "quarantined"}
 
 def add_why(add: Add) -> None:
     """Define `why`."""
-    parser = add("say why an epoch is not used, and what a start now would choose", why)
-    add_epoch(parser, default="the newest, and all down to the one that is chosen")
+    parser = add("explain why an epoch is not used, and what the next launch resumes from", why)
+    add_epoch(parser, default="the newest, down to the one that is chosen")
     parser.add_argument(
         "epoch",
         metavar="EPOCH",
         nargs="?",
-        help="the same without @, and positions inside an epoch: 7, 3+1200, 7,branch=0",
+        help="same as @EPOCH, also for positions within an epoch: 7, 3+1200, 7,branch=0",
     )
 
 
 def why(chosen: argparse.Namespace, output: Output) -> int:
-    """Tell; returns 0, or what a start now would end with."""
+    """Print the explanation; returns the exit code that a launch would have, 0 if it could resume."""
     selector = parse_selector(chosen.path)
     place = locate(selector.path)
     wanted = None if chosen.epoch is None else _wanted(chosen.epoch)
@@ -261,7 +261,7 @@ def why(chosen: argparse.Namespace, output: Output) -> int:
 def _wanted(text: str) -> tuple[Position, int | None]:
     match = _WANTED.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text!r} is no epoch: write 7, 3+1200, or 7,branch=0")
+        raise UsageError(f"invalid epoch {text!r}: expected 7, 3+1200, or 7,branch=0")
     return Position.parse(match[1]), None if match[2] is None else int(match[2])
 
 
@@ -270,21 +270,21 @@ def _selected(
 ) -> tuple[Position, int | None]:
     wish = selector.wish
     if besides is not None:
-        raise UsageError(f"@{selector.epoch} and {besides} both name an epoch: give one of them")
+        raise UsageError(f"@{selector.epoch} and {besides} both name an epoch; give only one")
     if wish is not None and wish.epoch is not None:
-        return Position(wish.epoch), wish.branch  # it need not be live: what became of it is told
+        return Position(wish.epoch), wish.branch  # it may be deleted: `explain` reports its history
     entry = find_entry(place, view, wish or LAST)
     return entry.position, entry.branch
 
 
 def _failures(place: RunLocation, position: Position) -> Iterator[str]:
-    """What the run noted of saves of this epoch that failed; notes that cannot be read say nothing."""
+    """Yield the run's notes about failed saves of this epoch; unreadable notes are ignored."""
     if place.run is None or not position.boundary:
         return
     try:
         for event in place.run.events():
             if event.get("kind") == "save failed" and event.get("epoch") == position.epoch:
-                yield f"a save of it failed: {event.get('error', 'the reason was not noted')}"
+                yield f"a save of it failed: {event.get('error', 'unknown reason')}"
     except StorageError:
         return
 
@@ -320,7 +320,7 @@ def _say_why(
         reason = account.reason.removeprefix(f"{account.standing} ")  # "abandoned by a rewind"
         line = f"epoch {account.position}{where}  {account.standing}: {reason}"
         output.line(line, _STYLES.get(account.standing, account.standing))
-        told = (f"slot {one.slot}, {one.when}: {one.text}" for one in account.happened)
-        for text in chain(told, failures[account.position]):
+        history_lines = (f"slot {one.slot}, {one.when}: {one.text}" for one in account.happened)
+        for text in chain(history_lines, failures[account.position]):
             output.line(f"  {text}")
     output.line(start.sentence)

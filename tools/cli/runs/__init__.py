@@ -1,1 +1,1 @@
-"""Verbs that look at runs: lists, one run, comparisons, pages, the database."""
+"""Subcommands that read runs: lists, details, comparisons, pages and the database."""

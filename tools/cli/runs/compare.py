@@ -1,4 +1,4 @@
-"""`torchrelay runs compare|diff`: runs side by side, and how their source and starts differ."""
+"""`torchrelay runs compare|diff`: compare runs, their source code and their environments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class CapturedStart:
-    """One start of a run: what was captured, its archive where there is one, its configuration's texts."""
+    """One launch of a run: captured environment, source archive if any, and configuration files."""
 
     text: str
     captured: Mapping[str, Any]
@@ -48,7 +48,7 @@ class CapturedStart:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs of B against A. `code` is None where one of them has no archive."""
+    """Differences of B relative to A; `code` is None if one of them has no source archive."""
 
     a: CapturedStart
     b: CapturedStart
@@ -59,7 +59,7 @@ class Difference:
 
 
 def difference(a: str, b: str, stack: ExitStack, runs: str | None = None) -> Difference:
-    """Compare two starts; raises what `start_of` does."""
+    """Compare two launches; raises the errors of `start_of`."""
     one, other = start_of(a, stack, runs), start_of(b, stack, runs)
     captured = dict(captured_otherwise(one.captured, other.captured))
     code: SourceChanges | None = None
@@ -71,25 +71,26 @@ def difference(a: str, b: str, stack: ExitStack, runs: str | None = None) -> Dif
 
 
 def start_of(text: str, stack: ExitStack, runs: str | None = None) -> CapturedStart:
-    """What a start of a run was, `RUN` or `RUN#2`; the archive stays open with the stack.
+    """Read the record of a launch, `RUN` (the newest) or `RUN#2`; the stack closes its archive.
 
-    Raises UsageError for what is no run, or has no such record.
+    Raises UsageError if the run or the record does not exist.
     """
     path, number = _split(text)
     run = find_run(path, runs).path
     found = captures(run)
     if not found:
-        raise UsageError(f"{path} has no record of what its starts were: it was made without one")
+        raise UsageError(f"{path} has no records of its launches; it was created without them")
     chosen = [one for one in found if number is None or one["number"] == number]
     if not chosen:
         there = ", ".join(str(one["number"]) for one in found)
-        raise UsageError(f"{path} has no start {number}; it has {there}")
+        raise UsageError(f"{path} has no launch {number}; known are {there}")
     code_id = code_id_of(chosen[-1])
     archive = None if code_id is None else stack.enter_context(open_archive(run / "code" / f"{code_id}.zip"))
     return CapturedStart(text, chosen[-1], archive, config_texts(run, chosen[-1]))
 
 
 def _split(text: str) -> tuple[str, int | None]:
+    """Split `RUN#2` into the run and the number of the launch."""
     path, mark, number = text.rpartition("#")
     if mark and number.isdecimal() and number.isascii() and not Path(text).exists():
         return path, int(number)
@@ -102,14 +103,14 @@ def _reader(archive: Archive) -> Any:
 
 
 def config_diffs(a: CapturedStart, b: CapturedStart) -> Iterator[FileDiff]:
-    """The texts of the two configurations, where they differ."""
+    """Yield the differing files of the two configurations."""
     texts = [{f"config/{name}": data for name, data in one.config.items()} for one in (a, b)]
     found = changes(*({name: data.hex() for name, data in one.items()} for one in texts))
     return file_diffs(found, texts[0].__getitem__, texts[1].__getitem__)
 
 
 def captured_otherwise(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """What was captured otherwise; of dictionaries only the entries that differ."""
+    """Yield captured values that differ; of dictionaries only the differing entries."""
     for name in _COMPARED:
         before, after = a.get(name), b.get(name)
         if isinstance(before, dict) and isinstance(after, dict):
@@ -121,7 +122,7 @@ def captured_otherwise(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[t
 
 
 def _words(before: Any, after: Any) -> tuple[str, str]:
-    """Both in short; of two dictionaries, such as ranks by host, what differs."""
+    """Shorten both values; of two dictionaries, such as ranks by host, keep what differs."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return _word(before), _word(after)
     keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
@@ -129,9 +130,9 @@ def _words(before: Any, after: Any) -> tuple[str, str]:
 
 
 def _entries(value: Mapping[str, Any], keys: Sequence[str]) -> str:
-    told = [f"{key}={_word(value[key])}" for key in keys if key in value]
-    more = [f"{len(told) - _SHOWN} more"] if told[_SHOWN:] else []
-    return ", ".join([*told[:_SHOWN], *more]) or "none"
+    found = [f"{key}={_word(value[key])}" for key in keys if key in value]
+    more = [f"{len(found) - _SHOWN} more"] if found[_SHOWN:] else []
+    return ", ".join([*found[:_SHOWN], *more]) or "none"
 
 
 def _word(value: Any) -> str:
@@ -150,13 +151,13 @@ Facts = dict[str, Any]
 
 def add_compare(add: Add) -> None:
     """Define `compare`."""
-    parser = add("put runs side by side: identity, configuration, epochs, metrics, times", compare)
+    parser = add("compare runs side by side: identity, configuration, epochs, metrics, times", compare)
     add_run(parser, many=True)
-    parser.add_argument("--only-changed", action="store_true", help="leave out what is the same in all")
+    parser.add_argument("--only-changed", action="store_true", help="hide rows that are equal in all runs")
 
 
 def compare(chosen: argparse.Namespace, output: Output) -> int:
-    """Read what the runs noted of themselves; no manifest but of the newest epoch."""
+    """Compare the metadata of runs; reads only the manifest of the newest epoch of each."""
     paths = each_run(chosen.path)
     found = [_facts(locate(path)) for path in paths]
     names = list(dict.fromkeys(name for facts in found for name in facts))
@@ -173,12 +174,10 @@ def compare(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _facts(place: RunLocation) -> Facts:
-    """Everything that is compared of a run, by name, in the order in which it is shown."""
+    """Collect everything that is compared of a run, by name, in display order."""
     run = place.run
     if run is None:
-        raise UsageError(
-            f"{place.where} holds checkpoints but no run (run.json): torchrelay ckpt diff compares epochs"
-        )
+        raise UsageError(f"{place.where} holds checkpoints but no run (run.json); use torchrelay ckpt diff")
     identity, status = run.known_identity(), run.known_status()
     facts = {name: identity[name] for name in _IDENTITY if name in identity}
     facts |= {name: status[name] for name in _STATUS if name in status}
@@ -198,7 +197,7 @@ def _epochs(place: RunLocation) -> Facts:
 
 
 def _durations(place: RunLocation, line: Sequence[CommittedPosition]) -> Facts:
-    """Seconds that were trained, over all attempts, as the newest readable manifest says."""
+    """Read training seconds, steps and seed from the newest readable manifest."""
     for entry in reversed(line):
         try:
             facts = glance(place.storage, entry).facts
@@ -248,17 +247,15 @@ _STYLES = {"+": "proved", "-": "damaged"}
 
 def add_runs_diff(add: Add) -> None:
     """Define `runs diff`."""
-    parser = add("show what differs between two runs: source, configuration, surroundings", diff)
-    parser.add_argument(
-        "a", metavar="A", help="a run directory, or the id of a run; A#2 is what its start 2 was"
-    )
-    parser.add_argument("b", metavar="B", help="another one, or another start of the same")
+    parser = add("show how source, configuration and environment differ between two runs", diff)
+    parser.add_argument("a", metavar="A", help="run directory or run id; A#2 is its second launch")
+    parser.add_argument("b", metavar="B", help="another run, or another launch of the same run")
     add_library(parser)
-    parser.add_argument("--stat", action="store_true", help="names and counts of lines only")
+    parser.add_argument("--stat", action="store_true", help="print only file names and line counts")
 
 
 def diff(chosen: argparse.Namespace, output: Output) -> int:
-    """Print differences, B's against A's."""
+    """Print the differences of B relative to A."""
     with ExitStack() as stack:
         found = difference(chosen.a, chosen.b, stack, chosen.runs)
     if output.json:
@@ -269,25 +266,25 @@ def diff(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def say_difference(output: Output, found: Difference, *, stat: bool) -> None:
-    """Source, configuration, surroundings, in this order; `stat` leaves lines of files out."""
+    """Print source, configuration and environment, in this order; `stat` omits the lines of files."""
     _say_code(output, found.a, found.b, found.code)
     for one in (*found.files, *found.configs):
         _say_file(output, one, stat=stat)
     for name, (before, after) in found.captured.items():
         output.line(f"{name}: {before} -> {after}")
     if not (found.code or found.configs or found.captured):
-        what = "nothing else that was recorded differs" if found.code is None else "nothing recorded differs"
+        what = "no other recorded differences" if found.code is None else "no recorded differences"
         output.line(what)
 
 
 def _say_code(output: Output, a: CapturedStart, b: CapturedStart, found: SourceChanges | None) -> None:
-    """A line on the two codes as a whole."""
+    """Print a summary line on the source code."""
     if found is None:
         for one in (a, b):
             if one.archive is None:
                 code = one.captured.get("code")
                 why = code.get("why") if isinstance(code, dict) else None
-                output.line(f"the source of {one.text} was not archived: {why or 'not said why'}")
+                output.line(f"the source of {one.text} was not archived: {why or 'unknown reason'}")
     elif not found:
         output.line(f"code {_short(a)}: the same")
     else:
@@ -300,10 +297,10 @@ def _short(start: CapturedStart) -> str:
 
 
 def _say_file(output: Output, one: FileDiff, *, stat: bool) -> None:
-    """A file: its lines, or with `stat` how many."""
+    """Print the changed lines of a file, or with `stat` their counts."""
     came, went = one.counts
     if stat or one.lines is None:
-        how = "no text" if one.lines is None else f"+{came} -{went}"
+        how = "binary" if one.lines is None else f"+{came} -{went}"
         output.line(f"  {one.name}  {how}")
         return
     for line in one.lines:
@@ -311,7 +308,7 @@ def _say_file(output: Output, one: FileDiff, *, stat: bool) -> None:
 
 
 def difference_json(found: Difference, *, stat: bool) -> dict[str, Any]:
-    """As the object of `runs diff --json`."""
+    """Return the object of `runs diff --json`."""
 
     def of(one: FileDiff) -> dict[str, Any]:
         came, went = one.counts
@@ -319,11 +316,11 @@ def difference_json(found: Difference, *, stat: bool) -> dict[str, Any]:
         return {"name": one.name, "added_lines": came, "removed_lines": went, "diff": text}
 
     a, b, code = found.a, found.b, found.code
-    told = None if code is None else {"added": code.added, "changed": code.changed, "removed": code.removed}
+    source = None if code is None else {"added": code.added, "changed": code.changed, "removed": code.removed}
     return {
         "a": {"run": a.text, "attempt": a.captured["number"], "code_id": code_id_of(a.captured)},
         "b": {"run": b.text, "attempt": b.captured["number"], "code_id": code_id_of(b.captured)},
-        "code": told,
+        "code": source,
         "files": [of(one) for one in found.files],
         "config": [of(one) for one in found.configs],
         "captured": {name: {"a": before, "b": after} for name, (before, after) in found.captured.items()},

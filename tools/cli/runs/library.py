@@ -1,7 +1,7 @@
-"""`torchrelay runs ls|show|code|index`: runs of all experiments, their source, rows of a database.
+"""`torchrelay runs ls|show|code|index`: list runs, show and extract their source, fill a database.
 
-`metadata.jsonl` has what the handler of a run directory heard. What it lacks is told by the log, and by the
-manifests and `stats.json` of the epochs that are still there.
+`index` reads `metadata.jsonl` of the run directory, and adds what it lacks from the log, the manifests and
+`stats.json` of the existing epochs.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ _COLUMNS = ("run", "experiment", "state", "epoch", "metric", "code", "config", "
 
 def add_runs_ls(add: Add) -> None:
     """Define `runs ls`."""
-    parser = add("list the runs of all experiments below a directory", ls)
-    text = "the library (default: TORCHRELAY_RUNS, else runs)"
+    parser = add("list the runs of all experiments in a directory", ls)
+    text = "directory of the runs (default: TORCHRELAY_RUNS, else runs)"
     parser.add_argument("path", metavar="RUNS", nargs="?", help=text)
-    parser.add_argument("--state", choices=STATES, help="only runs that stand so")
+    parser.add_argument("--state", choices=STATES, help="only runs in this state")
 
 
 def add_runs_show(add: Add) -> None:
     """Define `runs show`."""
-    parser = add("say what a run is of, how it stands, and how it differs from the one before it", show)
-    parser.add_argument("path", metavar="RUN", help="a run directory, or the id of a run, or a part of it")
+    parser = add("show the state of a run and how it differs from the previous run", show)
+    parser.add_argument("path", metavar="RUN", help="run directory, run id, or a part of the id")
     add_library(parser)
-    parser.add_argument("--against", metavar="RUN", help="compare with this run instead")
-    parser.add_argument("--stat", action="store_true", help="names and counts of lines only")
+    parser.add_argument("--against", metavar="RUN", help="compare with this run (default: the previous one)")
+    parser.add_argument("--stat", action="store_true", help="print only file names and line counts")
 
 
 def ls(chosen: argparse.Namespace, output: Output) -> int:
-    """A line per run, the experiments by name, their runs by age; a damaged one has its line, too."""
+    """List the runs, by experiment and age; a damaged run is listed with its problem on stderr."""
     root = library(chosen.path)
     lines = sorted((library_line(one, root) for one in runs_in(root)), key=_by_age)
     lines = [one for one in lines if chosen.state in (None, one.state)]
@@ -86,9 +86,9 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
         return 0
     if not lines:
         output.line(
-            f"no run is in {shown(root)}"
+            f"no runs in {shown(root)}"
             if chosen.state is None
-            else f"no run in {shown(root)} is {chosen.state}"
+            else f"no runs in {shown(root)} are {chosen.state}"
         )
         return 0
     output.table(_COLUMNS, [_cells(one) for one in lines], spare=("config", "code", "experiment"))
@@ -99,7 +99,7 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def show(chosen: argparse.Namespace, output: Output) -> int:
-    """What a run is of and how it stands; then source and configuration against those of another."""
+    """Print a run's metadata and state, then its differences from another run."""
     root, path = library(chosen.runs), find_run(chosen.path, chosen.runs).path
     line = library_line(path, root)
     asked = chosen.against
@@ -121,7 +121,7 @@ def show(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _difference(before: str | None, line: LibraryLine, stack: ExitStack) -> tuple[Difference | None, str]:
-    """What differs; without it, why that cannot be told."""
+    """Return the differences, or None and the reason why they are unknown."""
     if before is None:
         return None, "no earlier run of the same experiment"
     try:
@@ -131,10 +131,10 @@ def _difference(before: str | None, line: LibraryLine, stack: ExitStack) -> tupl
 
 
 def _predecessor(line: LibraryLine) -> str | None:
-    """The run of the same directory that was made before this one."""
+    """Find the previous run in the same directory."""
     root, url = line.path.parent, shown(line.path)
     if is_remote(url) and (above := parent(url)) is not None:
-        library(above)  # brings the runs beside it
+        library(above)  # downloads the metadata of the runs beside it
     beside = sorted((library_line(one, root) for one in runs_in(root) if one.parent == root), key=_by_age)
     earlier = [one for one in beside if _by_age(one) < _by_age(line) and one.id != line.id]
     return shown(earlier[-1].path) if earlier else None
@@ -166,7 +166,7 @@ def _facts(line: LibraryLine) -> list[tuple[str, Any]]:
         ("epoch", "none" if line.epoch is None else line.epoch),
         ("metric", line.key_metric),
         ("comment", line.message or "none"),
-        ("created", "not known" if line.created is None else time_text(line.created)),
+        ("created", "unknown" if line.created is None else time_text(line.created)),
         ("code", f"{(line.code_id or 'not archived')[:SHORT]}{amended}"),
         ("config", (line.config_id or "none")[:SHORT]),
     ]
@@ -174,18 +174,16 @@ def _facts(line: LibraryLine) -> list[tuple[str, Any]]:
 
 def add_runs_code(add: Add) -> None:
     """Define `runs code`."""
-    parser = add("write the archived source of a run to a directory, verified", code)
-    parser.add_argument("path", metavar="RUN", help="a run directory, or the id of a run")
+    parser = add("extract the archived source of a run, verifying it", code)
+    parser.add_argument("path", metavar="RUN", help="run directory or run id")
     add_library(parser)
-    parser.add_argument(
-        "-o", "--output", metavar="DIR", help="a new directory; without it the files are listed"
-    )
-    parser.add_argument("--attempt", type=int, metavar="N", help="what start N ran (default: the newest)")
-    parser.add_argument("--force", action="store_true", help="write into a directory that is not empty")
+    parser.add_argument("-o", "--output", metavar="DIR", help="directory to create (default: list the files)")
+    parser.add_argument("--attempt", type=int, metavar="N", help="number of the launch (default: the newest)")
+    parser.add_argument("--force", action="store_true", help="allow a directory that is not empty")
 
 
 def code(chosen: argparse.Namespace, output: Output) -> int:
-    """Extract, or list, what a start of the run ran."""
+    """Extract or list the source of a launch."""
     run = find_run(chosen.path, chosen.runs).path
     captured = capture_with_code(run, chosen.attempt)
     with open_archive(run / "code" / f"{captured['code']['id']}.zip") as archive:
@@ -208,7 +206,7 @@ def code(chosen: argparse.Namespace, output: Output) -> int:
             *(("link", f"{name} -> {target}") for name, target in manifest.links.items()),
         ],
     )
-    output.notice(f"{which}: {count} files ({size}); -o DIR writes them")
+    output.notice(f"{which}: {count} files ({size}); use -o DIR to extract them")
     return 0
 
 
@@ -228,9 +226,9 @@ def _json(captured: Mapping[str, Any], manifest: SourceManifest) -> dict[str, An
 
 
 def notes_of_place(place: RunLocation) -> list[HandlerEvent]:
-    """All that can be told; UsageError for a URL, StorageError where log or notes cannot be read."""
+    """Collect the events of a run; UsageError for a URL, StorageError if log or notes are unreadable."""
     if not isinstance(place.storage, LocalStorage):
-        raise UsageError(f"{place.where} is a URL; index reads local or mounted directories: give a path")
+        raise UsageError(f"{place.where} is a URL; index reads only local or mounted directories")
     view = place.log()
     if view.job_uuid is None:
         return []
@@ -239,10 +237,10 @@ def notes_of_place(place: RunLocation) -> list[HandlerEvent]:
     noted = []
     if place.run is not None:
         noted = notes_of_file(place.run.path / FILE_NAME, source.job, source.prefix)
-    told = {(note.holder.branch, note.epoch) for note in noted if note.kind == EPOCH}
+    known = {(note.holder.branch, note.epoch) for note in noted if note.kind == EPOCH}
     found = [*noted, *_branches(source)]
     for entry in view.entries:
-        if entry.position.boundary and (entry.branch, entry.position.epoch) not in told:
+        if entry.position.boundary and (entry.branch, entry.position.epoch) not in known:
             found += _notes_of_entry(source, entry)
     return found
 
@@ -264,20 +262,20 @@ class _Source:
         return Holder(str(self.view.job_uuid), str(self.view.job_name), self.view.generation)
 
     def holder(self, branch: int, generation: int) -> Holder:
-        """Who wrote on a branch."""
+        """Return the writer of a branch."""
         known = branch_of(self.view.state, branch)
         base = None if known is None or known.base is None else known.base.epoch
         return replace(self.job, generation=generation, branch=branch, base=base)
 
 
 def _branches(source: _Source) -> Iterator[HandlerEvent]:
-    """That a branch was begun is known although nothing was saved on it yet."""
+    """Yield an event per branch, also for branches without a saved epoch."""
     for branch in source.view.branches:
         yield HandlerEvent(source.holder(branch.id, source.view.generation), source.prefix, "branch", 0)
 
 
 def _notes_of_entry(source: _Source, entry: CommittedPosition) -> Iterator[HandlerEvent]:
-    """What an epoch's own files tell; nothing where its manifest cannot be read: `verify` says so."""
+    """Yield the events of an epoch from its files; none if the manifest is unreadable."""
     with suppress(OSError):
         manifest = codec.read(source.storage, entry)
         holder = source.holder(entry.branch, manifest.generation)
@@ -289,7 +287,7 @@ def _notes_of_entry(source: _Source, entry: CommittedPosition) -> Iterator[Handl
 
 
 def _saving(source: _Source, holder: Holder, entry: CommittedPosition, time: float) -> list[HandlerEvent]:
-    """How long the save took; nothing where that was lost, it is never synced."""
+    """Return the durations of the save; empty if `stats.json`, which is never synced, was lost."""
     try:
         stats = read_json(source.directory / stats_path(entry.try_name)) or {}
     except StorageError:
@@ -304,21 +302,21 @@ _ROWS_AT_ONCE = 20_000
 
 def add_index(add: Add) -> None:
     """Define `index`."""
-    parser = add("bring a metadata database up to date from the directories of runs", index)
+    parser = add("update a metadata database from run directories", index)
     add_run(parser, many=True)
     parser.add_argument(
         "--database",
         metavar="URL",
         default=os.environ.get(VARIABLE),
-        help=f"sqlite:///runs.db or postgresql://user@host/database (default: {VARIABLE}, which no list "
-        "of processes shows)",
+        help="sqlite:///runs.db or postgresql://user@host/database "
+        f"(default: {VARIABLE}, hidden from process lists)",
     )
 
 
 def index(chosen: argparse.Namespace, output: Output) -> int:
-    """Store what each place tells; 5 where one could not be read, after the others were done."""
+    """Store the events of each run; returns 5 if one could not be read, after storing the others."""
     if not chosen.database:
-        raise UsageError(f"which database? Give --database URL, or set {VARIABLE}")
+        raise UsageError(f"no database given: use --database URL, or set {VARIABLE}")
     url = parse_url(chosen.database)
     places = [(text, locate(text)) for text in each_run(chosen.path)]
     from torchrelay.metadata.sql.database import Database
@@ -343,7 +341,7 @@ def index(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _store(calls: BoundedCalls, database: Database, notes: Sequence[HandlerEvent]) -> None:
-    """Store notes in parts, each with a deadline: a server may be frozen in the middle of anything."""
+    """Store events in parts, each with a deadline, because a server may hang at any point."""
     for part in _parts(notes):
         calls.make(
             lambda part=part: database.patiently(lambda: database.store(part), _DEADLINE_SECS),  # type: ignore[misc]
@@ -352,7 +350,7 @@ def _store(calls: BoundedCalls, database: Database, notes: Sequence[HandlerEvent
 
 
 def _parts(notes: Sequence[HandlerEvent]) -> Iterator[Sequence[HandlerEvent]]:
-    """At least one, for that makes the tables."""
+    """Split the events; yields at least one part, because storing creates the tables."""
     part: list[HandlerEvent] = []
     rows = 0
     for note in notes:

@@ -1,4 +1,4 @@
-"""`torchrelay ls`: the epochs of a run, or the runs in a directory; what all verbs say of an epoch."""
+"""`torchrelay ls`: list the epochs of a run or the runs in a directory; shared output helpers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchrelay.tools.cli.arguments import Add, add_place
 
 
 def entry_json(entry: CommittedPosition) -> dict[str, Any]:
-    """The first keys of an epoch in every `--json`."""
+    """Return the common keys of an epoch in every `--json` output."""
     return {
         "epoch": entry.position.epoch,
         "step": entry.position.step,
@@ -37,29 +37,29 @@ def entry_json(entry: CommittedPosition) -> dict[str, Any]:
 
 
 def states_of(entry: CommittedPosition, current: Collection[Key]) -> list[str]:
-    """What keeps an epoch from being used, in words; `current` are the keys that the branch of now sees."""
+    """List why an epoch cannot be used; `current` are the keys visible from the current branch."""
     states = [] if entry.key in current else ["abandoned"]
     states += [] if entry.healthy else ["quarantined"]
     return states + ([] if entry.resumable else ["not resumable"])
 
 
 def current_keys(view: LogView) -> frozenset[Key]:
-    """The keys of the epochs that the current branch sees."""
+    """Return the keys of the epochs visible from the current branch."""
     return frozenset(one.key for one in view.line())
 
 
 def marks_of(view: LogView, entry: CommittedPosition) -> list[str]:
-    """The tags and pins of an epoch, `tag:paper`."""
+    """Return the tags and pins of an epoch, such as `tag:paper`."""
     return [f"{mark.kind}:{mark.name}" for mark in view.marks if mark.target == entry.key]
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """`train/loss=0.1234 val/acc=0.9`."""
+    """Format metrics: `train/loss=0.1234 val/acc=0.9`."""
     return " ".join(f"{name}={human_number(value)}" for name, value in sorted(metrics.items()))
 
 
 def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of an epoch's line; what is no number is left out, `nan` as text is a number."""
+    """Parse the metrics of an epoch's line; other values than numbers and "nan" or "inf" are dropped."""
     found = line.get("metrics")
     if not isinstance(found, dict):
         return {}
@@ -68,7 +68,7 @@ def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def best_of(lines: Sequence[Mapping[str, Any]], best: tuple[str, str]) -> tuple[float, int] | None:
-    """The best value of a metric and the epoch it was first reached in; 0.0 is one, `inf` is none."""
+    """Return the best finite value of a metric and the first epoch that reached it."""
     name, mode = best
     sign = -1.0 if mode == "max" else 1.0
     scored = [(metrics_of(line).get(name, math.nan), line["epoch"]) for line in lines]
@@ -90,7 +90,7 @@ _RUN_COLUMNS = ("run", "job", "state", "epoch", "best", "updated")
 
 @dataclass(frozen=True)
 class RunLine:
-    """One run as its own notes tell it, an object of `ls --json`; `problem` says why they cannot be read."""
+    """One run, an object of `ls --json`; `problem` is why its metadata cannot be read."""
 
     run: str
     job: str | None = None
@@ -105,7 +105,7 @@ class RunLine:
     problem: str | None = None
 
     def cells(self) -> tuple[str, ...]:
-        """As a row of the table."""
+        """Return the row of the table."""
         best = "-"
         if self.best is not None:
             best = f"{self.metric}={human_number(self.best)} (epoch {self.best_epoch})"
@@ -120,7 +120,7 @@ class RunLine:
 
 
 def list_runs(paths: Sequence[Path], output: Output) -> int:
-    """Print them; a run whose notes are damaged has its line too, and the reason goes to stderr."""
+    """Print the runs; a damaged run is listed with its problem on stderr."""
     lines = [_run_line(path) for path in paths]
     if output.json:
         output.value({"runs": list(map(vars, lines))})
@@ -144,7 +144,7 @@ def _run_line(path: Path) -> RunLine:
         )
     except RelayError as error:
         return RunLine(run.name, problem=str(error))
-    epoch = status.get("committed")  # what a run that has ended says; else what it noted behind its epochs
+    epoch = status.get("committed")  # final status of an ended run, else the notes beside its epochs
     if type(epoch) is not int:
         epoch = next((line["epoch"] for line in reversed(lines) if line.get("saved") is True), None)
     best, best_epoch = (None if rule is None else best_of(lines, rule)) or (None, None)
@@ -167,7 +167,7 @@ _COLUMNS = ("epoch", "branch", "world", "bytes", "state", "metrics", "try")
 
 @dataclass(frozen=True)
 class EpochLine:
-    """One committed epoch as `ls` shows it; what only a readable manifest tells is None without one."""
+    """One committed epoch as shown by `ls`; fields from the manifest are None if it is unreadable."""
 
     entry: CommittedPosition
     states: tuple[str, ...]
@@ -177,7 +177,7 @@ class EpochLine:
     metrics: Mapping[str, float]
 
     def json(self) -> dict[str, Any]:
-        """As an object of `ls --json`; a metric that JSON has no number for is text."""
+        """Return the object of `ls --json`; NaN and Inf are strings."""
         return {
             **entry_json(self.entry),
             "world_size": self.world_size,
@@ -188,7 +188,7 @@ class EpochLine:
         }
 
     def cells(self) -> tuple[str, ...]:
-        """As a row of the table."""
+        """Return the row of the table."""
         return (
             str(self.entry.position),
             str(self.entry.branch),
@@ -202,11 +202,11 @@ class EpochLine:
 
 def add_ls(add: Add) -> None:
     """Define `ls`."""
-    add_place(add("list the runs in a directory, or the committed epochs of a run", ls), runs=True)
+    add_place(add("list the runs in a directory, or the epochs of a run", ls), runs=True)
 
 
 def ls(chosen: argparse.Namespace, output: Output) -> int:
-    """List runs, or epochs; reads the log and the manifests, no shard."""
+    """List runs or epochs; reads the log and the manifests, but no shards."""
     if runs := runs_below(chosen.path):
         return list_runs(runs, output)
     place = locate(chosen.path)
@@ -221,14 +221,14 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
     elif lines:
         output.table(_COLUMNS, [line.cells() for line in lines], spare=("try", "world"))
     else:
-        output.line(f"no epoch is committed in {chosen.path}")
+        output.line(f"no committed epochs in {chosen.path}")
     if stands is not None and not stands.over and stands.word != "created" and not output.json:
-        output.notice(f"{chosen.path} stands: {stands}")
+        output.notice(f"{chosen.path} is {stands}")
     return 0
 
 
 def _lines(storage: Storage, view: LogView) -> list[EpochLine]:
-    """What is abandoned first, then the current line: the newest is the last."""
+    """Yield abandoned epochs, then the current branch, the newest last."""
     current = current_keys(view)
     notes = read_notes(storage)
     return [_line(storage, view, entry, current, notes) for entry in (*view.abandoned(), *view.line())]
@@ -256,7 +256,7 @@ def _line(
 def _seen(storage: Storage, entry: CommittedPosition) -> Glance | None:
     try:
         return glance_or_notes(storage, entry)
-    except OSError:  # `verify` says what is wrong with it
+    except OSError:  # `verify` reports the damage
         return None
 
 

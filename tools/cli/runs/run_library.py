@@ -1,4 +1,4 @@
-"""The library: all runs below one directory, found by id or path, and what is listed of each."""
+"""The run library: all runs below one directory, found by id or path, with their listed fields."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from torchrelay.runners.remote_runs.resolve import existing_directory, locate_ru
 from torchrelay.tools.cli.runs.ls import best_of
 
 _DEPTH = 4
-"""`runs/<name>/<runner>/<id>` is the deepest that torchrelay makes."""
+"""`runs/<name>/<runner>/<id>` is the deepest layout that torchrelay creates."""
 _NAMED = 5
 
 
 def add_library(parser: argparse.ArgumentParser) -> None:
-    """`--runs DIR`: where runs are looked for by their ids."""
-    text = "where runs are looked for by their ids (default: TORCHRELAY_RUNS, else runs)"
+    """Add `--runs DIR`, the directory in which runs are found by id."""
+    text = "directory to find run ids in (default: TORCHRELAY_RUNS, else runs)"
     parser.add_argument("--runs", metavar="DIR", help=text)
 
 
 def library(asked: str | None) -> Path:
-    """The directory of the library: as asked for, else as the environment says, else `runs`.
+    """Return the directory of the library: as given, else `TORCHRELAY_RUNS`, else `runs`.
 
-    Of a URL it is the directory that stands for it, with the notes of the runs as they are now.
+    For a URL it is a local mirror with the current metadata of the runs.
     """
     text = asked or os.environ.get("TORCHRELAY_RUNS") or "runs"
     return _stored_library(text) if is_remote(text) else Path(text)
@@ -52,12 +52,12 @@ def _stored_library(url: str) -> Path:
 
 
 def runs_in(root: Path) -> list[Path]:
-    """The run directories below a directory, or itself; not hidden ones, nor what lies in runs."""
+    """List the run directories below `root`, or itself; skips hidden directories and runs within runs."""
     return sorted(_runs(existing_directory(str(root)), _DEPTH))
 
 
 def find_run(text: str, asked: str | None = None) -> RunDirectory:
-    """A run by its path, by its id, or by a part of its id that no other has; raises UsageError."""
+    """Find a run by path, id or unique part of its id; raises UsageError."""
     if is_remote(text):
         return _stored_run(text)
     if Path(text).exists():
@@ -68,42 +68,40 @@ def find_run(text: str, asked: str | None = None) -> RunDirectory:
     if len(found) == 1:
         return _whole(found[0])
     if not found and "/" not in text and there:
-        raise UsageError(
-            f"there is no run {text}, and none in {shown(root)} with that in its id: {_newest(there)}"
-        )
+        raise UsageError(f"no run {text}, and no run in {shown(root)} has that in its id; {_newest(there)}")
     if not found:
-        return locate_run(text)  # which says what is wrong with the path
+        return locate_run(text)  # reports the problem with the path
     named = ", ".join(shown(one) for one in found[:_NAMED])
     raise UsageError(
-        f"{len(found)} runs in {shown(root)} have {text!r} in their ids: {named}; give more of the id"
+        f"{len(found)} runs in {shown(root)} have {text!r} in their ids, such as {named}; give more of the id"
     )
 
 
 def _stored_run(url: str) -> RunDirectory:
-    """Beside the others of its directory, so that it can be compared with them."""
+    """Mirror a remote run beside the others of its directory, so that it can be compared with them."""
     from torchrelay.runners.remote_runs.local_copies import mirror_of
 
-    locate_run(url, whole=False)  # which says what is wrong with it
+    locate_run(url, whole=False)  # reports the problem with it
     name, above = last_name(url.rstrip("/")), parent(url.rstrip("/"))
     return mirror_of(url).run() if above is None else mirror_of(above).run(name)
 
 
 def _whole(path: Path) -> RunDirectory:
-    """A run of a library; of one in a store all that it keeps."""
+    """Open a run; downloads all its metadata if it is remote."""
     from torchrelay.runners.remote_runs.local_copies import mirrored_run
 
     return mirrored_run(path, travels)
 
 
 def shown(path: Path) -> str:
-    """How people call what lies at a path of a library: a URL, where the directory stands for one."""
+    """Return the path as shown to users: the URL if the directory mirrors one."""
     from torchrelay.runners.remote_runs.local_copies import shown_place
 
     return shown_place(path)
 
 
 def _newest(there: Sequence[Path]) -> str:
-    return f"there is {', '.join(one.name for one in there[-_NAMED:])}"
+    return f"the newest are {', '.join(one.name for one in there[-_NAMED:])}"
 
 
 def _runs(folder: Path, depth: int) -> Iterator[Path]:
@@ -120,7 +118,7 @@ def _runs(folder: Path, depth: int) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class LibraryLine:
-    """One run, an object of `runs ls --json`; `problem` says why its notes could not be read."""
+    """One run, an object of `runs ls --json`; `problem` is why its metadata cannot be read."""
 
     id: str
     path: Path
@@ -141,24 +139,24 @@ class LibraryLine:
 
     @property
     def key_metric(self) -> str:
-        """The best value of the run's own metric, else what its newest test measured."""
+        """The best value of the run's metric, else the newest test results."""
         if self.best is not None:
             return f"{self.metric}={human_number(self.best)} (epoch {self.best_epoch})"
         found = self.test or {}
-        told = [
+        values = [
             f"{name}={human_number(value) if isinstance(value, float) else value}"
             for name, value in sorted(found.items())
             if name != "epoch"
         ]
-        return f"test {', '.join(told[:2])} (epoch {found.get('epoch')})" if told else "-"
+        return f"test {', '.join(values[:2])} (epoch {found.get('epoch')})" if values else "-"
 
     def json(self) -> dict[str, Any]:
-        """With the path as people call it."""
+        """Return the object of `runs ls --json`; a mirrored path is its URL."""
         return {**vars(self), "path": shown(self.path)}
 
 
 def library_line(path: Path, root: Path) -> LibraryLine:
-    """Read what a run notes of itself; never raises for what its files are like."""
+    """Read the metadata of a run; damage is reported in `problem`, not raised."""
     experiment = path.parent.relative_to(root).as_posix().removeprefix(".") if root in path.parents else ""
     try:
         run, note, stands = RunDirectory(path), read_note(path), standing(path)
@@ -188,7 +186,7 @@ def library_line(path: Path, root: Path) -> LibraryLine:
 
 
 def _ids(path: Path, note: ProgramRecord | None) -> tuple[str | None, str | None]:
-    """What the run is of; of a run without such a note, what its newest start was."""
+    """Return the ids of code and configuration, from the newest launch if the run has none noted."""
     if note is not None:
         return note.code_id, note.config_id
     starts = captures(path)

@@ -1,4 +1,4 @@
-"""`torchrelay show`, `runs lineage`, `ckpt stats`: who a run is, on what it was built, times of saves."""
+"""`torchrelay show`, `runs lineage`, `ckpt stats`: a run's metadata, its ancestors, its save times."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from torchrelay.tools.cli.arguments import Add, add_epoch, add_run, whole_number
 _TIMES = ("created", "updated", "time")
 _FIRST = ("time", "kind", "generation")
 _INTERNAL = frozenset({"attempts", "boot_id", "pid_namespace", "pid_start"})
-"""By which starts without progress are counted, and a process is known again; `--json` has them."""
+"""Fields for the detection of crash loops and live processes; only `--json` has them."""
 
 
 def add_show(add: Add) -> None:
     """Define `show`."""
-    parser = add("say what a run is, how it stands, what happened last", show)
+    parser = add("show the metadata, state and last events of a run", show)
     add_run(parser)
     parser.add_argument(
-        "--events", type=whole_number(0), default=10, metavar="N", help="so many events (default: 10)"
+        "--events", type=whole_number(0), default=10, metavar="N", help="number of events (default: 10)"
     )
 
 
@@ -60,7 +60,7 @@ def show(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _show_fields(output: Output, title: str, fields: Mapping[str, Any]) -> None:
-    output.line(title if fields else f"{title} (not known)")
+    output.line(title if fields else f"{title} (unknown)")
     width = max(map(len, fields), default=0)
     for name, value in fields.items():
         output.line(f"  {name.ljust(width)}  {_text(name, value)}")
@@ -90,10 +90,10 @@ _CONFIG = "config/"
 
 def add_lineage(add: Add) -> None:
     """Define `lineage`."""
-    parser = add("say which runs a run was built on, with their epochs and configurations", lineage)
+    parser = add("show the runs that a run was built on", lineage)
     add_run(parser)
     parser.add_argument(
-        "stage", metavar="STAGE", nargs="?", help="all that is known of one stage: expert, expert/encoder"
+        "stage", metavar="STAGE", nargs="?", help="show one stage in detail, such as expert or expert/encoder"
     )
 
 
@@ -115,15 +115,15 @@ def lineage(chosen: argparse.Namespace, output: Output) -> int:
     output.line(f"{run.name}: job {identity.get('job')}, run {identity.get('uuid')}")
     for stage in stages:
         indent = "  " * len(stage.aliases)
-        output.line(f"{indent}{stage.aliases[-1]}: {_told(stage.record)}")
+        output.line(f"{indent}{stage.aliases[-1]}: {_description(stage.record)}")
         for text in stage.overrides:
             output.line(f"{indent}  override {text}")
     if not stages:
-        output.line("  built on no other run")
+        output.line("  not built on another run")
     return 0
 
 
-def _told(record: Mapping[str, Any]) -> str:
+def _description(record: Mapping[str, Any]) -> str:
     branch = f", branch {record['branch']}" if record.get("branch") else ""
     known = record.get("metrics")
     metrics = "".join(
@@ -137,12 +137,12 @@ def _told(record: Mapping[str, Any]) -> str:
 
 
 def _show(stage: KnownStage, output: Output) -> None:
-    output.line(f"{stage.path}: {_told(stage.record)}")
+    output.line(f"{stage.path}: {_description(stage.record)}")
     applied = stage.record.get("applied")
     for start in applied if isinstance(applied, list) else ():
         if not isinstance(start, dict):
             continue
-        into = start.get("into") or "all objects of the same names"
+        into = start.get("into") or "all objects with the same names"
         output.line(f"  weights: {start.get('prefix') or start.get('into') or 'all'} into {into}")
     for blob in stage.record.get("kept") or ():
         output.line(f"  kept: {blob}")
@@ -162,7 +162,7 @@ def _json(stage: KnownStage) -> dict[str, Any]:
 
 
 def _texts(stage: KnownStage) -> Iterator[tuple[str, str]]:
-    """The configuration's files that are text, as they were read."""
+    """Read the text files of the configuration."""
     for name in stage.files:
         if name.startswith(_CONFIG):
             data = _read(stage.folder / name)
@@ -186,12 +186,12 @@ Actions = list[list[NodeTimes]]
 
 def add_stats(add: Add) -> None:
     """Define `stats`."""
-    parser = add("say how long saves and loads took by node and phase, and which node dominates", stats)
+    parser = add("show the durations of saves and loads by node and phase", stats)
     add_epoch(parser, default="all saves of live epochs, and all loads")
 
 
 def stats(chosen: argparse.Namespace, output: Output) -> int:
-    """Sum up what the saves noted beside their epochs and the run beside itself."""
+    """Summarise the durations recorded by saves and loads."""
     selector = parse_selector(chosen.path)
     place = locate(selector.path)
     view = place.log()
@@ -200,9 +200,9 @@ def stats(chosen: argparse.Namespace, output: Output) -> int:
     loads = _loads(place) if selector.wish is None else []
     if not saves and not loads:
         if view.empty:
-            raise UnknownEpochError(f"nothing is committed in {place.where} yet")
+            raise UnknownEpochError(f"no committed epochs in {place.where}")
         some = f"epoch {entries[0].position}" if len(entries) == 1 else "the epochs"
-        raise UnknownEpochError(f"no save of {some} in {place.where} left notes of its times (stats.json)")
+        raise UnknownEpochError(f"{place.where} has no durations (stats.json) of {some}")
     found = {name: summary(actions) for name, actions in (("save", saves), ("load", loads)) if actions}
     if output.json:
         output.value({name: _stats_json(found[name]) if name in found else None for name in ("save", "load")})
@@ -213,7 +213,7 @@ def stats(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _noted(storage: Storage, entry: CommittedPosition) -> list[NodeTimes]:
-    """What the save of an epoch noted; nothing proves it, and what cannot be read says nothing."""
+    """Read the durations of an epoch's save (unverified); empty if unreadable."""
     path = stats_path(entry.try_name)
     try:
         found = read_note(storage.read_range(path, 0, storage.stat(path) or 0))
@@ -233,7 +233,7 @@ def _say(output: Output, name: str, found: StragglerSummary) -> None:
     output.line(f"{found.actions} {name}{'s' * (found.actions > 1)}, seconds: median (longest)")
     output.table(("node", f"{name}s", "own work", *found.phases), list(_rows(found)))
     if len(found.nodes) > _SHOWN:
-        output.line(f"... and {len(found.nodes) - _SHOWN} quicker nodes; --json has all")
+        output.line(f"... and {len(found.nodes) - _SHOWN} faster nodes; --json has all")
     output.line(_verdict(name, found.verdict))
 
 
@@ -247,13 +247,13 @@ def _rows(found: StragglerSummary) -> Iterator[tuple[str, ...]]:
 
 def _verdict(name: str, found: StragglerVerdict | None) -> str:
     if found is None:
-        return "one node: there is none to compare it with"
+        return "only one node, nothing to compare"
     times = "" if found.ratio is None else f" ({found.ratio:.1f} times as long)"
-    beside = f"{found.secs:.3f} s of own work beside {found.median_secs:.3f} s of the median node{times}"
+    beside = f"{found.secs:.3f} s of own work, median node {found.median_secs:.3f} s{times}"
     slowest = f"slowest in {found.slowest_in} of {found.actions} {name}s"
     if found.dominates:
         return f"{found.node} dominates: {beside}, most of it in {found.phase}; {slowest}"
-    return f"no node dominates: the slowest, {found.node}, takes {beside}; {slowest}"
+    return f"no node dominates: the slowest is {found.node} with {beside}; {slowest}"
 
 
 def _stats_json(found: StragglerSummary) -> dict[str, Any]:

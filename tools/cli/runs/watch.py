@@ -1,4 +1,4 @@
-"""`torchrelay top|report|dashboard`: running jobs on a terminal, pages about runs in a file or served."""
+"""`torchrelay top|report|dashboard`: monitor jobs in a terminal, write or serve HTML reports."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("run", "state", "epoch", "step", "rate", "eta", "last save")
 _QUIET_SECS = 150.0
-"""A rank leaves a line in its log every minute, or as often as the program says."""
+"""Ranks log a line every minute by default."""
 _METRICS = 3
 _NAMED_RANKS = 8
 
 
 def add_top(add: Add) -> None:
     """Define `top`."""
-    parser = add("watch running jobs: where they are, how quick, what was saved, what went wrong", top)
+    parser = add("monitor running jobs: progress, speed, saves and problems", top)
     add_run(parser, many=True)
-    parser.add_argument("--once", action="store_true", help="print it once; so it is in a pipe, too")
+    parser.add_argument("--once", action="store_true", help="print once and exit (default in a pipe)")
     parser.add_argument(
-        "--interval", type=_secs, default=2.0, metavar="S", help="seconds between looks (default: 2)"
+        "--interval", type=_secs, default=2.0, metavar="S", help="seconds between updates (default: 2)"
     )
 
 
 def top(chosen: argparse.Namespace, output: Output) -> int:
-    """Show the runs at the paths; those that come and go meanwhile are shown from and up to then."""
+    """Show the runs at the paths, including runs that appear later."""
     places = [_place(text) for text in chosen.path]
     looks = _looks(places)
     if output.json:
@@ -62,7 +62,7 @@ def top(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _place(text: str) -> Callable[[], list[Path]]:
-    """What says, at each look, which runs are there now."""
+    """Return a function that lists the current runs of a place."""
     if not is_remote(text):
         return partial(runs_at, existing_directory(text))
 
@@ -87,7 +87,7 @@ def _looks(places: Sequence[Callable[[], list[Path]]]) -> list[RunLook]:
 
 def _print(looks: Sequence[RunLook], output: Output, paths: Sequence[str]) -> None:
     if not looks:
-        output.line(f"no run in {', '.join(paths)}")
+        output.line(f"no runs in {', '.join(paths)}")
         return
     output.table(_COLUMNS, [_cells(look) for look in looks])
     for look in looks:
@@ -104,11 +104,11 @@ def _watch(places: Sequence[Callable[[], list[Path]]], every_secs: float, output
             trouble = []
             try:
                 looks = _looks(places)
-            except StorageError as error:  # a store may be away for a while; the next look shows it
-                trouble = [f"as they were: {error}"]
+            except StorageError as error:  # perhaps temporary: try again at the next update
+                trouble = [f"not updated: {error}"]
             clock = time.strftime("%H:%M:%S UTC", time.gmtime())
             notes = [*trouble, *(note for look in looks for note in _notes(look))]
-            notes.append(f"{clock}, {len(looks)} runs; Ctrl-C ends")
+            notes.append(f"{clock}, {len(looks)} runs; Ctrl-C to quit")
             live.update(output.renderable(_COLUMNS, [_cells(look) for look in looks], notes), refresh=True)
             time.sleep(every_secs)
 
@@ -142,10 +142,10 @@ def _values(metrics: Mapping[str, Any]) -> str:
 
 
 def _notes(look: RunLook) -> list[str]:
-    """One line with what needs more room than a cell."""
+    """Return one line with details that do not fit in the table."""
     warned = f"{look.warnings} warnings, the last: {look.last_warning}" if look.warnings else ""
     slowest = ""
-    if look.slowest is not None and len(look.ranks) != 1:  # of a single rank there is nobody who waits
+    if look.slowest is not None and len(look.ranks) != 1:  # with a single rank no other rank waits
         slowest = f"slowest node {look.slowest[0]} {look.slowest[1]:.1f}s"
     why = look.why if look.stands == "interrupted" and look.why != look.unreadable else ""
     notes = [why, _values(look.metrics), slowest, _quiet(look), look.doing, look.unreadable, warned]
@@ -154,13 +154,13 @@ def _notes(look: RunLook) -> list[str]:
 
 
 def _quiet(look: RunLook) -> str:
-    """The ranks that have said nothing while another did: frozen, lost, or on a host that is away."""
+    """Name the ranks that stopped logging while others continued: frozen, lost or unreachable."""
     if look.stands != "running" or not look.ranks:
         return ""
     newest = min(look.ranks.values())
     quiet = sorted(rank for rank, secs in look.ranks.items() if secs - newest > _QUIET_SECS)
     named = ", ".join(map(str, quiet[:_NAMED_RANKS])) + (", ..." if quiet[_NAMED_RANKS:] else "")
-    return f"long no line from rank {named}, of {len(look.ranks)}" if quiet else ""
+    return f"no recent log lines from rank {named} of {len(look.ranks)}" if quiet else ""
 
 
 def _secs(text: str) -> float:
@@ -169,7 +169,7 @@ def _secs(text: str) -> float:
     except ValueError:
         secs = -1.0
     if not 0.1 <= secs <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is no number of seconds from 0.1")
+        raise argparse.ArgumentTypeError(f"invalid interval {text!r:.40}: expected seconds, at least 0.1")
     return secs
 
 
@@ -177,34 +177,36 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def add_report(add: Add) -> None:
-    """Add the verb to the parser."""
-    parser = add("write one page about runs, to be opened in a browser", report)
+    """Define the subcommand."""
+    parser = add("write an HTML report on runs", report)
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a run directory or its URL; several are laid over each other"
+        "runs", nargs="+", metavar="RUN", help="run directory or URL; several runs share the charts"
     )
-    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
+    parser.add_argument(
+        "-o", "--output", default="report.html", metavar="FILE", help="file to write (default: report.html)"
+    )
     add_limits(parser)
 
 
 def add_limits(parser: argparse.ArgumentParser, most_bytes: int = ReadLimits.norm_bytes) -> None:
-    """Add what bounds the bytes that are read of weights, by default `most_bytes`."""
-    parser.add_argument("--no-norms", action="store_true", help="read no weights")
+    """Add the options that limit the bytes read from weights, by default `most_bytes`."""
+    parser.add_argument("--no-norms", action="store_true", help="do not read weights")
     parser.add_argument(
         "--max-bytes",
         type=_size,
         default=most_bytes,
         metavar="N",
-        help=f"weights read for norms, of each run, such as 500M (default: {human_bytes(most_bytes)})",
+        help=f"bytes of weights to read per run, such as 500M (default: {human_bytes(most_bytes)})",
     )
 
 
 def limits_of(chosen: argparse.Namespace) -> ReadLimits:
-    """The limits that a command line asks for."""
+    """Return the limits given on the command line."""
     return ReadLimits(norm_bytes=0 if chosen.no_norms else chosen.max_bytes)
 
 
 def report(chosen: argparse.Namespace, output: Output) -> int:
-    """Write the page; what could not be read of a run is said in it, and counted here."""
+    """Write the report; unreadable parts of a run are listed in it and on stderr."""
     from torchrelay.tools.report.gather import gather
     from torchrelay.tools.report.page import report_page
 
@@ -241,43 +243,47 @@ def report(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _check_target(target: Path, runs: list[RunDirectory]) -> None:
-    """Refuse, before anything is read, a place where the page cannot lie."""
+    """Raise UsageError, before reading anything, if the page cannot be written there."""
     if target.is_dir():
-        raise UsageError(f"{target} is a directory: give -o the name of a file")
+        raise UsageError(f"{target} is a directory; give -o a file name")
     if not target.absolute().parent.is_dir():
-        raise UsageError(f"{target.parent} is no directory: make it, or give -o another place")
+        raise UsageError(f"{target.parent} does not exist or is not a directory; create it")
     for run in runs:
         if target.resolve().is_relative_to((run.path / "checkpoints").resolve()):
-            raise UsageError(f"{target} lies among the checkpoints of {run.where}: give -o another place")
+            raise UsageError(f"{target} is inside the checkpoints of {run.where}; choose another file")
 
 
 def _size(text: str) -> int:
     number, unit = (text[:-1], text[-1].lower()) if text and text[-1].lower() in "kmgt" else (text, "")
     if not (number.isascii() and number.isdecimal()) or len(number) > 15:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, such as 500M or 2G")
+        raise argparse.ArgumentTypeError(
+            f"invalid size {text!r}: expected a number of bytes such as 500M or 2G"
+        )
     return int(number) * _UNITS[unit]
 
 
 _PORT = 8321
 _TOKEN = "TORCHRELAY_DASHBOARD_TOKEN"  # noqa: S105 - a variable's name
 _NORM_BYTES = 64_000_000
-"""By default less than a report reads, because a live page is made again and again."""
+"""Less than for a report, because a live page is rebuilt on every request."""
 
 
 def add_dashboard(add: Add) -> None:
-    """Add the verb to the parser."""
-    parser = add("serve the pages of runs, live, until Ctrl-C", dashboard)
-    parser.add_argument("runs", metavar="RUNS", help="the directory or URL in which runs lie, or one run")
+    """Define the subcommand."""
+    parser = add("serve live HTML reports of runs", dashboard)
+    parser.add_argument("runs", metavar="RUNS", help="directory or URL of runs, or one run")
     parser.add_argument(
-        "--port", type=port, default=_PORT, metavar="P", help=f"default: {_PORT}; 0 takes any"
+        "--port", type=port, default=_PORT, metavar="P", help=f"port (default: {_PORT}; 0: any free port)"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
     add_token_options(parser, os.environ.get(_TOKEN))
     add_limits(parser, _NORM_BYTES)
 
 
 def dashboard(chosen: argparse.Namespace, output: Output) -> int:
-    """Serve until SIGINT or SIGTERM, which end it at once, with 0."""
+    """Serve until SIGINT or SIGTERM, then exit immediately with code 0."""
     from torchrelay.tools.serving.serve import check_installed
 
     check_installed("the dashboard")
@@ -299,4 +305,4 @@ def _say(server: DashboardServer, store: RunIndex, token: str | None, output: Ou
         output.value({"url": server.url, "runs": store.names(), "token": token is not None})
         return
     how = "?token=..." if token is not None else ""
-    output.line(f"serving {store.shown} at {server.url}{how} (Ctrl-C ends it)")
+    output.line(f"serving {store.shown} at {server.url}{how} (Ctrl-C to quit)")
