@@ -166,7 +166,7 @@ def check_corpus(tiny: Tiny) -> None:
     corpus = example(tiny, "corpus")["Corpus"]
     run = open_checkpoint(tiny.runs / "fsdp")
     run.load({"corpus": corpus(parts)})
-    with pytest.raises(Exception, match="go on with the Python that began it"):
+    with pytest.raises(Exception, match="resume with the Python that began it"):
         run.load({"corpus": corpus({**parts, "train": parts["train"][1:]})})
 
 

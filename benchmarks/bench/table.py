@@ -18,36 +18,48 @@ from bench.plan import NOT_COMPARABLE, WORKLOADS
 from bench.rounds import Round
 
 PACKAGES = ("torch", "safetensors", "torchsnapshot", "orbax-checkpoint", "jax", "numpy", "xxhash")
-NOTES = """Every measurement is made by fresh processes; within a round all engines take turns, and each
-round begins with another one. A save is timed until the bytes and names of all its files are durable: the
-harness calls fsync on every file and directory behind every engine, inside of the measured time. `save` is
-the first save of a process, `save again` the median of the following ones, which are taken away. Loads end in
-tensors that were resident before, and all that was loaded is compared. Before a cold load the files are read
-once, so that a cache beneath a virtual disk has them for all engines alike, and taken out of the page cache;
-the kernel is asked for every page whether it is gone. Before a warm one they are taken out as well and read
-in from begin to end, so that the cache came by them in the same way for all engines. `ratio` is the
-median of the best peer by that of this line: above 1 this line is quicker; behind it the range of the
-same ratio within the rounds.
-`limit` is the share of what the device did right before (writes and cold reads: O_DIRECT with 4 threads,
-writes with fsync; warm: reads of the page cache with all cores). `least` is what the same processes needed
-right after for as many bytes alone. Loads: read from the same files, as cold or as warm as before, into the
-same memory, and hashed with xxh3-128 (warm: the quickest of three tries); of a tensor that is cut into
-columns each process reads and hashes whole blocks, and copies its share. Nothing is looked up, decoded or
-compared in it. Saves: random bytes written directly into one file of each process, until durable; nothing is
-copied, hashed or described. Before each load and its `least` as much free memory as they may need is touched
-and given back, for a virtual machine's host may have it.
-`extra memory` is the peak of RSS above what the process had before, of all ranks together, touched pages of
-mapped files included.
+NOTES = """\
+- Fresh processes make every measurement. Engines take turns within a round, and each round begins with
+  another engine.
+- A save is timed until the contents and names of all its files are durable. The harness syncs every
+  file and directory of every engine within the measured time.
+- `save` is the first save of a process, `save again` the median of the following ones, which are
+  deleted.
+- Loads fill tensors that were resident before. Everything that was loaded is compared.
+- Before a cold load the files are read once, so that the cache of a virtual disk has them for every
+  engine. Then they are removed from the page cache, which the kernel confirms for every page.
+- Before a warm load they are removed as well, and read from beginning to end. So they get into the
+  cache in the same way for every engine.
+- `ratio` is the best peer's median divided by that of this line: above 1 this line is faster. The range
+  is that of the ratios within rounds.
+- `limit` is the share of what the device achieved right before: writes and cold reads with O_DIRECT and
+  4 threads (writes with fsync), warm reads from the page cache with all cores.
+- `least` is what the same processes needed right after for the same bytes alone.
+  - Loads: read from the same files, as cold or warm, into the same memory, and hashed with xxh3-128
+    (warm: the fastest of three tries). Of a tensor that is cut into columns each process reads and
+    hashes whole blocks, and copies its share. Nothing is looked up, decoded or compared.
+  - Saves: random bytes, written directly to one file per process until durable. Nothing is copied,
+    hashed or described.
+- Before each load and its `least`, the free memory that they may need is touched and released, because
+  the host of a virtual machine may have reclaimed it.
+- `extra memory` is the peak of RSS above what the processes had before, of all ranks together. It
+  includes touched pages of mapped files.
 
-Tuning effort is the same for all: every engine has the quickest public settings that were found for it
-(torch.save without CRC beside its default, `mmap` and `safe_open` for parts, DCP with one and with two
-threads and with plan caching, its stagers, Orbax and torchsnapshot as they come), and as many compute
-threads as there are cores for each process. torchrelay verifies all it reads, but for the line
-"unverified", which loads with `verify="headers"`.
+Every engine has the fastest public settings that were found for it, and as many compute threads as
+there are cores for each process:
 
-In W7 `gate` is how much longer than without saves the optimizer's step takes behind a save, `first save` is
-blocked time and gate of the first one, `slowdown` is what a save costs the loop altogether; `noise` is how
-far the steps without saves were apart, over as many steps as lie between two saves.
+- torch.save with and without CRC; `mmap` and `safe_open` for parts.
+- DCP with one and with two threads, with plan caching, and with its stagers.
+- Orbax and torchsnapshot with their defaults.
+- torchrelay verifies everything that it reads. Only the line "unverified" loads with
+  `verify="headers"`.
+
+In W7:
+
+- `gate` is how much longer than without saves the optimizer's step takes after a save.
+- `first save` is blocked time and gate of the first save; `slowdown` is the total cost of a save for
+  the loop.
+- `noise` is the spread of the steps without saves, over as many steps as lie between two saves.
 """
 
 

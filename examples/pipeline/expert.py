@@ -1,4 +1,4 @@
-"""Second stage: reads digits, beginning with the encoder of the first stage, which it goes on training."""
+"""Second stage: read digits, starting from the encoder of the first stage, which it trains further."""
 
 from torch import nn
 

@@ -64,7 +64,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run was trained and measured on; registered as a blob, so that every checkpoint tells it."""
+    """What a run was trained and measured on; registered as a blob, so every checkpoint has it."""
 
     parts: dict
 
@@ -81,7 +81,7 @@ class Corpus:
         if state["manifest"] != self.digest:
             raise ValueError(
                 f"this run was trained on the corpus {state['manifest'][:12]} ({state['files']} files), and "
-                f"this Python's standard library is {self.digest[:12]}: go on with the Python that began it"
+                f"this Python's standard library is {self.digest[:12]}: resume with the Python that began it"
             )
 
 

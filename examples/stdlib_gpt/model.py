@@ -74,7 +74,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def continued(self, text, count, *, temperature=0.8, seed=0):
-        """`count` bytes that go on behind the bytes `text`; temperature 0 takes the likeliest byte each time.
+        """Generate `count` bytes after the bytes `text`; temperature 0 takes the likeliest byte each time.
 
         Where the model is sharded all ranks must call it, and get the same bytes.
         """
