@@ -179,17 +179,16 @@ class Journal:
         self._epoch = state.epoch
         note = partial(self._note_epoch, line, state.ended_early, verdict.reasons)
         if saved is None:  # the save in flight does it: a sync waits for the disk
-            self.aside(partial(note, durable=False))
+            self.aside(note)
         else:
             note()
 
-    def _note_epoch(
-        self, line: dict[str, Any], ended_early: str | None, stop: Sequence[str], *, durable: bool = True
-    ) -> None:
+    def _note_epoch(self, line: dict[str, Any], ended_early: str | None, stop: Sequence[str]) -> None:
         self._lines("log_metrics", line)
         if ended_early:
             self._event("short epoch", epoch=line["epoch"], reason=ended_early)
-        self._status("RUNNING", durable=durable, epoch=line["epoch"], stop=list(stop))
+        # after a power cut the log, not this status, says which epochs were saved
+        self._status("RUNNING", durable=False, epoch=line["epoch"], stop=list(stop))
 
     def step_points(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
         """Note points within an epoch, in the order of steps."""
