@@ -1,7 +1,7 @@
 """The source code of Python's standard library as windows of bytes: the text is on every machine.
 
 Which files, and in which order, follows from their names alone; what they say follows from Python's patch
-version. So the corpus has a manifest with a digest, and a run refuses to go on with another text.
+version. So the corpus has a manifest with a digest, and a run refuses to resume with another text.
 """
 
 import hashlib

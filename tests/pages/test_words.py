@@ -45,7 +45,7 @@ PHRASES = {
 """What is a translation, and what to write in its place."""
 BANNED = [(re.compile(rf"\b({phrase})\b", re.IGNORECASE), better) for phrase, better in PHRASES.items()]
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "examples", "benchmarks")
-PACKAGES = ("jobs", "metadata", "checkpoint", "models", "runners", "tools", "integrations", "src")
+PACKAGES = ("jobs", "metadata", "checkpoint", "models", "runners", "tools", "integrations", "src", "tests/chaos")
 CODE = ("{%", "</", "esac\n", "SELECT ", "CREATE ", "INSERT ", "UPDATE ")
 """What only strings have that are programs or markup, not messages."""
 SENTENCE_ENDS = re.compile(
