@@ -91,14 +91,6 @@ def merged(intervals: Sequence[Interval]) -> list[Interval]:
     return found
 
 
-def local_boxes(
-    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
-) -> list[Bounds]:
-    """The boxes at a coordinate of the mesh, in the row-major order of the local tensor."""
-    per_dim = [local_intervals(size, dim, mesh, coordinate, placements) for dim, size in enumerate(shape)]
-    return [tuple(box) for box in itertools.product(*per_dim)]
-
-
 def local_shape(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[int, ...]:

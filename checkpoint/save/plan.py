@@ -134,20 +134,6 @@ class PlanInputs:
         return "sharded" if leaf.sharding is not None else self.scopes.get(leaf.name, "replicated")
 
 
-def plan_replicas(
-    specs: Sequence[LeafSpec],
-    nodes: int,
-    *,
-    cut: int = CUT_BYTES,
-    scopes: Mapping[str, str] | None = None,
-    hosts: Sequence[int] | None = None,
-    referenced: Collection[str] = (),
-) -> SavePlan:
-    """Plan a save of `nodes` nodes that all have the leaves `specs`; see `PlanInputs` for the rest."""
-    everybody = NodeClass(tuple(range(nodes)), tuple(specs))
-    return plan_classes([everybody], cut=cut, scopes=scopes, hosts=hosts, referenced=referenced)
-
-
 def plan_classes(
     classes: Sequence[NodeClass],
     *,

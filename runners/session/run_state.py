@@ -206,7 +206,6 @@ class RunState:
         self.metrics: dict[str, float] = LastMetrics()
         """The last reduced value of every metric that the run has logged."""
         self.ended_early: str | None = None
-        self.stop_reason: str | None = None
         self.exit_code: int | None = None
         self.fenced: RelayError | None = None
         """Another job has taken the directory: raised at the next step."""
@@ -343,15 +342,11 @@ class RunState:
         if self.fenced is not None:
             raise self.fenced
 
-    def stop_at_next_step(self, reason: str) -> None:
-        """Ask all processes to end the running epoch at one step; a signal handler may call this."""
-        self.stop_reason = self.stop_reason or reason
-
     def urgency(self) -> int:
         """What this process brings to the next agreement: NOT_ASKED, TIME_IS_UP, ASKED or PREEMPT."""
         asked = self.requests.level() if self.requests is not None else NOT_ASKED
-        if asked != NOT_ASKED or self.stop_reason is not None:
-            return max(asked, ASKED)
+        if asked != NOT_ASKED:
+            return asked
         late = self.limit_secs is not None and self.elapsed_secs >= self.limit_secs
         return TIME_IS_UP if late else NOT_ASKED
 
@@ -363,7 +358,7 @@ class RunState:
         """All processes agreed that the running epoch ends at the step that `node` is at."""
         time_is_up = f"the time limit of {self.limit_secs} s is reached"
         own = self.requests.reason() if self.requests is not None else None
-        asked = self.stop_reason or own or "another process asked to stop"
+        asked = own or "another process asked to stop"
         self._end_early(node, asked if agreed == ASKED else time_is_up)
 
     def must_end(self, node: str) -> bool:

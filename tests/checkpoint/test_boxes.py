@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import local_boxes
 
 from torchrelay.checkpoint.format import mesh_geometry
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
@@ -61,8 +62,7 @@ def test_boxes_are_what_torch_chunks_give(layout):
             ]
         assert torch.equal(local, expected)
         held = [
-            whole[tuple(slice(*i) for i in box)]
-            for box in mesh_geometry.local_boxes(shape, mesh, coordinate, placements)
+            whole[tuple(slice(*i) for i in box)] for box in local_boxes(shape, mesh, coordinate, placements)
         ]
         assert sorted(i for part in held for i in part.flatten().tolist()) == sorted(
             expected.flatten().tolist()
@@ -76,9 +76,7 @@ def test_the_places_that_split_a_tensor_cover_it_exactly_once(layout):
     """One copy of each replica set is a proved cover; leaving one box out or giving one twice is not."""
     shape, mesh, placements = layout
     split = [range(n) if isinstance(p, Sharded) else range(1) for n, p in zip(mesh, placements, strict=True)]
-    found = [
-        b for c in itertools.product(*split) for b in mesh_geometry.local_boxes(shape, mesh, c, placements)
-    ]
+    found = [b for c in itertools.product(*split) for b in local_boxes(shape, mesh, c, placements)]
     found = [box for box in found if mesh_geometry.volume(box)]
     assert mesh_geometry.uncovered(shape, found) is None
     for index in range(len(found)):

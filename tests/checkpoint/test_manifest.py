@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import plan_replicas
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
@@ -18,7 +19,6 @@ from torchrelay.checkpoint.format.manifest.validation import check
 from torchrelay.checkpoint.format.names import pack_names, pack_numbers, unpack_names, unpack_numbers
 from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
-from torchrelay.checkpoint.save.plan import plan_replicas
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, FormatError
 from torchrelay.jobs.cluster import NodePlace

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from plans import plan_replicas
 
 from torchrelay.checkpoint.format.manifest.schema import Cut, Manifest, ShardRow, Split
 from torchrelay.checkpoint.format.mesh import Mesh
@@ -12,7 +13,7 @@ from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.save.assignments import NodeClass, leaves_digest
 from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
-from torchrelay.checkpoint.save.plan import plan_classes, plan_replicas
+from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, SaveFailedError
 from torchrelay.jobs.cluster import NodePlace

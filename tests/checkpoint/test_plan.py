@@ -8,11 +8,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import plan_replicas
 
 from torchrelay.checkpoint.format.manifest import validation
 from torchrelay.checkpoint.format.manifest.schema import Split
 from torchrelay.checkpoint.save.assignments import NodeClass, cuts_between
-from torchrelay.checkpoint.save.plan import plan_classes, plan_replicas
+from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 
 CUT = 64  # bytes, in place of 1 MiB

@@ -10,6 +10,7 @@ import torch
 from epochs import Writing, parameter
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import plan_replicas
 
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.save.assignments import NodeClass
@@ -22,7 +23,7 @@ from torchrelay.checkpoint.save.dedup import (
     same_leaves,
     within_limits,
 )
-from torchrelay.checkpoint.save.plan import plan_classes, plan_replicas
+from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import spec_of
 
 COUNT = 11

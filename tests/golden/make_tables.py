@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import torch
+from plans import local_boxes
 
 from torchrelay.checkpoint.format import mesh_geometry, values
 from torchrelay.checkpoint.format.dtypes import memory_of
@@ -94,7 +95,7 @@ def box_rows() -> list[dict[str, Any]]:
     rows = []
     for shape, mesh, texts in BOXES:
         for coordinate in itertools.product(*map(range, mesh)):
-            found = mesh_geometry.local_boxes(shape, mesh, coordinate, [placement(text) for text in texts])
+            found = local_boxes(shape, mesh, coordinate, [placement(text) for text in texts])
             said = {"shape": shape, "mesh": mesh, "placements": texts, "coordinate": list(coordinate)}
             rows.append({**said, "boxes": json.loads(json.dumps(found))})
     return rows

@@ -35,6 +35,13 @@ def epoch_of(state=None, nodes=None):
     return session
 
 
+def ask_to_stop(ctx, reason):
+    """As a STOP file does: the running epoch ends at the next step that all agree upon."""
+    state = ctx.session.run_state
+    state.requests = Requests()
+    state.requests.stop(reason)
+
+
 def test_steps_are_counted_from_one_and_epochs_start_anew():
     """ctx.step is the step being run, ctx.total_steps goes on over epochs, init does not count."""
     session = LocalSession()
@@ -113,7 +120,7 @@ def test_emulated_nodes_end_an_epoch_at_the_same_step():
     def step(ctx):
         for _ in ctx.steps(range(10)):
             if ctx.node == "a" and ctx.step == 3:
-                ctx.session.run_state.stop_at_next_step("enough")
+                ask_to_stop(ctx, "enough")
         return ctx.step
 
     assert session.run(step).fetch_all() == {"a": 3, "b": 3}
@@ -150,7 +157,7 @@ def test_a_stop_request_of_one_process_ends_all_at_one_step(make):
             loader.placed(ctx.rank, 2)
         for _ in ctx.steps(loader):
             if ctx.rank == 1 and ctx.step == 3:
-                ctx.session.run_state.stop_at_next_step("SIGTERM")
+                ask_to_stop(ctx, "SIGTERM")
         return ctx.step
 
     sessions, results = on_processes(2, work)
@@ -169,7 +176,7 @@ def test_an_even_loader_is_asked_about_only_every_agree_every_steps():
         ctx.session.run_state.begin_epoch(2)
         for _ in ctx.steps(loader):
             if ctx.rank == 0 and ctx.step == 2:
-                ctx.session.run_state.stop_at_next_step("enough")
+                ask_to_stop(ctx, "enough")
         return whole, posted, ctx.step, loader.samples_done
 
     _, results = on_processes(2, work)
@@ -305,7 +312,7 @@ def test_a_stop_waits_for_the_end_of_the_window(made):
     def work(ctx):
         for _ in ctx.steps(made(), accumulate=4):
             if ctx.rank == 0 and ctx.step == 2:
-                ctx.session.run_state.stop_at_next_step("enough")
+                ask_to_stop(ctx, "enough")
         return ctx.step
 
     assert epoch_of().run(work).fetch() == 4
@@ -321,7 +328,7 @@ def test_windows_and_agree_every_ask_at_ends_of_windows():
         loader = EpochLoader(torch.arange(40), 2, seed=0).placed(ctx.rank, 2)
         for _ in ctx.steps(loader, accumulate=2):
             if ctx.rank == 0 and ctx.step == 3:
-                ctx.session.run_state.stop_at_next_step("enough")
+                ask_to_stop(ctx, "enough")
         return ctx.step
 
     assert on_processes(2, work)[1] == [6, 6]
