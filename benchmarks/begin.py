@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = (ROOT / "README.md").read_text().split("```python\n", 1)[1].split("```", 1)[0]
+OURS = (ROOT / "README.md").read_text().split("`hello.py`:\n\n```python\n", 1)[1].split("```", 1)[0]
 PLAIN = """
 import glob, os
 import torch, torch.nn.functional as F

@@ -6,8 +6,10 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
+import first_run
 import pytest
 from torchrun import clean_environment
 from warm import PLACE, server, warmed
@@ -18,9 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def program(number: int) -> str:
-    """One of the python programs of the page, verbatim."""
-    return re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[number]
+LOOP, JOB, ELSEWHERE = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+"""The programs of the page, verbatim."""
+QUICK_LOOP = LOOP.replace("time.sleep(0.5)", "time.sleep(0.05)")
 
 
 def run(folder: Path, code: str, *arguments: str) -> str:
@@ -48,30 +50,85 @@ def cli(folder: Path, *arguments: str) -> str:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder in which the README's job has run once, and what it printed."""
     folder = tmp_path_factory.mktemp("readme")
-    return folder, run(folder, program(0))
+    return folder, run(folder, JOB)
+
+
+@pytest.fixture(scope="module")
+def looped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the README's own loop has run once."""
+    folder = tmp_path_factory.mktemp("looped")
+    assert "\nFINISHED 20\n" in f"\n{run(folder, QUICK_LOOP)}"
+    return folder
+
+
+def test_the_first_sixty_lines_have_what_a_stranger_needs() -> None:
+    """They say how to install, how to begin, and what it costs; the page is short."""
+    lines = README.splitlines()
+    first = "\n".join(lines[:60])
+    for wanted in ("pip install", "torchrelay.Run(", "resuming from epoch", "## What it costs", "**Disk**"):
+        assert wanted in first, wanted
+    assert len(lines) <= 180
+    assert len(README.split()) <= 1250
+
+
+def test_links_and_paths_exist() -> None:
+    """Files, pictures, headings and scripts that the page names are there."""
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        path, _, anchor = target.partition("#")
+        assert not path or (ROOT / path).exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", (ROOT / (path or "README.md")).read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings}, (
+                target
+            )
+    for script in re.findall(r"`(scripts/[\w-]+)", README):
+        assert os.access(ROOT / script, os.X_OK), script
 
 
 def test_the_job_is_fifteen_lines() -> None:
     """The job of the README has at most fifteen lines of code."""
-    lines = [line for line in program(0).splitlines() if line.strip()]
+    lines = [line for line in JOB.splitlines() if line.strip()]
     assert len(lines) <= 16, "torch's own import is not counted"
 
 
-def test_the_own_loop_trains_then_is_finished(tmp_path: Path) -> None:
+def test_six_lines_of_the_own_loop_belong_to_torchrelay() -> None:
+    """As the page says."""
+    assert "Six lines belong to torchrelay" in README
+    ours = [line for line in LOOP.splitlines() if re.search(r"\b(torchrelay|run)\.|import torchrelay", line)]
+    assert len(ours) == 6
+
+
+def test_the_own_loop_trains_then_is_finished(looped: Path) -> None:
     """The loop of the README is saved epoch by epoch, and started again it has nothing to do."""
-    for _ in range(2):
-        assert run(tmp_path, program(1)).rstrip().endswith("FINISHED 5")
-    assert cli(tmp_path, "ls", "runs/mine").count("ok") == 6
+    again = run(looped, QUICK_LOOP)
+    assert "FINISHED 20\n" in again and "done" not in again
+    assert cli(looped, "ls", "runs/mine").count("ok") == 21
+
+
+def test_the_own_loop_is_killed_and_resumes(tmp_path: Path) -> None:
+    """After SIGKILL the same command prints what the page shows: from which epoch it resumes, and its end."""
+    program, shown = first_run.own_loop()
+    assert program == LOOP
+    environment = clean_environment({"TORCHRELAY_LOG_EVERY_N_SECS": "0"})
+    assert first_run.killed(sys.executable, tmp_path, QUICK_LOOP, environment) == first_run.KILLED_AFTER
+    assert 8 <= first_run.resumed(sys.executable, tmp_path, shown, environment) < 20
+
+
+def test_the_lines_that_install_take_the_address_of_a_clone() -> None:
+    """scripts/release-check runs these lines; only the address is another."""
+    lines = first_run.install_lines("file://localhost/a/clone").splitlines()
+    assert lines[0].startswith("URL=file://localhost/a/clone ")
+    assert lines[1].startswith('pip install "torchrelay[inspect] @ git+$URL"')
 
 
 def test_the_job_trains_then_is_finished_then_rewinds(trained: tuple[Path, str]) -> None:
     """The job runs five epochs; again it says that it is finished; told to, it rewinds to epoch 2."""
     folder, first = trained
     assert [f"epoch {epoch}/5 done" in first for epoch in range(1, 7)] == [True] * 5 + [False]
-    again = run(folder, program(0))
+    again = run(folder, JOB)
     assert "finished" in again
     assert "epoch 1/5" not in again
-    rewound = run(folder, program(0).replace(".train()", ".train(resume_from_epoch=2)"))
+    rewound = run(folder, JOB.replace(".train()", ".train(resume_from_epoch=2)"))
     assert "rewinding to epoch 2" in rewound
     assert [f"epoch {epoch}/5 done" in rewound for epoch in range(1, 6)] == [False, False, True, True, True]
     listed = cli(folder, "ls", "runs/hello")
@@ -85,7 +142,7 @@ def test_the_rewound_run_ends_in_the_same_weights(trained: tuple[Path, str]) -> 
     """After the rewind the last epoch of the new branch equals that of the abandoned one, bit for bit."""
     folder, _ = trained
     if "abandoned" not in cli(folder, "ls", "runs/hello"):
-        run(folder, program(0).replace(".train()", ".train(resume_from_epoch=2)"))
+        run(folder, JOB.replace(".train()", ".train(resume_from_epoch=2)"))
     code = (
         "import torch, torchrelay\n"
         "old, new = (torchrelay.open_checkpoint('runs/hello', epoch=e).load_tensors('model.*')"
@@ -96,12 +153,11 @@ def test_the_rewound_run_ends_in_the_same_weights(trained: tuple[Path, str]) -> 
     run(folder, code)
 
 
-def test_blobs_are_loaded_elsewhere(trained: tuple[Path, str]) -> None:
-    """The second program loads the model without the job, from another process."""
-    folder, _ = trained
+def test_blobs_are_loaded_elsewhere(looped: Path) -> None:
+    """The last program loads the model without the training program, from another process."""
     check = "\nassert set(weights) == {'model.weight', 'model.bias'}\n"
     check += "assert torch.equal(weights['model.weight'], model.weight)\n"
-    run(folder, program(2) + check)
+    run(looped, ELSEWHERE + check)
 
 
 def test_any_safetensors_reader_opens_a_shard(trained: tuple[Path, str]) -> None:
@@ -116,12 +172,12 @@ def test_any_safetensors_reader_opens_a_shard(trained: tuple[Path, str]) -> None
 
 
 def test_the_commands_do_something(
-    trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    looped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each command that the page shows says something about the run; scripts can be executed."""
     for script in re.findall(r"^\$ (scripts/\w+)", README, re.MULTILINE):
         assert os.access(ROOT / script, os.X_OK), script
-    monkeypatch.chdir(trained[0])
+    monkeypatch.chdir(looped)
     lines = re.findall(r"^\$ torchrelay ([^#\n]*)", README, re.MULTILINE)
     assert len(lines) == 6
     for line in lines:

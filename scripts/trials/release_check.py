@@ -3,11 +3,13 @@
 Python 3.11 wholly: a job of 2 epochs, `verify`, a type check of a user's program. Python 3.10 and 3.13
 without torch, which is large: installation, import, `--help`, and the verbs that look at that job's run.
 What is not found or not installed is told as not tried, never as good.
+The first steps of README.md are followed, too: its install line, and its own loop, killed and resumed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import first_run
 import interpreters
 import wheels
 from launching import REPOSITORY, clean_environment
@@ -63,11 +66,14 @@ class Told:
     """What was tried and how it ended."""
 
     rows: list[tuple[str, str, str]] = field(default_factory=list)
+    since: float = field(default_factory=time.monotonic)
 
     def note(self, what: str, where: str, outcome: str) -> None:
-        """One row, printed at once."""
+        """One row with the seconds since the one before, printed at once."""
+        now = time.monotonic()
         self.rows.append((what, where, outcome))
-        print(f"{outcome:<10} {where:<6} {what}", flush=True)
+        print(f"{outcome:<10} {where:<6} {now - self.since:6.1f} s  {what}", flush=True)
+        self.since = now
 
     @property
     def failed(self) -> bool:
@@ -168,8 +174,36 @@ def _look(fresh: Path, made: Path, version: str, told: Told) -> None:
         told.note(f"torchrelay {' '.join(verb).format(run='RUN')}", version, "ok")
 
 
+def as_a_new_user(python: Path, where: Path, clean: Path, told: Told) -> None:
+    """What README.md has a new user do first, with its own lines, from an environment to a resumed run."""
+    home, version = where / "first", interpreters.version_of(python)
+    run(python, "-m", "venv", home, cwd=where)
+    told.note("README: a new environment", version, "ok")
+    # Lines of the page go to a shell as they are: pins come by the environment, the address as URL.
+    env = {name: value for name, value in clean_environment().items() if name != "PYTHONPATH"}
+    env |= {"PIP_CONSTRAINT": str(clean / "constraints.txt"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    env["PATH"] = f"{home / 'bin'}{os.pathsep}{env['PATH']}"
+    lines = first_run.install_lines(f"file://localhost{clean}", clean / "README.md")
+    done = subprocess.run(
+        ["bash", "-ec", lines], cwd=home, env=env, capture_output=True, text=True, timeout=1200, check=False
+    )
+    if done.returncode:
+        raise FailedError(f"README's lines failed:\n{lines}{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    told.note(f"README: {lines.splitlines()[-1].partition('#')[0].strip()}", version, "ok")
+    program, shown = first_run.own_loop(clean / "README.md")
+    epoch = first_run.killed(home / "bin/python", home, program, env)
+    told.note(f"README: mine.py, killed after epoch {epoch}", version, "ok")
+    epoch = first_run.resumed(home / "bin/python", home, shown, env)
+    told.note(f"README: mine.py again, resumed from epoch {epoch}", version, "ok")
+
+
 def check(asked: argparse.Namespace, where: Path, told: Told) -> None:
     """Everything, in the order in which it fails fastest."""
+    if asked.readme:
+        clean = clone(where)
+        told.note("a clean clone", "-", "ok")
+        as_a_new_user(Path(sys.executable), where, clean, told)
+        return
     named = {version: Path(path) for version, _, path in (one.partition("=") for one in asked.python)}
     found = {version: interpreters.find(version, named) for version in (WHOLE, *LIGHT)}
     missing = [version for version in asked.require.split(",") if version and not found.get(version)]
@@ -187,6 +221,8 @@ def check(asked: argparse.Namespace, where: Path, told: Told) -> None:
         raise FailedError(f"python {WHOLE} is not on this machine: name it with --python {WHOLE}=PATH")
     described(whole, where, clean)
     told.note("twine check --strict of sdist and wheel", WHOLE, "ok")
+    told.note(f"{wheel.name} has {wheel.stat().st_size / 1e6:.1f} MB", "-", "ok")
+    as_a_new_user(whole, where, clean, told)
     made = wholly(whole, wheel, where, clean, told)
     for version in LIGHT:
         python = found[version]
@@ -203,6 +239,7 @@ def main() -> int:
     )
     parser.add_argument("--python", action="append", default=[], metavar="VERSION=PATH")
     parser.add_argument("--require", default="", metavar="VERSIONS", help="fail where one of these is absent")
+    parser.add_argument("--readme", action="store_true", help="only the first steps of README.md")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave everything in this new folder")
     asked = parser.parse_args()
     told, begin = Told(), time.monotonic()
@@ -211,9 +248,9 @@ def main() -> int:
         where.mkdir(exist_ok=asked.keep is None)
         try:
             check(asked, where.resolve(), told)
-        except (FailedError, subprocess.TimeoutExpired) as error:
+        except (FailedError, first_run.FirstRunError, subprocess.TimeoutExpired) as error:
             told.note(str(error), "-", "FAILED")
-    print(f"{len(told.rows)} steps in {time.monotonic() - begin:.0f} s")
+        print(f"{len(told.rows)} steps in {time.monotonic() - begin:.0f} s", flush=True)
     return 1 if told.failed else 0
 
 

@@ -14,7 +14,7 @@ import torchrelay
 from torchrelay.metadata.code.capture import captures
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-HELLO = (ROOT / "README.md").read_text().split("```python\n", 1)[1].split("```", 1)[0]
+HELLO = (ROOT / "README.md").read_text().split("`hello.py`:\n\n```python\n", 1)[1].split("```", 1)[0]
 MOST_MODULES = 325
 NOT_FOR_A_LOCAL_RUN = (
     *(
