@@ -68,7 +68,6 @@ SENTENCE_ENDS = re.compile(
     r"|\|"  # cells of tables
 )
 CEILINGS: dict[str, int] = {
-    "README.md": 11,
     "docs": 110,
     "jobs": 86,
     "metadata": 105,
