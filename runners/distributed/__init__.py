@@ -1,1 +1,1 @@
-"""Many processes: the launcher's store, agreement, the watcher, process groups."""
+"""Communication between processes: rendezvous, agreement, failure detection and process groups."""

@@ -1,8 +1,8 @@
-"""Agreement between processes over the store, and which rank it is that will never come to one.
+"""Agreement between processes over the store, and detection of ranks that never reach it.
 
-Of a loop over `ctx.steps` (`loops`) the thread that trains looks while it waits for an agreement, and raises.
-The watcher's looks when the loop is still for seconds (in a collective of the program, say), and reports,
-which ends all processes.
+While the training thread waits in a loop over `ctx.steps` it compares the loops of all ranks, and raises an
+error. If the loop is stuck for seconds, for example in a collective, the watcher thread does the same and
+ends all processes.
 """
 
 from __future__ import annotations
@@ -21,27 +21,26 @@ from torchrelay.runners.distributed.loops import Loops, Note, contradiction
 from torchrelay.runners.distributed.rendezvous import POLL_SECS, Deadline, Hosts, StoreClient, ranks_text
 
 DEADLINE_SECS = 600.0
-_SLACK_SECS = 3.0  # others give rank 0 this much longer, because its answer names the late ranks
+_SLACK_SECS = 3.0  # added on other ranks, because rank 0's answer names the late ones
 _KEPT_ROUNDS = 2
 _ASKED = 4
 _LEAVERS = "leavers"
 
 
 _Runs = list[tuple[int, Any]]
-"""Entries in the hosts' order, with the number of ranks in a row that posted the very same one."""
+"""Entries in host order, each with the number of consecutive ranks that posted the same one."""
 
 
 class StorePeers:
-    """The processes of a distributed session as `jobs.peers.Peers`.
+    """The processes of a distributed session; implements `jobs.session.Peers`.
 
-    In every round each rank posts its value; rank 0 gathers them and publishes one list, so that
-    the others read a single key. Of more than `most_posts` ranks on known `hosts` rank 0 reads the posts
-    of its own host only, and of each other host the report in which the lowest rank there joins the posts.
-    Reports shorten the way and decide nothing: rank 0's clock alone says who is late, and where a report
-    is missing then, rank 0 reads the posts themselves. `hosts` may be set between two rounds, the same on
-    all ranks. `name_of(rank)` says who a rank is in messages; `failure()` returns what the watcher knows
-    about a failed rank, so that nobody waits for it; `ask(ranks)` what late ranks say that they are doing;
-    `waiting()` is called once a second while others are waited for.
+    In every round each rank posts its value; rank 0 gathers all and publishes one list, so that other ranks
+    read a single key. With more than `most_posts` ranks the lowest rank of each other host joins the posts of
+    that host in a report. Only rank 0's clock decides who is late; where a report is missing, rank 0 reads
+    the posts themselves. `hosts` may be set between two rounds, identically on all ranks.
+
+    Callbacks: `name_of(rank)` names a rank in messages, `failure()` returns a known failure of another rank,
+    `ask(ranks)` returns what late ranks are doing, `waiting()` is called once a second during waits.
     """
 
     most_posts = 512
@@ -81,8 +80,8 @@ class StorePeers:
     ) -> list[Json]:
         """Post `value` about `topic`; return the values of all ranks in rank order (see `Peers`).
 
-        Raises DeadlineError naming the late ranks, PeerError when ranks are at different topics,
-        a rank failed, or the store is lost. After an error the peers are out of step: use no more.
+        Raises DeadlineError naming the late ranks, PeerError if ranks are at different topics, a rank failed,
+        or the store is lost. After an error the peers cannot be used any more.
         """
         self._round += 1
         secs = self._deadline_secs if deadline_secs is None else deadline_secs
@@ -101,7 +100,7 @@ class StorePeers:
         return hosts.in_rank_order(_spread((count, entry["value"]) for count, entry in runs))
 
     def apart(self) -> StorePeers:
-        """The same ranks over a connection and below keys of their own, for another thread."""
+        """Return the same ranks over another connection and other keys, for another thread."""
         self._lines += 1
         line = StorePeers(
             self._store.clone(f"line-{self._lines}"),
@@ -117,16 +116,17 @@ class StorePeers:
         return line
 
     def leave(self) -> None:
-        """Say that this rank comes to no further round, so that nobody waits for it."""
+        """Announce that this rank takes part in no further round, so that no rank waits for it."""
         self._store.put(self._left(self.rank), b"")
         self._store.add(_LEAVERS, 1)
 
     def _post(self, topic: str, value: Json) -> None:
+        """Post this rank's value of the round."""
         entry = {"topic": topic, "value": value}
         self._store.put(self._key(self.rank), json.dumps(entry, allow_nan=True).encode())
 
     def _lead(self, topic: str, hosts: Hosts, secs: float, told: Callable[[Json], Json] | None) -> _Runs:
-        """Rank 0's part: gather, publish, and return what all said."""
+        """Gather and publish the values on rank 0, and return them."""
         answer = joined(self._gather(topic, hosts, Deadline(secs)))
         with undisturbed():
             runs = _runs_in(answer)
@@ -134,6 +134,7 @@ class StorePeers:
         return runs
 
     def _follow(self, topic: str, hosts: Hosts, secs: float) -> _Runs:
+        """Wait for rank 0's answer on another rank; the lowest one of a host first joins its posts."""
         patience = Deadline(secs + _SLACK_SECS)
         if self.rank in hosts.leaders:
             self._report(topic, hosts.around(self.rank), secs, patience)
@@ -141,7 +142,7 @@ class StorePeers:
         return _runs_in(self._store.get([self._answer()])[0])
 
     def _gather(self, topic: str, hosts: Hosts, deadline: Deadline) -> list[bytes]:
-        """Wait for the reports of all hosts; a rank that is late has null in its host's."""
+        """Wait for the reports of all hosts; a late rank is null in the report of its host."""
         own = [self._key(rank) for rank in hosts.around(0)]
         reports = [self._reported(leader) for leader in hosts.leaders[1:]]
         while not self._store.wait(own + reports, deadline.left):
@@ -154,7 +155,7 @@ class StorePeers:
         return [joined(found[: len(own)]), *found[len(own) :]]
 
     def _report(self, topic: str, members: Sequence[int], secs: float, patience: Deadline) -> None:
-        """Join the posts of the own host for rank 0, unless it answers without."""
+        """Join the posts of the own host for rank 0, unless it answers earlier."""
         keys = [self._key(rank) for rank in members]
         if self._await(keys, topic, secs, patience):
             self._store.put(self._reported(self.rank), joined(self._store.get(keys)))
@@ -173,7 +174,7 @@ class StorePeers:
         return True
 
     def _present(self, hosts: Hosts) -> list[bytes]:
-        """The reports that are there; of the other hosts the posts that are there."""
+        """Return the available reports, or the available posts of hosts without one."""
         return [
             self._post_of(self._reported(leader))
             or joined([self._post_of(self._key(rank)) or b"null" for rank in host])
@@ -181,9 +182,11 @@ class StorePeers:
         ]
 
     def _post_of(self, key: str) -> bytes | None:
+        """Return the value of a key, None if it does not exist."""
         return self._store.get([key])[0] if self._store.has(key) else None
 
     def _stop_for_failure(self) -> None:
+        """Raise PeerError if a rank has failed."""
         failure = self.failure()
         if failure is not None:
             raise PeerError(failure)
@@ -193,32 +196,33 @@ class StorePeers:
         if self._store.add(_LEAVERS, 0) == 0:
             return
         left = [rank for rank in range(self.size) if self._store.has(self._left(rank))]
-        # In this order: whoever left had posted before, and rank 0 had answered.
+        # In this order: a rank posts, and rank 0 answers, before it leaves.
         needed = [rank for rank in left if not self._store.has(self._key(rank))]
         if 0 in left and self.rank != 0 and not self._store.has(self._answer()):
             needed = needed or [0]
         if needed:
             names = ", ".join(self.name_of(rank) for rank in needed[:16])
-            raise PeerError(f"{names} left without coming to {topic!r}, for which the others wait")
+            raise PeerError(f"{names} exited without reaching {topic!r}, where the other ranks wait")
 
     def _refuse(self, topic: str, entries: list[Json], secs: float) -> None:
+        """Raise an error that names ranks at other topics, or late ones."""
         if mismatch := mismatch_text(topic, entries, self.name_of):
             raise PeerError(mismatch)
         late = [rank for rank, entry in enumerate(entries) if entry is None]
         raise DeadlineError(self._late_text(topic, secs, late))
 
     def _late_text(self, topic: str, secs: float, late: Sequence[int]) -> str:
-        """Who is late and, where they can still tell, in what and at which line."""
+        """Name the late ranks and, as far as they answer, what they are doing and at which line."""
         names = ", ".join(self.name_of(rank) for rank in late[:16])
         more = f" and {len(late) - 16} more" if len(late) > 16 else ""
         text = f"waited {secs:g} s at {topic!r} for {names}{more}"
         if self.ask is None:
             return text
-        mute = "does not say where it is: its interpreter is busy, or it is stopped or gone"
+        mute = "does not answer: its interpreter is busy, or it is stopped or gone"
         return f"{text}; {_where(late[:_ASKED], self.ask, mute)}"
 
     def _forget(self, *, leads: bool) -> None:
-        """Delete own keys that everybody has read: whoever posts a round has read the ones before."""
+        """Delete own keys that every rank has read: a rank that posts has read earlier rounds."""
         old = self._round - _KEPT_ROUNDS
         if old <= 0:
             return
@@ -228,20 +232,24 @@ class StorePeers:
         self._store.delete(self._key(self.rank, old), *of_leader)
 
     def _left(self, rank: int) -> str:
+        """Return the key by which a rank announces its exit."""
         return f"left/{rank}"
 
     def _key(self, rank: int, of_round: int | None = None) -> str:
+        """Return the key of a rank's post."""
         return f"round/{of_round or self._round}/{rank}"
 
     def _reported(self, leader: int, of_round: int | None = None) -> str:
+        """Return the key of a host's report."""
         return f"round/{of_round or self._round}/host/{leader}"
 
     def _answer(self, of_round: int | None = None) -> str:
+        """Return the key of rank 0's answer."""
         return f"round/{of_round or self._round}/all"
 
 
 def joined(texts: Sequence[bytes]) -> bytes:
-    """Runs of equal texts as one JSON text: what all say alike costs no more than what one says.
+    """Encode runs of equal texts once, as one JSON text.
 
     Joined posts are a host's report, joined reports the answer to all.
     """
@@ -250,17 +258,17 @@ def joined(texts: Sequence[bytes]) -> bytes:
 
 
 def _runs_in(answer: bytes) -> _Runs:
-    """The runs of entries in the reports of all hosts, in the hosts' order."""
+    """Decode the runs of entries in the reports of all hosts, in host order."""
     return [run for report in _spread(json.loads(answer)) for run in report]
 
 
 def _spread(runs: Iterable[tuple[int, Any]]) -> list[Any]:
-    """The entries of runs one by one, equal ones as one object."""
+    """Expand runs to single entries; equal ones are one object."""
     return [one for count, entry in runs for one in [entry] * count]
 
 
 def _retold(runs: _Runs, topic: str, told: Callable[[Json], Json]) -> bytes:
-    """What the others get instead: each value as `told` makes it. Late ranks and other topics stay."""
+    """Encode the answer with each value replaced by `told(value)`; late ranks and other topics stay."""
 
     def seen(run: tuple[int, Json]) -> tuple[bool, Json]:
         entry = run[1]
@@ -275,7 +283,7 @@ def _retold(runs: _Runs, topic: str, told: Callable[[Json], Json]) -> bytes:
 
 
 def mismatch_text(topic: str, entries: Sequence[Json], name_of: Callable[[int], str]) -> str | None:
-    """Say which ranks are at which topics, and what failed there; None when all are at `topic`."""
+    """Describe which ranks are at which topics, and what failed there; None if all are at `topic`."""
     others: dict[str, list[int]] = {}
     for rank, entry in enumerate(entries):
         if entry is not None:
@@ -288,26 +296,26 @@ def mismatch_text(topic: str, entries: Sequence[Json], name_of: Callable[[int], 
         for rank, entry in enumerate(entries)
         if entry is not None and isinstance(entry["value"], dict) and "error" in entry["value"]
     ]
-    why = "; ".join(failures) or "all processes must make the same calls in the same order"
-    return f"the processes are at different places: {where}; {why}"
+    why = "; ".join(failures) or "all ranks must make the same calls in the same order"
+    return f"the ranks are at different points: {where}; {why}"
 
 
 def _where(ranks: Sequence[int], ask: Callable[[Sequence[int]], dict[int, str]], mute: str) -> str:
-    """What ranks are doing; `mute` of those that do not say it."""
+    """Describe what ranks are doing; `mute` for those that do not answer."""
     doing = ask(ranks)
     return "; ".join(f"rank {one} {'is in ' + doing[one] if one in doing else mute}" for one in ranks)
 
 
 STILL_SECS = 3.0
-"""How long a rank begins no step of its loop before its watcher compares: the loop itself finds it first."""
+"""Seconds without a step after which the watcher compares loops; the loop itself usually does so earlier."""
 _LEFT, _WAITS = "left", "waits"
 _MOST_ASKED = 16
 
 
 class LoopWatch:
-    """What one rank knows of the others' loops. Newer notes replace older ones, whoever's: all write again.
+    """Compare this rank's loops with those of others. A newer note of any rank replaces the older one.
 
-    `failure()` is what the watcher knows of a failed rank, `ask(ranks)` what ranks say that they are doing.
+    `failure()` returns a known failure of another rank, `ask(ranks)` what ranks are doing.
     """
 
     def __init__(
@@ -325,20 +333,20 @@ class LoopWatch:
         loops.show = lambda: self._put(_LEFT)
 
     def show_waiting(self) -> None:
-        """Let others see the loops of this rank, which waits for them. For the thread that trains."""
+        """Publish the loops of this rank while it waits. For the training thread."""
         self._put(_WAITS)
 
     def astray(self) -> str | None:
-        """What keeps this rank in its loop for good, whatever call it is in; for the watcher's thread."""
+        """Describe why this rank cannot leave its loop, if so; for the watcher thread."""
         if not self._loops.still_for(STILL_SECS):
             return None
         return self._contradiction(self._watching)
 
     def wait(self, work: Any) -> None:
-        """Wait for an agreement of a loop; for the thread that trains.
+        """Wait for an agreement of a loop; for the training thread.
 
-        Raises UsageError naming a rank that does not come because it has left the loop, or makes another,
-        PeerError where a rank has failed, DeadlineError saying where all are when the group's time is over.
+        Raises UsageError naming a rank that has left the loop or runs another one, PeerError if a rank has
+        failed, DeadlineError with the position of all ranks at the timeout of the group.
         """
         poll = timedelta(seconds=POLL_SECS)
         while True:
@@ -352,21 +360,22 @@ class LoopWatch:
                 if (found := self._contradiction(self._store)) is not None:
                     raise UsageError(found)
                 self._check_failed()
-                self.show_waiting()  # after it looked: its note replaces that of another
+                self.show_waiting()  # after reading: its note replaces that of another rank
                 if (failure := self._failure()) is not None:
                     raise PeerError(failure)
 
     def _late(self, error: RuntimeError) -> Exception:
-        """What the end of an agreement without an answer is: its time is over, or a connection broke."""
+        """Return the error for an agreement that timed out or lost its connection."""
         if "timed out" not in str(error).lower():
             return error
         others = [rank for rank in range(self._size) if rank != self._rank][:_MOST_ASKED]
-        where = _where(others, self._ask, "does not say where it is")
+        where = _where(others, self._ask, "does not answer")
         return DeadlineError(
-            f"waited for the others in ctx.steps for as long as a collective may take: {where}"
+            f"the other ranks did not arrive in ctx.steps within the timeout of collectives: {where}"
         )
 
     def _contradiction(self, store: StoreClient) -> str | None:
+        """Compare with the published notes; describe the first contradiction."""
         own = self._loops.note()
         for rank, note in self._notes(store):
             if not note["failed"] and (found := contradiction(self._rank, own, rank, note)) is not None:
@@ -374,7 +383,7 @@ class LoopWatch:
         return None
 
     def _check_failed(self) -> None:
-        """Leave the loop when another rank has failed, to hear of it where all meet."""
+        """Leave the loop if another rank has failed; the error itself arrives in the next round."""
         for rank, note in self._notes(self._store):
             if note["failed"] and note["run"] == self._loops.note()["run"]:
                 error = PeerError(f"rank {rank} failed while this one was in a loop of ctx.steps")
@@ -382,11 +391,13 @@ class LoopWatch:
                 raise error
 
     def _notes(self, store: StoreClient) -> list[tuple[int, Note]]:
+        """Read the notes of other ranks."""
         with suppress(PeerError):  # the watcher looks after the store
             found = [store.get([key])[0] for key in (_LEFT, _WAITS) if store.has(key)]
             return [(rank, note) for rank, note in map(json.loads, found) if rank != self._rank]
         return []
 
     def _put(self, key: str) -> None:
+        """Publish the note of this rank."""
         with suppress(PeerError):
             self._store.put(key, json.dumps([self._rank, self._loops.note()]).encode())

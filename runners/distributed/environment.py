@@ -1,8 +1,6 @@
-"""What a process knows of itself: what its launcher says, its world, its node, and what it is doing.
+"""Read the launch environment of this process; hold its world and its node name.
 
-What it is doing lies as a text in memory that has a file descriptor, so that the monitor of the host reads it
-through /proc also when the process is stopped or its interpreter busy. Saying a phase costs microseconds and
-never waits.
+A forked process has no world of its own.
 """
 
 from __future__ import annotations
@@ -22,13 +20,12 @@ _HIGHEST_PORT = 65535
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """The environment of one process of a job.
+    """The launch environment of one process of a job.
 
-    `launched` is False for plain `python train.py`: a world of one process and no store.
-    `agent_store` says that the launcher hosts the store at `master_addr:master_port`, otherwise
-    rank 0 does. `elastic` says that torchrun is the parent, so its death ends the process.
-    `restart_count` grows with every failure that this host's launcher has seen: of one attempt it may be
-    another one on each host.
+    `launched` is False for plain `python train.py`: one process and no store. `agent_store`: the launcher
+    hosts the store at `master_addr:master_port`, otherwise rank 0 does. `elastic`: torchrun is the parent, so
+    its death ends the process. `restart_count` counts failures seen by this host's launcher, so it may differ
+    by host.
     """
 
     rank: int = 0
@@ -47,19 +44,19 @@ class LaunchEnv:
 
     @property
     def hosts_store(self) -> bool:
-        """Whether this process has to serve the store to the others."""
+        """True if this process serves the store to the others."""
         return self.launched and not self.agent_store and self.rank == 0
 
     @property
     def store_prefix(self) -> str:
-        """Where this launch's keys begin; a nonce (`rendezvous`) tells apart the attempts, which share it."""
+        """Prefix of this launch's keys; a nonce (`rendezvous`) separates its attempts."""
         return f"tr/{self.run_id or 'job'}"
 
 
 def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:
     """Read the launch environment (`os.environ` by default).
 
-    Raises UsageError naming the variable that is missing, is not a number, or contradicts another.
+    Raises UsageError naming the variable that is missing, not a number, or contradicts another.
     """
     env = os.environ if environ is None else environ
     if "RANK" not in env and "WORLD_SIZE" not in env:
@@ -68,7 +65,7 @@ def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:
         present = next(name for name in ("RANK", "WORLD_SIZE") if name in env)
         raise UsageError(
             f"{' and '.join(missing)} missing in the environment although {present} is set: "
-            f"start with torchrun, or unset {present} to run as a single process"
+            f"start with torchrun, or unset {present} to run a single process"
         )
     agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE", "False")
     if agent_store not in ("True", "False"):
@@ -97,37 +94,40 @@ def read_launch_env(environ: Mapping[str, str] | None = None) -> LaunchEnv:
 
 
 def launcher_restarts(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether torchrun starts a process again that ends with a code (`--max-restarts` above 0)."""
+    """Return True if torchrun restarts failed processes (`--max-restarts` above 0)."""
     most = (os.environ if environ is None else environ).get("TORCHELASTIC_MAX_RESTARTS", "0")
     return most.isascii() and most.isdigit() and int(most) > 0
 
 
 def _alone(env: Mapping[str, str]) -> LaunchEnv:
+    """Return the environment of a single process; raises UsageError under a bare srun of several."""
     tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks.isdigit() and int(tasks) > 1:
         raise UsageError(
-            f"SLURM_STEP_NUM_TASKS is {tasks} but RANK and WORLD_SIZE are not set: these {tasks} processes "
-            "do not know of each other; start one torchrun per host (srun --ntasks-per-node=1 torchrun ...)"
+            f"SLURM_STEP_NUM_TASKS is {tasks}, but RANK and WORLD_SIZE are not set, so these processes are "
+            "not connected: start one torchrun per host (srun --ntasks-per-node=1 torchrun ...)"
         )
     return LaunchEnv(restart_count=_restarts(env, None))
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0) -> int:
+    """Parse a variable as an integer."""
     text = env.get(name)
     if text is None and default is not None:
         return default
     if text is None or not text.strip().isascii() or not text.strip().isdigit() or int(text) < least:
-        raise UsageError(f"{name}={text!r} in the environment: expected a whole number, at least {least}")
+        raise UsageError(f"invalid {name}={text!r} in the environment: expected a number from {least}")
     return int(text)
 
 
 def _restarts(env: Mapping[str, str], run_id: str | None) -> int:
-    """Slurm counts where torchrun's launch has no id: each requeue is another launch then."""
+    """Return the number of restarts; Slurm's if torchrun has no run id, as each requeue is a new launch."""
     slurm = env.get("SLURM_JOB_ID") and not run_id
     return _number(env, "SLURM_RESTART_COUNT" if slurm else "TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def _check(found: LaunchEnv, env: Mapping[str, str]) -> None:
+    """Raise UsageError for contradicting variables."""
     for low, high in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if _number(env, low, 0) >= _number(env, high, 1):
             raise UsageError(
@@ -139,38 +139,38 @@ def _check(found: LaunchEnv, env: Mapping[str, str]) -> None:
             "in the environment"
         )
     if found.master_port > _HIGHEST_PORT:
-        raise UsageError(f"MASTER_PORT={found.master_port} in the environment is not a port")
+        raise UsageError(f"invalid MASTER_PORT={found.master_port} in the environment: expected a port")
 
 
 World = Any
-"""`distributed.world.World`, which stands above this."""
+"""`distributed.world.World`, which imports this module."""
 _worlds: list[World] = []
 _of_parents: list[World] = []
-"""Kept, because their end would be told to the others."""
+"""Kept alive, because their destructors would notify the other ranks."""
 
 
 def enter(world: World) -> None:
-    """It is the current one until it is left, or a later one is entered."""
+    """Make a world the current one until it is left or a later one is entered."""
     _worlds.append(world)
 
 
 def leave(world: World) -> None:
-    """It is over."""
+    """Remove a world that is closed."""
     _worlds.remove(world)
 
 
 def current_world() -> World | None:
-    """The world that was made and is not closed; None in a program that made none."""
+    """Return the open world; None if this process has none."""
     return _worlds[-1] if _worlds else None
 
 
 def world_of_parent() -> World | None:
-    """The world of the process that this one was forked out of; None where that was no rank."""
+    """Return the world of the process that this one was forked from; None if it had none."""
     return _of_parents[-1] if _of_parents else None
 
 
-def _begin_anew() -> None:
-    """In a forked process: it is no rank, whatever its parent is."""
+def _reset_in_child() -> None:
+    """Forget the worlds of the parent in a forked process."""
     for world in _worlds:
         atexit.unregister(world.close)
     _of_parents.extend(_worlds)
@@ -178,28 +178,28 @@ def _begin_anew() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_in_child)
 
 
 _TRAINER = re.compile(r"trainer_(0|[1-9][0-9]*)")
 
 
 def names_by_rank(declared: Sequence[str], world_size: int) -> tuple[str, ...]:
-    """Give each of `world_size` ranks the name of the node that it plays.
+    """Give each of `world_size` ranks the name of its node.
 
-    A declared `trainer_<n>` gets rank n, other declared names the remaining ranks in first-use
-    order, and ranks that no declared node took are called `trainer_<rank>`. Raises UsageError for
-    a name declared twice, more nodes than ranks, and a `trainer_<n>` whose rank does not exist.
+    A declared `trainer_<n>` gets rank n, other declared names the remaining ranks in the order of first use.
+    Ranks without a declared node are named `trainer_<rank>`. Raises UsageError for duplicate names, more
+    nodes than ranks, and a `trainer_<n>` whose rank does not exist.
     """
     _check_declared(declared, world_size)
     return numbered_first(declared, world_size)
 
 
 def numbered_first(names: Sequence[str], size: int | None = None) -> tuple[str, ...]:
-    """Order the nodes that one process emulates: each `trainer_<n>` at rank n where there is such a rank.
+    """Order the nodes that one process emulates: each `trainer_<n>` at rank n if that rank exists.
 
-    The others fill the ranks that are left in their own order; nothing is refused, because a process
-    may emulate `trainer_3` alone.
+    The others fill the remaining ranks in their order. Nothing is an error here: a process may emulate only
+    `trainer_3`.
     """
     ranks = range(len(names) if size is None else size)
     numbered = {rank: name for name in names if (rank := _rank_of(name)) in ranks}
@@ -208,23 +208,25 @@ def numbered_first(names: Sequence[str], size: int | None = None) -> tuple[str, 
 
 
 def _rank_of(name: str) -> int | None:
+    """Return n for `trainer_<n>`, else None."""
     found = _TRAINER.fullmatch(name)
     return int(found.group(1)) if found else None
 
 
 def _check_declared(declared: Sequence[str], world_size: int) -> None:
+    """Raise UsageError if the declared names do not fit the ranks."""
     twice = sorted({name for name in declared if declared.count(name) > 1})
     if twice:
-        raise UsageError(f"node {twice[0]!r} is declared twice: every node needs its own name")
+        raise UsageError(f"node {twice[0]!r} is declared twice: use a name of its own for each node")
     if len(declared) > world_size:
         raise UsageError(
             f"the job declares {len(declared)} nodes ({', '.join(declared)}) but there are {world_size} "
-            f"ranks: start at least {len(declared)} processes, or declare fewer nodes"
+            f"ranks: start at least {len(declared)} processes"
         )
     for name in declared:
         rank = _rank_of(name)
         if rank is not None and rank >= world_size:
             raise UsageError(
                 f"node {name!r} belongs to rank {rank}, but the ranks are 0 to {world_size - 1}: "
-                f"start at least {rank + 1} processes, or rename the node"
+                f"start at least {rank + 1} processes"
             )

@@ -1,16 +1,15 @@
-"""Makes the first failure of any rank known to all, and ends this process when it must not go on.
+"""Report the first failure of any rank to all ranks, and end this process when it must not continue.
 
-A Python handler does not run inside a collective, so a rank that waits there can only be ended
-from another thread. Each rank has two daemon threads:
+A Python handler does not run inside a collective, so a rank that waits there can only be ended from another
+thread. Each rank has two daemon threads:
 
-- the *watcher* looks at the failure key every half second, and hears from the kernel when a
-  process of its host ends.
-- the *guard* counts how long the watcher heard nothing from the store: a thread inside a
-  call to a machine that lost its network cannot tell that itself. It also listens to the host's
-  warden, which follows the other hosts and sees frozen ranks. It never calls the store, so it is
-  scheduled every half second as long as the process is not stopped.
+- the *watcher* polls the failure key every half second, and the kernel notifies it when a process of its
+  host exits.
+- the *guard* measures how long the watcher got no answer from the store: a thread inside a call to an
+  unreachable machine cannot do so. It also reads messages of the host monitor, which follows the other hosts
+  and detects frozen ranks. It never calls the store, so it always runs unless the process is stopped.
 
-A rank that leaves cleanly says so first; one that ends without a word has failed.
+A rank that leaves cleanly announces it; one that exits unannounced has failed.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from torchrelay.runners.distributed.launcher_status import (
     Failure,
     end_process,
     notes,
-    tell_failure,
-    tell_stderr_within,
+    write_failure,
+    write_stderr_within,
 )
 from torchrelay.runners.distributed.liveness import LifeLines, ProcessId
-from torchrelay.runners.distributed.monitor_client import WardenLine
+from torchrelay.runners.distributed.monitor_client import MonitorLine
 from torchrelay.runners.distributed.rendezvous import Deadline, StoreClient, ranks_text
 
 _FAILURE = "failure"
@@ -46,13 +45,12 @@ _LEAST_SILENCE = 2.0
 
 @dataclass(frozen=True)
 class WatcherTimeouts:
-    """How long the watcher waits for what, in seconds.
+    """Timeouts of the watcher in seconds.
 
-    `look` between two looks; `silence` of a host or of the store before it counts as lost;
-    `own_grace` for the failing rank to leave by itself, `peer_grace` for the others;
-    `blame` for a root cause to show up before a broken connection is reported as the failure;
-    `shown` for all ranks to print the failure, because a launcher ends them when the first leaves;
-    `answer` for late ranks to say what they are doing.
+    `look`: interval of polls. `silence`: of a host or the store, before it counts as lost. `own_grace`: for
+    the failing rank to exit by itself; `peer_grace`: for the others. `blame`: for a root cause to be reported
+    before a broken connection counts as the failure. `shown`: for all ranks to print the failure, because a
+    launcher ends them after the first exit. `answer`: for late ranks to report what they are doing.
     """
 
     look: float = 0.5
@@ -65,9 +63,9 @@ class WatcherTimeouts:
 
 
 def patience_of(environ: Mapping[str, str]) -> WatcherTimeouts:
-    """The patience that the environment asks for: TORCHRELAY_SILENCE_SECS, 10 by default, at least 2.
+    """Return the timeouts of the environment: TORCHRELAY_SILENCE_SECS, 10 by default, at least 2.
 
-    Raises UsageError where it is no such number.
+    Raises UsageError for an invalid value.
     """
     text = environ.get("TORCHRELAY_SILENCE_SECS", "10")
     try:
@@ -76,19 +74,19 @@ def patience_of(environ: Mapping[str, str]) -> WatcherTimeouts:
         secs = 0.0
     if not _LEAST_SILENCE <= secs < float("inf"):
         raise UsageError(
-            f"TORCHRELAY_SILENCE_SECS={text!r} in the environment: expected seconds, "
+            f"invalid TORCHRELAY_SILENCE_SECS={text!r} in the environment: expected a number of seconds, "
             f"at least {_LEAST_SILENCE:g}"
         )
     return WatcherTimeouts(silence=secs)
 
 
 class Watcher:
-    """Watches over one rank of a session; `start` and `stop` it once.
+    """Watch one rank of a session; `start` and `stop` it once.
 
-    `processes` are those of all ranks in rank order; `parent` is the launcher's pid where its
-    death must end this process too, `warden` the line to the host's warden; `hanging()` says
-    which call of this process hangs, if one does, `astray()` which rank will not come to where this one
-    is. `end` is called from a thread to end the process.
+    `processes` are those of all ranks in rank order. `parent` is the launcher's pid if its death must end
+    this process too, `monitor` the connection to the host monitor. `hanging()` names a hanging call of this
+    process, `astray()` a rank that will never arrive where this one waits. `end` is called from a thread to
+    end the process.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class Watcher:
         processes: Sequence[ProcessId],
         *,
         parent: int | None = None,
-        warden: WardenLine | None = None,
+        monitor: MonitorLine | None = None,
         hanging: Callable[[], str | None] = lambda: None,
         astray: Callable[[], str | None] = lambda: None,
         patience: WatcherTimeouts | None = None,
@@ -110,18 +108,18 @@ class Watcher:
         self._processes = processes
         self._end = end
         self._answered = False
-        self._told_at = 0.0
+        self._received_at = 0.0
         self._lock = threading.Lock()
-        """Guards the store client, and is held while the store is waited for."""
+        """Guards the store client; held while waiting for the store."""
         self._deciding, self._leaving, self._stopping = threading.Lock(), threading.Lock(), threading.Event()
         self._first: Failure | None = None
-        self._told: Failure | None = None
+        self._received: Failure | None = None
         self._leave_at: float | None = None
         self._heard, self._deaf = time.monotonic(), False
         group = processes[rank].group
         pids = {str(one.rank): one.pid for one in processes if one.group == group and one.rank != rank}
         self._lines = LifeLines(pids | ({_PARENT: parent} if parent else {}))
-        self._warden = warden
+        self._monitor = monitor
         self._hanging, self._astray = hanging, astray
         self._threads = [
             threading.Thread(target=target, name=f"torchrelay-{name}", daemon=True)
@@ -129,52 +127,52 @@ class Watcher:
         ]
 
     def start(self) -> Watcher:
-        """Begin to watch."""
+        """Start watching."""
         for thread in self._threads:
             thread.start()
         return self
 
     def stop(self) -> None:
-        """Stop watching, having said that this rank leaves cleanly; may be called again."""
+        """Announce a clean exit of this rank and stop watching; may be called again."""
         if self._stopping.is_set():
             return
-        self.say_leaving()
+        self.announce_exit()
         self._stopping.set()
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(timeout=5)
         self._lines.close()
 
-    def say_leaving(self) -> None:
-        """Tell the others that the end of this process will not be a failure."""
-        if self._warden is not None:
-            self._warden.leave()
-        with self._lock, suppress(PeerError):  # without the store nobody can be told
+    def announce_exit(self) -> None:
+        """Announce that the exit of this process will not be a failure."""
+        if self._monitor is not None:
+            self._monitor.leave()
+        with self._lock, suppress(PeerError):  # without the store no rank can be notified
             self._store.put(_left(self._rank), b"")
 
     @property
     def failure(self) -> Failure | None:
-        """The first failure of the job as far as this rank has heard."""
+        """The first failure of the job known to this rank."""
         return self._first
 
     def failure_text(self) -> str | None:
-        """The first failure in one line, for errors raised by waits that it made pointless."""
+        """Return the first failure in one line, for errors raised by interrupted waits."""
         return self._first.headline() if self._first else None
 
     def report_failure(
         self, task: str, traceback: str, exit_code: int, *, consequence: bool = False
     ) -> Failure | None:
-        """Report that this rank failed; return the failure that was first, None when the store is lost.
+        """Report that this rank failed; return the first failure of the job, None if the store is lost.
 
-        A `consequence`, a broken connection say, waits a moment for its cause to be reported.
-        All ranks print the first failure and end, this one after `own_grace` if it has not by itself.
+        A `consequence`, for example a broken connection, first waits briefly for its cause to be reported.
+        All ranks print the first failure and exit; this one is ended after `own_grace`.
         """
         own = self._processes[self._rank]
         deadline = Deadline(self.patience.blame if consequence else 0.0)
         while not deadline.over and self._first is None:
             time.sleep(0.05)
         if consequence and self._first is None:
-            # where the others are that a broken or late connection leads to
+            # a broken connection is explained by what the other ranks are doing
             others = [rank for rank in range(len(self._processes)) if rank != self._rank][:_ASKED]
             where = "".join(f"rank {rank} is in {doing}\n" for rank, doing in self.ask(others).items())
             traceback = f"{where}{traceback}"
@@ -183,6 +181,7 @@ class Watcher:
         return first
 
     def _report(self, failure: Failure) -> Failure | None:
+        """Publish a failure unless there is one; return the first."""
         try:
             with self._lock:
                 first = Failure.decode(self._store.put_once(_FAILURE, failure.encode()))
@@ -192,23 +191,25 @@ class Watcher:
         return first
 
     def _learn(self, first: Failure) -> None:
+        """Record the first failure and count this rank as having shown it."""
         if self._decide(first):
             with self._lock, suppress(PeerError):
                 self._store.add(_SHOWN, 1)
 
     def _decide(self, first: Failure) -> bool:
-        """Take a failure for the first and print it, unless there was one; whether there was none."""
+        """Record and print a failure if it is the first; return whether it was."""
         with self._deciding:
             if self._first is not None:
                 return False
             self._first = first
             grace = self.patience.own_grace if first.rank == self._rank else self.patience.peer_grace
             self._leave_at = time.monotonic() + grace
-        tell_stderr_within(first.report(self._rank))
-        tell_failure(first.rank, first.host, first.headline(), first.exit_code)
+        write_stderr_within(first.report(self._rank))
+        write_failure(first.rank, first.host, first.headline(), first.exit_code)
         return True
 
     def _await_shown(self) -> None:
+        """Wait until all ranks have printed the failure."""
         deadline = Deadline(self.patience.shown)
         with suppress(PeerError):
             while not deadline.over:
@@ -220,6 +221,7 @@ class Watcher:
     # The watcher thread
 
     def _watch(self) -> None:
+        """Run the watcher thread."""
         while not self._stopping.is_set():
             ended = self._lines.ended(self.patience.look)
             if self._stopping.is_set():
@@ -233,6 +235,7 @@ class Watcher:
             self._leave_when_due()
 
     def _look(self, ended: set[str]) -> None:
+        """Check launcher, failure key, processes of this host and loops once."""
         if _PARENT in ended:
             self._leave("its launcher is gone", LOST_PEER)
         with self._lock:
@@ -243,9 +246,9 @@ class Watcher:
         if first is not None:
             self._learn(first)
         elif dead:
-            self._blame(dead, "ended without a word (killed, out of memory, or crashed)")
-        elif self._told is not None:
-            self._report(self._told)
+            self._blame(dead, "died unexpectedly (killed, out of memory, or crashed)")
+        elif self._received is not None:
+            self._report(self._received)
         elif (astray := self._astray()) is not None:
             own = self._processes[self._rank]
             text = f"UsageError: {astray}"
@@ -254,13 +257,13 @@ class Watcher:
             self._answer()
 
     def _answer(self) -> None:
-        """Say what this rank is doing when somebody asks, because others wait for it."""
+        """Publish what this rank is doing if another rank asked, because it waits for this one."""
         if not self._answered and self._store.has(_ASK):
             self._answered = True
             self._store.put(_doing(self._rank), f"{phase.text()}, at {stack_of_main_thread()}".encode())
 
     def ask(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Ask ranks what they are doing; whoever cannot answer within seconds is missing in the result."""
+        """Ask ranks what they are doing; ranks that do not answer within seconds are left out."""
         deadline = Deadline(self.patience.answer)
         found: dict[int, str] = {}
         with suppress(PeerError):
@@ -274,11 +277,13 @@ class Watcher:
         return found
 
     def _blame(self, ranks: Sequence[int], what: str) -> None:
+        """Report dead processes of this host as the failure."""
         lost = self._processes[ranks[0]]
         names = str(lost) if len(ranks) == 1 else f"{ranks_text(list(ranks))} on {lost.host}"
         self._report(Failure(lost.rank, lost.host, "the job", f"PeerError: {names} {what}", LOST_PEER))
 
     def _leave_when_due(self) -> None:
+        """End this process when its grace period after the first failure is over."""
         first, due = self._first, self._leave_at
         if first is not None and due is not None and time.monotonic() >= due:
             self._end_noted(first.headline(), first.exit_code)
@@ -286,9 +291,9 @@ class Watcher:
     # The guard thread
 
     def _guard(self) -> None:
-        """Count own ticks, not wall time: after a stop of the whole process nothing was missed."""
-        if self._warden is not None:
-            self._warden.introduce(threading.get_native_id())
+        """Run the guard thread. It counts own ticks, so that a pause of the process is not counted."""
+        if self._monitor is not None:
+            self._monitor.introduce(threading.get_native_id())
         missed, heard, before, silence = 0.0, self._heard, time.monotonic(), self.patience.silence
         while not self._stopping.wait(self.patience.look):
             now = time.monotonic()
@@ -297,41 +302,44 @@ class Watcher:
                 missed, heard = 0.0, self._heard
                 self._deaf = False
             self._hear(deaf=self._deaf or missed > self.patience.blame)
-            # A moment later than the warden, which can name the host that is lost.
+            # A moment later than the host monitor, which can name the lost host.
             if missed >= silence + 4 * self.patience.look:
-                self._leave(f"the store was not heard of for {silence:g} s", LOST_PEER)
+                self._leave(f"the store did not answer for {silence:g} s", LOST_PEER)
             self._leave_when_due()
 
     def _hear(self, *, deaf: bool) -> None:
-        """Keep what the warden tells, or which call of this process hangs, for the watcher to report.
+        """Keep a failure from the host monitor, or a hanging call of this process, for the watcher to report.
 
-        It counts as it is where nothing is heard of the store, or the store does not confirm it in time.
+        It counts directly if the store does not answer, or does not confirm it in time.
         """
-        told = self._warden.heard() if self._warden is not None else None
-        if told is None and (hanging := self._hanging()) is not None:
+        found = self._monitor.reported() if self._monitor is not None else None
+        if found is None and (hanging := self._hanging()) is not None:
             own, text = self._processes[self._rank], f"StorageError: {hanging}; it was in {phase.text()}"
-            told = Failure(self._rank, own.host, "the storage", text, StorageError.exit_code)
-        if told is None or self._first is not None:
+            found = Failure(self._rank, own.host, "the storage", text, StorageError.exit_code)
+        if found is None or self._first is not None:
             return
-        if self._told is None:
-            self._told, self._told_at = told, time.monotonic()
-        if deaf or time.monotonic() - self._told_at >= self.patience.blame + 2 * self.patience.look:
-            self._decide(told)
+        if self._received is None:
+            self._received, self._received_at = found, time.monotonic()
+        if deaf or time.monotonic() - self._received_at >= self.patience.blame + 2 * self.patience.look:
+            self._decide(found)
 
     def _leave(self, why: str, code: int) -> None:
-        tell_stderr_within(f"torchrelay: {self._processes[self._rank]} leaves: {why}\n")
+        """End this process with a message and an exit code."""
+        write_stderr_within(f"torchrelay: {self._processes[self._rank]} exits: {why}\n")
         self._end_noted(why, code)
 
     def _end_noted(self, why: str, code: int) -> None:
-        """One thread at a time: the other would end the process while this one's note is being written."""
+        """Record the reason, then end the process; one thread at a time, as the other would cut it off."""
         with self._leaving:
             notes.make(why, code, secs=NOTE_SECS)
             self._end(code)
 
 
 def _left(rank: int) -> str:
+    """Return the key by which a rank announces a clean exit."""
     return f"left/{rank}"
 
 
 def _doing(rank: int) -> str:
+    """Return the key under which a rank publishes what it is doing."""
     return f"doing/{rank}"

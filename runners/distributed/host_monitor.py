@@ -1,11 +1,12 @@
-"""The warden of a host: a small process without torch that sees what no thread of a rank can.
+"""The host monitor: a small process without torch that sees what no thread of a rank can.
 
-    ranks of the host      a connection each; the kernel tells of their end, /proc whether they are scheduled
-    the first host's       the other hosts' wardens connect to it; both sides send ten beats per silence
+    ranks of the host      one connection each; the kernel reports their exit, /proc whether they are
+    scheduled the first host's       the other hosts' monitors connect to it; both sides send ten beats per
+    `silence`
 
-It finds ranks that are frozen, ranks that ended without a word and hosts that are silent; what it finds
-goes to all wardens and from them to all ranks. It never starves, however busy the ranks are. Ranks that
-still live half a minute after a failure are killed. It ends with the last rank of its host.
+It detects frozen ranks, ranks that exited unannounced, and silent hosts, and reports them to all monitors and
+through them to all ranks. It keeps running however busy the ranks are. It kills ranks that are still alive
+half a minute after a failure, and exits after the last rank of its host.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from functools import partial
 from typing import BinaryIO
 
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.launcher_status import Failure, tell_stderr
+from torchrelay.runners.distributed.launcher_status import Failure, write_stderr
 from torchrelay.runners.distributed.liveness import (
     JsonLineSocket,
     Message,
-    Stillness,
+    StallTimer,
     connect_to,
     pulse_of,
 )
@@ -37,19 +38,18 @@ BEATS_PER_SILENCE = 10
 CONNECT_SECS = 5.0
 COMING_SECS = 60.0
 STRANGERS = 256
-"""Connections that have not said who they are; more of them, and the oldest goes: our own say it at once."""
+"""Most unidentified connections; more, and the oldest is closed: own processes identify themselves soon."""
 LOST_PEER = 6
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What a warden is told at its start.
+    """The start parameters of a host monitor.
 
-    `silence`, `look`, `kill` (how long ranks may live after a failure) and `hung` (how long a main thread may
-    be in one uninterruptible call) are in seconds. `shared` says
-    that other hosts' wardens come to this one, `hub` where the first host's is (`addresses`, `port`, `host`,
-    `ranks`), None for that one itself.
+    Seconds: `silence`, `look`, `kill` (how long ranks may live after a failure) and `hung` (how long a main
+    thread may be in one uninterruptible call). `shared`: monitors of other hosts connect to this one. `hub`:
+    the first host's monitor (`addresses`, `port`, `host`, `ranks`), None for that one itself.
     """
 
     token: str
@@ -64,7 +64,7 @@ class Orders:
 
     @classmethod
     def decode(cls, line: bytes) -> Orders:
-        """Read what `encode` of the line's other end made."""
+        """Decode the line that a rank sends at the start."""
         fields = json.loads(line)
         fields["pids"] = {int(rank): pid for rank, pid in fields["pids"].items()}
         return cls(**fields)
@@ -83,27 +83,27 @@ class Rank:
     left: bool = False
     ended: bool = False
     warned: bool = False
-    frozen: Stillness = field(default_factory=Stillness)
-    main: Stillness = field(default_factory=Stillness)
+    frozen: StallTimer = field(default_factory=StallTimer)
+    main: StallTimer = field(default_factory=StallTimer)
 
     @property
     def gone(self) -> bool:
-        """Whether nothing more is expected of it."""
+        """True if nothing more is expected of this rank."""
         return self.left or self.ended
 
     def was(self) -> str:
-        """What it said last that it was doing."""
+        """Describe what the rank was doing when it last reported it."""
         if self.phase is None:
-            return "what it was doing is not known"
+            return "its last activity is unknown"
         with suppress(OSError):
             text = os.pread(self.phase.fileno(), 4096, 0).rstrip(b"\0").decode(errors="replace")
             return f"it was in {text}"
-        return "what it was doing is not known"
+        return "its last activity is unknown"
 
 
 @dataclass
 class Host:
-    """Another host, by the connection to its warden; nothing is expected after a `bye`."""
+    """Another host, by the connection to its monitor; nothing is expected after a `bye`."""
 
     line: JsonLineSocket
     name: str
@@ -112,8 +112,8 @@ class Host:
     left: bool = False
 
 
-class Warden:
-    """The state of a warden; `round` looks once at everything."""
+class HostMonitor:
+    """The state of a host monitor; each `round` checks everything once."""
 
     def __init__(self, orders: Orders, listener: socket.socket) -> None:
         self.orders = orders
@@ -136,7 +136,7 @@ class Warden:
         self._beat_at = self._failed_at = 0.0
 
     def join(self) -> None:
-        """Connect to the first host's warden; what hinders it is a failure of the job."""
+        """Connect to the first host's monitor; an error is a failure of the job."""
         if self.orders.hub is None:
             return
         hub = self.orders.hub
@@ -149,14 +149,14 @@ class Warden:
                 return
         self._fail(
             min(self._ranks),
-            f"{self.orders.host} reaches the warden of {hub['host']} at none of "
+            f"{self.orders.host} cannot reach the host monitor of {hub['host']} at any of "
             f"{', '.join(hub['addresses'])} (port {hub['port']}): "
-            "let the processes of all hosts connect to each other",
+            "allow connections between all hosts",
         )
 
     @property
     def done(self) -> bool:
-        """Whether no rank of this host needs watching any more."""
+        """True if no rank of this host needs to be watched any more."""
         if time.monotonic() - self._began < COMING_SECS and any(
             rank.line is None and not rank.gone for rank in self._ranks.values()
         ):
@@ -164,30 +164,32 @@ class Warden:
         return all(rank.gone or rank.line is None for rank in self._ranks.values())
 
     def round(self) -> None:
-        """Wait for at most a look for something to happen, hear it, and look at everything when due."""
+        """Wait at most one `look` for events, handle them, and check everything if due."""
         for descriptor, _ in self._poll.poll(int(self.orders.look * 1000)):
-            if descriptor in self._on:  # else another message of the same moment has closed it
+            if descriptor in self._on:  # else another event of this round has closed it
                 self._on[descriptor]()
         now = time.monotonic()
         passed = now - self._looked_at
         if passed >= self.orders.look / 2:
             self._looked_at = now
-            self._look(min(passed, 2 * self.orders.look), now)  # a pause of this process is no silence
+            self._look(
+                min(passed, 2 * self.orders.look), now
+            )  # a pause of this process does not count as silence
 
     def leave(self) -> None:
-        """Tell the other wardens that nothing is expected of this host any more."""
+        """Announce to the other monitors that nothing is expected of this host any more."""
         for host in self._hosts:
             host.line.send({"bye": True})
 
-    # Hearing
+    # Messages
 
     def _listen_to(self, descriptor: int, act: Callable[[], None]) -> None:
-        """From now on call `act` when there is something to read."""
+        """Call `act` whenever there is something to read."""
         self._on[descriptor] = act
         self._poll.register(descriptor, select.POLLIN)
 
     def _listen_to_line(self, line: JsonLineSocket, act: Callable[[], None]) -> None:
-        """The same for a connection; it is forgotten once it is closed."""
+        """Do the same for a connection, until it is closed."""
         descriptor = line.link.fileno()
 
         def hear() -> None:
@@ -198,33 +200,36 @@ class Warden:
         self._listen_to(descriptor, hear)
 
     def _ignore(self, descriptor: int) -> None:
+        """Stop listening to a descriptor."""
         if self._on.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
 
     def _accept(self) -> None:
+        """Accept a connection, and close the oldest unidentified one if there are too many."""
         with suppress(OSError):
             line = JsonLineSocket(self._listener.accept()[0])
             self._strangers[line] = None
             self._listen_to_line(line, partial(self._greet, line))
             if len(self._strangers) > STRANGERS:
                 oldest = next(iter(self._strangers))
-                self._greet(oldest)  # it may have spoken meanwhile
+                self._greet(oldest)  # its first message may have arrived by now
                 if oldest in self._strangers:
-                    self._send_away(oldest)
+                    self._reject(oldest)
 
-    def _send_away(self, line: JsonLineSocket) -> None:
+    def _reject(self, line: JsonLineSocket) -> None:
+        """Close an unidentified connection."""
         self._strangers.pop(line, None)
         self._ignore(line.link.fileno())
         line.close()
 
     def _greet(self, line: JsonLineSocket) -> None:
-        """The first message says with the session's token who it is."""
+        """Read the first message, which identifies a rank or host by the session's token."""
         hello = line.first()
         if hello is None and not line.closed:
             return
         hello = hello or {}
         if hello.get("token") != self.orders.token:
-            self._send_away(line)
+            self._reject(line)
             return
         self._strangers.pop(line, None)
         self._ignore(line.link.fileno())
@@ -234,24 +239,28 @@ class Warden:
             self._take_rank(self._ranks[hello["rank"]], line, hello)
 
     def _take_host(self, host: Host) -> None:
+        """Add a connection of another host's monitor."""
         self._hosts.append(host)
-        self._listen_to_line(host.line, partial(self._hear_host, host))
-        self._tell_all_again(host.line)
-        self._hear_host(host)  # what came with its first message
+        self._listen_to_line(host.line, partial(self._receive_from_host, host))
+        self._send_failure(host.line)
+        self._receive_from_host(host)  # messages that arrived with the first one
 
     def _take_rank(self, rank: Rank, line: JsonLineSocket, hello: Message) -> None:
+        """Add the connection of a rank."""
         rank.line, rank.thread = line, int(hello["thread"])
         with suppress(OSError):
             rank.phase = open(hello["phase"], "rb", buffering=0)  # noqa: SIM115 - open as long as the rank
-        self._listen_to_line(line, partial(self._hear_rank, rank))
-        self._tell_all_again(line)
-        self._hear_rank(rank)
+        self._listen_to_line(line, partial(self._receive_from_rank, rank))
+        self._send_failure(line)
+        self._receive_from_rank(rank)
 
-    def _tell_all_again(self, line: JsonLineSocket) -> None:
+    def _send_failure(self, line: JsonLineSocket) -> None:
+        """Send the first failure, if there is one."""
         if self.failure is not None:
             line.send({"failure": self.failure.encode().decode()})
 
-    def _hear_rank(self, rank: Rank) -> None:
+    def _receive_from_rank(self, rank: Rank) -> None:
+        """Handle messages of a rank, and its exit if the kernel cannot report it."""
         if rank.line is None:
             return
         if any("left" in message for message in rank.line.receive()):
@@ -260,16 +269,17 @@ class Warden:
             self._note_end(rank)
 
     def _note_end(self, rank: Rank) -> None:
-        """Its process has ended; what it said before comes first."""
+        """Handle the exit of a rank's process, after its last messages."""
         if rank.descriptor is not None:
             self._ignore(rank.descriptor)
-            self._hear_rank(rank)
+            self._receive_from_rank(rank)
         rank.ended = True
         if not rank.left:
-            why = "ended without a word (killed, out of memory, or crashed)"
+            why = "died unexpectedly (killed, out of memory, or crashed)"
             self._fail(rank.rank, f"{why}; {rank.was()}")
 
-    def _hear_host(self, host: Host) -> None:
+    def _receive_from_host(self, host: Host) -> None:
+        """Handle messages of another host, and the loss of its connection."""
         for message in host.line.receive():
             host.silent = 0.0
             host.left = host.left or "bye" in message
@@ -277,11 +287,14 @@ class Warden:
                 self._spread(Failure.decode(message["failure"].encode()))
         if host.line.closed and not host.left:
             host.left = True
-            self._lose(host, "ended without a word: all its processes are gone, or its warden was killed")
+            self._lose(
+                host, "disconnected unexpectedly: all its processes are gone, or its monitor was killed"
+            )
 
-    # Looking
+    # Checks
 
     def _look(self, passed: float, now: float) -> None:
+        """Check ranks and hosts, send beats, and kill ranks when due."""
         for rank in self._ranks.values():
             if not rank.gone and rank.line is not None:
                 self._look_at(rank, passed)
@@ -289,9 +302,7 @@ class Warden:
             host.silent += passed
             if host.silent >= self.orders.silence and not host.left:
                 host.left = True
-                self._lose(
-                    host, f"was not heard of for {host.silent:.0f} s (host or network lost, or frozen)"
-                )
+                self._lose(host, f"was silent for {host.silent:.0f} s (host or network lost, or frozen)")
         if now - self._beat_at >= self.orders.silence / BEATS_PER_SILENCE:
             self._beat_at = now
             for host in self._hosts:
@@ -300,57 +311,63 @@ class Warden:
             self._kill()
 
     def _look_at(self, rank: Rank, passed: float) -> None:
-        still = rank.frozen.look(pulse := pulse_of(rank.pid, rank.thread), passed)
+        """Check if a rank is frozen or hangs in one system call."""
+        still = rank.frozen.update(pulse := pulse_of(rank.pid, rank.thread), passed)
         if pulse is not None and still >= self.orders.silence:
-            what = f"has been frozen for {still:.0f} s ({pulse.meaning()}); no stack can be had of it"
+            what = f"has been frozen for {still:.0f} s ({pulse.meaning()}); its stack cannot be read"
             self._fail(rank.rank, f"{what}; {rank.was()}")
         pulse = pulse_of(rank.pid, rank.pid)
-        hung = rank.main.look(pulse if pulse and pulse.state == "D" else None, passed)
+        hung = rank.main.update(pulse if pulse and pulse.state == "D" else None, passed)
         if hung >= self.orders.silence and not rank.warned:
             rank.warned = True
             what = f"has been in one system call for {hung:.0f} s"
-            tell_stderr(f"torchrelay: {self._name(rank.rank)} {what}; {rank.was()}\n")
+            write_stderr(f"torchrelay: {self._name(rank.rank)} {what}; {rank.was()}\n")
         if hung >= self.orders.hung:
             self._fail(rank.rank, f"has been in one system call for {hung:.0f} s; {rank.was()}")
 
-    # Telling
+    # Reports
 
     def _lose(self, host: Host, what: str) -> None:
+        """Report the loss of a host."""
         ranks = f"rank{'s' if len(host.ranks) > 1 else ''} {', '.join(map(str, host.ranks[:16]))}"
         self._spread(_failure(host.ranks[0], host.name, f"host {host.name} with {ranks} {what}"))
 
     def _fail(self, rank: int, what: str) -> None:
+        """Report the failure of a rank of this host."""
         self._spread(_failure(rank, self.orders.host, f"{self._name(rank)} {what}"))
 
     def _name(self, rank: int) -> str:
+        """Name a rank of this host in messages."""
         return f"rank {rank} (pid {self.orders.pids[rank]} on {self.orders.host})"
 
     def _spread(self, failure: Failure) -> None:
-        """Tell all ranks and wardens of the first failure."""
+        """Record the first failure and send it to all ranks and monitors."""
         if self.failure is not None:
             return
         self.failure, self._failed_at = failure, time.monotonic()
         lines = [rank.line for rank in self._ranks.values()] + [host.line for host in self._hosts]
         for line in lines:
             if line is not None and not line.closed:
-                self._tell_all_again(line)
+                self._send_failure(line)
 
     def _kill(self) -> None:
+        """Kill the ranks that are still alive."""
         for rank in self._ranks.values():
             if not rank.gone and rank.descriptor is not None:
-                what = f"is killed: it lives {self.orders.kill:g} s after the failure"
-                tell_stderr(f"torchrelay: {self._name(rank.rank)} {what}\n")
+                what = f"is killed: it is still alive {self.orders.kill:g} s after the failure"
+                write_stderr(f"torchrelay: {self._name(rank.rank)} {what}\n")
                 with suppress(OSError):
                     signal.pidfd_send_signal(rank.descriptor, signal.SIGKILL)
                 rank.left = True
 
 
 def _failure(rank: int, host: str, text: str) -> Failure:
+    """Make a failure that is a lost peer."""
     return Failure(rank, host, "the job", f"PeerError: {text}", LOST_PEER)
 
 
 def listen(*, shared: bool) -> socket.socket:
-    """Listen where the own ranks, and with `shared` the other hosts, can connect; raises OSError."""
+    """Listen for the own ranks, and with `shared` for other hosts; raises OSError."""
     listener = None
     if shared and socket.has_dualstack_ipv6():
         with suppress(OSError):
@@ -361,15 +378,15 @@ def listen(*, shared: bool) -> socket.socket:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Read orders from stdin, print the port, watch until the ranks are gone."""
-    for name in _IGNORED:  # a launcher's signals are for the ranks; the warden ends with them
+    """Read the orders from stdin, print the port, and watch until all ranks are gone."""
+    for name in _IGNORED:  # a launcher's signals are for the ranks; the monitor exits after them
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     orders = Orders.decode(sys.stdin.buffer.readline())
     listener = listen(shared=orders.shared)
-    warden = Warden(orders, listener)
-    warden.join()
-    print(listener.getsockname()[1], flush=True)  # not before: no rank goes on whose host would not be missed
+    monitor = HostMonitor(orders, listener)
+    monitor.join()
+    print(listener.getsockname()[1], flush=True)  # only now: no rank continues unmonitored
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    while not warden.done:
-        warden.round()
-    warden.leave()
+    while not monitor.done:
+        monitor.round()
+    monitor.leave()

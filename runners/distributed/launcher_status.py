@@ -1,11 +1,11 @@
-"""What others hear of a process that ends: the first failure, last words, files for its launcher.
+"""Outputs of a process that ends: the first failure, final calls, and files for its launcher.
 
-    run.json       which run it is, once its log is ours: only then does its status.json speak of this attempt
+    run.json       the run, written once its log is held: then its status.json describes this attempt
     failure.json   the first failure that the ranks agreed on
     agent_N.json   how the agent of a node ended, and which of its ranks failed
 
-They are in the attempt's directory. Where no launcher asked (`TORCHRELAY_LAUNCH_DIR` is not set) nothing is
-written; what cannot be written is left out, because training does not depend on it.
+The files are in the attempt's directory (`TORCHRELAY_LAUNCH_DIR`); without one nothing is written. Write
+errors are ignored, because training does not depend on them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_TRACEBACK = 64 << 10
 
 @dataclass(frozen=True)
 class Failure:
-    """What failed first: who, doing what, with which traceback, and the code to end with."""
+    """The first failure of a job: rank, host, task, traceback and exit code."""
 
     rank: int
     host: str
@@ -38,19 +38,19 @@ class Failure:
     exit_code: int
 
     def encode(self) -> bytes:
-        """Return the failure as the store keeps it; a very long traceback keeps its end."""
+        """Encode the failure for the store; a very long traceback keeps its end."""
         fields = asdict(self) | {"traceback": self.traceback[-_MOST_TRACEBACK:]}
         return json.dumps(fields).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Failure:
-        """Read a failure back."""
+        """Decode a failure."""
         return cls(**json.loads(data))
 
     def headline(self) -> str:
-        """Say who failed at what, and the last line of why."""
+        """Return rank, host, task and the last line of the traceback."""
         lines = self.traceback.strip().splitlines()
-        return f"rank {self.rank} on {self.host} failed in {self.task}: {lines[-1] if lines else 'no reason'}"
+        return f"rank {self.rank} on {self.host} failed in {self.task}: {lines[-1] if lines else 'unknown'}"
 
     def report(self, rank: int) -> str:
         """Return the text that `rank` prints."""
@@ -65,53 +65,55 @@ NOTE_SECS = 2.0
 
 
 class Calls(list[Callable[..., None]]):
-    """What is to be called before the process ends, in threads of their own."""
+    """Functions to call before the process ends, each in a thread of its own."""
 
     def forget(self, call: Callable[..., None]) -> None:
-        """It is not needed any more; may be called again."""
+        """Remove a call; does nothing if it is not registered."""
         if call in self:
             self.remove(call)
 
     def make(self, *values: Any, secs: float) -> None:
-        """Call them all, side by side, and wait for at most so many seconds each; never raises."""
+        """Call all in parallel with these values, each for at most `secs`; never raises."""
         _within(secs, [partial(call, *values) for call in self])
 
 
 notes = Calls()
-"""Are given a reason and an exit code before a failure ends the process from a thread."""
-last_words = Calls()
+"""Called with a reason and an exit code before a thread ends the process because of a failure."""
+final_calls = Calls()
 
 
 def end_process(code: int) -> None:
-    """Flush what was printed and end this process at once, wherever its threads are.
+    """Flush the output and end this process at once, also while its threads are busy.
 
-    Of a run in a store what its files say is put up first, for at most four seconds.
+    The files of a remote run are uploaded first, for at most four seconds.
     """
-    last_words.make(secs=SECS)
+    final_calls.make(secs=SECS)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # closed, or the reader is gone
+        except (OSError, ValueError):  # closed, or nothing reads it any more
             continue
     os._exit(code)
 
 
-def tell_stderr(text: str) -> None:
-    """Print why this process ends; never raises. Whoever read it may be gone with the launcher."""
+def write_stderr(text: str) -> None:
+    """Write to stderr; never raises, because the reader may have gone with the launcher."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
-def tell_stderr_within(text: str, secs: float = SECS) -> None:
-    """The same for at most so many seconds: whoever read it may read no more, and keeps nobody from ending.
+def write_stderr_within(text: str, secs: float = SECS) -> None:
+    """Write to stderr for at most `secs`, because a reader that has stopped reading must not block the exit.
 
-    Where no thread can be made nothing is told.
+    Nothing is written if no thread can be started.
     """
-    _within(secs, [lambda: tell_stderr(text)])
+    _within(secs, [lambda: write_stderr(text)])
 
 
 def _within(secs: float, calls: Sequence[Callable[[], None]]) -> None:
+    """Run calls in threads, each for at most `secs`; errors are ignored."""
+
     def quietly(call: Callable[[], None]) -> None:
         with suppress(Exception):
             call()
@@ -119,7 +121,7 @@ def _within(secs: float, calls: Sequence[Callable[[], None]]) -> None:
     threads = []
     for call in calls:
         thread = threading.Thread(target=quietly, args=(call,), daemon=True)
-        with suppress(RuntimeError):  # no more threads in this process, which has to end all the same
+        with suppress(RuntimeError):  # no more threads available; the process ends all the same
             thread.start()
             threads.append(thread)
     for thread in threads:
@@ -131,28 +133,28 @@ LAUNCH_ID = "TORCHRELAY_LAUNCH_ID"
 ATTEMPT = "TORCHRELAY_LAUNCH_ATTEMPT"
 NODE = "TORCHRELAY_LAUNCH_NODE"
 NODE_IN = "TORCHRELAY_LAUNCH_NODE_IN"
-"""Names the variable in which a scheduler tells an agent which node it is, from 0, in place of NODE."""
+"""Name of the variable in which a scheduler gives an agent its node number, from 0, instead of NODE."""
 LAUNCHER = "TORCHRELAY_LAUNCHER_PID"
 _MOST = 1 << 20
 
 
-def tell_run(run: Path) -> None:
-    """Told by the process that writes the run directory, from now on; the newest one told counts."""
-    _tell("run.json", {"run": str(run), "host": socket.gethostname(), "pid": os.getpid()})
+def write_run(run: Path) -> None:
+    """Write which run this process works on; the newest call counts."""
+    _write("run.json", {"run": str(run), "host": socket.gethostname(), "pid": os.getpid()})
 
 
-def tell_failure(rank: int, host: str, text: str, exit_code: int) -> None:
-    """The first failure of the job, told by whichever rank is the first to do so."""
-    _tell("failure.json", {"rank": rank, "host": host, "text": text, "exit_code": exit_code}, once=True)
+def write_failure(rank: int, host: str, text: str, exit_code: int) -> None:
+    """Write the first failure of the job; only the first rank that calls it does so."""
+    _write("failure.json", {"rank": rank, "host": host, "text": text, "exit_code": exit_code}, once=True)
 
 
-def tell_agent(node: int, end: Mapping[str, Any]) -> None:
-    """How an agent of torchrun ended."""
-    _tell(f"agent_{node}.json", end)
+def write_agent(node: int, end: Mapping[str, Any]) -> None:
+    """Write how an agent of torchrun ended."""
+    _write(f"agent_{node}.json", end)
 
 
-def heard(directory: Path, name: str) -> dict[str, Any]:
-    """What was told in a file; empty where nothing was, or nothing that can be read."""
+def read_status(directory: Path, name: str) -> dict[str, Any]:
+    """Read a status file; empty if it is missing or unreadable."""
     try:
         with (directory / name).open("rb") as file:
             found = json.loads(file.read(_MOST))
@@ -161,7 +163,8 @@ def heard(directory: Path, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _tell(name: str, what: Mapping[str, Any], *, once: bool = False) -> None:
+def _write(name: str, what: Mapping[str, Any], *, once: bool = False) -> None:
+    """Publish a JSON file in the launch directory, if there is one."""
     directory = os.environ.get(DIRECTORY)
     if not directory:
         return

@@ -1,14 +1,14 @@
-"""Whether processes live, told by the kernel, by /proc and by messages over sockets that never block.
+"""Detect dead and frozen processes by the kernel, by /proc and by messages over non-blocking sockets.
 
-A `pidfd` becomes readable when its process ends, also as a zombie, and is not fooled by a pid that is used
-again. It sees only processes of the own pid namespace.
+A `pidfd` becomes readable when its process ends, also as a zombie, and is not confused by a reused pid. It
+only sees processes of the own pid namespace.
 
-A watcher's thread is scheduled at least twice a second however busy its process is: it looks, or it asks
-for Python's lock every 5 ms. So its count of context switches stands still only where the kernel does
-not run the process at all: stopped, in a freezer, or traced.
+A watcher thread is scheduled at least twice a second, however busy its process is, because it polls or asks
+for Python's lock every 5 ms. So its count of context switches stands still only if the kernel does not run
+the process at all: stopped, in a freezer, or traced.
 
-Messages are short JSON, one per line. Whatever is odd in them (too long, no JSON object) ends the connection:
-only our own processes talk here.
+Messages are short JSON objects, one per line. An invalid message ends the connection: only own processes
+connect here.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _NAMESPACE = Path("/proc/self/ns/pid")
 
 @dataclass(frozen=True)
 class Pulse:
-    """A thread at one moment: the kernel's letter for its state, and how often it was scheduled."""
+    """State of a thread at one moment: the kernel's letter, and how often it was scheduled."""
 
     state: str
     switches: int
 
     def meaning(self) -> str:
-        """Say what the state is."""
+        """Describe the state."""
         return f"state {self.state}, {_STATES.get(self.state, 'not scheduled')}"
 
 
 def pulse_of(pid: int, thread: int) -> Pulse | None:
-    """Look at a thread; None where it is gone or the system does not tell."""
+    """Read the state of a thread; None if it is gone or not visible."""
     try:
         text = Path(f"/proc/{pid}/task/{thread}/status").read_text()
     except (OSError, UnicodeDecodeError):
@@ -58,15 +58,15 @@ def pulse_of(pid: int, thread: int) -> Pulse | None:
         return None
 
 
-class Stillness:
-    """For how long a pulse has not moved, counted in the looks of whoever looks."""
+class StallTimer:
+    """Measure how long a thread has not been scheduled, sampled by the caller."""
 
     def __init__(self) -> None:
         self.secs = 0.0
         self.pulse: Pulse | None = None
 
-    def look(self, pulse: Pulse | None, passed_secs: float) -> float:
-        """Note what is seen now and how long ago the last look was; return the seconds without a move."""
+    def update(self, pulse: Pulse | None, passed_secs: float) -> float:
+        """Add a sample, taken `passed_secs` after the previous one; return the seconds of the stall."""
         still = pulse is not None and self.pulse is not None and pulse.switches == self.pulse.switches
         self.secs = self.secs + passed_secs if still else 0.0
         self.pulse = pulse
@@ -75,7 +75,7 @@ class Stillness:
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process as its peers know it; `group` is the same where processes can see each other."""
+    """A process as other ranks know it; processes of the same `group` can see each other."""
 
     rank: int
     pid: int
@@ -89,29 +89,29 @@ class ProcessId:
 def own_process(rank: int) -> ProcessId:
     """Describe this process."""
 
-    def told(ask: Callable[[], object]) -> str:
+    def answer(ask: Callable[[], object]) -> str:
         try:
             return str(ask()).strip()
         except OSError:
             return "unknown"
 
     host = socket.gethostname()
-    boot, namespace = told(Path("/proc/sys/kernel/random/boot_id").read_text), told(_NAMESPACE.readlink)
+    boot, namespace = answer(Path("/proc/sys/kernel/random/boot_id").read_text), answer(_NAMESPACE.readlink)
     return ProcessId(rank, os.getpid(), host, f"{host}/{boot}/{namespace}")
 
 
 def is_orphan(parent: int) -> bool:
-    """Whether the launcher is gone that was the parent, by this pid, when this process asked first.
+    """Return True if the launcher, which had this pid when the process asked first, is gone.
 
-    It was gone before where init has adopted this process. The first process of a container may be the
-    launcher, which is a Python program, or what that started, which has its variables.
+    A process adopted by init is an orphan too. In a container the first process may be the launcher itself: a
+    Python program, or one whose child has its variables.
     """
     if os.getppid() != parent or parent != 1:
         return os.getppid() != parent
     try:
         words = Path("/proc/1/cmdline").read_bytes().split(b"\0")[:2]
         started = b"TORCHELASTIC_RUN_ID=" in Path("/proc/1/environ").read_bytes()
-    except PermissionError:  # of another user's
+    except PermissionError:  # a process of another user
         started = False
     except OSError:
         return False
@@ -119,7 +119,7 @@ def is_orphan(parent: int) -> bool:
 
 
 class LifeLines:
-    """Watches processes of this pid namespace by names of one's own; close it after use."""
+    """Watch named processes of this pid namespace; close it after use."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._names: dict[int, str] = {}
@@ -129,10 +129,10 @@ class LifeLines:
             self._watch(name, pid)
 
     def ended(self, wait_secs: float = 0.0) -> set[str]:
-        """Wait at most `wait_secs` for an end that was not told yet; return those that ended just now."""
+        """Wait at most `wait_secs` for an exit; return the names that exited since the last call."""
         events = self._poll.poll(int(wait_secs * 1000))
-        told, self._ended = self._ended, set()
-        return told | {self._forget(descriptor) for descriptor, _ in events}
+        names, self._ended = self._ended, set()
+        return names | {self._forget(descriptor) for descriptor, _ in events}
 
     def close(self) -> None:
         """Stop watching."""
@@ -140,24 +140,26 @@ class LifeLines:
             self._forget(descriptor)
 
     def _watch(self, name: str, pid: int) -> None:
+        """Open a descriptor of a process."""
         try:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             self._ended.add(name)
-        except (AttributeError, OSError):  # an old kernel, or not Linux: heartbeats alone must do
+        except (AttributeError, OSError):  # an old kernel, or not Linux: only heartbeats are available
             return
         else:
             self._names[descriptor] = name
             self._poll.register(descriptor, select.POLLIN)
 
     def _forget(self, descriptor: int) -> str:
+        """Close a descriptor and return its name."""
         self._poll.unregister(descriptor)
         os.close(descriptor)
         return self._names.pop(descriptor)
 
 
 def by_group(processes: Iterable[ProcessId]) -> dict[str, list[int]]:
-    """Return the ranks of each group, groups and ranks in rank order."""
+    """Return the ranks of each group; groups and ranks in rank order."""
     groups: dict[str, list[int]] = {}
     for process in sorted(processes, key=lambda process: process.rank):
         groups.setdefault(process.group, []).append(process.rank)
@@ -170,7 +172,7 @@ _MOST_BYTES = 256 << 10
 
 
 class JsonLineSocket:
-    """One end of a connection; `closed` once the other end is gone or talked nonsense."""
+    """One end of a connection; `closed` after the other end is gone or sent an invalid message."""
 
     def __init__(self, link: socket.socket) -> None:
         link.setblocking(False)
@@ -183,7 +185,7 @@ class JsonLineSocket:
         self._come: list[Message] = []
 
     def send(self, message: Message) -> None:
-        """Send a message, or keep it until the next send where the other end takes nothing now."""
+        """Send a message; if the other end cannot take it now, keep it for the next send."""
         self._unsent += json.dumps(message).encode() + b"\n"
         if len(self._unsent) > _MOST_BYTES:
             self.closed = True
@@ -196,17 +198,18 @@ class JsonLineSocket:
                 self.closed = True
 
     def first(self) -> Message | None:
-        """Return only the next message, if one has come; never waits."""
+        """Return only the next received message, if any; never waits."""
         self._read()
         return self._come.pop(0) if self._come else None
 
     def receive(self) -> list[Message]:
-        """Return the messages that have come; never waits."""
+        """Return the received messages; never waits."""
         self._read()
         come, self._come = self._come, []
         return come
 
     def _read(self) -> None:
+        """Read what has arrived and split it into messages."""
         while not self.closed:
             try:
                 data = self.link.recv(1 << 16)
@@ -220,9 +223,9 @@ class JsonLineSocket:
         try:
             come = [json.loads(line) for line in whole]
             if not all(isinstance(one, dict) for one in come):
-                raise ValueError("no object")
+                raise ValueError("not an object")
             self._come += come
-        except (ValueError, RecursionError):  # the second: thousands of brackets, within each other
+        except (ValueError, RecursionError):  # the second: thousands of nested brackets
             self.closed = True
 
     def close(self) -> None:

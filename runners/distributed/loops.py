@@ -1,12 +1,12 @@
-"""Which loops over `ctx.steps` a process makes in the running group: what ranks compare to find one astray.
+"""Record this process's loops over `ctx.steps`, and compare them to find ranks that diverged.
 
-All ranks of a task make the same loops, and leave each at the same step. A rank that breaks out of a loop
-alone, or makes one that others do not, would have them wait for it. So whoever waits, has failed, or has left
-a loop before its end shows a `note` of its loops to the others, and who gets no further looks for a
-contradiction. A note is final: batches only grow, and a loop that was left is not entered again.
+All ranks of a task run the same loops and leave each at the same step. If a rank breaks out of a loop alone,
+or runs a loop that others do not, the others would wait for it forever. So a rank that waits, has failed, or
+has left a loop early publishes a `note` of its loops, and waiting ranks compare notes. A note is final: batch
+counts only grow, and a loop that was left is not entered again.
 
-A rank that leaves in the very batch in which another one waits for it in a collective of the program is told
-from one that is merely faster by counting collectives, once the other has stood still for seconds.
+A rank may leave in the same batch in which another one waits for it in a collective. Counting collectives,
+after the other has stood still for seconds, distinguishes this from a rank that is merely faster.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torchrelay.records import dataclass
 
 ALL = "all"
 REMEDY = (
-    "all ranks of a task make the same loops and leave them at the same step: decide a break together "
-    "(torch.distributed.all_reduce), and give a loop of one rank a task of its own (@job.epoch(on='rank0'))"
+    "all ranks of a task must run the same loops and leave them at the same step: agree on a break with "
+    "torch.distributed.all_reduce, or move a loop of one rank to its own task (@job.epoch(on='rank0'))"
 )
 
 Note = Mapping[str, Any]
-"""JSON: run, over, failed, collectives, still; by the ranks that agree, loops as [batches, state, loader].
+"""JSON: run, over, failed, collectives, still; loops as [batches, state, loader] by the ranks that agree.
 
-`asks` is the newest question of all ranks to each other: how many there were, which, in which open loops.
+`asks` is the newest call in which all ranks wait for each other: count, name, positions in open loops.
 """
 
 OPEN, ENDED, LEFT = "open", "ended", "left"
-"""A loop that goes on, that all have ended together, that this rank has left before."""
+"""A running loop; one that all ranks ended together; one that this rank left early."""
 STILL_SECS = 10.0
 
 
 @dataclass
 class LoopRecord:
-    """One loop: its number among those of the same ranks, its loader, the batches begun, how it stands."""
+    """One loop: its number among those of the same ranks, its loader, batches begun, and state."""
 
     number: int
     what: str
@@ -46,9 +46,9 @@ class LoopRecord:
 
 
 class Loops:
-    """Mutable; one per session. `show` puts a note of them where the others look.
+    """The loops of one session. `show` publishes a note of them for other ranks.
 
-    `collectives()` counts those that this process has begun in the group of all ranks.
+    `collectives()` counts those that this process has started in the default group.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Loops:
 
     @contextmanager
     def of_group(self) -> Iterator[None]:
-        """A group runs on all ranks: they begin to count anew, and after it go on as before."""
+        """Start new counts for a group that runs on all ranks; restore the old ones afterwards."""
         outer = self._made, self._over, self._failed, self._asks
         self._run += 1
         self._made, self._over, self._failed, self._asks = {}, False, False, (0, "", [])
@@ -73,7 +73,7 @@ class Loops:
 
     @contextmanager
     def of_tasks(self) -> Iterator[None]:
-        """The process runs its tasks of the group, and makes no loop after them."""
+        """Mark the end of this process's tasks of the group: it runs no loop afterwards."""
         try:
             yield
         except BaseException:
@@ -83,35 +83,35 @@ class Loops:
         self._over = True
 
     def ask(self, what: str) -> None:
-        """All ranks are about to wait for each other, in the batches that they are in now."""
+        """Record that all ranks are about to wait for each other, at their current batches."""
         within = [(one.number, one.taken) for one in self._made.get(ALL, ()) if one.state == OPEN]
         self._asks = self._asks[0] + 1, what, within
 
     def enter(self, among: str, what: str) -> LoopRecord:
-        """A loop begins that the ranks `among` make together."""
+        """Begin a loop that the ranks `among` run together."""
         made = self._made.setdefault(among, [])
         made.append(LoopRecord(len(made), what))
         self._moved = time.monotonic()
         return made[-1]
 
     def begin(self, made: LoopRecord) -> None:
-        """The next batch of a loop begins."""
+        """Begin the next batch of a loop."""
         made.taken += 1
         self._moved = time.monotonic()
 
     def leave(self, made: LoopRecord, *, early: bool) -> None:
-        """A loop is over here: for all ranks, or `early`, before they have agreed on that."""
+        """End a loop: for all ranks, or `early`, before they have agreed on that."""
         made.state = LEFT if early else ENDED
         if early:
             self.show()
 
     def still_for(self, secs: float) -> bool:
-        """Whether a loop is open that has begun nothing for so long."""
+        """Return True if a loop is open and nothing began for `secs`."""
         is_open = any(made.state == OPEN for some in list(self._made.values()) for made in some)
         return is_open and time.monotonic() - self._moved > secs
 
     def note(self, *, over: bool = False) -> Note:
-        """What the others may see; `over` where all loops of the group are made."""
+        """Return the note for other ranks; `over` after all loops of the group."""
         made = {
             among: [[one.taken, one.state, one.what] for one in list(some)]
             for among, some in list(self._made.items())
@@ -128,7 +128,7 @@ class Loops:
 
 
 def contradiction(rank: int, note: Note, other: int, others: Note) -> str | None:
-    """Why two ranks cannot both be right, in words; None where one may only be slower."""
+    """Describe why the loops of two ranks contradict each other; None if one may only be slower."""
     if note["run"] != others["run"]:
         return None
     alone = _asks_alone(rank, note, other, others) or _asks_alone(other, others, rank, note)
@@ -144,7 +144,7 @@ def contradiction(rank: int, note: Note, other: int, others: Note) -> str | None
 
 
 def first_contradiction(notes: Sequence[Note]) -> str | None:
-    """The same of all ranks, in rank order, when their tasks are over."""
+    """Describe the first contradiction among all ranks after their tasks are over."""
     for among in {among: None for note in notes for among in note["made"]}:
         ranks = range(len(notes)) if among == ALL else [int(rank) for rank in among.split(",")]
         for rank in ranks:
@@ -156,25 +156,25 @@ def first_contradiction(notes: Sequence[Note]) -> str | None:
 
 
 def _asks_alone(rank: int, note: Note, other: int, others: Note) -> str | None:
-    """How `rank` asks what `other` has passed without asking."""
+    """Describe a call that `rank` made in a batch which `other` has passed without it."""
     count, what, within = note["asks"]
     theirs = others["made"].get(ALL, [])
     for number, taken in within if others["asks"][0] < count else ():
         if number < len(theirs) and theirs[number][0] > taken:
             return (
                 f"rank {rank} called {what} in batch {taken} of a loop, rank {other} did not and is in batch "
-                f"{theirs[number][0]}: all ranks call it together"
+                f"{theirs[number][0]}: all ranks must call it together"
             )
     return None
 
 
 def _left_alone(rank: int, note: Note, other: int, others: Note, among: str) -> str | None:
-    """How `rank` is in a loop that `other` has left before, or will never make."""
+    """Describe a loop of `rank` that `other` has left earlier, or will never run."""
     theirs = others["made"].get(among, [])
     for number, (taken, _, what) in enumerate(note["made"].get(among, [])):
         where = f"loop {number + 1} of ctx.steps in this group (over a {what})"
         if number >= len(theirs):
-            return f"rank {rank} makes {where}, rank {other} does not" if others["over"] else None
+            return f"rank {rank} runs {where}, rank {other} does not" if others["over"] else None
         before, state, _ = theirs[number]
         waits = note["still"] and state == LEFT and note["collectives"] > others["collectives"]
         if (others["over"] or state != OPEN) and (taken > before or (taken == before and waits)):

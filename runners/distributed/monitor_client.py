@@ -1,4 +1,4 @@
-"""A rank's connection to the warden of its host, which the lowest rank there starts."""
+"""Connection of a rank to the monitor of its host, which the lowest rank there starts."""
 
 from __future__ import annotations
 
@@ -26,48 +26,47 @@ _PROGRAM = (
     "from torchrelay.runners.distributed.host_monitor import main; main()"
 )
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
-"""What the interpreter may need; whoever looks for ranks by their environment must not find the warden."""
+"""Variables for the interpreter; others are dropped, because ranks are found by them."""
 
 
-class WardenLine:
-    """Hears of failures from the host's warden; for one thread, but `leave` may come from another."""
+class MonitorLine:
+    """Receive failures from the host monitor; for one thread, but `leave` may come from another."""
 
     def __init__(self, line: JsonLineSocket, token: str, own: ProcessId) -> None:
         self._line = line
         self._own = own
         self._token = token
-        self._told: Failure | None = None
+        self._failure: Failure | None = None
         self._left = False
 
     def introduce(self, thread: int) -> None:
-        """Say which thread of this process is always scheduled."""
+        """Send rank, pid and the thread of this process that is always scheduled."""
         hello = {"token": self._token, "rank": self._own.rank, "thread": thread, "phase": phase.show()}
         self._line.send(hello)
 
-    def heard(self) -> Failure | None:
-        """Return the failure that the warden told of, or the loss of the warden; never waits."""
+    def reported(self) -> Failure | None:
+        """Return the failure that the monitor reported, or the loss of the monitor; never waits."""
         for message in self._line.receive():
-            if "failure" in message and self._told is None:
-                self._told = Failure.decode(message["failure"].encode())
-        if self._line.closed and self._told is None and not self._left:
-            text = f"PeerError: the warden of {self._own.host} is gone (killed, or out of memory)"
-            self._told = Failure(self._own.rank, self._own.host, "the job", text, PeerError.exit_code)
-        return self._told
+            if "failure" in message and self._failure is None:
+                self._failure = Failure.decode(message["failure"].encode())
+        if self._line.closed and self._failure is None and not self._left:
+            text = f"PeerError: the host monitor of {self._own.host} is gone (killed, or out of memory)"
+            self._failure = Failure(self._own.rank, self._own.host, "the job", text, PeerError.exit_code)
+        return self._failure
 
     def leave(self) -> None:
-        """Say that the end of this process will not be a failure."""
+        """Announce that the exit of this process will not be a failure."""
         self._left = True
         self._line.send({"left": True})
 
 
-def join_warden(
+def join_host_monitor(
     store: StoreClient, rank: int, processes: Sequence[ProcessId], master: str, *, silence: float, look: float
-) -> WardenLine:
-    """Connect to the warden of this host, having started it on the host's lowest rank.
+) -> MonitorLine:
+    """Connect to the monitor of this host; the host's lowest rank starts it first.
 
-    `master` is an address of the job's store, by which the other hosts' routes to here are found.
-
-    Raises PeerError when the warden does not start or answer, DeadlineError when nobody started it.
+    `master` is an address of the job's store; the route to it gives this host's own address. Raises PeerError
+    if the monitor does not start or answer, DeadlineError if no rank started it.
     """
     groups = list(by_group(processes).values())
     index = next(at for at, ranks in enumerate(groups) if rank in ranks)
@@ -83,7 +82,7 @@ def join_warden(
             hub={key: hub[key] for key in ("addresses", "port", "host", "ranks")} if hub else None,
         )
         posted: Message = {
-            "port": launch_warden(orders)[0],
+            "port": launch_host_monitor(orders)[0],
             "token": orders.token,
             "host": orders.host,
             "ranks": groups[index],
@@ -94,24 +93,25 @@ def join_warden(
     try:
         line = connect_to("127.0.0.1", found["port"], CONNECT_SECS)
     except OSError as error:
-        raise PeerError(f"the warden of {processes[rank].host} does not answer: {error}") from error
-    return WardenLine(line, found["token"], processes[rank])
+        raise PeerError(f"the host monitor of {processes[rank].host} does not answer: {error}") from error
+    return MonitorLine(line, found["token"], processes[rank])
 
 
 def _posted(store: StoreClient, index: int) -> Message:
+    """Wait for the address of a host's monitor."""
     deadline = Deadline(_START_SECS)
     while not store.wait([_key(index)], deadline.left):
         if deadline.over:
             raise DeadlineError(
-                f"waited {_START_SECS:g} s for the lowest rank of host {index} to start its warden"
+                f"waited {_START_SECS:g} s for the lowest rank of host {index} to start its host monitor"
             )
     return dict(json.loads(store.get([_key(index)])[0]))
 
 
-def launch_warden(orders: Orders) -> tuple[int, int]:
-    """Start a warden, return its port and pid; it shares only the stream of errors with this process.
+def launch_host_monitor(orders: Orders) -> tuple[int, int]:
+    """Start a host monitor and return its port and pid; it shares only stderr with this process.
 
-    Raises PeerError when it does not start.
+    Raises PeerError if it does not start.
     """
     root = str(Path(torchrelay.__file__).resolve().parents[1])
     command = [sys.executable, "-S", "-I", "-c", _PROGRAM.format(root=root)]
@@ -124,20 +124,20 @@ def launch_warden(orders: Orders) -> tuple[int, int]:
             start_new_session=True,
         )
     except OSError as error:
-        raise PeerError(f"cannot start the warden of {orders.host} ({command[0]}): {error}") from error
+        raise PeerError(f"cannot start the host monitor of {orders.host} ({command[0]}): {error}") from error
     assert process.stdin and process.stdout  # noqa: S101 - they are pipes
     with process.stdin as orders_to, process.stdout as port:
         orders_to.write(json.dumps(asdict(orders)).encode() + b"\n")
         orders_to.flush()
         told = port.readline()
     if not told.strip().isdigit():
-        raise PeerError(f"the warden of {orders.host} did not start (code {process.wait(10)})")
-    process.returncode = 0  # nobody waits for it: it ends after its last rank
+        raise PeerError(f"the host monitor of {orders.host} did not start (exit code {process.wait(10)})")
+    process.returncode = 0  # not waited for: it ends after its last rank
     return int(told), process.pid
 
 
 def _addresses(master: str, host: str) -> list[str]:
-    """Where other hosts may reach this one: the address on the way to the store's, and names."""
+    """List addresses by which other hosts may reach this one: that of the route to the store, and names."""
     found: list[str] = []
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
@@ -150,4 +150,5 @@ def _addresses(master: str, host: str) -> list[str]:
 
 
 def _key(index: int) -> str:
-    return f"warden/{index}"
+    """Return the store key of a host's monitor."""
+    return f"monitor/{index}"

@@ -1,6 +1,6 @@
-"""The process groups of a session: the training's, small ones for flags and bytes, those of placed tasks.
+"""Process groups of a session: for training, for flags, for bytes, and for placed tasks.
 
-Only groups made here are destroyed here; a default group that the user made stays the user's.
+Only groups created here are destroyed here; a default group that the user created stays open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchrelay.runners.distributed.rendezvous import StoreClient
 
 
 class GroupWire:
-    """A `Wire` over a gloo group that nobody else uses; the group's timeout limits each broadcast."""
+    """A `Wire` over a dedicated gloo group, whose timeout limits each broadcast."""
 
     def __init__(self, group: Any, rank: int) -> None:
         self.rank = rank
@@ -32,7 +32,7 @@ class GroupWire:
             dist.broadcast(torch.frombuffer(memory, dtype=torch.uint8), src=source, group=self._group)
         except RuntimeError as error:
             lost = PeerError(
-                f"{len(memory)} bytes from rank {source} did not come: {error}; start again, or load without "
+                f"{len(memory)} bytes from rank {source} did not arrive: {error}; restart, or load without "
                 "share_reads"
             )
             lost.consequence = True
@@ -40,13 +40,13 @@ class GroupWire:
 
 
 DEFAULT_TIMEOUT_SECS = 1800.0
-_MOST_FLAGS = 8  # all agreements are alike, also those of ranks that are out of step
+_MOST_FLAGS = 8  # all agreements have this size, so that ranks out of step still match
 
 
 def choose_device(env: LaunchEnv, wanted: str | torch.device | None = None) -> torch.device:
-    """Return the device of this process: its own GPU where there are any, else the CPU.
+    """Return the device of this process: its own GPU if there are any, else the CPU.
 
-    Raises UsageError when there are fewer GPUs than processes on this host.
+    Raises UsageError if this host has fewer GPUs than processes.
     """
     if wanted is not None:
         device = torch.device(wanted)
@@ -57,16 +57,15 @@ def choose_device(env: LaunchEnv, wanted: str | torch.device | None = None) -> t
     count = torch.cuda.device_count()
     if env.local_rank >= count:
         raise UsageError(
-            f"LOCAL_RANK={env.local_rank} but this host shows {count} GPUs: start one process per GPU "
-            "(torchrun --nproc-per-node=gpu), ask for device='cuda:0' where every process is shown only its "
-            "own GPU, or for device='cpu'"
+            f"LOCAL_RANK={env.local_rank}, but this host has {count} visible GPUs: start one process per GPU "
+            "(torchrun --nproc-per-node=gpu), or set device='cuda:0' if each process sees only its own GPU"
         )
     return torch.device("cuda", env.local_rank)
 
 
 @dataclass(frozen=True)
-class FlagsOnTheWay:
-    """An agreement that was posted; `wait` may be called once or more."""
+class PendingFlags:
+    """A posted agreement; `wait` may be called several times."""
 
     flags: torch.Tensor
     count: int
@@ -83,33 +82,33 @@ class FlagsOnTheWay:
 
 
 class Flags:
-    """Agreements of some ranks over a gloo group that nothing else uses; a single rank has none."""
+    """Agreements of some ranks over a dedicated gloo group; a single rank needs no group."""
 
     def __init__(self, group: Any = None, watch: LoopWatch | None = None) -> None:
         self._group, self._watch = group, watch
         self.posted = 0
-        """Agreements that this rank has taken part in."""
+        """Number of agreements of this rank."""
 
-    def agree_flags(self, flags: Sequence[int]) -> FlagsOnTheWay:
-        """Post small numbers, at most 8, and return at once; the maximum over the ranks comes by `wait`.
+    def agree_flags(self, flags: Sequence[int]) -> PendingFlags:
+        """Post up to 8 small numbers without blocking; `wait` of the result returns their maximum over ranks.
 
-        The ranks post in the same order, and never wait behind the training's collectives.
+        All ranks post in the same order. Collectives of the training do not delay them.
         """
         values = torch.tensor([*flags, *[0] * (_MOST_FLAGS - len(flags))], dtype=torch.int64)
         if self._group is None:
-            return FlagsOnTheWay(values, len(flags))
+            return PendingFlags(values, len(flags))
         self.posted += 1
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return FlagsOnTheWay(values, len(flags), work, self._watch)
+        return PendingFlags(values, len(flags), work, self._watch)
 
     def catch_up(self, posted: int) -> None:
-        """Take part in what other ranks have posted and this one has not, so that all are in step again."""
+        """Take part in agreements that other ranks have already posted, to get in step with them."""
         for _ in range(posted - self.posted):
             self.agree_flags(()).wait()
 
 
 class ProcessGroups:
-    """Makes the groups of one session, all ranks in the same order, and destroys them."""
+    """Create the groups of one session, in the same order on all ranks, and destroy them."""
 
     def __init__(
         self,
@@ -128,8 +127,8 @@ class ProcessGroups:
         self._wire: GroupWire | None = None
         self.owns_default = not dist.is_initialized()
         if self.owns_default:
-            # The launcher's store outlives attempts and torch adds no prefix of its own: with the default
-            # prefix a restarted job reads the gloo addresses of processes that are gone.
+            # The launcher's store outlives attempts: with the default prefix a restarted job would read the
+            # gloo addresses of dead processes.
             dist.init_process_group(
                 backend,
                 store=store.raw("torch") if store else dist.HashStore(),  # type: ignore[attr-defined]
@@ -140,9 +139,9 @@ class ProcessGroups:
             )
         elif (seen := (dist.get_rank(), dist.get_world_size())) != (env.rank, env.world_size):
             raise UsageError(
-                f"the process group that exists is rank {seen[0]} of {seen[1]}, the environment says rank "
+                f"the existing process group is rank {seen[0]} of {seen[1]}, but the environment has rank "
                 f"{env.rank} of {env.world_size} (RANK, WORLD_SIZE): start with torchrun and let "
-                "torchrelay.init() make the group"
+                "torchrelay.init() create the group"
             )
         self.default = dist.group.WORLD
         self.flags = self.flags_of(range(env.world_size))
@@ -157,20 +156,20 @@ class ProcessGroups:
         return self._flags_of[members]
 
     def posted(self) -> dict[str, int]:
-        """How many agreements this rank has posted, by the ranks that agree."""
+        """Return how many agreements this rank has posted, by the ranks that agree."""
         return {",".join(map(str, members)): flags.posted for members, flags in self._flags_of.items()}
 
     def catch_up(self, posted: Sequence[dict[str, int]]) -> None:
-        """Bring this rank's agreements to where those of the others are, of whom `posted` tells."""
+        """Bring this rank's agreements to the numbers `posted` of all ranks."""
         for members, flags in list(self._flags_of.items()):
             if self._env.rank in members:
                 key = ",".join(map(str, members))
                 flags.catch_up(max(posted[rank].get(key, 0) for rank in members))
 
     def of_ranks(self, ranks: Sequence[int]) -> Any:
-        """Return the group of some ranks, made at the first time; all ranks of the job call this.
+        """Return the group of some ranks, created at the first call; all ranks of the job call this.
 
-        Ranks outside of it get torch's marker for a group that one is not in.
+        Ranks outside of it get torch's NON_GROUP_MEMBER.
         """
         members = tuple(sorted(ranks))
         if members not in self._placed:
@@ -179,23 +178,23 @@ class ProcessGroups:
         return self._placed[members]
 
     def wire(self) -> GroupWire | None:
-        """Return what moves bytes of CPU memory, made at the first time; None for a single rank.
+        """Return the wire for bytes of CPU memory, created at the first call; None for a single rank.
 
-        All ranks call this in the same order. Its group is a gloo group that nothing else uses.
+        All ranks call this in the same order. It has a gloo group of its own.
         """
         if self._wire is None and self._env.world_size > 1:
             self._wire = GroupWire(self._new_group(None, "gloo"), self._env.rank)
         return self._wire
 
     def collectives(self) -> int:
-        """How many collectives this rank has begun in the group of all ranks; 0 where torch does not say."""
+        """Return how many collectives this rank has started in the default group; 0 if unknown."""
         try:
             return int(self.default._get_sequence_number_for_group())  # type: ignore[union-attr]
         except (AttributeError, RuntimeError):
             return 0
 
     def destroy(self) -> None:
-        """Destroy what was made here, once. Live DDP objects are harmless afterwards."""
+        """Destroy the groups created here, once. Live DDP objects are harmless afterwards."""
         if not dist.is_initialized():  # the user destroyed them
             return
         if self.owns_default:
@@ -209,6 +208,7 @@ class ProcessGroups:
         self._wire = None
 
     def _new_group(self, ranks: list[int] | None, backend: str | None) -> Any:
+        """Create a group; all ranks of the job call this."""
         group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             self._made.append(group)

@@ -1,18 +1,18 @@
-"""How processes meet: the launcher's store, who takes part in this attempt, and which ranks share a host.
+"""Connect processes: the launcher's store, the ranks of this attempt, and the ranks of each host.
 
-A blocking call holds its client, so every user takes its own connection by `clone()`. No caller waits
-longer than `POLL_SECS` at a time; deadlines are kept by the callers' own monotonic clocks.
-Values are bytes of any length: longer ones than the store takes at once lie in parts.
+A blocking call holds its client, so every user has its own connection by `clone()`. No call waits longer than
+`POLL_SECS` at a time; callers keep deadlines by their own monotonic clocks. Values are bytes of any length;
+long ones are stored in parts.
 
-The launcher's store outlives attempts, and no number of the launcher's tells them apart: a torchrun counts
-the failures of its own host alone, so of one attempt the count may be another one on each host. Therefore:
+The launcher's store outlives attempts, and no number of the launcher distinguishes them: each torchrun counts
+only the failures of its own host. Therefore:
 
-1. (all ranks)  post a fresh token under the own rank
-2. (rank 0)     gather the tokens, publish the roll {nonce, tokens}; again whenever a token changed
-3. (all ranks)  a roll with the own token in it is of this attempt: acknowledge its nonce
-4. (rank 0)     all acknowledged: publish that the nonce holds; everybody goes on below it
+1. (all ranks)  post a new token under the own rank
+2. (rank 0)     gather the tokens, publish the roll {nonce, tokens}; again after any token changed
+3. (all ranks)  a roll with the own token is of this attempt: acknowledge its nonce
+4. (rank 0)     all acknowledged: publish that the nonce holds; all ranks continue below it
 
-A stale token only makes rank 0 publish a roll that its fresh owner does not acknowledge.
+A stale token only makes rank 0 publish a roll that the new owner does not acknowledge.
 """
 
 from __future__ import annotations
@@ -48,31 +48,31 @@ _PARTS = b"#"
 
 
 class StoreClient:
-    """One connection to the store, seeing the keys below one prefix. For one thread at a time.
+    """One connection to the store, limited to the keys below one prefix. For one thread at a time.
 
-    Every method raises PeerError when the store does not answer any more.
+    Every method raises PeerError if the store does not answer any more.
     """
 
     def __init__(self, store: Store, where: str) -> None:
         self._store = store
         self._where = where
         self._parts: dict[str, int] = {}
-        """How many parts what this client put in parts has."""
+        """Number of parts, by key, of long values put by this client."""
         self._waiter: _Waiter | None = None
 
     def clone(self, prefix: str = "") -> StoreClient:
-        """Open another connection, for another thread; `prefix` narrows what it sees."""
+        """Open another connection, for another thread; `prefix` limits its keys."""
         with self._guarded():
             store = self._store.clone()
         narrow = dist.PrefixStore(prefix, store) if prefix else store  # type: ignore[attr-defined]
         return StoreClient(narrow, self._where)
 
     def raw(self, prefix: str) -> Store:
-        """Return a connection of its own below `prefix` for torch itself."""
+        """Return a new connection below `prefix` for torch itself."""
         return self.clone(prefix)._store
 
     def put(self, key: str, value: bytes) -> None:
-        """Store a value under a key, in parts where it is long."""
+        """Store a value under a key, in parts if it is long."""
         parts = [value[at : at + _PART_BYTES] for at in range(0, len(value), _PART_BYTES)]
         with self._guarded():
             if len(parts) <= 1:
@@ -81,10 +81,12 @@ class StoreClient:
             self._parts[key] = len(parts)
             for index, part in enumerate(parts):
                 self._store.set(f"{key}#{index}", part)
-            self._store.set(key, _PARTS + str(len(parts)).encode())  # last: whoever sees it can read all
+            self._store.set(
+                key, _PARTS + str(len(parts)).encode()
+            )  # last: when it is visible, all parts are readable
 
     def put_once(self, key: str, value: bytes) -> bytes:
-        """Store a short value unless the key has one; return the one that it has now."""
+        """Store a short value unless the key exists; return the value that it has now."""
         with self._guarded():
             kept: bytes = self._store.compare_set(key, "", (_WHOLE + value).decode())
         return kept[1:]
@@ -106,7 +108,7 @@ class StoreClient:
             return int(self._store.add(key, amount))
 
     def delete(self, *keys: str) -> None:
-        """Forget keys that nobody but this client puts, whether they exist or not."""
+        """Delete keys that only this client puts, whether they exist or not."""
         with self._guarded():
             for key in keys:
                 for index in range(self._parts.pop(key, 0)):
@@ -114,7 +116,7 @@ class StoreClient:
                 self._store.delete_key(key)
 
     def wait(self, keys: Sequence[str], secs: float = POLL_SECS) -> bool:
-        """Wait at most `secs`, never above one poll, until all keys exist; return whether they do."""
+        """Wait at most `secs`, limited to one poll, until all keys exist; return whether they do."""
         if self.has(*keys):
             return True
         if self._waiter is None or self._waiter.keys not in (None, list(keys)):
@@ -123,6 +125,7 @@ class StoreClient:
             return self._waiter.wait(keys, max(0.01, min(secs, POLL_SECS)))
 
     def _whole(self, key: str, head: bytes) -> bytes:
+        """Return a value, joined from its parts."""
         if head[:1] == _WHOLE:
             return head[1:]
         names = [f"{key}#{index}" for index in range(int(head[1:]))]
@@ -130,6 +133,7 @@ class StoreClient:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
+        """Raise PeerError for connection errors in the block."""
         try:
             yield
         except (dist.DistNetworkError, dist.DistStoreError, ConnectionError) as error:
@@ -138,24 +142,24 @@ class StoreClient:
 
 
 class _Waiter:
-    """Waits for keys in a thread and over a connection of its own, as long as it takes.
+    """Wait for keys without a timeout, in a thread with a connection of its own.
 
-    Torch writes two lines for every wait that runs out, so none does: callers look at this one instead.
-    The thread stays for the next wait, and ends when nobody holds its waiter any more.
+    Torch logs two lines for every wait that times out, so callers poll this object instead. The thread stays
+    for the next wait, and ends with the waiter.
     """
 
     def __init__(self, store: Store) -> None:
         self._asked: SimpleQueue[list[str] | None] = SimpleQueue()
         self._answers: SimpleQueue[Exception | None] = SimpleQueue()
         self.keys: list[str] | None = None
-        """What it waits for; None where it is free."""
+        """Keys it waits for; None if it is idle."""
         threading.Thread(
             target=_answer, args=(store, self._asked, self._answers), name="torchrelay-store", daemon=True
         ).start()
         weakref.finalize(self, self._asked.put, None)
 
     def wait(self, keys: Sequence[str], secs: float) -> bool:
-        """Whether the keys exist within `secs`; raises what the store raised."""
+        """Return True if the keys exist within `secs`; raises errors of the store."""
         if self.keys is None:
             self.keys = list(keys)
             self._asked.put(self.keys)
@@ -172,6 +176,7 @@ class _Waiter:
 def _answer(
     store: Store, asked: SimpleQueue[list[str] | None], answers: SimpleQueue[Exception | None]
 ) -> None:
+    """Run the thread of a waiter."""
     while (keys := asked.get()) is not None:
         try:
             store.wait(keys, _LONG)
@@ -182,7 +187,7 @@ def _answer(
 
 
 class Deadline:
-    """A moment on the own monotonic clock; the machines' clocks are never compared."""
+    """A moment on the own monotonic clock; clocks of different machines are never compared."""
 
     def __init__(self, secs: float) -> None:
         self.secs = secs
@@ -190,20 +195,20 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds that remain, never below 0."""
+        """Remaining seconds, never below 0."""
         return max(0.0, self._end - time.monotonic())
 
     @property
     def over(self) -> bool:
-        """Whether nothing remains."""
+        """True if no time remains."""
         return self.left == 0.0
 
 
 def connect(env: LaunchEnv, timeout_secs: float, check: Callable[[], None]) -> StoreClient:
-    """Connect to the launcher's store, or serve one from rank 0 where the launcher shares none.
+    """Connect to the launcher's store, or serve one from rank 0 if the launcher has none.
 
-    `check` is called before each try, and raises where this process is to give up.
-    Raises DeadlineError when nobody answers in time, PeerError when the address cannot be served.
+    `check` is called before each attempt, and raises if this process is to stop trying. Raises DeadlineError
+    if no store answers in time, PeerError if the address cannot be served.
     """
     where, deadline = f"{env.master_addr}:{env.master_port}", Deadline(timeout_secs)
     while True:
@@ -215,7 +220,7 @@ def connect(env: LaunchEnv, timeout_secs: float, check: Callable[[], None]) -> S
                 is_master=env.hosts_store,
                 timeout=timedelta(seconds=max(0.1, min(_CONNECT_SECS, deadline.left))),
                 wait_for_workers=False,
-                multi_tenant=True,  # a process group that the user made may serve the same port
+                multi_tenant=True,  # a process group of the user may serve the same port
             )
         except dist.DistError as error:
             reason = str(error).split("\n", 1)[0]
@@ -225,8 +230,8 @@ def connect(env: LaunchEnv, timeout_secs: float, check: Callable[[], None]) -> S
                 ) from error
             if deadline.over:
                 raise DeadlineError(
-                    f"no store answered at {where} (MASTER_ADDR:MASTER_PORT) within {timeout_secs:g} s; "
-                    f"is rank 0 running, and is the port open between the hosts? {reason}"
+                    f"no store answered at {where} (MASTER_ADDR:MASTER_PORT) within {timeout_secs:g} s: "
+                    f"check that rank 0 runs and that the port is open between the hosts ({reason})"
                 ) from error
             time.sleep(min(_CONNECT_PAUSE_SECS, deadline.left))
         else:
@@ -239,21 +244,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hosts:
-    """The ranks of each host in rank order; hosts in the order of their lowest ranks, so rank 0's first.
+    """The ranks of each host in rank order; hosts in the order of their lowest ranks, rank 0's first.
 
-    Every rank of the job is in exactly one host. Ranks of a host need not be next to each other.
+    Every rank is in exactly one host. Ranks of a host need not be consecutive.
     """
 
     members: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, groups: Iterable[Iterable[int]]) -> Hosts:
-        """Put groups of ranks in order."""
+        """Sort groups of ranks."""
         return cls(tuple(sorted(tuple(sorted(group)) for group in groups)))
 
     @classmethod
     def one(cls, size: int) -> Hosts:
-        """All ranks on one host."""
+        """Put all ranks on one host."""
         return cls((tuple(range(size)),))
 
     @cached_property
@@ -262,45 +267,45 @@ class Hosts:
         return tuple(host[0] for host in self.members)
 
     def around(self, leader: int) -> tuple[int, ...]:
-        """The ranks of the host that `leader` leads, itself included."""
+        """Return the ranks of the host whose lowest rank is `leader`."""
         return self.members[self.leaders.index(leader)]
 
     def in_rank_order(self, values: Sequence[T]) -> list[T]:
-        """Put values that are in the hosts' order in rank order."""
+        """Convert values from host order to rank order."""
         return [values[at] for at in self._places] if self._places else list(values)
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
-        """Where each rank is in the hosts' order; nothing where that is the rank order."""
+        """Index of each rank in host order; empty if that equals the rank order."""
         order = [rank for host in self.members for rank in host]
         return () if order == sorted(order) else tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 _SHORTEST_SECS, _LONGEST_SECS = 0.01, 0.1
-"""Between two looks. Nobody can wait for keys here: those of an earlier attempt are there already."""
+"""Interval of polls; waiting for keys is useless here: those of an earlier attempt exist already."""
 _HOLDS_SECS = 0.2
-"""A roll may have an old token of another rank, and is replaced then."""
+"""A roll with an outdated token of another rank is replaced."""
 
 
 @dataclass(frozen=True)
 class Roll:
-    """The tokens of all ranks of one attempt and the nonce that stands for them."""
+    """The tokens of all ranks of one attempt, and the nonce of the attempt."""
 
     nonce: str
     tokens: tuple[str, ...]
 
     def encode(self) -> bytes:
-        """Return the roll as the store keeps it."""
+        """Encode the roll for the store."""
         return json.dumps({"nonce": self.nonce, "tokens": self.tokens}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Roll:
-        """Read a roll back."""
+        """Decode a roll."""
         fields = json.loads(data)
         return cls(fields["nonce"], tuple(fields["tokens"]))
 
     def has(self, rank: int, size: int, token: str) -> bool:
-        """Whether this is a roll of `size` ranks that knows `token` as the one of `rank`."""
+        """Return True if this roll has `size` ranks and the current `token` of `rank`."""
         return len(self.tokens) == size and self.tokens[rank] == token
 
 
@@ -312,10 +317,10 @@ def agree_on_nonce(
     timeout_secs: float,
     check: Callable[[], None] = lambda: None,
 ) -> str:
-    """Return a nonce that is new and the same for all `size` processes of this attempt.
+    """Return a new nonce that is the same for all `size` processes of this attempt.
 
-    Raises DeadlineError naming the ranks that did not answer (told by rank 0, which sees them). `check` is
-    called all the time, and raises where this process is to give up.
+    Raises DeadlineError naming the missing ranks (on rank 0, which sees them). `check` is called repeatedly,
+    and raises if this process is to stop waiting.
     """
     token = secrets.token_hex(8)
     deadline = Deadline(timeout_secs)
@@ -326,6 +331,7 @@ def agree_on_nonce(
 
 
 def _lead(store: StoreClient, size: int, token: str, deadline: Deadline, check: Callable[[], None]) -> str:
+    """Gather the tokens on rank 0, and publish the roll until all ranks acknowledge it."""
     hellos = [_hello(rank) for rank in range(size)]
     roll, pause = Roll("", ()), _SHORTEST_SECS
     while not deadline.over:
@@ -356,6 +362,7 @@ def _lead(store: StoreClient, size: int, token: str, deadline: Deadline, check: 
 def _follow(
     store: StoreClient, rank: int, size: int, token: str, deadline: Deadline, check: Callable[[], None]
 ) -> str:
+    """Post the token of another rank, and acknowledge the roll that contains it."""
     pause = _SHORTEST_SECS
     while not deadline.over:
         check()
@@ -363,7 +370,9 @@ def _follow(
             continue
         roll = Roll.decode(store.get(["roll"])[0])
         if not roll.has(rank, size, token):
-            store.put(_hello(rank), token.encode())  # again: one of an earlier attempt may have replaced it
+            store.put(
+                _hello(rank), token.encode()
+            )  # again: a rank of an earlier attempt may have replaced it
             time.sleep(min(pause, deadline.left))
             pause = min(2 * pause, _LONGEST_SECS)
             continue
@@ -371,25 +380,28 @@ def _follow(
         if store.wait([_holds(roll.nonce)], _HOLDS_SECS):
             return roll.nonce
     raise DeadlineError(
-        f"rank {rank} waited {deadline.secs:g} s for rank 0 to gather all {size} ranks; "
+        f"rank {rank} waited {deadline.secs:g} s for rank 0 to gather all {size} ranks: "
         "rank 0 or another rank did not start"
     )
 
 
 def _hello(rank: int) -> str:
+    """Return the key of a rank's token."""
     return f"hello/{rank}"
 
 
 def _ack(nonce: str, rank: int) -> str:
+    """Return the key of a rank's acknowledgement."""
     return f"ack/{nonce}/{rank}"
 
 
 def _holds(nonce: str) -> str:
+    """Return the key that confirms a nonce."""
     return f"holds/{nonce}"
 
 
 def ranks_text(ranks: list[int], most: int = 16) -> str:
-    """Name ranks in a message, the first of them where they are many."""
+    """Name ranks in a message, at most `most` of them."""
     shown = ", ".join(str(rank) for rank in ranks[:most])
     rest = f" and {len(ranks) - most} more" if len(ranks) > most else ""
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}{rest}"

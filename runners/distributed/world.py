@@ -1,4 +1,4 @@
-"""The processes of one attempt, met: their store, their agreement, their watcher, their groups."""
+"""Connect the processes of one attempt: their store, agreement, watcher and process groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchrelay.runners.distributed.environment import LaunchEnv, names_by_rank
 from torchrelay.runners.distributed.failure_watcher import Watcher, patience_of
 from torchrelay.runners.distributed.liveness import ProcessId, by_group, is_orphan, own_process
 from torchrelay.runners.distributed.loops import Loops
-from torchrelay.runners.distributed.monitor_client import join_warden
+from torchrelay.runners.distributed.monitor_client import join_host_monitor
 from torchrelay.runners.distributed.process_groups import ProcessGroups
 from torchrelay.runners.distributed.rendezvous import (
     Deadline,
@@ -38,9 +38,9 @@ _LATE_AT_THE_END_SECS = 3600.0
 
 
 class World:
-    """All processes of a job as one of them sees them. `meet` makes it, `close` ends it.
+    """All processes of a job, as seen by one of them; `close` ends it.
 
-    Alone (without a launcher) there is no store and no watcher, but a process group of one.
+    Without a launcher there is neither store nor watcher, only a process group of one.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class World:
         try:
             self.groups = ProcessGroups(env, self._store, device, backend, timeout_secs, self._loop_watch)
         except Exception as error:
-            self.blame("making the process groups", error)
+            self.blame("creating the process groups", error)
             raise
         self.loops.collectives = self.groups.collectives
         self._excepthook, sys.excepthook = sys.excepthook, self._blame_uncaught
@@ -73,17 +73,17 @@ class World:
         environment.enter(self)
 
     def places(self, declared: tuple[str, ...]) -> tuple[NodePlace, ...]:
-        """Return the places of all nodes when the job declares these names."""
+        """Return the places of all nodes if the job declares these names."""
         names = names_by_rank(declared, self.env.world_size)
         return tuple(
             NodePlace(**(place | {"name": name})) for name, place in zip(names, self._places, strict=True)
         )
 
     def blame(self, task: str, error: BaseException, shown: str | None = None) -> bool:
-        """Make this rank's error the job's failure, unless another was first; True if all know.
+        """Report this rank's error as the job's failure, unless another was first; True if all ranks know.
 
-        `shown` replaces the traceback; of Ctrl-C there is none. An error that looks like a lost
-        connection gives its cause a moment to show up first.
+        `shown` replaces the traceback; Ctrl-C has none. An error that looks like a lost connection first
+        waits briefly for its cause to be reported.
         """
         if self.watcher is None:
             return False
@@ -94,13 +94,13 @@ class World:
     def _blame_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """As the hook of exceptions that nobody caught: Python prints it as ever."""
+        """Report an uncaught exception of the script after Python has printed it."""
         self._excepthook(kind, error, trace)
         if not isinstance(error, (KeyboardInterrupt, SystemExit)):
             self.blame("the script", error)
 
-    def meet_at_the_end(self, secs: float) -> bool:
-        """Wait at most `secs` until all ranks come to their end; whether they did."""
+    def wait_for_all_ranks(self, secs: float) -> bool:
+        """Wait at most `secs` until all ranks reach their end; return whether they did."""
         if self._store is None or self.env.world_size == 1:
             return True
         keys, deadline = self._keys("end"), Deadline(secs)
@@ -110,15 +110,15 @@ class World:
                 return True
         return False
 
-    def late_at_the_end(self) -> str:
-        """Name the ranks that did not come to their end yet."""
+    def late_ranks(self) -> str:
+        """Name the ranks that have not reached their end."""
         store = self._store
         return ranks_text(
             [rank for rank, key in enumerate(self._keys("end")) if store and not store.has(key)]
         )
 
     def close(self) -> None:
-        """Destroy the groups that were made, say that this rank leaves, stop watching. Once.
+        """Destroy the created groups, announce the exit of this rank, stop watching. Once.
 
         A rank that serves the store stays until the others have left, because they need it.
         """
@@ -136,6 +136,7 @@ class World:
             self.watcher.stop()
 
     def _linger(self) -> None:
+        """Announce the exit; the rank that serves the store waits for the others."""
         if self._store is None:
             return
         try:
@@ -148,18 +149,20 @@ class World:
                     if self.watcher is not None and self.watcher.failure is not None:
                         self._store.wait(others, 2 * self.watcher.patience.look)
                         return
-        except PeerError:  # whoever serves the store is gone, and needs no word
+        except PeerError:  # the rank that serves the store is gone already
             return
 
     def _keys(self, what: str) -> list[str]:
+        """Return the keys `what/0`, `what/1`, ... of all ranks."""
         return [f"{what}/{rank}" for rank in range(self.env.world_size)]
 
     def _meet(self, start_secs: float) -> None:
+        """Connect to the store and the other ranks, and start agreement and watcher."""
         deadline, parent = Deadline(start_secs), os.getppid() if self.env.elastic else None
 
         def check() -> None:
             if parent is not None and is_orphan(parent):
-                raise PeerError("torchrun, which started this rank, is gone: start the job again")
+                raise PeerError("the torchrun that started this rank is gone: restart the job")
 
         self._served = connect(self.env, start_secs, check)  # kept: a store that rank 0 serves ends with it
         below = self._served.clone(self.env.store_prefix)
@@ -171,9 +174,9 @@ class World:
         peers = StorePeers(self._store.clone("peers"), self.env.rank, self.env.world_size)
         own = own_process(self.env.rank)
         start = {"process": asdict(own), "place": asdict(_own_place(self.env, own.host))}
-        told = peers.exchange("start", start)
-        self.processes = tuple(ProcessId(**other["process"]) for other in told)
-        self._places = [other["place"] for other in told]
+        starts = peers.exchange("start", start)
+        self.processes = tuple(ProcessId(**other["process"]) for other in starts)
+        self._places = [other["place"] for other in starts]
         watch = self._loop_watch = LoopWatch(
             self._store,
             self.env.rank,
@@ -182,10 +185,10 @@ class World:
             failure=lambda: self.watcher.failure_text() if self.watcher else None,
             ask=lambda ranks: self.watcher.ask(ranks) if self.watcher else {},
         )
-        patience, warden = patience_of(os.environ), None
-        if self.env.world_size > 1:  # a single rank has nobody to miss it: it may be stopped for long
+        patience, monitor = patience_of(os.environ), None
+        if self.env.world_size > 1:  # a single rank needs no monitor: it may be stopped for long
             silence, look, master = patience.silence, patience.look, self.env.master_addr
-            warden = join_warden(
+            monitor = join_host_monitor(
                 self._store, self.env.rank, self.processes, master, silence=silence, look=look
             )
         self.watcher = Watcher(
@@ -195,7 +198,7 @@ class World:
             parent=parent,
             hanging=hanging,
             astray=watch.astray,
-            warden=warden,
+            monitor=monitor,
             patience=patience,
         ).start()
         peers.name_of = lambda rank: str(self.processes[rank])
@@ -209,6 +212,7 @@ class World:
 
 
 def _own_place(env: LaunchEnv, host: str) -> NodePlace:
+    """Return the place of this rank under its default node name."""
     return NodePlace(
         name=f"trainer_{env.rank}",
         rank=env.rank,
@@ -225,29 +229,29 @@ _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "timed
 
 
 def _text(error: BaseException) -> str:
-    """What all ranks print of an error: its traceback; of Ctrl-C one line, because nothing is wrong."""
+    """Return the text of an error that all ranks print: its traceback, or one line for Ctrl-C."""
     if isinstance(error, KeyboardInterrupt):
         return "KeyboardInterrupt (Ctrl-C)"
     return "".join(traceback.format_exception(error))
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error looks as if another process were its cause."""
+    """Return True if an error looks as if another process caused it."""
     chain = _chain(error)
-    return _is_broken(chain) or _told(chain)
+    return _is_broken(chain) or _is_from_peer(chain)
 
 
 def code_of(error: BaseException) -> int:
-    """The code to end with: a failed task whose connection broke is a lost peer, not a failed task."""
+    """Return the exit code: a task that failed by a broken connection counts as a lost peer."""
     code = exit_code_of(error)
     chain = _chain(error)
-    return PeerError.exit_code if code == 1 and not _told(chain) and _is_broken(chain) else code
+    return PeerError.exit_code if code == 1 and not _is_from_peer(chain) and _is_broken(chain) else code
 
 
 def why_of(error: BaseException) -> str:
-    """Why a run failed, in a line.
+    """Return why a run failed, in one line.
 
-    Of an error that the end of another rank has caused (a broken connection, say) it is that end, then this.
+    If the exit of another rank caused the error (a broken connection, say), that failure comes first.
     """
     reason = f"{type(error).__name__}: {error}".removesuffix(": ")
     world = environment.current_world()
@@ -257,21 +261,21 @@ def why_of(error: BaseException) -> str:
         world is None
         or first is None
         or first.rank == world.env.rank
-        or _told(chain)
+        or _is_from_peer(chain)
         or not _is_broken(chain)
     ):
         return reason
     headline = first.headline()
-    return reason if headline in reason else f"{headline}; what that broke here: {reason}"
+    return reason if headline in reason else f"{headline}; consequence on this rank: {reason}"
 
 
-def _told(chain: list[BaseException]) -> bool:
-    """Whether any of the errors is one that another rank had, and told of."""
+def _is_from_peer(chain: list[BaseException]) -> bool:
+    """Return True if any of the errors was reported by another rank."""
     return any(isinstance(one, RelayError) and one.of_rank is not None for one in chain)
 
 
 def _is_broken(chain: list[BaseException]) -> bool:
-    """Whether any of the errors is that of a connection to another process."""
+    """Return True if any of the errors is that of a connection to another process."""
     return any(
         isinstance(one, (PeerError, torch.distributed.DistError))
         or (isinstance(one, RuntimeError) and any(sign in str(one).lower() for sign in _SIGNS))
@@ -280,7 +284,7 @@ def _is_broken(chain: list[BaseException]) -> bool:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error and what it was raised from."""
+    """Return an error and its causes."""
     chain: list[BaseException] = []
     step: BaseException | None = error
     while step is not None and step not in chain:

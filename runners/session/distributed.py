@@ -14,7 +14,7 @@ from torchrelay.jobs.session import Wire
 from torchrelay.runners.distributed.environment import LaunchEnv, current_world, read_launch_env
 from torchrelay.runners.distributed.process_groups import (
     DEFAULT_TIMEOUT_SECS,
-    FlagsOnTheWay,
+    PendingFlags,
     choose_device,
 )
 from torchrelay.runners.distributed.world import START_SECS, World, code_of, is_consequence
@@ -110,7 +110,7 @@ class DistributedSession(SessionBase):
         if unknown:
             self.place([*self._declared, *unknown])
 
-    def agree_flags(self, flags: tuple[int, ...]) -> FlagsOnTheWay:
+    def agree_flags(self, flags: tuple[int, ...]) -> PendingFlags:
         """Post small numbers and return at once; the maximum over all ranks comes by `wait`."""
         return self.world.groups.flags.agree_flags(flags)
 

@@ -27,7 +27,7 @@ from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import seconds_in
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.launcher_status import tell_stderr
+from torchrelay.runners.distributed.launcher_status import write_stderr
 
 SLURM_MARGIN_SECS = 30.0
 """Slurm's clock is coarse, and it sends SIGTERM at the end: better to be gone before."""
@@ -307,7 +307,7 @@ class _SignalHandler:
             signal.default_int_handler(number, frame)
         self._interrupted = now
         if os.environ.get("RANK", "0") == "0":
-            tell_stderr("torchrelay: Ctrl-C: saving at the next step, to leave; once more leaves at once\n")
+            write_stderr("torchrelay: Ctrl-C: saving at the next step, to leave; once more leaves at once\n")
         self._requests.preempt(signal.Signals(number).name)
 
 

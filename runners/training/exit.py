@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchrelay.errors import PeerError, PreemptedError, RelayError, TaskFailedError, UsageError, exit_code_of
 from torchrelay.runners.distributed.environment import current_world, launcher_restarts
-from torchrelay.runners.distributed.launcher_status import end_process, tell_stderr
+from torchrelay.runners.distributed.launcher_status import end_process, write_stderr
 from torchrelay.runners.session.stop_requests import ignore_termination, nothing_follows
 from torchrelay.runners.training.plan import RunResult
 
@@ -56,7 +56,7 @@ def run_and_leave(work: Callable[[], int | None]) -> NoReturn:
         if isinstance(request.code, int) or request.code is None:
             code = request.code or 0
         else:
-            tell_stderr(f"{request.code}\n")
+            write_stderr(f"{request.code}\n")
             code = 1
     except KeyboardInterrupt as error:
         code = exit_code_of(error)
@@ -101,12 +101,12 @@ def leave(code: int, *, meet_secs: float = MEET_SECS) -> NoReturn:
 
 
 def _close(world: World, code: int, meet_secs: float) -> int:
-    met = world.meet_at_the_end(meet_secs) if code in (0, PreemptedError.exit_code) else True
+    met = world.wait_for_all_ranks(meet_secs) if code in (0, PreemptedError.exit_code) else True
     failure = world.watcher.failure if world.watcher else None
     if failure is not None:
         code = code or failure.exit_code
     elif not met:
-        _say(world, f"left without {world.late_at_the_end()}, which did not come within {meet_secs:g} s")
+        _say(world, f"left without {world.late_ranks()}, which did not come within {meet_secs:g} s")
     world.close()
     return code
 
@@ -149,7 +149,7 @@ def message_of(error: BaseException) -> str:
 
 def _say(world: World | None, text: str) -> None:
     rank = f"[rank {world.env.rank}] " if world and world.env.world_size > 1 else ""
-    tell_stderr(f"torchrelay: {rank}{text}\n")
+    write_stderr(f"torchrelay: {rank}{text}\n")
 
 
 _handed: list[tuple[Any, str]] = []

@@ -24,7 +24,7 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.session import Peers, decide, warn
 from torchrelay.metadata.fs import finite
 from torchrelay.metadata.run_directory import RunDirectory, State
-from torchrelay.runners.distributed.launcher_status import notes, tell_run
+from torchrelay.runners.distributed.launcher_status import notes, write_run
 from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.run_state import RunState
@@ -120,7 +120,7 @@ class Journal:
         self._branch, self._epoch = look.branch, look.epoch
         if not self.writes or self.run is None:
             return
-        tell_run(self.run.path)
+        write_run(self.run.path)
         self._process = process_here()
         before = self._status_before(self.run)
         attempt = before.get("attempt")

@@ -20,7 +20,7 @@ from torchrelay.checkpoint.manager.base import Manager
 from torchrelay.errors import FencedError, LostDirectoryError, PeerError, SaveFailedError, UsageError
 from torchrelay.jobs.session import decide
 from torchrelay.runners.distributed.environment import current_world
-from torchrelay.runners.distributed.launcher_status import end_process, tell_stderr_within
+from torchrelay.runners.distributed.launcher_status import end_process, write_stderr_within
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.stop import StopVerdict
@@ -220,7 +220,7 @@ class FenceGuard:
         if self._over.wait(self._grace_secs) or hasattr(sys, "ps1") or sys.flags.interactive:
             return
         if not known:
-            tell_stderr_within(f"torchrelay: {shown}\n")
+            write_stderr_within(f"torchrelay: {shown}\n")
         self._end(error.exit_code)
 
 

@@ -36,7 +36,7 @@ START_SECS = 90.0
 HOLD_SECS = 14.0
 PER_HOST = 2
 _JOB = str(Path(__file__).with_name("hang_job.py"))
-_REPORTS = ("PeerError", " leaves: ", "first failure")
+_REPORTS = ("PeerError", " exits: ", "first failure")
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Hunt:
         codes = {rank: ranks.code(rank) for rank in everyone}
         if case.kind != "hold-lock" and 0 in codes.values():
             raise TrialError(f"{case}: a rank ended well: {codes}")
-        wait_until(lambda: not any(map(self._new, self.hosts)), 10, f"{case}: the end of the wardens")
+        wait_until(lambda: not any(map(self._new, self.hosts)), 10, f"{case}: the end of the host monitors")
 
     def _check_oracle(self, case: Case, where: Path) -> None:
         """What was acknowledged is there and is whole."""

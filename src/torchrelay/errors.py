@@ -207,7 +207,7 @@ class PeerError(RelayError):
     """Another process of the job is lost, late, or disagrees about what to do.
 
     - Cause: A rank was killed, or ranks run different code or options.
-    - Message: torchrun, which started this rank, is gone: start the job again
+    - Message: the torchrun that started this rank is gone: restart the job
     - Remedy: Look for the first failure in the logs of the other ranks; then run the same command again.
     """
 

@@ -31,7 +31,7 @@ def hunt(tmp_path_factory):
     ("case", "said"),
     [
         (Case("freeze-rank", "commit", 0, 2), "state T, stopped by a signal"),
-        *sample([], [(Case("one-way", "collective", 2, 2), "was not heard of for")]),
+        *sample([], [(Case("one-way", "collective", 2, 2), "was silent for")]),
     ],
 )
 def test_a_hang_is_found_named_and_ended(hunt, case, said):

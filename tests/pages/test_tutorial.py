@@ -44,5 +44,5 @@ def test_the_tutorial_works_in_a_fresh_clone(tmp_path: Path) -> None:
     failures = [
         text for text in (here / "runs/digits/events.0.jsonl").read_text().splitlines() if "failure" in text
     ]
-    assert failures and all("rank 1 on" in text and "ended without a word" in text for text in failures)
+    assert failures and all("rank 1 on" in text and "died unexpectedly" in text for text in failures)
     assert (here / "report.html").exists() and (here / "runs/whole/status.json").exists()

@@ -153,7 +153,7 @@ def test_ranks_at_different_places_hear_so_whatever_they_post() -> None:
     errors = on_ranks(2, work)
     assert time.monotonic() - began < 60, "the deadline is ten minutes"
     for error in errors:
-        assert isinstance(error, PeerError) and "different places" in str(error)
+        assert isinstance(error, PeerError) and "different points" in str(error)
 
 
 def in_child(work: Any) -> int:

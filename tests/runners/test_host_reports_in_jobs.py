@@ -43,4 +43,4 @@ def test_a_killed_leader_is_named(tmp_path):
     done = played(tmp_path, "die", "--monitor-interval=5")
     fault = next(line for line in done.out.splitlines() if "fault " in line)
     assert done.rc != 0 and done.ended - float(fault.rsplit(" ", 1)[1]) < 15, done
-    assert "rank 2 (pid" in done.err and "on host1) ended without a word" in done.err, done
+    assert "rank 2 (pid" in done.err and "on host1) died unexpectedly" in done.err, done

@@ -16,7 +16,7 @@ import pytest
 from torchrelay.checkpoint.log.view import LeaseInfo, Look
 from torchrelay.jobs.session import Solo
 from torchrelay.metadata.run_directory import RunDirectory, State
-from torchrelay.runners.distributed.launcher_status import NOTE_SECS, SECS, last_words, notes
+from torchrelay.runners.distributed.launcher_status import NOTE_SECS, SECS, final_calls, notes
 from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.monitoring.text import RankLog
 from torchrelay.runners.session.run_state import RunState
@@ -121,15 +121,15 @@ def test_a_process_without_threads_ends_all_the_same(
         raise RuntimeError("can't start new thread")
 
     said = threading.Event()
-    last_words.append(said.set)
+    final_calls.append(said.set)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         notes.make("lost a peer", 6, secs=NOTE_SECS)
-        last_words.make(secs=SECS)
+        final_calls.make(secs=SECS)
         with pytest.raises(SystemExit):
             run_and_leave(lambda: sys.exit("no room"))
     assert "no room" in capsys.readouterr().err
-    last_words.forget(said.set)
+    final_calls.forget(said.set)
     assert (run.status()["state"], failures(run), said.is_set()) == ("RUNNING", [], False)
 
 

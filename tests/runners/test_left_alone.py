@@ -35,7 +35,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     [
         ("breaks", "rank 1 left loop 1 of ctx.steps in this group"),
         ("returns", "rank 0 left loop 1 of ctx.steps in this group"),
-        ("makes_one_more", "rank 0 makes loop 2 of ctx.steps in this group (over a list), rank 1 does not"),
+        ("makes_one_more", "rank 0 runs loop 2 of ctx.steps in this group (over a list), rank 1 does not"),
         ("breaks_first", "in loop 1 of ctx.steps in this group, another one is in loop 2"),
         ("validates_inside", "in loop 2 of ctx.steps in this group, another one is in loop 1"),
         ("raises", "ValueError: odd"),
@@ -48,7 +48,7 @@ def test_all_ranks_raise_what_one_did_alone(
     for rank in range(2):
         words, secs = told[rank][f"{case} {kind}"]
         assert text in words
-        assert case == "raises" or ("UsageError" in words and "task of its own" in words)
+        assert case == "raises" or ("UsageError" in words and "its own task" in words)
         assert secs < SECS
 
 
@@ -107,7 +107,7 @@ def test_loops_of_some_ranks_concern_these_alone() -> None:
     assert contradiction(0, alone, 1, none) is None
     assert "rank 2 does not" in (contradiction(0, alone, 2, none) or "")
     assert first_contradiction([alone, none, alone]) is None
-    assert "rank 0 makes loop 1" in (first_contradiction([loops(**{"0,2": [(1, ENDED)]}), none, none]) or "")
+    assert "rank 0 runs loop 1" in (first_contradiction([loops(**{"0,2": [(1, ENDED)]}), none, none]) or "")
 
 
 def test_a_group_within_another_counts_by_itself() -> None:

@@ -153,4 +153,4 @@ def test_a_failure_that_rank_0_cannot_raise_is_noted(tmp_path: Path) -> None:
     status = run.status()
     failures = [line for line in (run.path / "events.0.jsonl").read_text().splitlines() if "failure" in line]
     assert (status["state"], status["exit_code"]) == ("FAILED", PeerError.exit_code), str(done)
-    assert len(failures) == 1 and "ended without a word" in failures[0] and "rank 1" in status["error"]
+    assert len(failures) == 1 and "died unexpectedly" in failures[0] and "rank 1" in status["error"]

@@ -99,7 +99,7 @@ def test_a_clean_leave_is_no_failure(store, sleeper):
     processes = [own_process(0), replace(own_process(1), pid=sleeper.pid)]
     watcher, ended = watch(store, 0, processes)
     leaver = Watcher(store, 1, processes, patience=FAST, end=Ended())
-    leaver.say_leaving()
+    leaver.announce_exit()
     sleeper.kill()
     sleeper.wait()
     assert not ended.wait(0.5) and watcher.failure is None
@@ -146,12 +146,12 @@ def test_a_lost_store_ends_the_process(capfd):
     assert not ended.wait(0.3)
     served._store = None  # the server ends with its last owner
     assert ended.wait(60) and ended.code == 6
-    assert "the store was not heard of" in capfd.readouterr().err
+    assert "the store did not answer" in capfd.readouterr().err
     watcher.stop()
 
 
 class Told:
-    """Stands for the line to a warden: tells of one failure, from the moment it is given one."""
+    """Stands for the line to a monitor: tells of one failure, from the moment it is given one."""
 
     failure: Failure | None = None
     left = False
@@ -159,18 +159,18 @@ class Told:
     def introduce(self, thread):
         self.thread = thread
 
-    def heard(self):
+    def reported(self):
         return self.failure
 
     def leave(self):
         self.left = True
 
 
-def test_what_the_warden_tells_becomes_the_first_failure_of_all(store):
-    """Ranks that have no warden's word hear of it by the store; the process ends with its code."""
+def test_what_the_monitor_reports_becomes_the_first_failure_of_all(store):
+    """Ranks that have no monitor's word hear of it by the store; the process ends with its code."""
     processes = [apart(rank) for rank in range(2)]
     line = Told()
-    zero, one = watch(store, 0, processes, warden=line), watch(store, 1, processes)
+    zero, one = watch(store, 0, processes, monitor=line), watch(store, 1, processes)
     line.failure = Failure(1, "host1", "the job", "PeerError: rank 1 has been frozen", 6)
     for watcher, ended in (zero, one):
         assert ended.wait(60) and ended.code == 6
@@ -179,26 +179,26 @@ def test_what_the_warden_tells_becomes_the_first_failure_of_all(store):
     assert line.left
 
 
-def test_a_failure_that_a_rank_reported_comes_before_what_the_warden_makes_of_it(store):
+def test_a_failure_that_a_rank_reported_comes_before_what_the_monitor_makes_of_it(store):
     """The end of a rank that reported its failure is not taken for the first failure."""
     line = Told()
-    zero, ended = watch(store, 0, [apart(rank) for rank in range(2)], warden=line)
+    zero, ended = watch(store, 0, [apart(rank) for rank in range(2)], monitor=line)
     Watcher(store, 1, [apart(rank) for rank in range(2)], patience=FAST, end=Ended())._report(
         Failure(1, "host1", "epoch", "ValueError: cause", 1)
     )
-    line.failure = Failure(1, "host1", "the job", "PeerError: rank 1 ended without a word", 6)
+    line.failure = Failure(1, "host1", "the job", "PeerError: rank 1 died unexpectedly", 6)
     assert ended.wait(60) and ended.code == 1
     zero.stop()
 
 
-def test_the_wardens_word_counts_when_the_store_does_not_answer(capfd):
-    """A rank whose store is lost leaves with what the warden told, not with a word of its own."""
+def test_the_monitors_word_counts_when_the_store_does_not_answer(capfd):
+    """A rank whose store is lost leaves with what the monitor told, not with a word of its own."""
     served, line = local_store(), Told()
-    watcher, ended = watch(served, 0, [apart(rank) for rank in range(2)], HASTY, warden=line)
+    watcher, ended = watch(served, 0, [apart(rank) for rank in range(2)], HASTY, monitor=line)
     served._store = None  # the server ends with its last owner
-    line.failure = Failure(1, "host1", "the job", "PeerError: rank 1 on host1 was not heard of", 6)
+    line.failure = Failure(1, "host1", "the job", "PeerError: rank 1 on host1 was silent", 6)
     assert ended.wait(60) and ended.code == 6
-    assert "rank 1 on host1 was not heard of" in capfd.readouterr().err
+    assert "rank 1 on host1 was silent" in capfd.readouterr().err
     watcher.stop()
 
 

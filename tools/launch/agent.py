@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-from torchrelay.runners.distributed.launcher_status import DIRECTORY, LAUNCHER, NODE, NODE_IN, tell_agent
+from torchrelay.runners.distributed.launcher_status import DIRECTORY, LAUNCHER, NODE, NODE_IN, write_agent
 from torchrelay.tools.launch.outcome import FAILED, LOST, TABLE, by_likelihood
 
 
@@ -81,7 +81,7 @@ def main(words: Sequence[str]) -> int:
         sys.stderr.write(f"torchrelay: the agent of node {node} ended: {end['error']}\n")
     end["well"] = not (end["failures"] or end["signal"] or end["error"])
     end["time"] = time.time()
-    tell_agent(node, end)
+    write_agent(node, end)
     return 0 if end["well"] else code_of(end["failures"])
 
 

@@ -164,7 +164,7 @@ def _torchrun(words: list[str], index: int) -> tuple[bool, str | None]:
         run.main(words)
         well = True
     except ChildFailedError as error:
-        launcher_status.tell_agent(index, {"failures": failures_of(error)})
+        launcher_status.write_agent(index, {"failures": failures_of(error)})
     except SignalException as error:
         asked = signal.Signals(error.sigval).name
     except Exception as error:  # the rendezvous failed, no task

@@ -15,7 +15,7 @@ from typing import Any
 from torchrelay.errors import NoProgressError, PeerError, PreemptedError, RelayError, StorageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
-from torchrelay.runners.distributed.launcher_status import heard
+from torchrelay.runners.distributed.launcher_status import read_status
 from torchrelay.tools.launch.request import GRACE_SECS
 
 PREEMPTED, LOST, FAILED, INTERRUPTED = PreemptedError.exit_code, PeerError.exit_code, 1, 130
@@ -150,7 +150,7 @@ def evidence_of(
 
 def status_of(directory: Path) -> dict[str, Any]:
     """Return the run's status.json if a rank of this attempt wrote it, else an empty dictionary."""
-    writer = heard(directory, "run.json")
+    writer = read_status(directory, "run.json")
     run = writer.get("run")
     if not isinstance(run, str) or "\0" in run:
         return {}
@@ -165,7 +165,7 @@ def status_of(directory: Path) -> dict[str, Any]:
 def first_failure(directory: Path, nodes: int) -> RankEnd | None:
     """Return the rank that failed first, as agreed by the ranks, else as seen by torchrun."""
     ended = _ended_ranks(directory, nodes)
-    agreed = heard(directory, "failure.json")
+    agreed = read_status(directory, "failure.json")
     rank, code = agreed.get("rank"), agreed.get("exit_code")
     if isinstance(rank, int) and isinstance(code, int):
         # For a lost rank torchrun knows the signal.
@@ -178,7 +178,7 @@ def _ended_ranks(directory: Path, nodes: int) -> list[RankEnd]:
     """Return the failed ranks, the likely cause of the other failures first."""
     found: list[Mapping[str, Any]] = []
     for node in range(nodes):
-        failures = heard(directory, f"agent_{node}.json").get("failures")
+        failures = read_status(directory, f"agent_{node}.json").get("failures")
         if isinstance(failures, list):
             found += [one for one in failures if isinstance(one, dict) and _is_end(one)]
     return [RankEnd(one["rank"], str(one.get("host")), one["code"]) for one in by_likelihood(found)]
@@ -264,7 +264,7 @@ def idle_starts(launch: Path, restart: int) -> int:
     `launch` is the directory of the launch. A program that does not use torchrelay never begins a run.
     """
     idle = 0
-    while idle <= restart and not heard(launch / f"attempt_{restart - idle}", "run.json"):
+    while idle <= restart and not read_status(launch / f"attempt_{restart - idle}", "run.json"):
         idle += 1
     return idle
 

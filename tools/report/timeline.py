@@ -38,7 +38,7 @@ _ENDINGS = {
     "STOPPED": "stopped",
     "PREEMPTED": "preempted",
     "FAILED": "failed",
-    "DIED": "ended without a word",
+    "DIED": "died unexpectedly",
     "RUNNING": "running",
 }
 

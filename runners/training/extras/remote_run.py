@@ -28,7 +28,7 @@ from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import decide, together
 from torchrelay.metadata.fs import MAX_JSON_BYTES, finite, read_note
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.distributed.launcher_status import last_words
+from torchrelay.runners.distributed.launcher_status import final_calls
 from torchrelay.runners.remote_runs.download import Brought, RunFiles, bring, found_in, unlisted
 from torchrelay.runners.remote_runs.local_copies import WorkspaceLock, check_store, make_workspace, set_aside
 from torchrelay.runners.remote_runs.names import CHECKPOINTS, NEEDED, STOP, for_a_start, travels
@@ -191,7 +191,7 @@ class StoredRun:
         self._putter.kept.update(self._brought.left_out)
         look = self._look_around if self._peers.rank == 0 else lambda: None
         self._behind = BackgroundUploader(self._putter, may_put, look, every)
-        last_words.append(self._last_words)
+        final_calls.append(self._final_upload)
         return self._behind
 
     def _look_around(self) -> None:
@@ -217,7 +217,7 @@ class StoredRun:
 
     # At its end
 
-    def _last_words(self) -> None:
+    def _final_upload(self) -> None:
         if self._behind is not None:
             self._behind.flush(LAST_WORDS_SECS)
 
@@ -229,7 +229,7 @@ class StoredRun:
         behind, self._behind = self._behind, None
         if behind is None:
             return
-        last_words.forget(self._last_words)
+        final_calls.forget(self._final_upload)
         left_secs = None if self._state.requests is None else self._state.requests.secs_left()
         if failed:
             secs = min(secs, FAILED_SECS)

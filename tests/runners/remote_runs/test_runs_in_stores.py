@@ -23,7 +23,7 @@ from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import DirectoryInUseError, FencedError, RelayError, UsageError
 from torchrelay.lifecycle import StepFailedError
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.distributed.launcher_status import last_words
+from torchrelay.runners.distributed.launcher_status import final_calls
 from torchrelay.runners.remote_runs import upload
 from torchrelay.runners.remote_runs.download import RunFiles
 from torchrelay.runners.remote_runs.local_copies import WorkspaceLock, make_workspace, workspace_of
@@ -331,19 +331,19 @@ def test_a_job_that_is_refused_puts_nothing(url: str, hosts: Hosts) -> None:
     assert train(url, 2) == 2
 
 
-def test_last_words_are_short() -> None:
+def test_final_calls_are_short() -> None:
     """A process that ends itself lets its runs put what they have, and waits for none that hangs."""
     said, hangs = threading.Event(), threading.Event()
     words = (said.set, lambda: hangs.wait(60))
     for one in words:
-        last_words.append(one)
+        final_calls.append(one)
     begun = time.monotonic()
-    last_words.make(secs=0.1)
+    final_calls.make(secs=0.1)
     assert said.is_set()
     assert time.monotonic() - begun < 50
     hangs.set()
     for one in words:
-        last_words.forget(one)
+        final_calls.forget(one)
 
 
 def test_a_status_that_a_late_loser_put_over_ours_is_mended(url: str, hosts: Hosts) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.distributed.launcher_status import DIRECTORY, tell_agent, tell_failure, tell_run
+from torchrelay.runners.distributed.launcher_status import DIRECTORY, write_agent, write_failure, write_run
 from torchrelay.runners.programs.run_selection import is_restart, launch_of
 from torchrelay.runners.session.stop_requests import END_TIME, GRACE_SECS, Requests, deadlines_of, notice_of
 from torchrelay.tools.launch.agent import code_of
@@ -111,7 +111,7 @@ def test_only_a_status_of_this_attempt_counts(tmp_path: Path, monkeypatch: pytes
     run.write_status("FAILED", exit_code=5, **here)
     assert evidence_of(attempt, well=False, nodes=1).status == {}
     monkeypatch.setenv(DIRECTORY, str(attempt))
-    tell_run(run.path)
+    write_run(run.path)
     assert evidence_of(attempt, well=False, nodes=1).status["exit_code"] == 5
     run.write_status("FAILED", exit_code=5, host="other", pid=os.getpid())
     assert evidence_of(attempt, well=False, nodes=1).status == {}
@@ -128,10 +128,10 @@ def test_the_first_to_fail_is_whom_the_ranks_agreed_on(
     """The first note counts; torchrun's view serves where ranks noted nothing, killed ones before others."""
     monkeypatch.setenv(DIRECTORY, str(tmp_path))
     ends = [{"rank": 0, "host": "h", "code": 6, "time": 1}, {"rank": 3, "host": "h", "code": -9, "time": 2}]
-    tell_agent(1, {"failures": ends})
+    write_agent(1, {"failures": ends})
     assert evidence_of(tmp_path, well=False, nodes=2).first == RankEnd(3, "h", -9)
-    tell_failure(2, "g", "why", 1)
-    tell_failure(0, "h", "later", 6)
+    write_failure(2, "g", "why", 1)
+    write_failure(0, "h", "later", 6)
     assert evidence_of(tmp_path, well=False, nodes=2).first == RankEnd(2, "g", 1, "why")
     for damaged in ("[", "[1]", json.dumps({"rank": "x"}), "\0"):
         (tmp_path / "failure.json").write_text(damaged)
@@ -155,18 +155,18 @@ def test_of_ranks_that_agreed_on_nothing_the_likely_cause_counts(
     """A rank that the launcher ended, or that noticed another one's end, is not the first to fail."""
     monkeypatch.setenv(DIRECTORY, str(tmp_path))
     told = [{"rank": rank, "host": "h", "code": code, "time": time} for rank, code, time in ends]
-    tell_agent(0, {"failures": told})
+    write_agent(0, {"failures": told})
     assert evidence_of(tmp_path, well=False, nodes=1).first == RankEnd(first[0], "h", first[1])
 
 
 def test_how_a_lost_rank_ended_is_torchruns_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks agree that it is gone, torchrun knows the signal; of one that failed it tells less."""
     monkeypatch.setenv(DIRECTORY, str(tmp_path))
-    tell_agent(0, {"failures": [{"rank": 1, "host": "h", "code": -9, "time": 1}]})
-    tell_failure(1, "h", "gone", 6)
+    write_agent(0, {"failures": [{"rank": 1, "host": "h", "code": -9, "time": 1}]})
+    write_failure(1, "h", "gone", 6)
     assert evidence_of(tmp_path, well=False, nodes=1).first == RankEnd(1, "h", -9, "gone")
     (tmp_path / "failure.json").unlink()
-    tell_failure(1, "h", "raised", 1)
+    write_failure(1, "h", "raised", 1)
     assert evidence_of(tmp_path, well=False, nodes=1).first == RankEnd(1, "h", 1, "raised")
 
 

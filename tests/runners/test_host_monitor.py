@@ -1,4 +1,4 @@
-"""The warden of a host, as the process that it is, over ranks that are small processes without torch."""
+"""The monitor of a host, as the process that it is, over ranks that are small processes without torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 from torchrun import wait_for_the_end_of
 
 from torchrelay.runners.distributed.host_monitor import STRANGERS, Orders
-from torchrelay.runners.distributed.liveness import Pulse, Stillness, connect_to
-from torchrelay.runners.distributed.monitor_client import launch_warden
+from torchrelay.runners.distributed.liveness import Pulse, StallTimer, connect_to
+from torchrelay.runners.distributed.monitor_client import launch_host_monitor
 
-PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "warden_rank.py"
+PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "monitored_rank.py"
 SILENCE = 1.0
 
 
@@ -59,10 +59,10 @@ class Rank:
 
 
 class Hosts:
-    """Hosts with a warden each, whose ranks do what is asked; everything ends with the block."""
+    """Hosts with a monitor each, whose ranks do what is asked; everything ends with the block."""
 
     def __init__(self) -> None:
-        self.wardens: list[int] = []
+        self.monitors: list[int] = []
         self.hub: dict[str, object] | None = None
         self._ranks: list[Rank] = []
 
@@ -70,11 +70,11 @@ class Hosts:
         ranks = [Rank(one) for one in what]
         pids = {at: rank.pid for at, rank in enumerate(ranks, len(self._ranks))}
         self._ranks += ranks
-        name = f"h{len(self.wardens)}"
+        name = f"h{len(self.monitors)}"
         shared = several and self.hub is None
         orders = Orders("secret", name, pids, SILENCE, 0.1, shared, self.hub, kill, hung)
-        self.port, pid = launch_warden(orders)
-        self.wardens.append(pid)
+        self.port, pid = launch_host_monitor(orders)
+        self.monitors.append(pid)
         if several and self.hub is None:
             self.hub = {"addresses": ["127.0.0.1"], "port": self.port, "host": name, "ranks": list(pids)}
         for number, rank in zip(pids, ranks, strict=True):
@@ -90,10 +90,10 @@ class Hosts:
             with suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)  # with children that wait for it
             rank.process.communicate()
-        for pid in self.wardens:
+        for pid in self.monitors:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        wait_for_the_end_of(self.wardens, 60)
+        wait_for_the_end_of(self.monitors, 60)
 
 
 @pytest.fixture
@@ -146,25 +146,25 @@ def test_a_rank_that_ends_without_a_word_is_told_and_one_that_leaves_is_not(host
     leaver.process.wait(60)
     assert other.quiet(0.5)
     killed.process.kill()
-    assert "rank 1" in (told := other.next()) and "ended without a word" in told
+    assert "rank 1" in (told := other.next()) and "died unexpectedly" in told
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_that_is_silent_or_gone_is_named(hosts, lost, number):
-    """Whichever host's warden falls silent or vanishes, the ranks of the other hear which ranks are lost."""
+    """Whichever host's monitor falls silent or vanishes, the ranks of the other hear which ranks are lost."""
     ranks = [hosts.host("sleep", several=True)[0] for _ in range(2)]
-    os.kill(hosts.wardens[lost], number)
+    os.kill(hosts.monitors[lost], number)
     told = ranks[1 - lost].next()
     assert f"host h{lost} with rank {lost} " in told, told
-    assert ("was not heard of" if number == signal.SIGSTOP else "ended without a word") in told
+    assert ("was silent for" if number == signal.SIGSTOP else "disconnected unexpectedly") in told
 
 
 def test_a_host_whose_ranks_left_is_not_missed(hosts):
-    """Its warden says so and ends; the others go on."""
+    """Its monitor says so and ends; the others go on."""
     leaver, far = (hosts.host(what, several=True)[0] for what in ("leave", "sleep"))
     leaver.tell()
-    wait_for_the_end_of([hosts.wardens[0]], 60)
+    wait_for_the_end_of([hosts.monitors[0]], 60)
     assert far.quiet(2 * SILENCE)
 
 
@@ -172,11 +172,11 @@ def test_a_first_host_that_cannot_be_reached_is_a_failure_that_says_so(hosts):
     """The message has the addresses and what to do."""
     hosts.hub = {"addresses": ["127.0.0.1"], "port": 1, "host": "alpha", "ranks": [0]}
     told = hosts.host("sleep")[0].next()
-    assert "reaches the warden of alpha at none of 127.0.0.1 (port 1): let the processes" in told, told
+    assert "cannot reach the host monitor of alpha at any of 127.0.0.1 (port 1): allow" in told, told
 
 
 def test_strangers_are_sent_away(hosts):
-    """Without the token, with junk or with endless bytes nobody is listened to, and the warden goes on."""
+    """Without the token, with junk or with endless bytes nobody is listened to, and the monitor goes on."""
     rank, other = hosts.host("sleep", "sleep")
     for junk in (
         b'{"token": "guess", "rank": 0, "thread": 1, "phase": ""}\n',
@@ -200,7 +200,7 @@ def test_strangers_are_sent_away(hosts):
 
 
 def test_strangers_who_say_nothing_take_no_place(hosts):
-    """Of many silent connections the oldest are closed, so no number of them uses up a warden's files."""
+    """Of many silent connections the oldest are closed, so no number of them uses up a monitor's files."""
     rank, other = hosts.host("sleep", "sleep")
     silent = [socket.create_connection(("127.0.0.1", hosts.port), 5) for _ in range(STRANGERS + 3)]
     try:
@@ -216,6 +216,6 @@ def test_strangers_who_say_nothing_take_no_place(hosts):
 
 def test_stillness_counts_only_what_was_seen_not_to_move():
     """A move and a lost sight begin the count anew."""
-    still = Stillness()
-    assert [still.look(Pulse("S", n), 1.0) for n in (5, 5, 5, 6, 6)] == [0, 1, 2, 0, 1]
-    assert still.look(None, 1.0) == 0 and still.look(Pulse("S", 6), 1.0) == 0
+    still = StallTimer()
+    assert [still.update(Pulse("S", n), 1.0) for n in (5, 5, 5, 6, 6)] == [0, 1, 2, 0, 1]
+    assert still.update(None, 1.0) == 0 and still.update(Pulse("S", 6), 1.0) == 0

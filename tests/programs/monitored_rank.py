@@ -1,6 +1,6 @@
-"""A rank as its warden knows it, without torch: a connection, a thread that looks, a phase, some work.
+"""A rank as its monitor knows it, without torch: a connection, a thread that looks, a phase, some work.
 
-warden_rank.py WHAT; the port, the token and the rank come as a line on stdin.
+monitored_rank.py WHAT; the port, the token and the rank come as a line on stdin.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def tell(text: str) -> None:
 
 
 def main(what: str) -> None:
-    """Introduce a thread that looks every 0.1 s, print what the warden tells, and do `what`."""
+    """Introduce a thread that looks every 0.1 s, print what the monitor tells, and do `what`."""
     port, token, rank = json.loads(sys.stdin.readline())
     line = connect_to("127.0.0.1", port, 5)
     introduced, ready = threading.Event(), threading.Event()
@@ -33,7 +33,7 @@ def main(what: str) -> None:
         hello = {"token": token, "rank": rank, "thread": threading.get_native_id(), "phase": phase.show()}
         line.send(hello)
         introduced.set()
-        ready.wait()  # what the warden has to say comes after it
+        ready.wait()  # what the monitor has to say comes after it
         while True:
             for message in line.receive():
                 if "failure" in message:
