@@ -382,5 +382,5 @@ CASES = (
         _strided_dcp,
         _strided_ours,
     ),
-    Case("pickle", "metadata were written by somebody else", 1, _pickle_dcp, _pickle_ours),
+    Case("pickle", "the metadata come from an untrusted source", 1, _pickle_dcp, _pickle_ours),
 )
