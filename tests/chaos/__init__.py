@@ -1,1 +1,1 @@
-"""Faults on purpose: a program is struck again and again, and must find what it was told is saved."""
+"""Fault injection: interrupt a program again and again, and check that it finds what it had saved."""

@@ -34,7 +34,7 @@ _BATCH = 100
 _RESUMED_EVERY = 50
 """Of so many damaged runs one is also resumed."""
 _UNDAMAGED = ("first", "large")
-"""Scenarios that are no use for damage: nothing lies there yet, or nothing but numbers."""
+"""Scenarios without anything to damage: nothing is saved yet, or only numbers are."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def built_in(wish: Wish, where: Path | str | None = None) -> Iterator[BuiltIn]:
 def run_all(
     wish: Wish, where: Path | str | None = None, say: Callable[[str], None] = lambda text: None
 ) -> Tally:
-    """Try all kinds of a wish; `say` hears of each when it begins."""
+    """Try all kinds of a wish; `say` is called with each when it begins."""
     whole = Tally()
     with built_in(wish, where) as target:
         for kind in wish.kinds:
@@ -195,7 +195,7 @@ def run_all(
 
 
 def tried(tally: Tally) -> bool:
-    """Whether every kind reached something: a campaign in which no fault happened proves nothing."""
+    """Whether every kind reached something: without faults a campaign shows nothing."""
     return all(tally.count(kind) for kind in tally.kinds) and bool(tally.outcomes)
 
 

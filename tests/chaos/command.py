@@ -1,7 +1,7 @@
-"""The user's own job as target: struck once, then run again, it must go on from what it had.
+"""The user's own job as target: struck once, then run again, it must resume from what it had.
 
 The oracle is the library's own log of calls: a record of the checkpoint log counts as acknowledged once its
-name was linked and its directory synced after that, whatever the program says about it.
+name was linked and its directory synced after that, independent of what the program prints.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def kept_at(run: Path, slots: set[int]) -> Kept:
 
 
 def _may_go(slot: int, newest: int) -> bool:
-    """Whether a log that goes on to `newest` may have thinned this record away (format.md, section 4)."""
+    """Whether a log up to `newest` may have thinned this record away (format.md, section 4)."""
     return slot % STRIDE != 0 and slot <= newest - STRIDE
 
 
@@ -181,7 +181,7 @@ def judge_struck(fault: Fault, done: Done) -> tuple[Verdict, str]:
 
 
 def judge_left(run: Path, before: Kept, newest: int, branch: int) -> tuple[Verdict, str]:
-    """Every durable record that stays is what it was, every live epoch is proved, and the end is the same."""
+    """Check that durable records are unchanged, live epochs are valid, and the end is the same."""
     storage = _storage_of(run)
     view = open_log(storage)
     for slot, data in before.records.items():
@@ -202,12 +202,12 @@ def _judge_end(view: LogView, newest: int, branch: int) -> tuple[Verdict, str]:
     if found is None or found.position.epoch != newest:
         return Verdict.FAILED, f"the run ends at epoch {found and found.position} instead of {newest}"
     if view.current.id != branch:
-        return Verdict.LOST, "epochs that were committed were given up: the run is on another branch"
+        return Verdict.LOST, "committed epochs were abandoned: the run is on another branch"
     return Verdict.SURVIVED, ""
 
 
 def is_noticed(run: Path, path: str) -> bool:
-    """Whether proving shows a change of this file, or the file proves nothing."""
+    """Whether verification detects a change of this file, or does not need the file."""
     storage = _storage_of(run)
     try:
         view = open_log(storage)
@@ -306,7 +306,7 @@ class Reference:
         return Outcome(kind, name, verdict, reason)
 
     def damaged(self, change: damage.Damage) -> Outcome:
-        """Change a byte of the finished run: what the epochs consist of must not be proved any more."""
+        """Change a byte of the finished run: files of the epochs must then fail verification."""
         with damage.done_to(str(self.run), change):
             told = is_noticed(self.run, change.path)
         verdict = Verdict.SURVIVED if told else Verdict.UNDETECTED

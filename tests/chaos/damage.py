@@ -131,7 +131,7 @@ class Resumed:
 
 
 def resume(worker: Worker, one: Resumed) -> Outcome:
-    """Resume a damaged run: it goes on from what can be proved, or refuses; what it saves is right.
+    """Resume a damaged run: it resumes from a valid epoch or refuses, and what it saves is correct.
 
     The damage stays, as it would.
     """

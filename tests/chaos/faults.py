@@ -43,7 +43,7 @@ class Fault:
 
     @property
     def errno(self) -> int:
-        """The number of the error that the call reports; 0 for what is no error."""
+        """The errno that the call reports; 0 for faults that are not errors."""
         return int(getattr(errno, self.what, 0))
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ def fault_of(text: str) -> Fault:
     known = what in (*WHATS, *ERRNOS, *STORE_ERRNOS)
     if found is None or not known or any(word not in (*WHENS, *_FLAGS) for word in words):
         raise UsageError(
-            f"{text!r:.80} is no fault: write kill@37:after, ENOSPC@12:lasting, stall@5, with one of "
+            f"{text!r:.80} is not a fault: write kill@37:after, ENOSPC@12:lasting, stall@5, with one of "
             f"{', '.join(dict.fromkeys((*WHATS, *ERRNOS, *STORE_ERRNOS)))}"
         )
     when = next((word for word in words if word not in _FLAGS), "before")
@@ -130,11 +130,11 @@ class PlanFile:
         return self._number(_PAUSED)
 
     def resume(self, number: int) -> None:
-        """Let call `number` go on."""
+        """Let call `number` continue."""
         struct.pack_into("=q", self._map, _RESUMED, number)
 
     def close(self) -> None:
-        """Let go of the file and remove it."""
+        """Close the file and remove it."""
         self._map.close()
         self.path.unlink(missing_ok=True)
 
@@ -233,18 +233,18 @@ def _compile(built: Path) -> None:
 
 
 _SPARED = ("HINT", "writer.json", ".probe-", ".tmp-", "stats.json", "live.json", "/logs/attempt_")
-"""Files that prove nothing, notes for those who look on among them: a failure there may pass in silence."""
+"""Files that verification does not need, such as notes for monitoring: failures there may be silent."""
 _HARMLESS = ("open", "read", "release", "range", "mkdir")
-"""Reads whose bytes were proved in the end, advice, and directories: one that is missing shows at once."""
+"""Reads whose bytes were verified in the end, advice, and directories: a missing one shows at once."""
 _REPEATED = ("EIO", "EBUSY", "ETIMEDOUT", "ECONNRESET")
 """What a store may answer and then not again: the call is made again, and its effect looked up before."""
 
 
 def may_be_silent(fault: Fault, struck: str, run: str) -> bool:
-    """Whether the failed call loses nothing: advice, a read that was tried again, a file that proves nothing.
+    """Whether the failed call loses nothing: advice, a repeated read, a file that is not needed.
 
-    Whoever may not read the directory above the checkpoints did not make their name in it; that of a run is
-    made and removed again before the run begins.
+    A process that cannot read the directory above the checkpoints has not created them in it. That of a run
+    is made and removed again before the run begins.
     """
     if fault.what in ("short", "EINTR") or (fault.what == "zero" and not fault.lasting):
         return True

@@ -56,8 +56,8 @@ class Prefix:
 def fresh_prefix(url: str, single_writer: SingleWriter = None) -> Iterator[Prefix]:
     """A new prefix below the URL, removed with all that is in it; nothing else is looked at.
 
-    Where nothing is known of how the store creates exclusively runs are told to be single writers. Raises
-    UsageError for what is no URL of a store, StorageError where it does not answer.
+    Runs are single writers if it is unknown whether the store creates exclusively. Raises UsageError unless
+    `url` is a URL of a store, StorageError if the store does not answer.
     """
     storage = ObjectStorage.open(url, "the storage", single_writer)
     if set(_OWN_PROCESS) & {storage.system.protocol, *storage.system.protocol}:
@@ -69,7 +69,7 @@ def fresh_prefix(url: str, single_writer: SingleWriter = None) -> Iterator[Prefi
                   single_writer or ("external" if storage.doubt else None))  # fmt: skip
     with _told(url, "write to"):
         if storage.doubt and not storage.system.isdir(storage.root):
-            raise UsageError(f"{shown(url)} is no directory: give one that exists, a fresh one is made in it")
+            raise UsageError(f"{shown(url)} is not a directory: give an existing one, a new one is made inside")
         made.tree.write("marker", b"torchrelay chaos works below this prefix, and removes it\n")
     try:
         yield made
@@ -257,7 +257,7 @@ class Ground(Protocol):
         """Make a scenario ready to be copied; StorageError where the run fails undisturbed."""
 
     def options(self) -> Mapping[str, object]:
-        """What the job needs to be told there."""
+        """The options that the job needs there."""
 
     def fresh(self, worker: Worker) -> str:
         """A place for a run where nothing is yet."""

@@ -214,7 +214,7 @@ def _is_there(pid: int) -> bool:
 
 
 def _check(worker: Worker, cuts: Cuts, one: _Cut, home: Path) -> Outcome:
-    """Recover a copy, prove what was acknowledged, and go on there."""
+    """Recover a copy, verify what was acknowledged, and resume there."""
     kind, name = f"power {cuts.system.name}", f"{cuts.prepared.scenario.name}/{cuts.system.name}@{one.number}"
     oracle = home / f"cut{one.number}.oracle"
     oracle.write_bytes(one.oracle)

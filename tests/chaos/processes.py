@@ -97,7 +97,7 @@ class Nursery:
         self.close()
 
     def warm(self, order: Order) -> Ended:
-        """Carry an order out, and import here whatever it imported there: later children start with it."""
+        """Carry an order out, and import its modules here too: later children start with them."""
         first = self._run(order, tell_modules=True)
         if not first.well:
             return first
@@ -158,8 +158,8 @@ _POLL_SECS = 0.001
 def await_stillness(pid: int, limit_secs: float) -> None:
     """Wait until no thread of a stopped process runs any more, at most so long.
 
-    A stop reaches a thread that is in a system call when that ends. A save behind the training may be in the
-    middle of a write or a sync; were the device copied meanwhile, the copy would be as after no power cut.
+    A stop reaches a thread that is in a system call when that ends. An asynchronous save may be in the
+    middle of a write or a sync. A copy of the device in that moment would match no power cut.
     """
     until = time.monotonic() + limit_secs
     while time.monotonic() < until and _moves(pid):
@@ -256,7 +256,7 @@ class Pool:
 
 @contextmanager
 def scratch(parent: Path | None = None) -> Iterator[Path]:
-    """A directory for trials that goes with them: in memory where that can be, unless told where."""
+    """A temporary directory for trials: in `parent`, else in memory if possible."""
     if parent is None and _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK):
         parent = _MEMORY
     made = Path(tempfile.mkdtemp(prefix="torchrelay-chaos-", dir=parent))

@@ -294,10 +294,10 @@ class Trial(Protocol):
         """The order to continue the run."""
 
     def check(self, limit_secs: float) -> Order:
-        """The order to prove what is there, and to go on."""
+        """The order to verify what is there, and to resume."""
 
     def may_be_silent(self, fault: Fault, struck: str) -> bool:
-        """Whether what was struck loses nothing, so that nobody need hear of it."""
+        """Whether the fault loses nothing, so that it need not be reported."""
 
     def keep(self, where: Path) -> None:
         """Leave what is there in a local directory."""

@@ -133,7 +133,7 @@ class Strike:
 
 
 def strike(worker: Worker, one: Strike) -> Outcome:
-    """Copy the run, let the fault happen, prove what is there and go on."""
+    """Copy the run, inject the fault, verify what is there, and resume."""
     copy = one.prepared.copy(worker.fresh())
     try:
         order, told = copy.struck(worker.plan, one.fault, LIMIT_SECS)
@@ -175,14 +175,14 @@ def _judge_struck(one: Strike, ended: Ended, struck: str, copy: Trial) -> tuple[
 
 
 def _judge_slow(said: dict[str, Any]) -> tuple[Verdict, str]:
-    """Slowness is no error."""
+    """Check that slowness is not reported as an error."""
     if said["error"] or said["warnings"]:
         return Verdict.FAILED, f"slowness is reported as an error: {said['error'] or said['warnings']}"
     return Verdict.SURVIVED, ""
 
 
 def _judge_told(fault: Fault, said: dict[str, Any], struck: str, copy: Trial) -> tuple[Verdict, str]:
-    """An error is told by file and reason, once it can matter; nothing is left open."""
+    """Check that an error names file and reason once it can matter, and that nothing is left open."""
     if said["open"]:
         return Verdict.FAILED, f"left open: {said['open']}"
     if said["error"] and not said["ours"]:

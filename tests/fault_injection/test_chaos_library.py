@@ -119,7 +119,7 @@ def test_faults_are_written_and_read(text: str) -> None:
 )
 def test_what_is_no_fault_is_refused(text: str) -> None:
     """The refusal says how a fault is written."""
-    with pytest.raises(UsageError, match="is no fault: write"):
+    with pytest.raises(UsageError, match="is not a fault: write"):
         fault_of(text)
     assert all(getattr(errno, name) for name in ERRNOS)
 

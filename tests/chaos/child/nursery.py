@@ -60,7 +60,7 @@ def _module(where: str) -> Any:
     name = f"_chaos_{Path(where).stem}"
     spec = importlib.util.spec_from_file_location(name, where)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{where} is no program")
+        raise UsageError(f"{where} is not a program")
     sys.path.insert(0, str(Path(where).parent))
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -41,11 +41,11 @@ SMALL = {"moved": 700, "frozen": 3000}
 
 
 class Mixed(AssertionError):
-    """Something else was loaded than was saved, and nobody noticed."""
+    """The loaded bytes differ from the saved ones, and no error reported it."""
 
 
 class Lost(AssertionError):
-    """What was acknowledged is not there any more, or nothing goes on from it."""
+    """An acknowledged epoch is missing, or no run resumes from it."""
 
 
 class Blobs:
@@ -98,7 +98,7 @@ _WATCH_SECS = 0.5
 
 
 class _Oracle(FileMetadataHandler):
-    """The default handler, which also tells a file outside what was acknowledged."""
+    """The default handler, which also writes acknowledged epochs to a file outside the run."""
 
     def __init__(self, directory: Path, oracle: Path) -> None:
         super().__init__(directory)
@@ -110,7 +110,7 @@ class _Oracle(FileMetadataHandler):
 
 
 class _AtUrl(MultiNodeCheckpointManager):
-    """Has no handler, for that would decide where a run goes on; tells the oracle itself."""
+    """A manager without a handler, which would decide where a run resumes; it writes to the oracle itself."""
 
     oracle: Path
 
@@ -177,7 +177,7 @@ def _runner(
 def _runner_at_url(
     job: torchrelay.Job, url: str, oracle: Path, options: Mapping[str, Any], struck: Mapping[str, str] | None
 ) -> JobRunner:
-    """Run directories do not lie in stores, and a bare manager begins anew unless it is told to go on."""
+    """Build a runner with a bare manager, which starts over unless it is asked to resume."""
     manager = _AtUrl(url, takeover_secs=_WATCH_SECS, **options)
     manager.oracle = oracle
     storage = manager.engine.storage
@@ -230,11 +230,11 @@ def _open_below(run: str) -> list[str]:
 def check(
     run: str, oracle: str, large: int = 0, options: Mapping[str, Any] | None = None, further: bool = True
 ) -> dict[str, Any]:
-    """Prove what lies in the run directory, and that the run goes on from there.
+    """Verify the run directory, and that the run resumes from there.
 
-    Raises Lost where an acknowledged epoch is gone, a committed one is not whole or nothing goes on, and
-    Mixed where something else was loaded than saved. Otherwise says what was found. With `further` the next
-    epoch is trained, too.
+    Raises Lost if an acknowledged epoch is missing, a committed one is incomplete, or the run does not
+    resume. Raises Mixed if loaded bytes differ from saved ones. Otherwise returns what was found. With
+    `further` the next epoch is trained too.
     """
     known = acknowledged(Path(oracle))
     newest = _check_log(run, known)
@@ -244,7 +244,7 @@ def check(
 
 
 def _check_log(run: str, known: int) -> int:
-    """All live epochs are proved and hold what they must; returns the newest, -1 for none."""
+    """Verify all live epochs and their values; return the newest, -1 for none."""
     if not _begun(run):
         if known >= 0:
             raise Lost(f"epoch {known} was acknowledged, and there is no job.json")
@@ -264,7 +264,7 @@ def _check_log(run: str, known: int) -> int:
     if newest < known:
         raise Lost(f"epoch {known} was acknowledged, the newest in the log is {newest}")
     if view.current.id != 0:
-        raise Lost(f"the run is on branch {view.current.id}: a committed epoch was given up")
+        raise Lost(f"the run is on branch {view.current.id}: a committed epoch was abandoned")
     return newest
 
 
@@ -298,7 +298,7 @@ def _go_on(run: str, oracle: str, newest: int, large: int, options: Mapping[str,
     until = max(newest, 0) + 1
     said = train(run, oracle, until, large, options)
     if said["error"] or said.get("epoch") != until:
-        raise Lost(f"the run does not go on after epoch {newest}: {said['kind']}: {said['error']}")
+        raise Lost(f"the run does not resume after epoch {newest}: {said['kind']}: {said['error']}")
     if said["warnings"]:
         raise Lost(f"the next start warns: {said['warnings']}")
     if said["open"]:
@@ -312,10 +312,10 @@ def _go_on(run: str, oracle: str, newest: int, large: int, options: Mapping[str,
 
 
 def look(run: str, oracle: str) -> str:
-    """Load what a fresh process would, and every committed epoch; says what came of it.
+    """Load what a fresh process would, and every committed epoch; return what happened.
 
-    Raises Mixed where something else was loaded than saved, or an older epoch without a word, and whatever
-    is no error of ours.
+    Raises Mixed if loaded bytes differ from saved ones, or if an older epoch is loaded silently. Errors of
+    other libraries propagate.
     """
     newest = acknowledged(Path(oracle))
     with warnings.catch_warnings(record=True) as caught:
