@@ -102,7 +102,7 @@ def _where(text: str) -> Path | str:
         return text
     path = Path(text.removeprefix(FILE))
     if not path.is_dir():
-        raise UsageError(f"{text} is not a directory: give an existing one, a new one is made inside")
+        raise UsageError(f"{text} is not a directory: give one, a new one is made in it")
     return path
 
 

@@ -69,7 +69,7 @@ def fresh_prefix(url: str, single_writer: SingleWriter = None) -> Iterator[Prefi
                   single_writer or ("external" if storage.doubt else None))  # fmt: skip
     with _told(url, "write to"):
         if storage.doubt and not storage.system.isdir(storage.root):
-            raise UsageError(f"{shown(url)} is not a directory: give an existing one, a new one is made inside")
+            raise UsageError(f"{shown(url)} is not a directory: give one, a new one is made in it")
         made.tree.write("marker", b"torchrelay chaos works below this prefix, and removes it\n")
     try:
         yield made

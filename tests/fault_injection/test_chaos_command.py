@@ -54,7 +54,7 @@ def test_help_is_quick() -> None:
         (["--only", "kill@3"], "write the scenario too"),
         (["foo://bucket/run"], "cannot be opened"),
         (["memory://bucket/run"], "lives in one process"),
-        (["nowhere"], "is no directory"),
+        (["nowhere"], "is not a directory"),
         (["--", "python", "train.py"], "must train into {run}"),
         (["--", "false", "{run}"], "fails undisturbed, with 1"),
         (["--", "false", "{run}"], "it printed nothing"),
@@ -84,7 +84,7 @@ def test_a_users_job_that_begins_anew(tmp_path: Path) -> None:
     """A program that throws its epochs away at every start has lost them, and the command says so."""
     (tmp_path / "train.py").write_text(TRAIN.format(step=1, options="resume='never'"))
     out = run("--only", "kill@190", "--", sys.executable, tmp_path / "train.py", "{run}", code=1)
-    assert "lost  --only kill@190" in out and "given up" in out
+    assert "lost  --only kill@190" in out and "were abandoned" in out
 
 
 @pytest.mark.slow

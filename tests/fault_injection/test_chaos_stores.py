@@ -119,7 +119,7 @@ def test_every_call_is_counted_and_struck_once(tmp_path: Path) -> None:
     [
         ("memory://bucket/run", UsageError, "lives in one process"),
         ("foo://bucket/run", UsageError, "cannot be opened"),
-        ("local:///nowhere/at/all", UsageError, "is no directory"),
+        ("local:///nowhere/at/all", UsageError, "is not a directory"),
         ("local:///proc/1", StorageError, "cannot write to local:///proc/1"),
     ],
 )
