@@ -1,1 +1,1 @@
-"""What to run: jobs, tasks, nodes, workspaces, blobs, stop conditions, readers. No I/O, no processes."""
+"""Job definitions: jobs, tasks, nodes, workspaces, blobs, stop conditions, readers. No I/O, no processes."""

@@ -1,10 +1,9 @@
-"""Blobs, the named entries of a job's state, as they are declared, and the steps that work with them.
+"""Declared blobs, the named entries of a job's state, and the calling convention of steps.
 
 A step takes nothing, a workspace (a parameter named `ws` or `workspace`), or a context (any other
 name, usually `ctx`). Only a parameter without a default is filled.
 
-What a blob's content is worth (its leaves, its inferred scope) is decided where it is saved; here
-only names, sources and what the user forced are kept.
+Only names, sources and explicit options are kept here; leaves and inferred scopes are determined on save.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _FILLABLE = (
 
 
 def call_style(step: Step) -> CallStyle:
-    """Return what `step` takes; raises UsageError with the remedy where it cannot be a step."""
+    """Return the kind of argument that `step` takes; raises UsageError if it cannot be a step."""
     parameter = _open_parameter(step)
     if parameter is None:
         return "nothing"
@@ -44,7 +43,7 @@ def call_style(step: Step) -> CallStyle:
 
 
 def invoke(step: Step, workspace: Any, ctx: Any) -> Any:
-    """Call `step` with what it takes and return its result."""
+    """Call `step` with its argument and return the result."""
     parameter = _open_parameter(step)
     if parameter is None:
         return step()
@@ -62,9 +61,11 @@ def step_name(step: Step) -> str | None:
 
 def _open_parameter(step: Step) -> inspect.Parameter | None:
     if not callable(step) or isinstance(step, type):
-        raise UsageError(f"{step!r} is no step: give a function, such as `lambda ctx: ...`")
+        raise UsageError(f"{step!r} is not a step; expected a function, such as `lambda ctx: ...`")
     if any(kind(step) for kind in _LAZY_KINDS):
-        raise UsageError(f"{_described(step)} is async or a generator, so a call would not run it: use a def")
+        raise UsageError(
+            f"{_described(step)} is async or a generator, so a call would not run it; use a plain def"
+        )
     open_ones = [p for p in _parameters(step) if p.kind in _FILLABLE and p.default is p.empty]
     if len(open_ones) > 1:
         raise UsageError(
@@ -82,7 +83,7 @@ def _parameters(step: Step) -> list[inspect.Parameter]:
         return list(inspect.signature(step).parameters.values())
     except (TypeError, ValueError):
         raise UsageError(
-            f"{_described(step)} does not say what it takes: wrap it, such as `lambda ctx: ...`"
+            f"{_described(step)} has no readable signature; wrap it, such as in `lambda ctx: ...`"
         ) from None
 
 
@@ -95,13 +96,13 @@ Reshard = str | Callable[..., Any] | None
 Kind = Literal["tensor", "stateful", "value"]
 
 RESHARD_POLICIES = ("error", "drop", "by_rank")
-"""What may happen to a `rank` blob on another number of ranks; a callable decides by itself."""
+"""Policies for a `rank` blob when the number of ranks changes; a callable is a custom policy."""
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
 class Scope(str, Enum):
-    """Who owns the content of a blob."""
+    """Owner of the content of a blob."""
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
@@ -115,11 +116,14 @@ class Scope(str, Enum):
 
 @dataclass(frozen=True, eq=False)
 class Blob:
-    """One declared name: `source` is the object or its factory, `scope` and `reshard` what was forced.
+    """A declared blob.
 
-    `scope` None means inferred; `reshard` None means "error". `container` is the name of the container that
-    the object lies in, where that is a blob too. `rebuilt`: each start builds the object as the epoch that it
-    resumes from has it.
+    Attributes:
+        source: The object, or its factory.
+        scope: Explicit scope; None means inferred.
+        reshard: Explicit policy; None means "error".
+        container: Name of the container blob that holds the object, if any.
+        rebuilt: The program rebuilds the object to match the epoch that a launch resumes from.
     """
 
     name: str
@@ -131,38 +135,38 @@ class Blob:
 
     @property
     def is_factory(self) -> bool:
-        """Whether the source makes the object, once per node in `setup`; it takes what steps take."""
+        """True if the source is a factory, called once per node in `setup` like a step."""
         return is_factory(self.source)
 
 
 def kind_of(value: object) -> Kind:
-    """Return what `value` is as a blob: a tensor, an object with state, or a plain (JSON) value."""
+    """Return the kind of `value` as a blob: a tensor, an object with state, or a plain (JSON) value."""
     if isinstance(value, torch.Tensor):
         return "tensor"
     return "stateful" if is_stateful(value) else "value"
 
 
 def is_stateful(value: object) -> bool:
-    """Whether `value` has `state_dict` and `load_state_dict`, as modules and optimizers do."""
+    """Return True if `value` has `state_dict` and `load_state_dict`, as modules and optimizers do."""
     if isinstance(value, type):
         return False
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def is_factory(value: object) -> bool:
-    """Whether `value` is a function, method or partial, and nothing that has state of its own."""
+    """Return True if `value` is a function, method or partial without state."""
     return isinstance(value, _FUNCTIONS) and not hasattr(value, "state_dict")
 
 
 class LoopBlobs:
-    """The blobs of a program that has its own loop, and so keeps them in variables of its own.
+    """The blobs of a program with its own training loop, which holds them in its own variables.
 
-    Such a program sees a load only in objects that are filled in place, and a save sees only the objects
-    that were registered. Values that cannot change, and entries that are replaced later, are refused.
+    A load reaches such a program only through objects that are filled in place, and a save sees only the
+    registered objects. So immutable values, and entries that are replaced later, are refused.
 
     Args:
         given: The objects by name.
-        factories: Whether an entry may be a function that makes the object.
+        factories: Allow entries that are functions returning the object.
 
     Raises:
         UsageError: An entry cannot change in place, or is a function without `factories`.
@@ -178,10 +182,10 @@ class LoopBlobs:
                     f"not be saved: put it into a dict, state=dict({name}=...), and update that"
                 )
             if not factories and is_factory(value):
-                raise UsageError(f"blob {name!r} is a function: give the object that it makes")
+                raise UsageError(f"blob {name!r} is a function: register the object that it returns")
 
     def check_registered(self) -> None:
-        """Raise UsageError where an entry of the mapping is another object than the one registered."""
+        """Raise UsageError if an entry of the mapping is no longer the registered object."""
         for name, value in self._registered.items():
             if self._live.get(name, value) is not value:
                 raise UsageError(
@@ -191,7 +195,7 @@ class LoopBlobs:
 
 
 def _cannot_change(value: object) -> bool:
-    numpy: Any = sys.modules.get("numpy")  # a value of numpy exists only where it is loaded
+    numpy: Any = sys.modules.get("numpy")  # without numpy loaded there are no numpy values
     scalars = () if numpy is None else (numpy.generic, numpy.dtype)
     return isinstance(value, (*_IMMUTABLE, *scalars)) or is_fixed(value)
 
@@ -200,13 +204,13 @@ _IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None
 
 
 class BlobRegistry:
-    """The blobs of a job in the order of their declaration: `job.blobs(model=model)`, `for b in job.blobs`.
+    """The blobs of a job in declaration order: `job.blobs(model=model)`, `for b in job.blobs`.
 
-    A container (a dict, list, set, deque or dataclass instance) is one blob, which holds the very object:
-    what it has at a boundary is saved. Objects with state and factories inside it, at any depth, are blobs of
-    their own: `blobs(parts=dict(model=model, step=0))` declares `parts.model` and, for everything else,
-    `parts`. Blobs can be added until `setup` ends; those that `setup` added are declared anew by the `setup`
-    of the next start.
+    - A container (a dict, list, set, deque or dataclass instance) is one blob; its content at the end of each
+      epoch is saved.
+    - Objects with state and factories inside it, at any depth, are separate blobs:
+      `blobs(parts=dict(model=model, step=0))` declares `parts.model`, and `parts` for everything else.
+    - Blobs can be added until `setup` ends; those added by `setup` are declared again at each launch.
     """
 
     def __init__(self) -> None:
@@ -231,7 +235,7 @@ class BlobRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The declared names in order."""
+        """Names of the blobs in declaration order."""
         return tuple(self._blobs)
 
     def add(
@@ -255,8 +259,8 @@ class BlobRegistry:
         """
         if self._frozen:
             raise NotAllowedNowError(
-                f"blobs can be added until setup ends; {_listed([*(mapping or {}), *named])} came later: "
-                "declare it where the job is built or in a task of @job.setup"
+                f"blobs can be added until setup ends, not {_listed([*(mapping or {}), *named])} after it: "
+                "declare it when the job is built or in a task of @job.setup"
             )
         forced = _scope(scope)
         if not (reshard is None or callable(reshard) or reshard in RESHARD_POLICIES):
@@ -266,7 +270,7 @@ class BlobRegistry:
         for given in (mapping or {}, named):
             for name, source, container in _flat(given):
                 if name in merged:
-                    raise UsageError(f"there are two blobs with the name {name!r}: rename one of them")
+                    raise UsageError(f"two blobs have the name {name!r}: rename one of them")
                 merged[name] = Blob(name, _checked_source(name, source), forced, reshard, container, rebuilt)
         check_blob_names(merged, {blob.name: blob.container for blob in merged.values() if blob.container})
         _check_objects(merged.values())
@@ -275,14 +279,14 @@ class BlobRegistry:
     __call__ = add
 
     def begin_setup(self) -> None:
-        """Open the registry for the `setup` of a start and forget what an earlier `setup` added."""
+        """Open the registry for `setup` and drop the blobs added by an earlier `setup`."""
         if self._declared is None:
             self._declared = self.names
         self._blobs = {name: self._blobs[name] for name in self._declared}
         self._frozen = False
 
     def freeze(self) -> None:
-        """End the time in which blobs can be added; called when `setup` has ended."""
+        """Refuse further blobs; called when `setup` has ended."""
         if self._declared is None:
             self._declared = self.names
         self._frozen = True
@@ -295,19 +299,19 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
         )
     for key, value in given.items():
         if not isinstance(key, str):
-            raise UsageError(f"{prefix or 'blobs'}: the key {key!r} is no str, so it cannot name a blob")
+            raise UsageError(f"{prefix or 'blobs'}: the key {key!r} is not a str, so it cannot name a blob")
         name = prefix + key
         if is_container(value):
             note_records(value)
             yield from ((inner, found, name) for inner, found in objects_inside(value, name))
         elif isinstance(value, dict) and not is_stateful(value) and holds_live(value):
-            yield from _flat(value, name + ".")  # a class of the user's, which cannot be loaded as a value
+            yield from _flat(value, name + ".")  # a class of the user cannot be loaded as a value
             continue
         yield name, value, None
 
 
 def objects_inside(value: object, name: str) -> Iterator[tuple[str, Any]]:
-    """The objects with state in a container, and the factories in its dicts, each by its first name."""
+    """Return the objects with state in a container and the factories in its dicts, by dotted name."""
     known: set[int] = set()
     for path, found in found_inside(value, name, _is_object):
         if id(found) not in known:
@@ -316,7 +320,7 @@ def objects_inside(value: object, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def holds_live(value: object) -> bool:
-    """Whether this is or holds a tensor, an object with state, a generator, or a factory in a dict."""
+    """Return True if the value is or holds a tensor, an object with state, a generator or a factory."""
     return _is_live(None, value) or next(found_inside(value, "", _is_live), None) is not None
 
 
@@ -325,7 +329,7 @@ def _is_live(holder: object, value: object) -> bool:
 
 
 def _is_object(holder: object, value: object) -> bool:
-    """Whether this can be a blob by itself: an object in a set has no name that lasts."""
+    """Return True if the value can be a separate blob; objects in a set have no stable name."""
     return (is_stateful(value) and not isinstance(holder, (set, frozenset))) or _makes(holder, value)
 
 
@@ -352,7 +356,9 @@ def _checked_source(name: str, source: object) -> object:
         try:
             call_style(source)  # type: ignore[arg-type]
         except UsageError as error:
-            raise UsageError(f"blob {name!r} is a function, so it must make the blob: {error}") from error
+            raise UsageError(
+                f"blob {name!r} is a function, so it must be a factory of the blob: {error}"
+            ) from error
     if is_fixed(source) and holds_live(source):
         raise UsageError(
             f"blob {name!r} is a {type(source).__name__} that holds tensors or objects, and what the program "

@@ -1,10 +1,8 @@
-"""Nodes and their cluster: names, places, and what is current inside a `with` block.
+"""Nodes and their cluster: names, placement, and the current instances inside `with` blocks.
 
-Each class has its own stack in each thread; a thread starts with empty stacks. Nothing is ever
-created or left on a stack on demand.
+Each managed class has its own stack of current instances per thread; a thread starts with empty stacks.
 
-No name becomes a path as it is, so these rules serve people and addresses: `trainer_1:model.*.weight`
-must be readable as node, blob and leaf without a second thought.
+Names are restricted so that an address such as `trainer_1:model.*.weight` is unambiguous.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ _thread = threading.local()
 
 
 class Managed:
-    """Base of the classes whose instances can be current.
+    """Base of classes whose instances can be current inside a `with` block.
 
-    Entering an instance makes it current for its class and for every managed class above it;
-    leaving must happen in the reverse order. As a decorator, an instance is entered around each call.
+    Entering an instance makes it current for its class and all managed base classes. As a decorator, an
+    instance is entered around each call.
     """
 
     @overload
@@ -62,7 +60,7 @@ class Managed:
         if not required:
             return None
         raise NotAllowedNowError(
-            f"there is no current {cls.__name__} in this thread: do this inside `with {cls.__name__}(...):`"
+            f"no current {cls.__name__} in this thread: do this inside `with {cls.__name__}(...):`"
         )
 
     def __enter__(self: M) -> M:
@@ -77,7 +75,7 @@ class Managed:
         if any(not stack or stack[-1] is not self for stack in stacks):
             raise NotAllowedNowError(
                 f"{self!r} is not the innermost {type(self).__name__} of this thread: "
-                "leave contexts in the reverse order in which they were entered"
+                "exit contexts in reverse order"
             )
         for stack in stacks:
             stack.pop()
@@ -109,20 +107,20 @@ def _checked(cls: type[M], value: object) -> M:
 
 
 MAX_BLOB_NAME_BYTES = 1024
-"""Bytes of UTF-8 that a blob name may have."""
+"""Longest blob name in bytes of UTF-8."""
 
 RANDOM_STATES = "rng"
-"""The blob that holds the random states of a node; no user's blob may have this name."""
+"""Reserved name of the blob with a node's random states."""
 
 GRADIENTS = "@grad"
-"""The blob that holds the gradients of a node; no user's blob can have this name."""
+"""Reserved name of the blob with a node's gradients."""
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}")
 _ADDRESS_CHARACTERS = ":*?[]@"
 
 
 def check_node_name(name: str) -> str:
-    """Return `name` if a node may be called so; raises UsageError with the rule otherwise."""
+    """Return `name` if it is a valid node name; raises UsageError otherwise."""
     if isinstance(name, str) and _NODE.fullmatch(name):
         return name
     raise UsageError(
@@ -132,7 +130,7 @@ def check_node_name(name: str) -> str:
 
 
 def check_blob_name(name: str) -> str:
-    """Return `name` if a blob may be called so; raises UsageError with the rule otherwise."""
+    """Return `name` if it is a valid blob name; raises UsageError otherwise."""
     problem = _blob_name_problem(name)
     if problem is None:
         return name
@@ -140,8 +138,8 @@ def check_blob_name(name: str) -> str:
 
 
 def check_address(name: str) -> str:
-    """Return `name` if it is a blob's name, or `node:name` for the blob of one node; raises UsageError."""
-    node, colon, blob = name.rpartition(":")  # a blob's name has no colon, a node's may have
+    """Return `name` if it is a blob name or a `node:name` address; raises UsageError otherwise."""
+    node, colon, blob = name.rpartition(":")  # only node names may contain a colon
     if colon:
         check_node_name(node)
     check_blob_name(blob)
@@ -151,8 +149,8 @@ def check_address(name: str) -> str:
 def check_blob_names(names: Iterable[str], containers: Mapping[str, str] = MappingProxyType({})) -> None:
     """Check each name, and that none is reserved or a dotted prefix of another; raises UsageError.
 
-    Leaves are addressed `blob.leaf`, so with both `a` and `a.b` nobody could tell whose `a.b.c` is. Objects
-    that lie in a container are an exception: `containers` has its name by theirs.
+    Leaves are addressed as `blob.leaf`, so with both `a` and `a.b` the address `a.b.c` would be ambiguous.
+    Exception: objects inside a container; `containers` maps their names to the container's.
     """
     given = list(names)
     if not _all_plain(given):
@@ -162,12 +160,12 @@ def check_blob_names(names: Iterable[str], containers: Mapping[str, str] = Mappi
     if RANDOM_STATES in known or any(map(str.startswith, given, repeat(f"{RANDOM_STATES}."))):
         _refuse_mixed(known, containers)
     depths = set(map(str.count, given, repeat(".")))
-    if len(depths) > 1 and not known.isdisjoint(_prefixes(given)):  # of one depth, none is in another
+    if len(depths) > 1 and not known.isdisjoint(_prefixes(given)):  # names of equal depth are never prefixes
         _refuse_mixed(known, containers)
 
 
 def _prefixes(names: Iterable[str]) -> set[str]:
-    """What lies before any dot of any name. Very many names have few such prefixes between them."""
+    """Return all dotted prefixes of the names."""
     found = {""}
     while names := set(map(itemgetter(0), map(str.rpartition, names, repeat(".")))) - found:
         found |= names
@@ -175,10 +173,10 @@ def _prefixes(names: Iterable[str]) -> set[str]:
 
 
 def _all_plain(names: Sequence[object]) -> bool:
-    """Whether all consist of printable ASCII without the characters of addresses, as nearly every name."""
+    """Fast check: return True if all names are printable ASCII without characters of addresses."""
     try:
         text = "".join(names)  # type: ignore[arg-type]
-    except TypeError:  # no text
+    except TypeError:  # not a str
         return False
     sizes = set(map(len, names))  # type: ignore[arg-type]
     return (
@@ -191,15 +189,15 @@ def _all_plain(names: Sequence[object]) -> bool:
 
 
 def _refuse_mixed(known: Collection[str], containers: Mapping[str, str]) -> None:
-    """Say by UsageError which name it is."""
+    """Raise UsageError for the name that is reserved or a prefix of another."""
     for name in sorted(known):
         if name == RANDOM_STATES or name.startswith(f"{RANDOM_STATES}."):
-            raise UsageError(f"blob name {name!r} is reserved for random states: choose another name")
+            raise UsageError(f"blob name {name!r} is reserved: choose another name")
         shorter = next((prefix for prefix in dotted_prefixes(name) if prefix in known), None)
         if shorter is not None and shorter != containers.get(name):
             raise UsageError(
                 f"blob {shorter!r} is a dotted prefix of blob {name!r}, so the addresses of their "
-                f"leaves would mix: rename one of them, for instance to {name.replace('.', '_')!r}"
+                f"leaves would be ambiguous: rename one of them, for instance to {name.replace('.', '_')!r}"
             )
 
 
@@ -221,19 +219,18 @@ def _blob_name_problem(name: object) -> str | None:
         return "it is empty"
     found = sorted(set(name) & set(_ADDRESS_CHARACTERS))
     if found:
-        return f"it has {' '.join(found)}, which addresses such as 'trainer_1:model.*' need for themselves"
+        return f"it has {' '.join(found)}, reserved for addresses such as 'trainer_1:model.*'"
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
-        return "it has control characters or halves of surrogate pairs"
+        return "it has control characters or lone surrogates"
     if len(name.encode()) > MAX_BLOB_NAME_BYTES:
         return f"it has {len(name.encode())} bytes, more than {MAX_BLOB_NAME_BYTES}"
     return None
 
 
 class Cluster(Managed):
-    """The nodes that were declared while it was current: ordered, each once.
+    """The nodes declared while this cluster was current, ordered, each once.
 
-    The options of a node (what a scheduler wants to know of it) are kept; where a node is declared
-    again with other values, the earlier value of each option wins.
+    If a node is declared again with other scheduler options, the earlier value of each option is kept.
     """
 
     def __init__(self) -> None:
@@ -244,7 +241,7 @@ class Cluster(Managed):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The names of the declared nodes in the order of their first declaration."""
+        """Names of the nodes in the order of their first declaration."""
         return tuple(self._options)
 
     def declare(self, name: str, **options: Any) -> None:
@@ -258,10 +255,10 @@ class Cluster(Managed):
 
 
 class Node(Managed):
-    """A named place where tasks run and a workspace lives; only the name counts.
+    """A node, on which tasks run and which has a workspace; nodes with equal names are equal.
 
     Inside `with Node("trainer_0"):` new tasks belong to that node. A node is declared in the
-    current Cluster, if there is one. Raises UsageError for a bad name.
+    current Cluster, if any. Raises UsageError for an invalid name.
     """
 
     def __init__(self, name: str, **options: Any) -> None:
@@ -284,7 +281,7 @@ class Node(Managed):
 
 
 def node_name(node: str | Node | None) -> str | None:
-    """Return the checked name of a node given as itself or by name; None means the current node, if any."""
+    """Return the name of a node given as a Node or a name; None means the current node, if any."""
     if node is None:
         node = Node.current(required=False)
     if node is None or isinstance(node, Node):
@@ -294,10 +291,10 @@ def node_name(node: str | Node | None) -> str | None:
 
 @dataclass(frozen=True)
 class NodePlace:
-    """A node of the job and the process that plays it.
+    """A node of the job and the process that hosts it.
 
     `name` is the node's name (`trainer_3`), `rank` its index among the job's nodes, `host` the
-    machine, `host_index` torchrun's group rank, `process` the rank of the process that hosts it
+    machine, `host_index` torchrun's group rank, `process` the rank of the hosting process
     (emulated nodes share process 0).
     """
 
@@ -315,7 +312,7 @@ class NodePlace:
 
 
 On = str | int | Collection[int] | Callable[[NodePlace], object]
-"""Where a task runs: see `FORMS`."""
+"""Placement of a task: see `FORMS`."""
 
 FORMS = (
     '"all", "rank0" (any rank<n>), an int or a list of ints (ranks), "host:1" (index or name), '
@@ -329,7 +326,7 @@ _TEXT = re.compile(
 
 
 def check_on(on: On) -> None:
-    """Raise UsageError, listing the forms there are, for an `on` that is none of them."""
+    """Raise UsageError with the valid forms for an invalid `on`."""
     if isinstance(on, str):
         known = _TEXT.fullmatch(on) is not None
     elif callable(on):
@@ -337,11 +334,11 @@ def check_on(on: On) -> None:
     else:
         known = all(map(_is_rank, on)) and len(on) > 0 if isinstance(on, _LISTS) else _is_rank(on)
     if not known:
-        raise UsageError(f"on={on!r} says no place: use {FORMS}")
+        raise UsageError(f"on={on!r} is invalid: expected {FORMS}")
 
 
 def selected(on: On, place: NodePlace) -> bool:
-    """Whether a task with this `on` runs at `place`; raises UsageError for an unknown form."""
+    """Return True if a task with this `on` runs at `place`; raises UsageError for an unknown form."""
     check_on(on)
     if isinstance(on, str):
         return _text_selects(on, place)

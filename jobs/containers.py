@@ -1,9 +1,9 @@
-"""Containers: registered values that the program changes in place, and that a load changes in place too.
+"""Containers: registered values that the program and a load change in place.
 
-Lists, dicts, sets, deques, byte arrays, numpy arrays, dataclass instances and generators of random numbers.
-What is immutable (a number, a tuple) can only be replaced. Objects with state inside a container are
-blobs by themselves, named by their path: of `parts={"model": model, "step": 0}` there are `parts.model` and
-`parts`, which holds everything else.
+Containers are lists, dicts, sets, deques, byte arrays, numpy arrays, dataclass instances and random number
+generators. Immutable values (a number, a tuple) can only be replaced. Objects with state inside a container
+are separate blobs, named by their path: `parts={"model": model, "step": 0}` gives `parts.model`, and `parts`
+with everything else.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _FIXED = (tuple, frozenset, types.MappingProxyType)
 
 
 def is_container(value: object) -> bool:
-    """Whether this is a value that a blob holds, not copies: what it has at a boundary is saved."""
+    """Return True if a blob holds the value itself, so that its content at each boundary is saved."""
     kind = type(value)
     return kind in _IN_PLACE or is_generator(value) or is_array(value) or _is_dataclass(value, frozen=False)
 
 
 def is_generator(value: object) -> bool:
-    """Whether this is a generator of random numbers: of torch, numpy or Python."""
+    """Return True for a random number generator of torch, numpy or Python."""
     kind = type(value)
     if kind is random.Random:
         return True
-    torch: Any = sys.modules.get("torch")  # what reads values, and so this, must not load it
+    torch: Any = sys.modules.get("torch")  # reading values must not import numpy
     if torch is not None and kind is torch.Generator:
         return True
     numpy: Any = sys.modules.get("numpy.random")
@@ -43,19 +43,19 @@ def is_generator(value: object) -> bool:
 
 
 def is_record(value: object) -> bool:
-    """Whether this is an instance of a dataclass without a state of its own, frozen or not."""
+    """Return True for a dataclass instance, frozen or not, without `state_dict`."""
     return _is_dataclass(value, frozen=False) or _is_dataclass(value, frozen=True)
 
 
 def is_fixed(value: object) -> bool:
-    """Whether this holds others and can never be changed in place."""
+    """Return True if the value holds others and is immutable."""
     kind = type(value)
     named = isinstance(value, tuple) and hasattr(kind, "_fields")
     return kind in _FIXED or named or _is_dataclass(value, frozen=True)
 
 
 def children(value: object) -> Iterator[tuple[str, Any]]:
-    """What a container, or a fixed value, holds directly, each with its part of the path (`.key`, `.0`)."""
+    """Yield the direct items of a container or fixed value with their path components (`.key`, `.0`)."""
     if isinstance(value, (*MAPPINGS, types.MappingProxyType)):
         for key, item in value.items():
             yield f".{key}" if isinstance(key, str) else f"[{key!r}]", item
@@ -68,15 +68,12 @@ def children(value: object) -> Iterator[tuple[str, Any]]:
 
 
 def record_fields(value: object) -> list[str]:
-    """The names of the fields that an instance of a dataclass has now."""
+    """Return the names of the fields that a dataclass instance currently has."""
     return [field.name for field in dataclasses.fields(typing.cast(Any, value)) if hasattr(value, field.name)]
 
 
 def found_inside(value: object, name: str, wanted: Callable[[Any, Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Everything that a container holds at any depth and is wanted, by dotted names below `name`.
-
-    `wanted` is asked with the direct holder of each object, and the object.
-    """
+    """Return the objects in a container at any depth that are `wanted(holder, object)`, by dotted name."""
     seen: set[int] = set()
     pending = [(name, value)]
     while pending:
@@ -88,12 +85,12 @@ def found_inside(value: object, name: str, wanted: Callable[[Any, Any], bool]) -
         for where, child in below:
             if wanted(holder, child):
                 yield where, child
-        others = [one for one in reversed(below) if not hasattr(one[1], "is_cuda")]  # but tensors
+        others = [one for one in reversed(below) if not hasattr(one[1], "is_cuda")]  # except tensors
         pending += [one for one in others if is_container(one[1]) or is_fixed(one[1])]
 
 
 def _holds_scalars(value: object) -> bool:
-    """Whether there is nothing to look for: millions of numbers are passed over at once."""
+    """Fast check: return True if all items are plain scalars, so that there is nothing to find."""
     if isinstance(value, (*MAPPINGS, types.MappingProxyType)):
         return set(map(type, value.values())) <= _SCALARS
     return isinstance(value, (list, tuple, deque, set, frozenset)) and set(map(type, value)) <= _SCALARS
@@ -103,9 +100,9 @@ _SCALARS = {type(None), bool, int, float, complex, str, bytes}
 
 
 def within(value: object, path: str) -> tuple[Any, Any] | None:
-    """The innermost holder and the key of a dotted path inside a container; None where it leads nowhere.
+    """Resolve a dotted path inside a container to its innermost holder and key; None if it does not exist.
 
-    The last key may be a new one, if its holder is a dict.
+    The last key may be a new key of a dict.
     """
     if isinstance(value, MAPPINGS):
         for name in [name for name in value if isinstance(name, str) and path.startswith(f"{name}.")]:
@@ -124,12 +121,12 @@ def within(value: object, path: str) -> tuple[Any, Any] | None:
 
 
 def item_of(holder: Any, key: Any) -> Any:
-    """What a holder has under a key that `within` gave; raises KeyError where that is a new one."""
+    """Return the item at a key returned by `within`; raises KeyError for a new key."""
     return getattr(holder, key) if is_record(holder) else holder[key]
 
 
 def set_item(holder: Any, key: Any, value: Any) -> None:
-    """Put a value under a key that `within` gave."""
+    """Set the item at a key returned by `within`."""
     if is_record(holder):
         setattr(holder, key, value)
     else:
@@ -137,14 +134,14 @@ def set_item(holder: Any, key: Any, value: Any) -> None:
 
 
 def note_records(value: object) -> None:
-    """Remember the dataclasses of the instances in a container that the program registers, at every start."""
+    """Record the dataclasses of the instances in a registered container."""
     found = [value] if is_record(value) else []
     found += [one for _, one in found_inside(value, "", lambda _, one: is_record(one))]
     _registered.update({type(one).__qualname__: type(one) for one in found})
 
 
 def registered_record(name: str) -> type | None:
-    """The dataclass of this qualified name of which the program registered an instance."""
+    """Return the registered dataclass with this qualified name."""
     return _registered.get(name)
 
 
@@ -153,7 +150,7 @@ _registered: dict[str, type] = {}
 
 @lru_cache(maxsize=256)
 def classes_of_fields(kind: type) -> dict[str, dict[str, type]]:
-    """The dataclasses that the annotation of each field of a dataclass names, by their qualified names."""
+    """Return the dataclasses in the annotation of each field, by qualified name."""
     found: dict[str, dict[str, type]] = {}
     for base in reversed(kind.__mro__):
         around = vars(sys.modules[base.__module__]) if base.__module__ in sys.modules else {}
@@ -161,7 +158,7 @@ def classes_of_fields(kind: type) -> dict[str, dict[str, type]]:
             alone = types.SimpleNamespace(__annotations__={name: hint})
             try:
                 hints = typing.get_type_hints(alone, around, {base.__name__: base})
-            except Exception:  # an annotation that names nothing here
+            except Exception:  # an annotation that cannot be resolved
                 hints = {}
             found[name] = {one.__qualname__: one for one in _mentioned(hints.get(name))}
     return found
@@ -175,7 +172,7 @@ def _mentioned(hint: Any) -> Iterator[type]:
 
 
 def is_array(value: object) -> bool:
-    """Whether it is a numpy array, asked without importing numpy."""
+    """Return True for a numpy array, without importing numpy."""
     numpy: Any = sys.modules.get("numpy")
     return numpy is not None and type(value) is getattr(numpy, "ndarray", None)
 

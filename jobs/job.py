@@ -1,4 +1,4 @@
-"""Jobs and groups of tasks: what to run together. A job does no input or output and starts no processes."""
+"""Jobs and groups of tasks. A job does no I/O and starts no processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("torchrelay")
 
 @dataclass(frozen=True)
 class NodeHook:
-    """A step that runs once per node and run, before or after all its tasks; node None means every node."""
+    """A step that runs once per node and run, before or after its tasks; node None means every node."""
 
     step: Step
     node: str | None
@@ -42,10 +42,10 @@ class Reporter(NodeHook):
 
 
 class TaskGroup(Managed):
-    """Tasks that a session runs together: nodes at the same time, tasks of one node in their order.
+    """Tasks that a session runs together: nodes in parallel, tasks of one node in order.
 
-    The type of workspace is the group's own, else that of its first task that has one, else PRIVATE;
-    two types in one group are an error. A group can be run again, but not changed, once it has run.
+    The workspace type is the group's, else that of its first task that has one, else PRIVATE; all tasks must
+    agree. A group can run several times, but cannot change after its first run.
     """
 
     def __init__(self, workspace_type: WorkspaceType | str | None = None, name: str | None = None) -> None:
@@ -63,15 +63,15 @@ class TaskGroup(Managed):
 
     @property
     def workspace_type(self) -> WorkspaceType:
-        """Where the tasks put the names that they create."""
+        """Workspace type in which the tasks create names."""
         return self._type or WorkspaceType.PRIVATE
 
     def add(self, task: Task) -> Task:
-        """Add a task and return it; its full name gets `:1`, `:2`, ... where the group has it already.
+        """Add a task and return it; a name that exists in the group gets a suffix `:1`, `:2`, ...
 
-        A function that is defined once more, as by running a cell of a notebook again, takes the place of the
-        one before, also after a run. Raises NotAllowedNowError for other tasks after the first run,
-        UsageError for another type of workspace.
+        A function that is defined again, as by rerunning a notebook cell, replaces the earlier one, also
+        after a run. Raises NotAllowedNowError for other tasks after the first run, UsageError for another
+        workspace type.
         """
         before = self._defined_before(task)
         if before is None:
@@ -80,13 +80,11 @@ class TaskGroup(Managed):
             if self._type not in (None, task.workspace_type):
                 raise UsageError(
                     f"task {task.full_name!r} wants a {task.workspace_type.value} workspace, but group "
-                    f"{self.name!r} is {self.workspace_type.value}: put it into a group of its own"
+                    f"{self.name!r} is {self.workspace_type.value}: put it in another group"
                 )
             self._type = task.workspace_type
         if before is not None:
-            logger.warning(
-                "%s: %r is defined again, and takes the place of the one before", self.name, task.name
-            )
+            logger.warning("%s: %r is defined again and replaces the earlier one", self.name, task.name)
             task.full_name = before.full_name
             self._tasks[self._tasks.index(before)] = task
             return task
@@ -97,40 +95,40 @@ class TaskGroup(Managed):
         return task
 
     def tasks(self) -> tuple[Task, ...]:
-        """Return the tasks in the order of their declaration."""
+        """Return the tasks in declaration order."""
         return tuple(self._tasks)
 
     def num_registered_tasks(self) -> int:
-        """Return how many tasks there are."""
+        """Return the number of tasks."""
         return len(self._tasks)
 
     def used_nodes(self) -> tuple[str, ...]:
-        """Return the names of the nodes that tasks were placed on, in the order of their first use."""
+        """Return the names of the nodes that have tasks, in the order of their first use."""
         return tuple(dict.fromkeys(task.node for task in self._tasks if task.node is not None))
 
     def tasks_by_node(self, nodes: Sequence[str]) -> dict[str, list[Task]]:
-        """Return for each node its tasks in order: those placed on it and those for every node.
+        """Return the tasks of each node in order: its own and those for every node.
 
-        What `on=` and `every=` say is not asked here. Raises UsageError for a task on another node.
+        `on=` and `every=` are not evaluated. Raises UsageError for a task on a node not in `nodes`.
         """
         strange = [task for task in self._tasks if task.node is not None and task.node not in nodes]
         if strange:
             raise UsageError(
                 f"task {strange[0].full_name!r} of {self.name!r} is placed on node {strange[0].node!r}, "
-                f"which is none of {', '.join(nodes) or '(no nodes)'}"
+                f"expected one of {', '.join(nodes) or '(no nodes)'}"
             )
         return {node: [task for task in self._tasks if task.node in (None, node)] for node in nodes}
 
     def report_step(self, step: F, node: str | Node | None = None, interval: float = 1.0) -> F:
         """Run `step` every `interval` seconds while the tasks of `node` run, and once after the last.
 
-        The first call comes after one interval; the call after the last task is guaranteed. Without
-        a node it is the current one, else every node.
+        The first call is after one interval; the call after the last task is guaranteed. The default
+        node is the current one, else every node.
         """
         self._check_open("a report step")
         call_style(step)
         if not (isinstance(interval, int | float) and math.isfinite(interval) and interval > 0):
-            raise UsageError(f"interval={interval!r} cannot be: give seconds above 0")
+            raise UsageError(f"invalid interval={interval!r}: expected seconds above 0")
         self.reporters.append(Reporter(step, node_name(node), float(interval)))
         return step
 
@@ -145,7 +143,7 @@ class TaskGroup(Managed):
         return step
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the group as a whole, as sentences; empty if nothing is."""
+        """Return the errors of the group as sentences; empty if there are none."""
         if any(task.node is None for task in self._tasks):
             return []
         used = self.used_nodes()
@@ -156,7 +154,7 @@ class TaskGroup(Managed):
         ]
 
     def freeze(self) -> None:
-        """Allow no change from now on; called at the first run."""
+        """Refuse further changes; called at the first run."""
         self.frozen = True
         for task in self._tasks:
             task.freeze()
@@ -169,11 +167,12 @@ class TaskGroup(Managed):
     def _check_open(self, what: str) -> None:
         if self.frozen:
             raise NotAllowedNowError(
-                f"group {self.name!r} was already used, so {what} cannot join: declare it before the job runs"
+                f"group {self.name!r} has already run, so {what} cannot be added: "
+                "declare it before the job runs"
             )
 
     def _defined_before(self, task: Task) -> Task | None:
-        """The task whose function was defined at the same place, in another cell, or before a run."""
+        """Return the task with an earlier definition of the same function, if any."""
         for one in self._tasks if len(task.steps) == 1 else ():
             if len(one.steps) == 1 and (one.name, one.node) == (task.name, task.node):
                 old, new = (getattr(step, "__code__", None) for step in (one.steps[0], task.steps[0]))
@@ -187,18 +186,18 @@ class TaskGroup(Managed):
 
 @dataclass(frozen=True)
 class SessionGroup:
-    """A group whose work is one call of `action(session)` in every process: saves and loads are such."""
+    """A group that calls `action(session)` once in every process, such as a save or load."""
 
     name: str
     action: Callable[[Session], Any]
 
 
 MAX_NAME_BYTES = 255
-"""Bytes of UTF-8 that the name of a job may have."""
+"""Longest job name in bytes of UTF-8."""
 
 
 class GroupDecorator:
-    """Makes functions tasks of one group: `@job.epoch`, or `@job.epoch(on="rank0", every=2)`."""
+    """Decorator that adds a task to one group: `@job.epoch`, `@job.epoch(on="rank0", every=2)`."""
 
     def __init__(self, group: TaskGroup) -> None:
         self._group = group
@@ -210,7 +209,7 @@ class GroupDecorator:
     def __call__(self, /, *, on: On = "all", every: int = 1) -> Callable[[F], F]: ...
 
     def __call__(self, step: Any = None, /, *, on: On = "all", every: int = 1) -> Any:
-        """Add a task with this step, on the current Node if there is one; returns the function."""
+        """Add a task with this step, on the current Node if any; returns the function."""
         return self._declare(step, on=on, every=every)
 
     def _declare(self, step: Any, **options: Any) -> Any:
@@ -222,7 +221,7 @@ class GroupDecorator:
 
 
 class ExitDecorator(GroupDecorator):
-    """The decorator of the exit group, whose tasks may also run after a failure."""
+    """Decorator of the exit group, whose tasks may also run after a failure."""
 
     @overload
     def __call__(self, step: F, /) -> F: ...
@@ -235,28 +234,30 @@ class ExitDecorator(GroupDecorator):
     def __call__(
         self, step: Any = None, /, *, on: On = "all", every: int = 1, on_failure: bool = False
     ) -> Any:
-        """Add a task; with `on_failure=True` it runs after a failure too (30 s, no collectives)."""
+        """Add a task; with `on_failure=True` it also runs after a failure (30 s, no collectives)."""
         return self._declare(step, on=on, every=every, on_failure=on_failure)
 
 
 class Job(Managed):
-    """Five groups of tasks, the blobs that are its state, and the conditions that end it.
+    """A job: five groups of tasks, its state (blobs), and the conditions that end it.
 
-        setup     at every start                     init      at the first start only, creates values
+        setup     at every launch                    init      at the first launch only, creates values
         epoch     looped                             download  once after the last epoch
-        exit      once at the very end
+        exit      once at the end
 
-    `@job.epoch` makes a function a task of that group, `@job.epoch(on="rank0", every=2)` one of some nodes
-    and epochs; `job.setup`, `job.init`, `job.download` and `job.exit` do the same for theirs. The function
-    takes `ctx` (a `Context`), `ws` or nothing.
+    `@job.epoch` adds a function as a task of that group, `@job.epoch(on="rank0", every=2)` only on some
+    nodes and epochs; `job.setup`, `job.init`, `job.download` and `job.exit` do the same for their groups. The
+    function takes `ctx` (a `Context`), `ws` or nothing.
 
-    `with Job() as job:` makes the job and its epoch group current, so that plain tasks inside join
-    the epoch group; `with job.init_group:` and its siblings redirect. `job.blobs` is the registry of
-    the blobs: call it to add some, iterate it to see them. `stop_conditions` are what `stop_when` takes.
-    Of the other nodes than `nodes_to_checkpoint` nothing is saved. A resume runs init there (of ranks on
-    all, as its tasks may communicate) and gives them the registered blobs that are replicated; all else,
-    random streams too, begins as in a new run.
-    Raises UsageError for a bad name; everything else is checked by `check`.
+    `with Job() as job:` makes the job and its epoch group current, so that tasks created inside join
+    the epoch group; `with job.init_group:` and the others redirect. `job.blobs` is the registry of
+    blobs: call it to add some, iterate over it to list them. `stop_conditions` are those of `stop_when`.
+
+    Only the nodes in `nodes_to_checkpoint` are saved. On a resume, the other nodes get the replicated
+    blobs and start everything else, including random streams, as in a new run. The init group then runs on
+    them (with ranks on all, as its tasks may communicate).
+
+    Raises UsageError for an invalid name; everything else is checked by `check`.
     """
 
     def __init__(
@@ -306,7 +307,7 @@ class Job(Managed):
 
     @property
     def groups(self) -> dict[str, TaskGroup]:
-        """The five groups by name, in the order in which a fresh run comes to them."""
+        """The five groups by name, in the order of a new run."""
         return {
             "setup": self.setup_group,
             "init": self.init_group,
@@ -316,7 +317,7 @@ class Job(Managed):
         }
 
     def stop_when(self, *conditions: Any) -> None:
-        """Add stop conditions; the job ends when any of them says so after an epoch."""
+        """Add stop conditions; the job ends when any of them is true after an epoch."""
         for condition in conditions:
             self.add_stop_condition(condition)
 
@@ -324,14 +325,14 @@ class Job(Managed):
         """Add a stop condition and return it.
 
         It may be a StopCondition, a callable, a tensor, a TaskOutput, the name of a blob, or an object
-        with a `data_finished` output. Once the job has run, a limit such as `max_epochs(9)` takes the place
-        of the one before: a cell of a notebook was run again. Raises UsageError for anything else,
+        with a `data_finished` output. After the job has run, a limit such as `max_epochs(9)` replaces the
+        earlier one, as when a notebook cell is rerun. Raises UsageError for anything else,
         NotAllowedNowError once the job is compiled.
         """
         from torchrelay.jobs.stop_parsing import condition_of
 
         if self.compiled:
-            raise NotAllowedNowError(f"{self} was already used: add stop conditions before it runs")
+            raise NotAllowedNowError(f"{self} has already run: add stop conditions before it runs")
         names = [one.name for one in self.stop_conditions]
         if self.epoch_group.frozen and getattr(condition, "limit", False) and condition.name in names:
             self.stop_conditions[names.index(condition.name)] = condition
@@ -341,25 +342,25 @@ class Job(Managed):
         return found
 
     def nodes(self) -> tuple[str, ...]:
-        """Return the declared nodes in the order of their first use, those of the init group first."""
+        """Return the declared nodes in the order of their first use, beginning with the init group."""
         groups = (self.init_group, *self.groups.values())
         return tuple(dict.fromkeys(node for group in groups for node in group.used_nodes()))
 
     def nodes_to_checkpoint(self) -> tuple[str, ...]:
-        """Return the nodes as given, else those of the init group, else all declared, as in Caffe2.
+        """Return the given nodes, else those of the init group, else all declared nodes, as in Caffe2.
 
-        A run saves the nodes that were given alone, and without them every node of its session.
+        A run saves only the given nodes, or every node of its session if none were given.
         """
         return self._nodes_to_checkpoint or self.init_group.used_nodes() or self.nodes()
 
     def saved_among(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return the nodes of a session that a run saves: `nodes_to_checkpoint` as given, else all."""
+        """Return the nodes of a session that a run saves: the given `nodes_to_checkpoint`, else all."""
         return self._nodes_to_checkpoint or tuple(nodes)
 
     def compile(self, session_class: type | None = None) -> Job:
-        """Check the job, fix its groups, and return it; doing so again changes nothing.
+        """Check the job, freeze its groups, and return it; repeated calls have no effect.
 
-        `session_class` is accepted and not needed: a job runs in any session.
+        `session_class` is accepted and ignored: a job runs in any session.
         """
         if not self.compiled:
             self.check()
@@ -369,7 +370,7 @@ class Job(Managed):
         return self
 
     def check(self) -> None:
-        """Raise UsageError that lists everything that keeps this job from running."""
+        """Raise UsageError with all errors that keep this job from running."""
         problems = [*self._own_problems(), *(p for group in self.groups.values() for p in group.problems())]
         if problems:
             numbered = "; ".join(f"({number}) {problem}" for number, problem in enumerate(problems, 1))
@@ -381,14 +382,14 @@ class Job(Managed):
             problems.append("the epoch group has no task: add one with @job.epoch")
         if not self.stop_conditions:
             problems.append(
-                "there is no stop condition, so it would never end: add job.stop_when(max_epochs(5)) or so"
+                "it has no stop condition and would never end: add one such as job.stop_when(max_epochs(5))"
             )
         nodes = self._nodes_to_checkpoint
         if nodes is not None and not nodes:
-            problems.append("nodes_to_checkpoint is empty: name at least one node, or leave it out")
+            problems.append("nodes_to_checkpoint is empty: name at least one node")
         twice = dict.fromkeys(node for node in nodes or () if (nodes or ()).count(node) > 1)
         if twice:
-            problems.append(f"nodes_to_checkpoint has {', '.join(twice)} more than once: name each node once")
+            problems.append(f"nodes_to_checkpoint has {', '.join(twice)} more than once")
         return problems
 
 
@@ -396,7 +397,7 @@ def _node_names(nodes: Iterable[str | Node] | None) -> tuple[str, ...] | None:
     if nodes is None:
         return None
     if isinstance(nodes, str):
-        raise UsageError(f"nodes_to_checkpoint={nodes!r} is one str: give a list of node names")
+        raise UsageError(f"nodes_to_checkpoint={nodes!r} is a str: expected a list of node names")
     return tuple(check_node_name(node.name if isinstance(node, Node) else node) for node in nodes)
 
 

@@ -1,18 +1,14 @@
-"""Random states of a process, seeds that are the same everywhere, and permutations that never change.
+"""Random states of a process, reproducible seeds, and stable permutations.
 
-Seeds and orders of data are derived from it and not from a library's generator, because a library
-may change its own between versions while a run that was begun years ago must still see its samples
-in the same order. Constants: Steele, Lea and Flood, "Fast splittable pseudorandom number
-generators" (2014), in the finaliser of David Stafford's variant 13.
-
-`finalise` is a bijection on 64 bits, so different inputs never collide.
-
-Python's `random`, numpy's global state, torch's CPU generator and the CUDA generators. Stored forms
-are portable and carry no code: canonical JSON for Python and numpy, torch's own state bytes for torch.
-Taking a state moves no stream.
-
-No state, no generator: any process on any machine computes the same order, and can start in the
-middle of it. The golden values in the tests pin it; a change here would be a change of format.
+- SplitMix64 (`finalise`, `mix`) derives seeds and data orders. It does not depend on library versions, so old
+  runs keep their sample order. Constants: Steele, Lea and Flood, "Fast splittable pseudorandom number
+  generators" (2014), with David Stafford's finaliser variant 13. `finalise` is a bijection on 64 bits, so
+  different inputs never collide. Golden values in the tests pin the results: a change here is a format
+  change.
+- `RandomStreams` captures Python's `random`, numpy's global state, torch's CPU generator and the CUDA
+  generators without moving them. Stored forms are portable and carry no code: canonical JSON for Python and
+  numpy, torch's own state bytes for torch.
+- Permutations are stateless: any process computes the same order and can start in the middle of it.
 """
 
 from __future__ import annotations
@@ -59,21 +55,21 @@ def mix(*words: int) -> int:
     return state
 
 
-_PYTHON, _NUMPY, _TORCH, _CUDA = 1, 2, 3, 4  # which stream a derived seed is for
+_PYTHON, _NUMPY, _TORCH, _CUDA = 1, 2, 3, 4  # the stream that a derived seed is for
 _NUMPY_GENERATORS = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})
 _EXACT = 2**53  # JSON readers elsewhere keep integers exactly only below this
-_WORDS = 624  # of the Mersenne Twister
+_WORDS = 624  # Mersenne Twister
 _TWISTER = {"bit_generator": "MT19937", "has_gauss": 0, "gauss": 0.0}
-_PADDED = 1024  # a twister's decimal words take 6.1 to 7 KiB as good as always
+_PADDED = 1024  # the words of a Mersenne Twister take 6.1 to 7 KiB in decimal
 
 
 @dataclass(frozen=True)
 class RandomStreams:
     """The random states of one process (or of one emulated node) at one moment.
 
-    `numpy` is None when numpy was not loaded. `cuda` holds the devices' states counted from the
-    process's current device, so that a rank that moves to another local rank takes its stream along;
-    it is empty while CUDA is not initialised.
+    `numpy` is None if numpy was not loaded. `cuda` holds the states of the devices, starting at the
+    process's current device, so that a rank keeps its stream if its local rank changes; it is empty while
+    CUDA is not initialised.
     """
 
     python: bytes
@@ -83,7 +79,7 @@ class RandomStreams:
 
     @classmethod
     def capture(cls) -> RandomStreams:
-        """Take all streams as they are; none is moved, nothing is initialised or imported for it."""
+        """Capture all streams without moving, initialising or importing anything."""
         import torch
 
         state, cuda = torch.get_rng_state(), torch.cuda.is_initialized()
@@ -96,7 +92,7 @@ class RandomStreams:
 
     @classmethod
     def derive(cls, seed: int, rank: int, epoch: int = 0) -> RandomStreams:
-        """Return the streams of a rank that has none yet: pure, and different for every argument.
+        """Return the initial streams of a rank; pure, and different for different arguments.
 
         Each stream starts from mix(seed, epoch, rank, stream) with stream 1 for Python, 2 for numpy,
         3 for torch and 4 for CUDA (mixed once more with the device's number).
@@ -119,8 +115,8 @@ class RandomStreams:
     def restore(self) -> None:
         """Make this process continue from these states.
 
-        numpy is imported for its state where it is installed. States of CUDA devices that this
-        machine lacks are left out; devices without a state here are left as they are.
+        Imports numpy if it is installed and has a state here. States of missing CUDA devices are ignored;
+        devices without a state are not changed.
         """
         import torch
 
@@ -128,12 +124,12 @@ class RandomStreams:
         if self.numpy is not None:
             _restore_numpy(self.numpy)
         torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
-        # not initialised yet, torch keeps a state until it is
+        # before CUDA is initialised torch keeps the state for later
         for device, state in zip(_cuda_order() if self.cuda else (), self.cuda, strict=False):
             torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), device)
 
     def encode(self) -> dict[str, bytes]:
-        """Return the stored form: keys `python`, `numpy`, `torch`, `cuda.<i>`, without absent ones."""
+        """Return the stored form: keys `python`, `numpy`, `torch`, `cuda.<i>`, as far as present."""
         coded = {"python": self.python, "torch": self.torch}
         if self.numpy is not None:
             coded["numpy"] = self.numpy
@@ -141,7 +137,7 @@ class RandomStreams:
 
     @classmethod
     def decode(cls, coded: Mapping[str, bytes]) -> RandomStreams:
-        """Read what `encode` wrote; FormatError names a stream that is missing or unknown."""
+        """Decode the result of `encode`; raises FormatError for a missing or unknown stream."""
         devices = sum(key.startswith("cuda.") for key in coded)
         cuda = [f"cuda.{device}" for device in range(devices)]
         known = {"python", "numpy", "torch", *cuda}
@@ -154,7 +150,7 @@ class RandomStreams:
 
 
 def numpy_module(*, load: bool) -> ModuleType | None:
-    """Return numpy where it is loaded already, or (`load`) where it can be imported."""
+    """Return numpy if it is loaded, or with `load`, if it can be imported; else None."""
     if not load:
         return sys.modules.get("numpy")
     try:
@@ -164,7 +160,7 @@ def numpy_module(*, load: bool) -> ModuleType | None:
 
 
 def _canonical(value: Any) -> bytes:
-    """Canonical JSON, and spaces behind it: a state is as long as any other, so no save needs a new plan."""
+    """Encode as canonical JSON, padded with spaces to equal length, so that saves keep their plan."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     return text.ljust(-(-len(text) // _PADDED) * _PADDED)
 
@@ -201,7 +197,7 @@ def _numpy_state() -> bytes | None:
 
 
 def _plain(value: Any) -> Any:
-    """Turn numpy's state into JSON: arrays with their dtype, large integers as hexadecimal text."""
+    """Convert numpy's state to JSON: arrays with their dtype, large integers as hexadecimal text."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if hasattr(value, "dtype"):
@@ -232,7 +228,7 @@ def _restore_numpy(data: bytes) -> None:
     state = _unplain(_parsed(data, "numpy"), numpy)
     name = state.get("bit_generator")
     if name not in _NUMPY_GENERATORS:
-        raise FormatError(f"the random state of numpy is of the unknown generator {name!r}")
+        raise FormatError(f"the random state of numpy has the unknown generator {name!r}")
     if numpy.random.get_state(legacy=False)["bit_generator"] != name:
         numpy.random.set_bit_generator(getattr(numpy.random, name)())
     numpy.random.set_state(state)
@@ -245,7 +241,7 @@ def _cuda_devices() -> int:
 
 
 def _cuda_order() -> list[int]:
-    """Devices counted from the current one; looking does not initialise CUDA."""
+    """Return the CUDA devices, starting at the current one, without initialising CUDA."""
     import torch
 
     count = _cuda_devices()
@@ -257,11 +253,11 @@ _seed: int | None = None
 
 
 def seed(s: int) -> None:
-    """Set Python's, numpy's and torch's global streams (CUDA included) alike on all ranks; remember `s`.
+    """Seed Python's, numpy's and torch's global generators (including CUDA) identically on all ranks.
 
-    Each library is seeded as its own users do it (`torch.manual_seed(s)`, `random.seed(s)`,
-    `numpy.random.seed(s % 2**32)`). `s` is an integer from 0 to 2**64 - 1; anything else is a UsageError.
-    When a fresh run starts its first epoch task, every rank's streams are derived anew from (s, rank).
+    Calls `torch.manual_seed(s)`, `random.seed(s)` and `numpy.random.seed(s % 2**32)`, and remembers `s`. When
+    a new run starts its first epoch task, the streams of every rank are derived from (s, rank). Raises
+    UsageError unless `s` is an integer from 0 to 2**64 - 1.
     """
     global _seed  # noqa: PLW0603 - the process has one set of global streams, and this is what they started from
     import torch
@@ -276,18 +272,18 @@ def seed(s: int) -> None:
 
 
 def current_seed() -> int | None:
-    """Return what `seed` was last called with in this process; None before any call."""
+    """Return the seed of the last call of `seed` in this process; None before any call."""
     return _seed
 
 
 def check_seed(s: int) -> int:
-    """Return `s` if it can be a seed; raises UsageError saying what can."""
+    """Return `s` if it is a valid seed; raises UsageError otherwise."""
     if isinstance(s, bool) or not isinstance(s, int) or not 0 <= s < 2**64:
-        raise UsageError(f"a seed is an integer from 0 to 2**64 - 1, not {s!r}")
+        raise UsageError(f"invalid seed: expected an integer from 0 to 2**64 - 1, not {s!r}")
     return s
 
 
-_ORDER = 0x6F72646572  # "order": keeps the keys of the order apart from the samples' seeds
+_ORDER = 0x6F72646572  # "order": separates the keys of the order from the samples' seeds
 _SAMPLE = 0x73616D706C65  # "sample"
 _SIGN = -(2**63)
 
@@ -303,12 +299,12 @@ def permutation(seed: int, epoch: int, n: int) -> Tensor:
 
     index = torch.arange(1, n + 1, dtype=torch.int64)
     keys = _finalise_(index.mul_(_signed(GOLDEN)).add_(_signed(mix(seed, epoch, _ORDER))))
-    # int64 compares signed: with the sign bit flipped that is the unsigned order
+    # flip the sign bit, so that signed comparison gives the unsigned order
     return torch.argsort(keys.bitwise_xor_(_SIGN), stable=True)
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Return the 64-bit seed of one sample in one epoch: what its random augmentation starts from."""
+    """Return the 64-bit seed of one sample in one epoch, for its random augmentation."""
     return mix(seed, epoch, _SAMPLE, index)
 
 
@@ -317,12 +313,12 @@ def _signed(word: int) -> int:
 
 
 def _finalise_(words: Tensor) -> Tensor:
-    """Do `splitmix.finalise` in place on int64 words, whose multiplication wraps as unsigned does."""
+    """Apply `finalise` in place to int64 words, whose multiplication wraps like unsigned."""
     words.bitwise_xor_(_shifted(words, 30)).mul_(_signed(MULTIPLY_1))
     words.bitwise_xor_(_shifted(words, 27)).mul_(_signed(MULTIPLY_2))
     return words.bitwise_xor_(_shifted(words, 31))
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Shift right without copies of the sign bit, as unsigned words do."""
+    """Logical (unsigned) right shift."""
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -1,11 +1,11 @@
-"""What all rooms use: garbage collector, threads and their phases, signatures, directories, durations.
+"""Utilities of all packages: garbage collection, background threads, signatures, paths, durations.
 
-A thread that computes in Python keeps it for 5 ms before another gets it, and gets its share of all that
-follows. What goes on behind the training (writing a save, deleting old epochs) has time, so it begins
-when the next epoch's tasks do. Nothing is interrupted that goes on already.
+A background thread would hold the GIL for 5 ms at a time while the training thread is between two epochs. So
+background work (writing a save, deleting old epochs) starts only with the tasks of the next epoch, or after
+`MOST_SECS`; work in progress is not interrupted.
 
-Packages, ONNX files and the server describe a model by it. A size that is not fixed is a name, and the same
-name means the same size: ("batch", 3, 32, 32).
+`Signature` describes the inputs and outputs of a model for packages, ONNX files and the server. A dynamic
+size is a name, and equal names mean equal sizes: ("batch", 3, 32, 32).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _was_on = False
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No automatic collection of reference cycles inside; afterwards as before.
+    """Context manager that disables automatic garbage collection.
 
-    Saving or loading 50,000 tensors makes a million objects that all stay in use, which sets off full
-    collections that find nothing and take half of the time. Calls may be nested, also in several threads:
-    the last one to leave restores. It looks through the young objects alone: with those counted, the next
-    new object would set off the full collection that the imports of the program owe, 50 ms and more.
+    Saving or loading 50,000 tensors creates a million objects that stay in use, so full collections would
+    find nothing and take half of the time. Nested calls and calls from several threads are allowed; the last
+    exit restores. It then collects only the youngest generation, to avoid a pending full collection of
+    50 ms or more.
     """
     global _inside, _was_on  # noqa: PLW0603  # one switch per process is what there is
     with _lock:
@@ -55,15 +55,15 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _inside = max(0, _inside - 1)  # a child that was forked inside begins anew
+            _inside = max(0, _inside - 1)  # it was reset in a child forked inside
             if _inside == 0 and _was_on:
-                if gc.get_count()[0] > gc.get_threshold()[0] > 0:  # enough to set off a collection
+                if gc.get_count()[0] > gc.get_threshold()[0] > 0:  # a collection is due
                     gc.collect(0)
                 gc.enable()
 
 
-def _begin_anew() -> None:
-    """A forked child has none of the threads that would restore."""
+def _reset_after_fork() -> None:
+    """Restore the collector in a forked child, which has none of the threads that would do it."""
     global _lock, _inside  # noqa: PLW0603  # one switch per process is what there is
     _lock = threading.Lock()
     if _inside and _was_on:
@@ -72,18 +72,18 @@ def _begin_anew() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 MOST_SECS = 0.1
-"""How long a thread behind the training is kept from beginning, whatever happens."""
+"""Longest delay of background work."""
 
 _may_begin = threading.Event()
 _may_begin.set()
 
 
 class _Turn:
-    """Whose turn it is: the training's thread alone, unless somebody waits for another."""
+    """Decides whether background work may start: not between epochs, unless a thread waits for it."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
@@ -93,14 +93,14 @@ class _Turn:
     def set(self, undivided: bool) -> None:
         with self._changing:
             self._undivided = undivided
-            self._tell()
+            self._update()
 
     def count(self, waiting: int) -> None:
         with self._changing:
             self._waiting += waiting
-            self._tell()
+            self._update()
 
-    def _tell(self) -> None:
+    def _update(self) -> None:
         if self._undivided and not self._waiting:
             _may_begin.clear()
         else:
@@ -112,9 +112,9 @@ _turn = _Turn()
 
 @contextmanager
 def undivided(*, beyond: bool = False) -> Iterator[None]:
-    """Inside, threads behind the training begin nothing new, for so long at most.
+    """Context manager during which background threads start nothing new, for at most `MOST_SECS` each.
 
-    With `beyond` what follows is undivided, too, until `begin_now` is called; not after an error.
+    With `beyond` this lasts until `begin_now` is called, unless the block raises.
     """
     _turn.set(undivided=True)
     try:
@@ -127,13 +127,13 @@ def undivided(*, beyond: bool = False) -> Iterator[None]:
 
 
 def begin_now() -> None:
-    """Threads behind the training may begin. Called where a task of the program begins."""
+    """Allow background work to start; called when a task of the program starts."""
     _turn.set(undivided=False)
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Inside, threads behind the training may begin: for whoever waits for one."""
+    """Context manager that allows background work to start, for a caller that waits for it."""
     _turn.count(+1)
     try:
         yield
@@ -142,18 +142,18 @@ def waiting() -> Iterator[None]:
 
 
 def behind() -> None:
-    """Called by a thread behind the training: returns when it may begin."""
+    """Block a background thread until it may start."""
     _may_begin.wait(MOST_SECS)
 
 
 Found = TypeVar("Found")
 PATIENCE_SECS = 10.0
 LOOK_SECS = 5.0
-"""How often whoever waits looks whether the thread is there at all."""
+"""How often a waiting caller checks that the thread still exists."""
 
 
 class WorkItem(Generic[Found]):
-    """One work of a `Worker`; what it returned or raised is here once it is `over`."""
+    """One call submitted to a `Worker`; its result or error is available once `over` is set."""
 
     def __init__(self, work: Callable[[], Found]) -> None:
         self.over = threading.Event()
@@ -163,7 +163,7 @@ class WorkItem(Generic[Found]):
         self._found: list[Found] = []
 
     def run(self) -> None:
-        """Do it; holds nothing of it afterwards."""
+        """Run the call and release the function."""
         work, self._work = self._work, None
         try:
             self._found += [work()] if work else []
@@ -171,18 +171,17 @@ class WorkItem(Generic[Found]):
             self.error = error
 
     def result(self) -> Found:
-        """What it returned; raises what it raised."""
+        """Return the result of the call, or raise its error."""
         if self.error is not None:
             raise self.error
         return self._found[0]
 
 
 class Worker:
-    """Does one work after the other in one thread, which ends with this object at the latest.
+    """Background thread that runs submitted calls in order and ends with this object at the latest.
 
-    No exit of the process waits for it. Who starts a thread waits until it runs; on cores that compute that
-    takes milliseconds. To hand work to a thread that is `ready` takes microseconds. Without work the thread
-    has the name `idle`.
+    Process exit does not wait for it. Starting a thread takes milliseconds on busy cores; submitting to a
+    thread that is `ready` takes microseconds. The thread is named `idle` while it has no work.
     """
 
     def __init__(self, name: str, idle: str | None = None) -> None:
@@ -192,7 +191,7 @@ class Worker:
         self._end: Callable[[], object] = lambda: None
 
     def ready(self) -> bool:
-        """Have the thread; False where this process gets no more threads."""
+        """Start the thread if needed; returns False if the process cannot create threads."""
         if self.alive:
             return True
         items: SimpleQueue[WorkItem[Any] | None] = SimpleQueue()
@@ -201,7 +200,7 @@ class Worker:
             thread.start()
         except RuntimeError:
             return False
-        except BaseException:  # an interrupt, when the thread is there already: nobody would end it
+        except BaseException:  # an interrupt after the thread has started: end it
             items.put(None)
             raise
         self._thread, self._items = thread, items
@@ -209,7 +208,7 @@ class Worker:
         return True
 
     def submit(self, work: Callable[[], Found]) -> WorkItem[Found] | None:
-        """Have the thread do this after all else; None where there is no thread."""
+        """Queue a call; returns None if no thread can be created."""
         if not self.ready() or self._thread is None:
             return None
         item = WorkItem(work)
@@ -218,17 +217,17 @@ class Worker:
         return item
 
     def wait(self, item: WorkItem[Any]) -> None:
-        """Return when a work is done; at once where the thread is not there any more."""
+        """Wait until a call is finished, or the thread is gone."""
         while self.alive and not item.over.wait(LOOK_SECS):
             pass
 
     @property
     def alive(self) -> bool:
-        """Whether the thread is there; it is not in a process that was forked off."""
+        """True if the thread runs in this process; False in a forked child."""
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self, patience_secs: float = PATIENCE_SECS) -> None:
-        """End the thread when it has done what was submitted; another one is made for more."""
+        """End the thread after all submitted calls; a later call starts a new one."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._end()
@@ -236,7 +235,7 @@ class Worker:
 
 
 def _work_off(items: SimpleQueue[WorkItem[Any] | None], idle: str) -> None:
-    """Holds nothing of a work that is done."""
+    """Run queued calls until None; keeps no reference to finished ones."""
     while (item := items.get()) is not None:
         try:
             item.run()
@@ -251,44 +250,44 @@ Size = int | str
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor: `shape` has a number, or the name of a size that may differ; `dtype` as "float32"."""
+    """Description of a tensor: `shape` has numbers and names of dynamic sizes, `dtype` is like "float32"."""
 
     name: str
     shape: tuple[Size, ...]
     dtype: str
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the JSON form."""
         return {"name": self.name, "shape": list(self.shape), "dtype": self.dtype}
 
     @classmethod
     def from_json(cls, found: Any) -> TensorSpec:
-        """Back; UsageError for anything else."""
+        """Parse the JSON form; raises UsageError for anything else."""
         match found:
             case {"name": str(name), "shape": [*shape], "dtype": str(dtype)} if all(map(_is_size, shape)):
                 return cls(name, tuple(shape), dtype)
-        raise UsageError(f"no description of a tensor: {str(found)[:200]}")
+        raise UsageError(f"invalid description of a tensor: {str(found)[:200]}")
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Inputs and outputs in the order in which `forward` takes and gives them."""
+    """Inputs and outputs in the order of `forward`."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the JSON form."""
         inputs, outputs = ([one.to_json() for one in side] for side in (self.inputs, self.outputs))
         return {"inputs": inputs, "outputs": outputs}
 
     @classmethod
     def from_json(cls, found: Any) -> Signature:
-        """Back; UsageError for anything else."""
+        """Parse the JSON form; raises UsageError for anything else."""
         if not isinstance(found, Mapping) or not all(
             isinstance(found.get(side), list) for side in ("inputs", "outputs")
         ):
-            raise UsageError(f"no description of inputs and outputs: {str(found)[:200]}")
+            raise UsageError(f"invalid description of inputs and outputs: {str(found)[:200]}")
         inputs, outputs = (tuple(map(TensorSpec.from_json, found[side])) for side in ("inputs", "outputs"))
         return cls(inputs, outputs)
 
@@ -298,18 +297,17 @@ def _is_size(size: object) -> bool:
 
 
 IMPOSSIBLE = (errno.ELOOP, errno.ENAMETOOLONG)
-"""Where the path itself is wrong, whatever lies there."""
+"""Error numbers of paths that can never work."""
 _TAG = "@tag="
 
 
 def local_directory(given: str | os.PathLike[str], what: str) -> Path:
-    """Return the absolute path of `given` with `~` expanded; touches nothing.
+    """Return the absolute path of `given` with `~` expanded, without file access.
 
-    Raises UsageError, naming it as `what`, for an empty path, a URL, and control characters, which
-    would tear every message and log line that names the path.
+    Raises UsageError, which calls it `what`, for an empty path, a URL and control characters.
     """
     if not isinstance(given, (str, bytes, os.PathLike)):
-        raise UsageError(f"{what} {' '.join(repr(given).split()):.80} is no path: give a str or a Path")
+        raise UsageError(f"{what} {' '.join(repr(given).split()):.80}: expected a str or a Path")
     text = os.fspath(given)
     if not isinstance(text, str):
         raise UsageError(f"{what} {given!r} is given in bytes: give a str or a Path")
@@ -328,37 +326,37 @@ def local_directory(given: str | os.PathLike[str], what: str) -> Path:
 
 
 def is_directory(path: Path) -> bool | None:
-    """Whether a directory is there (False: something else), None where nothing is.
+    """Return True for a directory, False for anything else, and None if nothing exists.
 
-    Raises UsageError for a path that no file can have, StorageError where nobody can look.
+    Raises UsageError for an impossible path, StorageError if the path cannot be accessed.
     """
     try:
         return S_ISDIR(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError:  # a zero byte
-        raise UsageError(f"{str(path)!r} is no path: give another one") from None
+    except ValueError:  # a null byte
+        raise UsageError(f"{str(path)!r}: invalid path") from None
     except OSError as error:
         kind = UsageError if error.errno in IMPOSSIBLE else StorageError
         raise kind(f"{path} cannot be looked at: {error.strerror}; give another path") from error
 
 
 def check_file(path: Path, wanted: str) -> None:
-    """Raise UsageError where no regular file is; `wanted` is what to give, as "a file of torch.save"."""
+    """Raise UsageError unless there is a regular file; `wanted` says what is expected."""
     there = is_directory(path)
     if there is None or not path.is_file():
         raise UsageError(f"{path} is {'not there' if there is None else 'no file'}: give {wanted}")
 
 
 def check_target(path: Path) -> None:
-    """Raise UsageError where nothing can be written at a path, because of what the path is."""
+    """Raise UsageError if nothing can be written at the path."""
     is_directory(path)
     if is_directory(path.parent) is False:
-        raise UsageError(f"{path.parent} is a file, so {path} cannot lie in it: choose another place")
+        raise UsageError(f"{path.parent} is a file, not a directory: choose another place than {path}")
 
 
 def split_run(text: str, exists: Callable[[str], bool] = os.path.exists) -> tuple[str, str | None]:
-    """A run and what is written of its epoch behind `@`; a path that exists as it stands has none."""
+    """Split `RUN@EPOCH` into the run and the epoch; an existing path has no epoch."""
     path, at, epoch = text.rpartition(_TAG) if _TAG in text else text.rpartition("@")
     if not path or ("/" in epoch and at != _TAG) or exists(text):
         return text, None
@@ -366,9 +364,9 @@ def split_run(text: str, exists: Callable[[str], bool] = os.path.exists) -> tupl
 
 
 def whole_number(what: str, value: int, least: int = 1) -> int:
-    """Return an integer from `least`; raises UsageError, naming it as `what`, for anything else."""
+    """Return an integer of at least `least`; raises UsageError, which calls it `what`, for anything else."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{what} is an integer from {least}, not {value!r}")
+        raise UsageError(f"{what} must be an integer >= {least}, not {value!r}")
     return value
 
 
@@ -377,9 +375,9 @@ _CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,5}):([0-5]\d):([0-5]\d)")
 
 
 def seconds_in(limit: object) -> float | None:
-    """Seconds of `90`, `"90"`, `"1h30m"`, `"01:30:00"`, `"2-00:00:00"`, a timedelta; None for anything else.
+    """Parse seconds from `90`, `"90"`, `"1h30m"`, `"01:30:00"`, `"2-00:00:00"` or a timedelta, else None.
 
-    The number may be zero, negative or not finite: who asks says what is allowed.
+    The result may be zero, negative or not finite; the caller checks the range.
     """
     if isinstance(limit, timedelta):
         return limit.total_seconds()
@@ -401,7 +399,7 @@ _BYTES = 512
 
 
 class ProcessPhases:
-    """The phases of all threads of this process; `place` is where others read them, or empty."""
+    """The current phases of all threads of this process; other processes read them at `place`, if set."""
 
     def __init__(self) -> None:
         self.place = ""
@@ -409,24 +407,24 @@ class ProcessPhases:
         self._now: dict[int, str] = {}
 
     def text(self) -> str:
-        """What the threads said that they are doing."""
-        return "; ".join(list(self._now.values())) or "nothing that it told of"
+        """Return what the threads are currently doing."""
+        return "; ".join(list(self._now.values())) or "nothing that it reported"
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Say that the calling thread does `what` until the block ends."""
+        """Record that the calling thread does `what` during the block."""
         thread = threading.get_ident()
         before = self._now.get(thread)
-        self._say(thread, what if before is None else f"{before}, {what}")
+        self._set(thread, what if before is None else f"{before}, {what}")
         try:
             yield
         finally:
-            self._say(thread, before)
+            self._set(thread, before)
 
     def show(self) -> str:
-        """Make the phases readable for others from now on; return the place."""
+        """Make the phases readable for other processes; returns the place."""
         if self._memory is None:
-            with suppress(AttributeError, OSError):  # no Linux, or no memory for it: nobody can read it then
+            with suppress(AttributeError, OSError):  # not Linux, or out of memory: then they are not readable
                 number = os.memfd_create("torchrelay-phase")
                 os.ftruncate(number, _BYTES)
                 self._memory = mmap.mmap(number, _BYTES)
@@ -434,7 +432,7 @@ class ProcessPhases:
         self._write()
         return self.place
 
-    def _say(self, thread: int, what: str | None) -> None:
+    def _set(self, thread: int, what: str | None) -> None:
         if what is None:
             self._now.pop(thread, None)
         else:
@@ -451,7 +449,7 @@ phase = ProcessPhases()
 
 
 def stack_of_main_thread(most: int = 8) -> str:
-    """Return where the main thread is now, innermost call first."""
+    """Return the current stack of the main thread, innermost call first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     calls: list[str] = []
     while frame is not None and len(calls) < most:

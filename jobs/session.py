@@ -1,10 +1,8 @@
-"""What a job may ask of the session that executes it, and how the processes of a session agree.
+"""Protocol of sessions, which execute jobs, and agreement between the processes of a session.
 
-Every decision is taken once and told to all; a failure of one process becomes everybody's
-knowledge (the same error, with the rank that had it) instead of a wait that never ends.
-Values are JSON (None, bool, int, float, str, list, dict with string keys), at most a few MiB.
-
-The sessions themselves live in the `runners` room; this protocol is the arrow's direction.
+Every decision is taken once and sent to all processes. A failure of one process raises the same error, with
+its rank, in all of them instead of a hang. Values are JSON (None, bool, int, float, str, list, dict with
+string keys) of at most a few MiB. The sessions themselves are in `runners`.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class Peers(Protocol):
-    """The processes of a session. All of them make the same calls in the same order."""
+    """The processes of a session; all of them make the same calls in the same order."""
 
     rank: int
     size: int
     launch: str
-    """What the restarts of one launch share, and no other launch has; empty where nothing tells."""
+    """Id of the launch, equal for its restarts; empty if unknown."""
 
     def exchange(
         self,
@@ -42,21 +40,21 @@ class Peers(Protocol):
         told: Callable[[Json], Json] | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> list[Json]:
-        """Post `value`; get the values of all processes in rank order.
+        """Send `value` and return the values of all processes in rank order.
 
-        `topic` says what this is about; processes at different topics are told so at once. With `told`
-        rank 0 alone gets the values, all others what `told` makes of each: what only rank 0 needs does
-        not travel to thousands. `meanwhile`, which raises nothing, is called before others are waited for,
-        who have the value by then. Equal values may be one object, so nobody changes them. Raises
-        DeadlineError naming the late ranks and the topic, PeerError when the store is lost.
+        `topic` names the purpose; different topics at the same time are an error. With `told` only rank 0
+        gets the values, and the others get `told(value)` of each, so that data only needed by rank 0 is not
+        sent to all. `meanwhile`, which must not raise, is called after sending and before waiting. Equal
+        values may be one object, so do not modify them. Raises DeadlineError, which names the late ranks and
+        the topic, and PeerError if the store is lost.
         """
 
     def apart(self) -> Peers:
-        """The same processes on a line of their own, for another thread; all call this in the same order."""
+        """Return an independent channel between the same processes, for another thread. Collective call."""
 
 
 class Solo:
-    """The peers of a session with a single process: everybody is present."""
+    """The peers of a session with a single process."""
 
     rank = 0
     size = 1
@@ -75,7 +73,7 @@ class Solo:
         return [value]
 
     def apart(self) -> Solo:
-        """Return itself: nobody else is on the line."""
+        """Return itself."""
         return self
 
 
@@ -88,14 +86,14 @@ def together(
     for_first: bool = False,
     meanwhile: Callable[[], object] | None = None,
 ) -> list[Json]:
-    """Run `work` in every process and give everybody all results in rank order.
+    """Run `work` in every process and return all results in rank order.
 
-    `for_first`: only rank 0 gets the results, the others None for each. `meanwhile`, which raises nothing, is
-    called when `work` is done, before the others are waited for.
+    With `for_first` only rank 0 gets the results, the others None for each. `meanwhile`, which must not
+    raise, is called after `work` and before waiting for the others.
 
-    When one or more processes raise, all raise the failure of one: of the first process whose
-    failure is no consequence of another's. That process raises its own exception, the others an error
-    of the same class (where it is ours; else RelayError) whose message names the rank.
+    If processes raise, all raise the error of the first process whose failure is not a consequence of
+    another one. That process raises its own exception, the others an error of the same class (RelayError for
+    foreign classes) that names the rank.
     """
     own: Exception | None = None
     outcome: dict[str, Json]
@@ -114,11 +112,11 @@ def together(
             raise
         try:
             _untold(own, since=True)
-            raise own from own.__cause__  # the own failure says more than that the others did not come
+            raise own from own.__cause__  # the own failure is more informative than the missing others
         finally:
-            del own  # its traceback refers to this frame
+            del own  # break the reference cycle through its traceback
     failed = [rank for rank, other in enumerate(outcomes) if "error" in other]
-    # The first cause counts everywhere, so that all processes draw the same conclusion.
+    # All processes raise the first cause, so that they agree.
     try:
         for rank in sorted(failed, key=lambda rank: (outcomes[rank]["consequence"], rank)):
             if own is not None and rank == peers.rank:
@@ -131,22 +129,22 @@ def together(
 
 
 _NOTHING = {"value": None}
-"""One object for all, which costs nothing to compare with itself."""
+"""One shared object, which is cheap to compare with itself."""
 
 
 def decide(
     peers: Peers, topic: str, choose: Callable[[], Json], *, deadline_secs: float | None = None, by: int = 0
 ) -> Json:
-    """Let rank `by` run `choose` and tell everybody the outcome, or the error that it raised."""
+    """Run `choose` on rank `by` and return its result, or raise its error, on all ranks."""
     told = together(peers, topic, lambda: choose() if peers.rank == by else None, deadline_secs=deadline_secs)
     return told[by]
 
 
 def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
-    """Give a warning that one process may give alone, between agreements.
+    """Issue a warning in one of several processes.
 
-    A program may make warnings errors. Among several processes this one is shown all the same, and not
-    raised: the others would wait for the process that raises.
+    If the program turns warnings into errors, it is printed instead of raised among several processes,
+    because the others would wait for the process that raised.
     """
     try:
         warnings.warn(text, category, stacklevel=stacklevel + 1)
@@ -157,25 +155,25 @@ def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 
         if distributed.get_world_size() == 1:
             raise
         caller = sys._getframe(1)
-        with suppress(Exception):  # of a hook of the program
+        with suppress(Exception):  # raised by a hook of the program
             warnings.showwarning(error, category, caller.f_code.co_filename, caller.f_lineno)
 
 
 def is_told(error: Exception) -> bool:
-    """Whether all processes know of a failure that `together` raised; else others may be at work still."""
+    """Return True if all processes know of a failure raised by `together`; else others may still run."""
     return not isinstance(error, PeerError) and not getattr(error, "_untold", False)
 
 
 def _untold(error: Exception, *, since: bool) -> None:
-    """Note with an error whether the others could not be told of it."""
-    with suppress(AttributeError):  # of a class with slots, which is then taken to be told
+    """Mark an error of which the others could not be notified."""
+    with suppress(AttributeError):  # a class with slots: assume that the others know
         error._untold = since  # type: ignore[attr-defined]
 
 
 def error_of(name: str, message: str, rank: int) -> RelayError:
-    """Rebuild the error that another rank reported; unknown classes become RelayError.
+    """Rebuild the error that another rank reported; unknown classes, and PeerError, become RelayError.
 
-    Not PeerError: that says that a rank is lost, and this one has just told what happened to it.
+    PeerError would mean that the rank is lost, but it has just reported.
     """
     found = getattr(errors, name, None)
     known = isinstance(found, type) and issubclass(found, RelayError)
@@ -186,55 +184,55 @@ def error_of(name: str, message: str, rank: int) -> RelayError:
 
 
 class Wire(Protocol):
-    """Connections of their own between the processes of a session, beside those of the training.
+    """Connections between the processes of a session, separate from those of the training.
 
-    All processes make the same calls in the same order; decisions travel by `Peers`.
+    All processes make the same calls in the same order; decisions use `Peers`.
     """
 
     rank: int
 
     def broadcast(self, memory: memoryview, source: int) -> None:
-        """Send `memory` (1-D bytes) of process `source` to all; the others' is filled.
+        """Send `memory` (1-D bytes) of process `source` to all; fills that of the others.
 
-        It has the same size everywhere and is not empty. Nothing is verified. Raises PeerError when
-        a process is lost or does not come in time; the wire is of no use then.
+        The size is equal everywhere and not 0. Nothing is verified. Raises PeerError if a process is lost or
+        late; the wire is unusable then.
         """
 
 
 class Session(Protocol):
-    """Executes task groups on the nodes of a job; each process hosts some of the nodes.
+    """Executes task groups on the nodes of a job.
 
-    A distributed session hosts one node per process; a local session hosts all nodes, one after
-    another, and swaps their random streams.
+    A distributed session hosts one node per process. A local session hosts all nodes in one process, runs
+    them in turn and swaps their random streams.
     """
 
     peers: Peers
 
     @property
     def nodes(self) -> tuple[NodePlace, ...]:
-        """All nodes of the job in the order of their ranks."""
+        """All nodes of the job in rank order."""
 
     @property
     def local_nodes(self) -> tuple[NodePlace, ...]:
-        """The nodes that this process hosts."""
+        """Nodes hosted by this process."""
 
     def place(self, node_names: Sequence[str]) -> None:
-        """Give the declared nodes of a job their places; raises UsageError for more nodes than ranks."""
+        """Place the declared nodes of a job; raises UsageError for more nodes than ranks."""
 
     def workspace(self, node: str | None = None) -> Workspace:
-        """The GLOBAL workspace of a hosted node (by default the only or first one)."""
+        """Return the GLOBAL workspace of a hosted node (default: the only or first one)."""
 
     def streams(self, node: str) -> RandomStreams:
-        """The random streams of a hosted node as they are now."""
+        """Return the current random streams of a hosted node."""
 
     def set_streams(self, node: str, streams: RandomStreams) -> None:
-        """Make a hosted node continue from these random streams."""
+        """Set the random streams of a hosted node."""
 
     def wire(self) -> Wire | None:
-        """What moves bytes between the processes, made at the first call; None where there is only one.
+        """Return the connections between the processes, opened by the first call; None for one process.
 
         All processes call this in the same order.
         """
 
     def run(self, work: Any) -> Any:
-        """Run a TaskGroup, SessionGroup, Task or callable on the nodes it names; blocks until done."""
+        """Run a TaskGroup, SessionGroup, Task or callable on its nodes; blocks until it has finished."""

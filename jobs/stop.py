@@ -1,13 +1,12 @@
 """Stop conditions: the protocol, limits of a whole run, and early stopping.
 
-The limit comes from the program as it is today, what was used of it from the checkpoint: a larger
-number continues a run that had ended.
+Limits come from the current program and the progress from the checkpoint: a larger limit continues a run that
+had finished.
 
-max_epochs, max_steps, max_time     totals of the whole run, asked anew on resume    stop_limits
-epoch_limiter                       the same, counted by a blob                      stop_limits
-early_stopping                      a metric gets no better                          early_stopping
-condition_of                        functions, tensors, outputs, blobs, readers      stop_forms
-StopCondition, StopAnswer, combine  the protocol and the nodes' common answer        stop_condition
+- max_epochs, max_steps, max_time: totals of the whole run, evaluated again on resume
+- epoch_limiter: the same, counted by a blob
+- early_stopping: a metric does not improve
+- StopCondition, StopAnswer, combine: the protocol and the common answer of the nodes
 """
 
 from __future__ import annotations
@@ -35,54 +34,54 @@ if TYPE_CHECKING:
 
 Rule = Literal["any", "all", "rank0"]
 RULES = ("any", "all", "rank0")
-_SHOWN = 3  # nodes that a reason names; thousands would hide the reason
+_SHOWN = 3  # nodes named in a reason
 
 
 @python_dataclass(frozen=True)
 class StopAnswer:
-    """Whether to stop, and why in a few words (empty when not)."""
+    """Answer of a condition: stop or not, and the reason (empty if not)."""
 
     stop: bool
     reason: str = ""
 
 
 class StopCondition(Protocol):
-    """Asked on every node after every epoch.
+    """A condition that is evaluated on every node after every epoch.
 
-    `rule` says how the nodes' answers combine: stop when "any" or "all" of them say so, or when the
-    first node ("rank0") does. `limit` conditions depend on nothing but the position, so they are asked
-    anew on resume with today's arguments; of all others the saved verdict holds. A limit that has
-    `steps` or `secs`, totals of the whole run, also ends the running epoch at its next step. A condition
-    with `state_dict` and `load_state_dict` becomes a blob of its job. One that raises MissingMetricError
-    waits: it does not say stop.
-
-    A condition may have `settings`, JSON values of what it was made with: a saved verdict that ends the run
-    holds only for these. With `holds(settings)` it decides itself whether a verdict by other ones holds.
+    - `rule` combines the answers of the nodes: stop if "any" or "all" of them stop, or if the first node
+      ("rank0") does.
+    - `limit` conditions depend only on the position, so they are evaluated again on resume with the current
+      arguments; for all others the saved answer holds. A limit with `steps` or `secs`, totals of the whole
+      run, also ends the running epoch at its next step.
+    - A condition with `state_dict` and `load_state_dict` becomes a blob of its job.
+    - MissingMetricError means "not yet".
+    - Optional `settings` are the JSON arguments of the condition: a saved answer that ended the run holds
+      only for equal settings, or if `holds(settings)` returns True.
     """
 
     @property
     def name(self) -> str:
-        """What the verdict is saved under; unique in its job."""
+        """Name under which the answer is saved; unique in its job."""
 
     @property
     def rule(self) -> Rule:
-        """How the answers of the nodes combine."""
+        """Combination of the nodes' answers."""
 
     @property
     def limit(self) -> bool:
-        """Whether the position alone decides."""
+        """True if the answer depends only on the position."""
 
     def ask(self, ctx: Any) -> StopAnswer:
-        """Answer for one node, by its `ctx` after the epoch and before its save; does not communicate.
+        """Return the answer of one node after an epoch and before its save; must not communicate.
 
-        A limit is also asked about a saved position before anything is loaded; then there is no `workspace`.
+        A limit is also asked about a saved position before anything is loaded, without a `workspace`.
         """
 
 
 def combine(answers_by_node: Mapping[str, StopAnswer], rule: str) -> StopAnswer:
-    """Make one answer of the nodes' answers (in the order of their ranks); pure.
+    """Combine the nodes' answers (in rank order); pure. Without nodes the answer is not to stop.
 
-    The reason is that of the first node that says stop, with the names of all that do. No node, no stop.
+    The reason is that of the first node that stops, with the names of all that do.
     """
     if rule not in RULES:
         raise UsageError(f"{rule!r} is not a rule of a stop condition: use one of {', '.join(RULES)}")
@@ -99,13 +98,13 @@ def _names(nodes: list[str]) -> str:
 
 
 def made_with(condition: Any) -> dict[str, Any] | None:
-    """The settings that its verdict is saved with; None where nothing tells them."""
+    """Return the settings that an answer is saved with; None if unknown."""
     found = getattr(condition, "settings", None)
     return dict(found) if isinstance(found, Mapping) else None
 
 
 def verdict_holds(condition: Any, saved: Mapping[str, Any] | None) -> bool:
-    """Whether a verdict that ended the run is one of today's condition, made as it was then."""
+    """Return True if a saved answer that ended the run holds for the current condition."""
     today = made_with(condition)
     if saved is None or today is None:
         return True
@@ -114,10 +113,11 @@ def verdict_holds(condition: Any, saved: Mapping[str, Any] | None) -> bool:
 
 
 def function_settings(function: Any) -> dict[str, str] | None:
-    """What tells a function from one with other code or other plain values; None where Python shows none.
+    """Fingerprint the code and plain values of a function; None if it has no Python code.
 
-    Plain values are numbers, texts, flags and None: of defaults, closures, partial arguments, attributes of
-    the object whose method it is, and of globals that its code names. Each version of Python has other code.
+    Plain values (numbers, strings, bools, None) are taken from defaults, closures, partial arguments,
+    attributes of a method's object, and globals named in the code. Fingerprints differ between Python
+    versions.
     """
     seen = hashlib.sha256()
     while isinstance(function, functools.partial):
@@ -140,7 +140,7 @@ def function_settings(function: Any) -> dict[str, str] | None:
 
 
 def _hash_code(code: CodeType, seen: Any) -> set[str]:
-    """Hash what a function does and return the names that it looks up, those of inner functions too."""
+    """Hash the code of a function and return the names it uses, including inner functions."""
     names = set(code.co_names)
     seen.update(code.co_code)
     for constant in code.co_consts:
@@ -166,7 +166,7 @@ def _plain(value: Any) -> Any:
 
 
 def free_name(name: str, taken: set[str]) -> str:
-    """Return `name`, or the first of name_2, name_3, ... that is free: alike wherever the program runs."""
+    """Return `name`, or the first free one of name_2, name_3, ...; equal in all processes."""
     candidate, number = name, 1
     while candidate in taken:
         number += 1
@@ -176,7 +176,7 @@ def free_name(name: str, taken: set[str]) -> str:
 
 @dataclass(frozen=True)
 class MaxEpochs:
-    """Stop after so many epochs."""
+    """Stop after `epochs` epochs."""
 
     epochs: int
     name: str = field(default="max_epochs", init=False)
@@ -184,13 +184,13 @@ class MaxEpochs:
     limit: bool = field(default=True, init=False)
 
     def ask(self, ctx: Any) -> StopAnswer:
-        """Compare with the epochs done."""
+        """Compare with the finished epochs."""
         return _reached(ctx.epoch >= self.epochs, f"{self.epochs} epochs are done")
 
 
 @dataclass(frozen=True)
 class MaxSteps:
-    """Stop after so many steps; `steps` also ends the running epoch."""
+    """Stop after `steps` steps, also within an epoch."""
 
     steps: int
     name: str = field(default="max_steps", init=False)
@@ -204,7 +204,7 @@ class MaxSteps:
 
 @dataclass(frozen=True)
 class MaxTime:
-    """Stop after so many seconds of running; `secs` also ends the running epoch."""
+    """Stop after `secs` seconds of running, also within an epoch."""
 
     secs: float
     name: str = field(default="max_time", init=False)
@@ -213,14 +213,14 @@ class MaxTime:
 
     def ask(self, ctx: Any) -> StopAnswer:
         """Compare with the seconds of all attempts."""
-        return _reached(ctx.elapsed_secs >= self.secs, f"{self.secs:g} s of running are over")
+        return _reached(ctx.elapsed_secs >= self.secs, f"{self.secs:g} s of running have passed")
 
 
 @dataclass(frozen=True)
 class EpochLimit:
-    """Stop when a node's own count of epochs, the blob `counter`, has reached `epochs`.
+    """Stop when the count of epochs in the blob `counter` has reached `epochs`.
 
-    `node` is the node that counts; None where every node does.
+    `node` is the node that counts; None means every node.
     """
 
     epochs: int
@@ -231,7 +231,7 @@ class EpochLimit:
     limit: bool = field(default=True, init=False)
 
     def ask(self, ctx: Any) -> StopAnswer:
-        """Read the count; of a saved position that is not loaded yet, its epoch is the count."""
+        """Compare the count, or the epoch of a saved position that is not loaded yet."""
         workspace = getattr(ctx, "workspace", None)
         if workspace is None:
             return _reached(ctx.epoch >= self.epochs, self._reason)
@@ -245,19 +245,22 @@ class EpochLimit:
 
 
 def max_epochs(n: int) -> MaxEpochs:
-    """Stop after `n` epochs of the run, those of earlier attempts included; n >= 1."""
+    """Stop after `n` (>= 1) epochs of the run, including those of earlier launches."""
     return MaxEpochs(whole_number("max_epochs", n))
 
 
 def max_steps(n: int) -> MaxSteps:
-    """Stop after `n` steps of the run; the running epoch ends at that step and counts as a short one."""
+    """Stop after `n` steps of the run; the running epoch ends at that step and counts as finished."""
     return MaxSteps(whole_number("max_steps", n))
 
 
 def max_time(limit: str | float | timedelta) -> MaxTime:
-    """Stop after this much running, summed over attempts: "HH:MM:SS", "D-HH:MM:SS", seconds, a timedelta.
+    """Stop after this running time, summed over launches.
 
-    The running epoch ends at its next step and counts as a short one.
+    The running epoch ends at its next step and counts as finished.
+
+    Args:
+        limit: "HH:MM:SS", "D-HH:MM:SS", seconds, or a timedelta.
     """
     secs = None if isinstance(limit, str) and ":" not in limit else seconds_in(limit)
     if secs is None or not math.isfinite(secs) or secs <= 0:
@@ -270,9 +273,21 @@ def max_time(limit: str | float | timedelta) -> MaxTime:
 def epoch_limiter(job: Job, num_epochs: int) -> EpochLimit:
     """Stop `job` after `num_epochs` epochs, counted by a blob of the current node (else of every node).
 
-    A task of the init group makes the count and one of the epoch group advances it, so it is saved
-    with the epochs and continues on resume, while the limit is the one given today. Returns the
-    condition, which is added to the job already. Raises UsageError unless num_epochs >= 1.
+    A task of the init group creates the count and one of the epoch group increments it, so it is saved with
+    the epochs and continues on resume, while the limit is always the current argument.
+
+    Args:
+        job: The job, to which the condition is added.
+        num_epochs: Number of epochs, at least 1.
+
+    Returns:
+        The condition.
+
+    Raises:
+        UsageError: `num_epochs` is invalid.
+
+    Example:
+        epoch_limiter(job, num_epochs=5)
     """
     from torchrelay.jobs.cluster import Node
     from torchrelay.jobs.task import Task
@@ -303,15 +318,15 @@ _NOT_IN_BLOB_NAMES = re.compile(r"[:*?\[\]@.]")
 
 
 class EarlyStopping:
-    """A stop condition whose memory (best value, measurements waited) is a blob, which a resume restores.
+    """Stop condition whose state (best value, measurements waited) is a blob that a resume restores.
 
     All nodes see the same reduced metric and give the same answer. An epoch counts once, and only if it
-    logged the metric: otherwise the answer stays as it was.
+    logged the metric.
     """
 
     rule: Rule = "any"
     limit = False
-    shared_by_nodes = True  # emulated nodes ask the same object
+    shared_by_nodes = True  # emulated nodes share this object
 
     def __init__(self, metric: str, mode: Mode, patience: int, min_delta: float) -> None:
         self.metric, self.mode, self.patience, self.min_delta = metric, mode, patience, min_delta
@@ -325,14 +340,14 @@ class EarlyStopping:
         return f"{self.name}: best {self.best}, waited {self.waited} of {self.patience} measurements"
 
     def ask(self, ctx: Any) -> StopAnswer:
-        """Take this epoch's value, if it has one.
+        """Update with this epoch's value, if any.
 
-        Raises MissingMetricError, which names the metrics there are, while no epoch has logged it.
+        Raises MissingMetricError, which lists the known metrics, until an epoch has logged it.
         """
-        measured = getattr(ctx, "measured", ctx.metrics)  # who asks by hand may have metrics alone
+        measured = getattr(ctx, "measured", ctx.metrics)  # a direct call may pass metrics only
         if self.metric not in ctx.metrics:
             known = ", ".join(sorted(ctx.metrics)) or "none: no epoch task called ctx.log"
-            text = f"early_stopping waits for the metric {self.metric!r}; there are: {known}"
+            text = f"early_stopping waits for the metric {self.metric!r}; known are: {known}"
             raise MissingMetricError(text, self.metric)
         if self.metric in measured and ctx.epoch != self._asked_in:
             self._asked_in, value = ctx.epoch, float(measured[self.metric])
@@ -344,27 +359,27 @@ class EarlyStopping:
                 self.waited += 1
         if self.waited < self.patience:
             return StopAnswer(False)
-        best = "never had a finite value" if self.best is None else f"did not get better than {self.best:g}"
+        best = "never had a finite value" if self.best is None else f"did not improve on {self.best:g}"
         return StopAnswer(True, f"{self.metric} {best} for {self.waited} epochs that logged it")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What its verdict is saved with."""
+        """Settings that the answer is saved with."""
         return {"mode": self.mode, "patience": self.patience, "min_delta": self.min_delta}
 
     def holds(self, saved: Mapping[str, Any]) -> bool:
-        """Whether a verdict by those settings is one by these: no more patience, and the same threshold."""
+        """Return True if a saved answer holds: patience is not larger now, and the threshold is equal."""
         return {**saved, "patience": self.patience} == self.settings and self.patience <= saved["patience"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the memory as plain values."""
+        """Return the state as plain values."""
         return {
             "best": self.best, "waited": self.waited, "epoch": self._asked_in,
             "mode": self.mode, "min_delta": self.min_delta,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved memory; where better means something else now the waiting begins anew."""
+        """Continue from a saved state; if the metric or mode has changed, waiting starts over."""
         best = state["best"] if state.get("mode", self.mode) == self.mode else None
         self.best = None if best is None else float(best)
         same = best == state["best"] and state.get("min_delta", self.min_delta) == self.min_delta
@@ -374,13 +389,24 @@ class EarlyStopping:
 def early_stopping(
     metric: str, mode: Mode = "min", patience: int = 3, min_delta: float = 0.0
 ) -> EarlyStopping:
-    """Stop after `patience` measurements in a row in which `metric` did not get better.
+    """Stop after `patience` measurements in a row without an improvement of `metric`.
 
-    An epoch that logs nothing under the name has no measurement and is not counted; before the first one
-    the run waits. Better is below (mode "min") or above ("max") the best so far by more than `min_delta`.
-    `metric` is a name given to `ctx.log`. NaN and infinite values are no improvement and never the best; 0.0
-    is a value like any other.
-    Raises UsageError for arguments that cannot be.
+    Epochs that do not log the metric do not count. NaN and infinite values are never improvements.
+
+    Args:
+        metric: Name given to `ctx.log`.
+        mode: "min" or "max".
+        patience: Number of measurements without improvement.
+        min_delta: An improvement must exceed the best value by more than this.
+
+    Returns:
+        The condition, for `job.stop_when`.
+
+    Raises:
+        UsageError: An argument is invalid.
+
+    Example:
+        job.stop_when(early_stopping("val/loss", patience=3))
     """
     if not isinstance(metric, str) or not metric:
         raise UsageError(f"early_stopping needs the name of a metric, not {metric!r}")

@@ -1,4 +1,4 @@
-"""Everything that a user may give as a stop condition, made into one."""
+"""Convert everything that a user may give as a stop condition."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _FORMS = (
     "element, an output of a task, the name of a blob, or an object with data_finished()"
 )
 SILENT = object()
-_NO_ANSWERS = (str, bytes, list, tuple, dict, set)  # true when not empty, which nobody means
+_NO_ANSWERS = (str, bytes, list, tuple, dict, set)  # true if not empty, which is never intended
 
 
 @dataclass(frozen=True)
 class AskedValue:
-    """A condition that is the truth of a value, read on each node when it is asked.
+    """Condition on the truth of a value, which is read on each node.
 
-    `read` gets the `ctx` of a node; SILENT from it means that this node has nothing to say.
+    `read` gets the `ctx` of a node; it returns SILENT if this node has no answer.
     """
 
     name: str
@@ -42,16 +42,16 @@ class AskedValue:
 
     @property
     def blob(self) -> tuple[str, str | None] | None:
-        """The name of the blob that it reads, and on which node (None: on all)."""
+        """Name of the blob that is read, and its node (None: all nodes)."""
         return (self.read.blob, self.read.node) if isinstance(self.read, _BlobValue) else None
 
     def holds(self, saved: Mapping[str, Any]) -> bool:
-        """Whether a verdict by those settings is one by these; of other Pythons that cannot be compared."""
+        """Return True if a saved answer holds; answers of other Python versions cannot be compared."""
         mine = self.settings or {}
         return saved == mine or saved.get("python") != mine.get("python")
 
     def ask(self, ctx: Any) -> StopAnswer:
-        """Read and judge; raises UsageError when the value is neither true nor false."""
+        """Evaluate the value; raises UsageError if it is neither true nor false."""
         value = self.read(ctx)
         if isinstance(value, StopAnswer):
             return value
@@ -62,7 +62,7 @@ class AskedValue:
 
 @dataclass(frozen=True)
 class Renamed:
-    """A condition under another name, because its job has one of its own name already."""
+    """A condition under another name, because its own name is taken in its job."""
 
     condition: Any
     name: str
@@ -72,35 +72,35 @@ class Renamed:
 
     @property
     def rule(self) -> Rule:
-        """As the condition's own."""
+        """That of the condition."""
         return self.condition.rule  # type: ignore[no-any-return]
 
     @property
     def limit(self) -> bool:
-        """As the condition's own."""
+        """That of the condition."""
         return bool(self.condition.limit)
 
     def ask(self, ctx: Any) -> StopAnswer:
-        """Pass the question on."""
+        """Ask the condition."""
         return self.condition.ask(ctx)  # type: ignore[no-any-return]
 
 
 def condition_of(given: Any, job: Job | None = None) -> StopCondition:
-    """Make a stop condition of what was given, with a name that is unique in `job`.
+    """Convert `given` to a stop condition with a unique name in `job`.
 
-    A condition with state becomes a blob of the job (unless the user registered it). Raises UsageError
-    that lists the forms for anything else.
+    A condition with state becomes a blob of the job (unless the user registered it). Raises UsageError, which
+    lists the valid forms, for anything else.
     """
     condition = _as_condition(given)
     if job is None:
         return condition
     if is_stateful(condition) and not any(blob.source is condition for blob in job.blobs):
-        # Its memory is a blob, so that a resumed run goes on with it.
+        # Its state is a blob, so that a resume restores it.
         blob_name = getattr(condition, "blob_name", None) or f"stop/{condition.name}"
         job.blobs.add({free_name(blob_name, set(job.blobs.names)): condition})
     known = job.stop_conditions
     if any(condition is one or condition is getattr(one, "condition", None) for one in known):
-        raise UsageError(f"stop condition {condition.name!r} was added to the job already")
+        raise UsageError(f"stop condition {condition.name!r} has already been added to the job")
     name = free_name(condition.name, {one.name for one in known})
     return condition if name == condition.name else Renamed(condition, name)
 
@@ -141,7 +141,7 @@ def _as_condition(given: Any) -> StopCondition:
             f"{name} says so",
             settings=function_settings(given),
         )
-    raise UsageError(f"{given!r:.80} cannot be a stop condition; it may be {_FORMS}")
+    raise UsageError(f"{given!r:.80} is not a stop condition; expected {_FORMS}")
 
 
 def _is_condition(given: Any) -> bool:
@@ -174,7 +174,7 @@ class _BlobValue:
 
 def _truth(value: Any, name: str) -> bool:
     if value is None:
-        raise UsageError(f"stop condition {name!r} gave None: return True to stop or False to go on")
+        raise UsageError(f"stop condition {name!r} gave None: return True to stop or False to continue")
     if isinstance(value, _NO_ANSWERS):
         raise UsageError(f"stop condition {name!r} gave {value!r}, which is neither true nor false")
     try:

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NotHere:
-    """Stands for a value that stayed in the process that produced it, and says why."""
+    """Placeholder for a value that stayed in the process that produced it, with the reason."""
 
     reason: str
 
 
 class TaskOutput:
-    """A value of a task as of the end of the run: a name of its workspace, or what its last step returned.
+    """Output of a task at the end of a run: a name of its workspace, or the result of its last step.
 
-    A later run replaces the value; nothing else does, whatever happens to the workspace.
+    Only a later run replaces the value, not a change of the workspace.
     """
 
     def __init__(self, name: str | None, task: Task) -> None:
@@ -42,28 +42,26 @@ class TaskOutput:
 
     @property
     def task(self) -> Task | None:
-        """The task, while anybody else has it."""
+        """The task, if it is still referenced elsewhere."""
         return self._task()
 
     def __str__(self) -> str:
-        what = "what the last step returns" if self.name is None else repr(self.name)
+        what = "the result of the last step" if self.name is None else repr(self.name)
         return f"{what} of task {self._of!r}"
 
     def bind(self, values: Mapping[str, Any]) -> None:
-        """Take the values by node; for the session, at the end of a run. Tensors are copied."""
+        """Set the values by node; called by the session at the end of a run. Copies tensors."""
         self._values = {node: _copied(value) for node, value in values.items()}
 
     def fetch(self, node: str | Node | None = None) -> Any:
         """Return the value on `node`, by default on the only node that ran the task.
 
-        Raises NotAllowedNowError before a run and for a value that is too big to leave the process
-        of its node, UsageError where the node is missing or unknown.
+        Raises NotAllowedNowError before a run and for a value that is too big to leave its process,
+        UsageError for a missing or unknown node.
         """
         values = self._bound()
         if node is None and len(values) > 1:
-            raise UsageError(
-                f"{self} exists on {_listed(values)}: say which with fetch(node), or use fetch_all()"
-            )
+            raise UsageError(f"{self} exists on {_listed(values)}: use fetch(node) or fetch_all()")
         if node is None and not values:
             raise NotAllowedNowError(f"{self} is not set: the last run selected no node for it")
         name = next(iter(values)) if node is None else str(node)
@@ -74,9 +72,9 @@ class TaskOutput:
         return value
 
     def fetch_all(self) -> dict[str, Any]:
-        """Return the values by the name of the node; raises NotAllowedNowError before a run.
+        """Return the values by node name; raises NotAllowedNowError before a run.
 
-        A value that is too big to leave the process of its node is a `NotHere` elsewhere.
+        A value that is too big to leave its process is a `NotHere` in other processes.
         """
         return dict(self._bound())
 
@@ -87,9 +85,9 @@ class TaskOutput:
 
 
 def final_output(name: str) -> TaskOutput:
-    """Return a handle to `name` as it is when the last task of the group has ended on the node.
+    """Return a handle to the value of `name` after the last task of the group on the node.
 
-    It becomes an output of the current Task, else of a new Task without a step.
+    It becomes an output of the current Task, else of a new Task without steps.
     """
     task = Task.current(required=False)
     return (Task(name="final_output") if task is None else task).add_output(name)
@@ -114,28 +112,27 @@ Steps = Step | Iterable[Step] | None
 
 
 class TaskOutputs(list[TaskOutput]):
-    """The outputs of a task, in order; they may be called, as Caffe2's `task.outputs()`."""
+    """The outputs of a task, in order; callable for compatibility with Caffe2's `task.outputs()`."""
 
     def __call__(self) -> TaskOutputs:
-        """Return them themselves."""
+        """Return the outputs."""
         return self
 
 
 class Task(Managed):
-    """One or more steps that run one after another on a node, or on every node.
+    """One or more steps that run in sequence on a node, or on every node.
 
     It joins `group`, else the current TaskGroup, if any, and runs on `node`, else on the current
-    Node, else on every node that `on` selects; with `every=n` only in each n-th epoch. With
-    `num_instances=k` the steps run in k threads, each in a child workspace of the task's:
+    Node, else on every node that `on` selects; with `every=n` only every n-th epoch. With
+    `num_instances=k` the steps run in k threads, each in a child of the task's workspace:
 
         task_init, once            instance_init, once per instance, after all of task_init
         the steps                  in every instance
         instance_exit, per instance             task_exit, once, after all instances
 
-    The hooks take what steps take. `concurrent` lets the task overlap with others of its node in a
-    thread; such a task gets no process group. `on_failure` lets a task of the exit group also run
-    after a failure. A task is fixed by its first run.
-    Raises UsageError for arguments that cannot be.
+    Hooks take the same argument as steps. `concurrent` runs the task in a thread beside others of its node;
+    such a task gets no process group. `on_failure` lets a task of the exit group also run after a failure. A
+    task cannot change after its first run. Raises UsageError for invalid arguments.
     """
 
     def __init__(
@@ -184,30 +181,30 @@ class Task(Managed):
         return f"Task({self.full_name!r})"
 
     def step(self, function: F) -> F:
-        """Add a step, also as a decorator; the same function twice runs twice."""
+        """Add a step, also as a decorator; a function that is added twice runs twice."""
         self._check_open()
         self.steps += _steps(function)
         return function
 
     def add_output(self, name: str) -> TaskOutput:
-        """Add a name of the workspace to the outputs and return its handle."""
+        """Add a workspace name to the outputs and return its handle."""
         self._check_open()
         output = TaskOutput(name, self)
         self.outputs.append(output)
         return output
 
     def add_outputs(self, names: Iterable[str]) -> list[TaskOutput]:
-        """Add several names to the outputs and return their handles."""
+        """Add several workspace names to the outputs and return their handles."""
         return [self.add_output(name) for name in names]
 
     def freeze(self) -> None:
-        """Allow no change from now on; called at the first use."""
+        """Refuse further changes; called at the first use."""
         self.frozen = True
 
     def _check_open(self) -> None:
         if self.frozen:
             raise NotAllowedNowError(
-                f"task {self.full_name!r} was already used and cannot change: make a new one"
+                f"task {self.full_name!r} has already run and cannot change: create a new one"
             )
 
 
@@ -222,19 +219,19 @@ def _steps(given: Steps) -> list[Step]:
 
 def _positive(what: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{what}={value!r} cannot be: give an integer from 1 on")
+        raise UsageError(f"{what}={value!r} is invalid: expected an integer, at least 1")
     return value
 
 
 class Counter:
-    """A thread-safe integer that counts down to "done"; saved and loaded like any stateful blob.
+    """A thread-safe integer that counts down to 0; saved and loaded like any stateful blob.
 
-    Raises UsageError for a `start` that is no integer or negative.
+    Raises UsageError unless `start` is an integer >= 0.
     """
 
     def __init__(self, start: int = 0, name: str | None = None) -> None:
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-            raise UsageError(f"a counter starts at an integer from 0 on, not at {start!r}")
+            raise UsageError(f"invalid start of a counter: expected an integer, at least 0, not {start!r}")
         self.name = name
         self._start = start
         self._value = start
@@ -245,32 +242,32 @@ class Counter:
 
     @property
     def value(self) -> int:
-        """The value now; negative after more count-downs than the start allowed."""
+        """Current value; negative after more count-downs than `start`."""
         return self._value
 
     def count_down(self) -> bool:
-        """Decrement, always; return True if the value was not above 0 before."""
+        """Decrement; returns True if the value was already 0 or less."""
         with self._lock:
             self._value -= 1
             return self._value < 0
 
     def count_up(self) -> int:
-        """Increment; return the value from before."""
+        """Increment; returns the previous value."""
         with self._lock:
             self._value += 1
             return self._value - 1
 
     def reset(self, value: int | None = None) -> int:
-        """Set to `value`, or to the start; return the value from before."""
+        """Set to `value`, or to the start; returns the previous value."""
         with self._lock:
             before, self._value = self._value, self._start if value is None else value
             return before
 
     def state_dict(self) -> dict[str, int]:
-        """Return the value as a blob's state."""
+        """Return the state of the blob."""
         return {"value": self._value}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Take the value from a state; raises KeyError when it has none."""
+        """Load the value from a state; raises KeyError if it is missing."""
         with self._lock:
             self._value = int(state["value"])

@@ -1,7 +1,7 @@
 """Workspaces: the named state of one node.
 
-GLOBAL ones live as long as the session. PRIVATE ones are children for one run: they read and write
-through to names that exist above them, and the names that they create themselves vanish with them.
+GLOBAL workspaces live as long as the session. PRIVATE ones are children for one run: they share the names of
+their parent, and the names that they create are discarded with them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from torchrelay.records import dataclass
 
 
 class WorkspaceType(str, Enum):
-    """Where the tasks of a group put the names that they create."""
+    """Where tasks of a group create names."""
 
     GLOBAL = "global"
     PRIVATE = "private"
 
 
 def workspace_type_of(given: WorkspaceType | str | None) -> WorkspaceType | None:
-    """Return the type that was given as itself or by its value; raises UsageError for another."""
+    """Return the type given as itself or by its value; raises UsageError for another."""
     if given is None or given in list(WorkspaceType):
         return None if given is None else WorkspaceType(given)
-    raise UsageError(f"{given!r} is not a type of workspace: use 'global' or 'private'")
+    raise UsageError(f"{given!r} is not a workspace type: expected 'global' or 'private'")
 
 
 class Origin(str, Enum):
-    """When a name of a GLOBAL workspace came to be; it decides whether and how the name is saved."""
+    """When a name of a GLOBAL workspace was created, which decides whether and how it is saved."""
 
     REGISTERED = "registered"
     INIT_PLACED = "init_placed"
@@ -49,10 +49,10 @@ class Origin(str, Enum):
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What a workspace holds under one name; `blob` is set where the name was registered.
+    """The value of a name in a workspace; `blob` is set if the name was registered.
 
-    `registered` is the container that was, which a load changes in place, whatever took its place since.
-    `check` raises UsageError where the program changed what is not saved in its place.
+    `registered` is the registered container, which a load changes in place even if it was replaced since.
+    `check` raises UsageError if the program replaced an object whose replacement is not saved.
     """
 
     value: Any
@@ -63,17 +63,17 @@ class Entry:
 
     @property
     def target(self) -> Any:
-        """What a load changes: the registered container, else the value."""
+        """Target of a load: the registered container, else the value."""
         return self.value if self.registered is None else self.registered
 
 
 class Workspace(MutableMapping[str, Any]):
     """A thread-safe mapping of names to values.
 
-    Assigning a tensor to a registered tensor copies into it, so that closures over it stay valid;
-    a registered module or other object with state cannot be replaced; registered plain values can. What a
-    container holds is there under dotted names too (`ws["ema.weight"]`), if no other name is meant.
-    Two workspaces are equal only if they are the same one.
+    - Assigning a tensor to a registered tensor copies into it, so that closures over it stay valid.
+    - A registered module or other object with state cannot be replaced; registered plain values can.
+    - Items of containers also have dotted names (`ws["ema.weight"]`), unless that name exists itself.
+    - Two workspaces are equal only if they are identical.
     """
 
     __hash__ = object.__hash__
@@ -83,7 +83,7 @@ class Workspace(MutableMapping[str, Any]):
         self.parent = parent
         self.gate: Callable[[], None] | None = None
         self.outliving: set[str] = set()
-        """Names that stay here when a task makes them in a PRIVATE workspace on top."""
+        """Names that are created here even by tasks with a PRIVATE child workspace."""
         self._entries: dict[str, Entry] = {}
         self._creating = Origin.LATER
         self._lock: threading.RLock = threading.RLock() if parent is None else parent._lock
@@ -102,7 +102,7 @@ class Workspace(MutableMapping[str, Any]):
         return owner._entries[name].value
 
     def get(self, name: str, default: Any = None, /) -> Any:
-        """Return the value of `name`, or `default` where there is none."""
+        """Return the value of `name`, or `default` if there is none."""
         try:
             return self[name]
         except KeyError:
@@ -118,7 +118,7 @@ class Workspace(MutableMapping[str, Any]):
                 (owner or self._home(name))._assign(name, value)
 
     def setdefault(self, name: str, default: Any = None, /) -> Any:
-        """Return the value of `name`; where there is none, make it `default` first."""
+        """Return the value of `name`, setting it to `default` first if there is none."""
         with self._lock:
             if name not in self:
                 self[name] = default
@@ -142,33 +142,33 @@ class Workspace(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
     def child(self) -> Workspace:
-        """Make a PRIVATE workspace on top of this one."""
+        """Create a PRIVATE child of this workspace."""
         return Workspace(self.node, self)
 
     def own_names(self) -> tuple[str, ...]:
-        """Return the names that this workspace itself holds, without its parent's, in order of creation."""
+        """Return the own names, without the parent's, in creation order."""
         return tuple(self.entries())
 
     def entries(self) -> dict[str, Entry]:
-        """Return the own names with their entries, in order of creation."""
+        """Return the own names with their entries, in creation order."""
         with self._lock:
             return dict(self._entries)
 
     def register(self, blob: Blob, value: Any, check: Callable[[], None] | None = None) -> None:
-        """Hold `value` as the content of a registered blob, whatever the name held before."""
+        """Set `value` as the content of a registered blob, replacing any earlier value."""
         check_blob_name(blob.name)
         container = value if is_container(value) else None
-        note_records(container)  # factories make theirs now
+        note_records(container)  # call the factory now
         with self._lock:
             self._write(blob.name, Entry(value, Origin.REGISTERED, blob, container, check))
 
     def registered(self, blob: Blob) -> bool:
-        """Whether this workspace holds the content of this very declaration, not of one of the same name."""
+        """Return True if this workspace holds the content of this declaration, not of a namesake."""
         entry = self._entries.get(blob.name)
         return entry is not None and entry.blob is blob
 
     def forget_others(self, blobs: Iterable[Blob]) -> None:
-        """Drop the names that other declarations than these registered, as those of an earlier job."""
+        """Drop names registered by other declarations, such as those of an earlier job."""
         mine = set(blobs)
         with self._lock:
             for name, entry in self.entries().items():
@@ -176,11 +176,11 @@ class Workspace(MutableMapping[str, Any]):
                     self._write(name, None)
 
     def set_loaded(self, name: str, value: Any) -> None:
-        """Take a value that a checkpoint brought.
+        """Set a value loaded from a checkpoint.
 
-        Registered names follow the rules of assignment; names that `init` made keep their origin,
-        others become LOADED. A PRIVATE workspace passes it on to its GLOBAL one. What another node owns
-        comes under its address, `trainer_1:total`, and is never part of this node's state.
+        Registered names follow the rules of assignment; names created by `init` keep their origin,
+        others become LOADED. A PRIVATE workspace forwards the value to its GLOBAL one. A value owned by
+        another node has its address as the name, `trainer_1:total`, and is not saved by this node.
         """
         if self.parent is not None:
             self.parent.set_loaded(name, value)
@@ -195,7 +195,7 @@ class Workspace(MutableMapping[str, Any]):
 
     @contextmanager
     def creating(self, origin: Origin) -> Iterator[None]:
-        """Give names that are created in this workspace meanwhile, by any thread, this origin."""
+        """Context manager that gives names created meanwhile, by any thread, this origin."""
         with self._lock:
             before, self._creating = self._creating, origin
         try:
@@ -210,21 +210,21 @@ class Workspace(MutableMapping[str, Any]):
         return None if self.parent is None else self.parent._owner(name)
 
     def _home(self, name: str) -> Workspace:
-        """Where a name that is new is made."""
+        """Return the workspace in which a new name is created."""
         above = None if self.parent is None else self.parent._home(name)
         return above if above is not None and name in above.outliving else self
 
     def target(self, name: str) -> Any:
-        """What a load of `name` changes: a registered container, whatever took its place, or the value."""
+        """Return the target of a load of `name`: the registered container, else the value."""
         owner = self._owner(name)
         return self._inner(name) if owner is None else owner._entries[name].target
 
     def lies_inside(self, name: str) -> bool:
-        """Whether a dotted name means, or would mean, a place in a container that this workspace holds."""
+        """Return True if a dotted name refers to an existing or new item of a container held here."""
         return self._owner(name) is None and self._within(name) is not None
 
     def _within(self, name: object) -> tuple[Any, Any] | None:
-        """The holder inside a container, and its key, that a dotted name means."""
+        """Return the holder and key inside a container that a dotted name refers to."""
         for prefix in reversed(dotted_prefixes(name)) if isinstance(name, str) else ():
             owner = self._owner(prefix)
             if owner is not None and is_container(found := owner._entries[prefix].value):
@@ -259,10 +259,10 @@ class Workspace(MutableMapping[str, Any]):
             self._write(name, entry, copied_from=value)
 
     def _write(self, name: str, entry: Entry | None, copied_from: torch.Tensor | None = None) -> None:
-        """Change one own name, with the lock held; every write of every workspace passes here.
+        """Set one own name, with the lock held; all writes of all workspaces pass through here.
 
-        The gate comes first: a save that still reads the old bytes of this workspace holds the write
-        back there, so it must never itself wait for a workspace.
+        The gate comes first: it blocks while a save still reads the old bytes of this workspace, so a save
+        must never wait for a workspace.
         """
         if self.gate is not None:
             self.gate()
@@ -278,7 +278,7 @@ class Workspace(MutableMapping[str, Any]):
         if not isinstance(target, torch.Tensor):
             raise UsageError(
                 f"{name!r} on {self.node} is a registered {type(target).__name__} and cannot be replaced, "
-                f"because others hold it too: change it in place, for instance with "
+                f"because other objects refer to it: change it in place, for instance with "
                 f"ctx[{name!r}].load_state_dict(...)"
             )
         if not isinstance(value, torch.Tensor):

@@ -1,1 +1,1 @@
-"""Configuration: one schema of keys, read from YAML with the place of every value. Needs no torch."""
+"""Configuration files: YAML with one schema, and the location of every value. Imports no torch."""

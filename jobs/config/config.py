@@ -1,7 +1,7 @@
-"""A configuration that was checked: read from a file and overrides, its sections, and its identity.
+"""A validated configuration, read from a file and overrides, with its sections and its identity.
 
-Left out are limits, intervals, what is kept and where, the kind and number of processes, and everything
-that only `infer` uses. Values that are the default count as not written.
+The identity excludes limits, intervals, retention and paths, the kind and number of processes, and everything
+that only `infer` uses. Default values count as missing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _EMPTY: tuple[Any, ...] = (None, {}, [])
 
 
 def identity(normal: Mapping[str, Any], runner: str | None = None) -> dict[str, Any]:
-    """The identifying part of a normal, valid configuration; of one runner, else of all that train."""
+    """Return the identifying part of a normalised configuration for one runner, or all that train."""
     runners = list(normal.get("runner", []))
     if runner is not None:
         chosen = [one for one in runners if one["name"] == runner]
@@ -55,13 +55,13 @@ def identity(normal: Mapping[str, Any], runner: str | None = None) -> dict[str, 
 
 
 def digest(identifying: Mapping[str, Any]) -> str:
-    """SHA-256 of it, in one way of writing."""
+    """Return the SHA-256 of the canonical JSON."""
     text = json.dumps(identifying, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def _used(normal: Mapping[str, Any], section: str, wanted: Collection[list[str] | None]) -> list[Any]:
-    """The items of a list that are named; None among the wanted: all of them."""
+    """Return the wanted items of a section; None in `wanted` means all items."""
     items = list(normal.get(section, []))
     if not wanted or any(names is None for names in wanted):
         return items
@@ -79,7 +79,7 @@ def _picked(form: FieldType, value: Any) -> Any:
 
 
 def _of_key(spec: KeySpec, value: Any) -> Any:
-    """None where it does not count."""
+    """Return the identifying part of a key's value; None if it has none."""
     if not spec.identity or (spec.default is not None and value == spec.form.normal(spec.default)):
         return None
     return _picked(spec.form, value)
@@ -91,11 +91,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Config:
-    """What was read of a file and of the overrides; made by `read_config` and `load_config`.
+    """A configuration from a file and overrides; made by `read_config` and `load_config`.
 
-    `source` is the file as it was read, whatever is in it by now. `settings` has the keys of the schema with
-    their types. `section` gives what is the user's. Nothing of it changes any more, but it notes which of
-    the user's keys a program reads, for `unused`.
+    `source` is the text of the file at that time. `settings` has the typed keys of the schema, `section`
+    gives the user's own keys. Immutable, except that it records which of the user's keys are read, for
+    `unused`.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Config:
 
     @property
     def workspace(self) -> Path:
-        """The directory where paths begin; absolute."""
+        """The absolute base directory of paths."""
         return self._expanded.workspace
 
     @overload
@@ -117,10 +117,21 @@ class Config:
     def section(self, path: str, to: type[T]) -> T: ...
 
     def section(self, path: str, to: Any = None) -> Any:
-        """A section by its dotted path (`hyper_parameters`, `dataset.digits`), as a mapping that notes reads.
+        """Return a section by its dotted path (`hyper_parameters`, `dataset.digits`).
 
-        With `to` as an object of that class: dict, a dataclass, or a pydantic model. Raises ConfigError with
-        the place of every value that does not fit, ConfigKeyError for a section that is not there.
+        Args:
+            path: The dotted path.
+            to: dict, a dataclass, or a pydantic model to convert the section to.
+
+        Returns:
+            A read-only mapping that records reads, or an object of class `to`.
+
+        Raises:
+            ConfigError: Values do not fit `to`; has the location of each.
+            ConfigKeyError: The section does not exist.
+
+        Example:
+            config.section("hyper_parameters")["width"]
         """
         where = self._where(path)
         content = {} if where is None else value_at(self._expanded.tree.value, where)
@@ -128,7 +139,7 @@ class Config:
         if to is None:
             if not isinstance(content, dict):
                 origin = self._expanded.tree.origin(at.where)
-                raise UsageError(f"{origin}: {path} is a single value, no section")
+                raise UsageError(f"{origin}: {path} is a single value, not a section")
             return Tracked(content, at.where, self._reading)
         before = len(self._reading.problems)
         found = bound(to, {} if content is None else content, at)
@@ -139,9 +150,17 @@ class Config:
         return found
 
     def value(self, path: str, default: Any = None) -> Any:
-        """What stands at a dotted path, names in it replaced; it counts as read, of a mapping what is read.
+        """Return the value at a dotted path, which then counts as read.
 
-        Where nothing stands it is the default of the schema, and `default` for a key that has none.
+        Args:
+            path: The dotted path.
+            default: Returned if the value is missing and the schema has no default.
+
+        Returns:
+            The value with expressions expanded, else the default of the schema, else `default`.
+
+        Example:
+            config.value("hyper_parameters.width", 64)
         """
         found = find(self._expanded.tree.value, path)
         if isinstance(found, Missing):
@@ -156,23 +175,23 @@ class Config:
         return default if value is None else value
 
     def without_effect(self) -> tuple[ConfigProblem, ...]:
-        """Keys that are taken, because files of PaddleRec have them, and change nothing; each with why."""
+        """Return a problem for each key that is accepted for PaddleRec's files but has no effect."""
         optimizer = self.settings.hyper_parameters.optimizer
         if optimizer is None or optimizer.strategy in (None, "sync"):
             return ()
         where: Where = ("hyper_parameters", "optimizer", "strategy")
         tree = self._reading.tree
         why = (
-            f"{optimizer.strategy} changes nothing: there are no parameter servers, gradients are reduced "
+            f"{optimizer.strategy} changes nothing: without parameter servers, gradients are reduced "
             "between the ranks in every step; leave the key out"
         )
         return (ConfigProblem(tree.origin(where), tree.path(where), why),)
 
     def unused(self, sections: Sequence[Tracked] | None = None) -> tuple[ConfigProblem, ...]:
-        """The user's keys that were written and that nobody has read so far, in the order of the text.
+        """Return the user's keys that have not been read so far, in the order of the text.
 
-        `sections` are those that are looked at, all if None. Keys of the schema are never among them; what
-        became of a whole dict counts as read. The nearest name is one that was asked for in vain, else one
+        `sections` limits the check, None means all. Keys of the schema are never included; a section that was
+        converted to a dict counts as read. The suggested name is a missing key that was asked for, else one
         of the schema.
         """
         parts = user_sections(self.settings) if sections is None else sections
@@ -180,7 +199,7 @@ class Config:
         return tuple(sorted(found, key=lambda one: one.origin.place))
 
     def check_unused(self, *, strict: bool, sections: Sequence[Tracked] | None = None) -> tuple[str, ...]:
-        """A line for each unused key, to be asked when start-up ends. `strict`: raises ConfigError."""
+        """Return a line for each unused key; call it when start-up ends. `strict`: raise ConfigError."""
         found = self.unused(sections)
         if found and strict:
             raise ConfigError(found)
@@ -190,7 +209,7 @@ class Config:
         tree = self._reading.tree
         asked = [str(one[-1]) for one in self._reading.misses if one[:-1] == where[:-1]]
         near = nearest(str(where[-1]), asked)
-        remedy = f"; `{near}` was asked for and is not there" if near else ""
+        remedy = f"; `{near}` was requested but is missing" if near else ""
         if near is None and isinstance(form := form_at(where[:-1]), Section):
             near = nearest(str(where[-1]), form.keys)
             remedy = f"; did you mean `{near}`?" if near else ""
@@ -198,24 +217,24 @@ class Config:
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
-        """Every value that holds, defaults too. Texts have `{workspace}` in them where they had it before."""
+        """All values including defaults; `{workspace}` is not expanded."""
         return dict(completed(TOP, self._normal))
 
     def resolved_text(self) -> str:
-        """`resolved` as YAML: read from anywhere, it is this configuration again, with the same id."""
+        """`resolved` as YAML, which gives a configuration with the same id, read from any directory."""
         return "".join(f"{line}\n" for line in yaml_lines(self.resolved))
 
     def printed(self) -> list[str]:
-        """`resolved` as lines of YAML, each value with where it comes from."""
+        """Return `resolved` as lines of YAML, each value with its origin as a comment."""
         return list(yaml_lines(self.resolved, self.provenance))
 
     def origins(self) -> dict[str, str]:
-        """Dotted path of each value of `resolved` to where it comes from."""
+        """Map the dotted path of each value of `resolved` to its origin."""
         places = leaves(self.resolved, ())
         return {self._expanded.tree.path(where): self.provenance(where) for where in places}
 
     def provenance(self, where: Where) -> str:
-        """`config.yaml:3:5`, `command line:1:1`, or `default`."""
+        """Return the origin of a value: `config.yaml:3:5`, `command line:1:1`, or `default`."""
         tree = self._expanded.tree
         if where in tree.origins:
             unset = value_at(tree.value, where) is None and key_at(where) is not None
@@ -223,13 +242,13 @@ class Config:
         around = where[:-1]
         if around not in tree.origins or isinstance(value_at(tree.value, around), dict):
             return DEFAULT
-        form = form_at(around)  # one value is written there for a list, or for a mapping
+        form = form_at(around)  # a single value stands for a list or mapping
         is_other = isinstance(form, Section) and form.short != where[-1]
         return DEFAULT if is_other else str(tree.origins[around])
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What makes a training this one: no limits, no intervals, nothing that only `infer` uses."""
+        """The part that identifies a training, without limits, intervals and keys only used by `infer`."""
         return identity(self._normal)
 
     @property
@@ -238,10 +257,10 @@ class Config:
         return digest(self.identity)
 
     def id_of(self, runner: str) -> str:
-        """SHA-256 of the part that one runner uses; raises ConfigKeyError for one that is not there."""
+        """Return the SHA-256 of the part used by one runner; raises ConfigKeyError for an unknown runner."""
         names = [one.name for one in self.settings.runner]
         if runner not in names:
-            raise ConfigKeyError(f"{self.name}: there is no runner `{runner}`; {hint(runner, names)}")
+            raise ConfigKeyError(f"{self.name}: unknown runner `{runner}`; {hint(runner, names)}")
         return digest(identity(self._normal, runner))
 
     @cached_property
@@ -249,7 +268,7 @@ class Config:
         return TOP.normal(self._expanded.portable)  # type: ignore[no-any-return]
 
     def _where(self, path: str) -> Where | None:
-        """None for a section of the schema that is not written: it is empty."""
+        """Locate a section; None for a section of the schema that is not written, and so empty."""
         found = find(self._expanded.tree.value, path)
         if not isinstance(found, Missing):
             return found
@@ -257,7 +276,7 @@ class Config:
         if spec is not None and isinstance(spec.form, Section):
             return None
         near = hint(found.rest[0], found.known)
-        raise ConfigKeyError(f"{self.name}: there is no section `{path}`; {near}".rstrip("; "))
+        raise ConfigKeyError(f"{self.name}: unknown section `{path}`; {near}".rstrip("; "))
 
 
 def load_config(
@@ -268,12 +287,25 @@ def load_config(
     *,
     place: RunPlace | None = None,
 ) -> Config:
-    """Read a configuration file; a relative workspace begins at its directory.
+    """Read a configuration file.
 
-    `overrides` are texts `key.path=value`; `environ` is what `${env:NAME}` sees, the process's own if None.
-    Files with classes in the workspace are taken from `source` instead, where it is given. `place` says where
-    the runs lie if not where the configuration does: `${upstream...}` looks for `lineage/` there first.
-    Raises ConfigError with all problems, UsageError where the file cannot be read at all.
+    Args:
+        path: The file; a relative workspace is relative to its directory.
+        overrides: Texts `key.path=value`.
+        environ: Variables for `${env:NAME}`; None means the environment of the process.
+        source: Directory to take files with classes from, instead of the workspace.
+        place: Location of the runs, if other than in the configuration; `${upstream...}` is looked up in
+            their `lineage/` first.
+
+    Returns:
+        The validated configuration.
+
+    Raises:
+        ConfigError: The configuration is invalid; has all problems.
+        UsageError: The file cannot be read.
+
+    Example:
+        config = load_config("config.yaml", ["runner.train1.epochs=3"])
     """
     data = yaml_content(path)
     return read_config(data, os.fspath(path), Path(path).absolute().parent, overrides, environ, source, place)
@@ -288,9 +320,9 @@ def read_config(
     source: Path | None = None,
     place: RunPlace | None = None,
 ) -> Config:
-    """Read a text; `name` stands for it in messages, a relative workspace begins at `folder`.
+    """Validate a configuration text, called `name` in messages; `folder` is the base of a relative workspace.
 
-    Nothing is imported and nothing written. Raises ConfigError with all problems.
+    Imports and writes nothing. Raises ConfigError with all problems.
     """
     given = Overrides(tuple(overrides))
     read = recovered(data, name)
@@ -303,9 +335,9 @@ def read_config(
         reading.reads.update(leaves(value_at(done.tree.value, where), where))
     settings = TOP.take(done.tree.value, At(reading))
     check_references(reading)
-    told = {str(one.origin) for one in read.problems}  # what stands where YAML was wrong already
-    found = [one for one in (*problems, *more, *reading.problems) if str(one.origin) not in told]
-    if not read.whole:  # what is missing may have stood in the lines that were left out
+    reported = {str(one.origin) for one in read.problems}  # already reported as a YAML error
+    found = [one for one in (*problems, *more, *reading.problems) if str(one.origin) not in reported]
+    if not read.whole:  # a missing key may be in one of the skipped lines
         found = [one for one in found if " missing" not in one.message]
     if read.problems or found:
         raise ConfigError([*read.problems, *found])

@@ -1,9 +1,9 @@
-"""Expressions in texts (`{workspace}`, `${key.path}`, `${env:NAME}`), and values of earlier runs.
+"""Parse expressions in texts (`{workspace}`, `${key.path}`, `${env:NAME}`), and read values of upstream runs.
 
-`$$` before a brace stands for `$`, `{{workspace}}` for the characters `{workspace}`; all other braces stay.
+`$$` before a brace means `$`, `{{workspace}}` means the characters `{workspace}`; all other braces are kept.
 
-A run keeps what its upstream runs were in `lineage/<alias>/`, laid out as a run directory. So one reading
-serves the directory of the upstream, where a run begins, and the copy, where it goes on or is deployed.
+A run stores copies of its upstream runs in `lineage/<alias>/`, laid out like run directories. So the same
+code reads the upstream's directory in a new run, and the copy in a resumed or deployed one.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _ENV = re.compile(r"env:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:,(?P<default>.*))?", 
 
 
 class WorkspaceToken(Enum):
-    """The place of the workspace's path in a text."""
+    """`{workspace}` in a text."""
 
     WORKSPACE = "{workspace}"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """`${key.path}`; `written` is the whole token."""
+    """`${key.path}`; `written` is the token."""
 
     path: str
     written: str
@@ -63,7 +63,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Something that begins like an expression and is none; `message` says why."""
+    """An invalid expression; `message` is the reason."""
 
     message: str
     written: str
@@ -73,7 +73,7 @@ Part = str | WorkspaceToken | Reference | Variable | Unreadable
 
 
 def parts_of(text: str) -> list[Part]:
-    """A text in parts, literal ones between expressions; empty ones are left out."""
+    """Split a text into literals and expressions, without empty parts."""
     return [part for part in _parts(text) if part != ""]
 
 
@@ -91,7 +91,7 @@ def _parts(text: str) -> Iterator[Part]:
             yield WorkspaceToken.WORKSPACE.value
         elif sign == "${":
             yield Unreadable(
-                "`${` is not closed, or has a brace inside; `$${` stands for the characters", sign
+                "`${` is not closed, or has a brace inside; write `$${` for the characters", sign
             )
         elif variable := _ENV.fullmatch(inside := found["inside"]):
             yield Variable(variable["name"], variable["default"], sign)
@@ -103,7 +103,7 @@ def _parts(text: str) -> Iterator[Part]:
 
 
 def written(parts: list[str | WorkspaceToken]) -> str:
-    """The text from which `parts_of` makes these parts again, neighbouring literals joined."""
+    """Return the text that `parts_of` splits into these parts."""
     joined: list[str | WorkspaceToken] = []
     for part in parts:
         if joined and isinstance(part, str) and isinstance(last := joined[-1], str):
@@ -131,7 +131,7 @@ _FOLDER = re.compile(r"config(/attempt_[0-9]{1,9})?")
 
 
 class UpstreamValueError(UsageError):
-    """An upstream, or a value of its configuration, that is not there; `near` is what was probably meant."""
+    """A missing upstream or value of its configuration; `near` is the suggested name."""
 
     def __init__(self, message: str, near: str | None = None) -> None:
         super().__init__(message)
@@ -139,12 +139,11 @@ class UpstreamValueError(UsageError):
 
 
 def stage_folder(alias: str, run: str | None, own: Sequence[str | Path]) -> Path:
-    """Where the configuration and the source of an upstream lie.
+    """Return the directory with the configuration and source of an upstream.
 
-    `run` is its absolute path or URL (None: unknown), `own` are the runs that may be built on it. The copy in
-    one of these counts before the upstream's directory, unless that is another one than was copied. Where the
-    directory is gone, a directory of several runs will do: the newest copy in it counts.
-    Raises UpstreamValueError where there is neither.
+    `run` is its absolute path or URL (None: unknown), `own` are the runs that may be built on it. A copy of
+    the same run in one of them is preferred to the upstream's directory. If that is gone, `own` may also be
+    directories of runs, whose newest copy is used. Raises UpstreamValueError if there is neither.
     """
     path = None if run is None else split_run(run)[0]
     there = path is not None and os.path.isdir(path)  # noqa: PTH112 - False for a name too long
@@ -169,7 +168,7 @@ def stage_folder(alias: str, run: str | None, own: Sequence[str | Path]) -> Path
 
 @lru_cache(maxsize=64)
 def _parsed(path: str, _changed: tuple[int, int]) -> dict[str, Any]:
-    """The values of a resolved form, read once as long as the file stays the same."""
+    """Read the values of a resolved configuration, cached while the file does not change."""
     try:
         found = recovered(Path(path).read_bytes(), path)
     except OSError as error:
@@ -184,9 +183,10 @@ def _parsed(path: str, _changed: tuple[int, int]) -> dict[str, Any]:
 
 
 def configuration(folder: Path) -> dict[str, Any]:
-    """All values of the configuration that a run was last started with, paths with its workspace in them.
+    """Return all configuration values of the last launch of a run, with the workspace in paths expanded.
 
-    `folder` is a run directory or a copy of one in `lineage/`. Raises UpstreamValueError where it has none.
+    `folder` is a run directory or its copy in `lineage/`. Raises UpstreamValueError if it has no
+    configuration.
     """
     for path in _resolved_forms(folder):
         at = path.stat()
@@ -198,10 +198,10 @@ def configuration(folder: Path) -> dict[str, Any]:
 
 
 def value_of(alias: str, folder: Path, path: str) -> Any:
-    """A value of an upstream by its dotted path; `upstream.NAME.` goes on to what it is built on itself.
+    """Return a value of an upstream by its dotted path; `upstream.NAME.` is the upstream's own upstream.
 
-    What begins with no key of the schema is looked up in `hyper_parameters`: `width`. Raises
-    UpstreamValueError with the nearest path.
+    A path that does not begin with a key of the schema, such as `width`, is looked up in `hyper_parameters`.
+    Raises UpstreamValueError with the most similar path.
     """
     words = path.split(".")
     if words[0] == UPSTREAM and len(words) > 2 and key_at((UPSTREAM, words[1], words[2])) is None:
@@ -217,14 +217,14 @@ def value_of(alias: str, folder: Path, path: str) -> Any:
         return value_at(values, found)
     known = [path_of(values, where) for where in leaves(values, ())]
     near = nearest(path, known) or nearest(f"hyper_parameters.{path}", known)
-    told = f"did you mean `{near}`?" if near else hint(found.rest[0], found.known)
+    remedy = f"did you mean `{near}`?" if near else hint(found.rest[0], found.known)
     raise UpstreamValueError(
-        f"upstream `{alias}` has no `{path}` in its configuration, {folder}; {told}", near
+        f"upstream `{alias}` has no `{path}` in its configuration, {folder}; {remedy}", near
     )
 
 
 def _resolved_forms(folder: Path) -> Iterator[Path]:
-    """Those of its starts, the newest first."""
+    """Return the resolved configurations of its launches, the newest first."""
     try:
         names = os.listdir(folder)
     except OSError as error:
@@ -253,7 +253,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _literal(text: Any, workspace: str) -> Any:
-    """A resolved form has no names in its texts but that of the workspace."""
+    """Expand the only expression of resolved texts, `{workspace}`."""
     if not isinstance(text, str):
         return text
     return "".join(
@@ -269,9 +269,7 @@ def _literal(text: Any, workspace: str) -> Any:
 def _not_there(alias: str, path: str | None, own: Sequence[str | Path]) -> str:
     looked = f", and no copy of it in {' or '.join(str(Path(one, LINEAGE)) for one in own)}" if own else ""
     if path is None:
-        return f"upstream `{alias}`: nobody says which run it is{looked}: give upstream="
+        return f"upstream `{alias}`: no run is given{looked}: use upstream="
     if "://" in path:
-        return (
-            f"upstream `{alias}`: the configuration of a run at a URL is not read: copy {path} here{looked}"
-        )
-    return f"upstream `{alias}`: there is no run {path}{looked}: train that stage first, or correct its path"
+        return f"upstream `{alias}`: cannot read a configuration at a URL: copy {path} here{looked}"
+    return f"upstream `{alias}`: the run {path} does not exist{looked}: train that stage first"

@@ -1,7 +1,7 @@
-"""Expressions replaced by what they stand for, in every text of a tree; what is unresolved is told.
+"""Expand the expressions in all texts of a tree and report unresolved ones.
 
-A text that is one expression takes the value with its type, any other is put together from texts. What an
-environment variable holds is read as a word of YAML, unless a text is wanted at that place.
+A text that consists of one expression becomes the value with its type; other texts are concatenated. The
+content of an environment variable is parsed as a YAML scalar, unless the schema expects a text.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _BROKEN: Any = object()
 
 @dataclass(frozen=True)
 class Expanded:
-    """`tree` has texts as programs want them; in those of `portable` `{workspace}` still stands.
+    """Result of the expansion: `tree` is fully expanded, `portable` still contains `{workspace}`.
 
-    `referred` are the places that some `${key.path}` names.
+    `referred` are the locations that some `${key.path}` refers to.
     """
 
     tree: ConfigTree
@@ -71,7 +71,7 @@ class Expanded:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Where the runs of a configuration lie if not where it says: `run` is one, `runs` a directory of all."""
+    """Location of the runs if it is not that of the configuration: `run` is one, `runs` their directory."""
 
     run: str | None = None
     runs: str | None = None
@@ -79,19 +79,19 @@ class RunPlace:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text whose parts are literal, or the workspace."""
+    """A text of literals and the workspace."""
 
     parts: tuple[str | WorkspaceToken, ...]
 
     def at(self, workspace: str) -> str:
-        """As it is read there."""
+        """Return the text with the workspace replaced."""
         return "".join(workspace if isinstance(one, WorkspaceToken) else one for one in self.parts)
 
 
 def expanded(
     tree: ConfigTree, folder: Path, environ: Mapping[str, str], place: RunPlace | None = None
 ) -> tuple[Expanded, list[ConfigProblem]]:
-    """Expand a tree. `folder` is where a relative workspace begins; complaints are returned."""
+    """Expand a tree and return the problems; `folder` is the base of a relative workspace."""
     work = _Interpolation(tree, environ, place or RunPlace())
     begins = work.node(_WORKSPACE) if "workspace" in tree.value else None
     text = "".join(str(one) for one in begins.parts) if isinstance(begins, _Text) else "."
@@ -103,7 +103,7 @@ def expanded(
         value["workspace"] = str(workspace)
     portable["workspace"] = written([str(workspace)])
     if isinstance(begins, _Text) and not os.path.isdir(workspace):  # noqa: PTH112 - False for a name too long
-        work.wrong(_WORKSPACE, f"there is no directory {workspace}")
+        work.wrong(_WORKSPACE, f"directory {workspace} does not exist")
     broken = tree.broken | work.broken
     done = ConfigTree(value, tree.origins, tree.keys, broken)
     return Expanded(done, portable, workspace, frozenset(work.referred)), work.problems
@@ -111,7 +111,7 @@ def expanded(
 
 @dataclass
 class _Interpolation:
-    """Nodes are values in which every text is a _Text; each place is expanded once."""
+    """State of the expansion. Nodes are values with every text as a _Text; each is expanded once."""
 
     tree: ConfigTree
     environ: Mapping[str, str]
@@ -126,17 +126,17 @@ class _Interpolation:
     _characters: int = 0
 
     def wrong(self, where: Where, message: str, token: str = "", near: str | None = None) -> Any:
-        """Complain of the text at `where`, or of a token in it; returns _BROKEN."""
+        """Report the text at `where`, or a token in it; returns _BROKEN."""
         origin = self.tree.origin(where)
         at = origin.text.find(token, origin.place.column - 1) if token else -1
-        if at >= 0:  # the token is to be seen in the line
+        if at >= 0:  # the token must be visible in the shown line
             origin = SourceSpan(origin.source, TextPosition(origin.place.line, at + 1))
         self.problems.append(ConfigProblem(origin, self.tree.path(where), message, near))
         self.broken.add(where)
         return _BROKEN
 
     def node(self, where: Where) -> Any:
-        """What stands at a place, expanded."""
+        """Return the expanded node at a location."""
         if where not in self._done:
             self._doing.append(where)
             self._done[where] = self._expanded(where)
@@ -165,7 +165,7 @@ class _Interpolation:
         return _BROKEN if None in inner else _Text(tuple(found))
 
     def _inner(self, part: Part, where: Where) -> tuple[str | WorkspaceToken, ...] | None:
-        """The parts that a part of a longer text becomes; None after a complaint."""
+        """Expand one part of a longer text; None after a reported problem."""
         if isinstance(part, str):
             return (part,)
         node = self._node_of(part, where)
@@ -175,14 +175,14 @@ class _Interpolation:
             self.broken.add(where)
             return None
         if node is None or isinstance(node, (dict, list)):
-            what = "has no value" if node is None else "is no single value"
+            what = "has no value" if node is None else "is not a single value"
             token = "" if isinstance(part, WorkspaceToken) else part.written
-            self.wrong(where, f"`{token}` {what}, so it cannot stand within a text", token)
+            self.wrong(where, f"`{token}` {what}, so it cannot be part of a text", token)
             return None
         return (_shown(node),)
 
     def _typed(self, node: Any, where: Where) -> Any:
-        """The node of a text that is one expression, as it is wanted at its place."""
+        """Return the node of a text that is one expression, with the type that the schema expects."""
         if node is _BROKEN:
             self.broken.add(where)
             return node
@@ -212,7 +212,7 @@ class _Interpolation:
             why = f"the environment has no {part.name}: set it, or write `${{env:{part.name},default}}`"
             return self.wrong(where, why, part.written)
         if not text.isascii() and text.encode(errors="ignore").decode() != text:
-            return self.wrong(where, f"{part.name} of the environment is no UTF-8 text", part.written)
+            return self.wrong(where, f"{part.name} of the environment is not valid UTF-8", part.written)
         return _Variable((text,), text)
 
     def _workspace(self, where: Where, token: str) -> Any:
@@ -232,21 +232,21 @@ class _Interpolation:
         if target in self._doing:
             return self._cycle(target, where, part.written)
         if len(self._doing) > LIMIT_CHAIN:
-            return self.wrong(where, f"more than {LIMIT_CHAIN} references one behind another", part.written)
+            return self.wrong(where, f"a chain of more than {LIMIT_CHAIN} references", part.written)
         self.referred.add(target)
         return self.node(target)
 
     def _of_upstream(self, missing: Missing, part: Reference, where: Where) -> Any:
-        """A value of the configuration of an earlier run."""
+        """Return the node of a value of an upstream's configuration."""
         if self.workspace is None:
-            message = "the workspace cannot come from an upstream, whose path begins there"
+            message = "the workspace cannot come from an upstream, whose path depends on it"
             return self.wrong(where, message, part.written)
         short = isinstance(value_at(self.tree.value, missing.where), str)
         run = missing.where if short else (*missing.where, "run")
         if run in self._doing:
             return self._cycle(run, where, part.written)
         text = self._text(run)
-        if text is None:  # complained of where it stands
+        if text is None:  # reported at its own location
             self.broken.add(where)
             return _BROKEN
         alias, path = str(missing.where[1]), text if "://" in text else str(local_path(text, self.workspace))
@@ -254,7 +254,7 @@ class _Interpolation:
         for one in own:
             with suppress(UpstreamValueError):
                 folders[stage_folder(alias, path, [one])] = None
-        try:  # each of this configuration's runs takes it of one of them
+        try:  # each run of this configuration uses one of them
             chosen = list(folders) or [stage_folder(alias, path, own)]
             found = [(folder, value_of(alias, folder, ".".join(missing.rest))) for folder in chosen]
         except UpstreamValueError as error:
@@ -263,11 +263,11 @@ class _Interpolation:
         for other, differing in others:
             if differing != value:
                 message = f"`{part.path}` is {value!r:.40} in {folder} and {differing!r:.40} in {other}"
-                return self.wrong(where, f"{message}: run one profile at a time, by `mode`", part.written)
+                return self.wrong(where, f"{message}: run one profile at a time with `mode`", part.written)
         return with_leaves(value, lambda one: _Text((one,)) if isinstance(one, str) else one)  # literal ones
 
     def _own_runs(self, workspace: Path) -> list[Path]:
-        """Where the runs of the profiles that run lie, as far as that can be told without an upstream."""
+        """Return the run directories of the selected profiles, as far as known without an upstream."""
         if self.place.run is not None:
             return [Path(self.place.run)]
         mode, runners = self.tree.value.get("mode"), self.tree.value.get("runner")
@@ -290,7 +290,7 @@ class _Interpolation:
         return list(found)
 
     def _text(self, where: Where) -> str | None:
-        """The text at a place; None where there is none, or it is being expanded."""
+        """Return the text at a location; None if there is none, or while it is being expanded."""
         try:
             value = value_at(self.tree.value, where)
         except (LookupError, TypeError):
@@ -299,7 +299,7 @@ class _Interpolation:
         return node.at(str(self.workspace)) if isinstance(node, _Text) else None
 
     def _default(self, missing: Missing, part: Reference, where: Where) -> Any:
-        """What the schema gives to a key that is not there."""
+        """Return the node of the schema's default for a missing key."""
         spec = key_at((*missing.where, *missing.rest))
         if spec is not None and spec.default is not None and not isinstance(spec.default, (dict, list)):
             return _Text((spec.default,)) if isinstance(spec.default, str) else spec.default
@@ -313,7 +313,7 @@ class _Interpolation:
         return self.wrong(where, f"refers to itself: {' -> '.join(names)}", token)
 
     def _affordable(self, node: Any, where: Where) -> bool:
-        """Whether a collection may stand here once more: some hundred bytes must not become billions."""
+        """Check that repeating a collection does not exceed the limits on size."""
         pending = [(node, len(where))]
         while pending:
             one, depth = pending.pop()
@@ -329,7 +329,7 @@ class _Interpolation:
 
 @dataclass(frozen=True)
 class _Variable(_Text):
-    """The content of an environment variable, whose type depends on the place."""
+    """Content of an environment variable, whose type depends on where it is used."""
 
     text: str
 
@@ -339,7 +339,7 @@ def _shown(value: bool | float) -> str:
 
 
 def _rendered(node: Any, workspace: str | None) -> Any:
-    """A node as a value; without a workspace texts keep their marks, and literals are escaped."""
+    """Convert a node to a value; without a workspace, texts keep their expressions, escaped."""
 
     def of(one: Any) -> Any:
         if not isinstance(one, _Text):

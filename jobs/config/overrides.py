@@ -1,4 +1,4 @@
-"""Values from the command line, and what sections say of each other."""
+"""Overrides from the command line, and checks across sections."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _WORKSPACE = "{workspace}"
 
 @dataclass(frozen=True)
 class Overrides:
-    """Overrides as they were typed, in order; of two for one key the later one holds."""
+    """Overrides in the order typed; the last one for a key wins."""
 
     texts: tuple[str, ...] = ()
 
     @property
     def source(self) -> SourceText:
-        """The text in which their places are."""
+        """The source text for their locations."""
         return SourceText(COMMAND_LINE, self.texts)
 
 
 def overridden(tree: ConfigTree, overrides: Overrides) -> tuple[ConfigTree, list[ConfigProblem]]:
-    """A tree in which the overrides stand, and what is wrong with those that do not."""
+    """Apply overrides to a tree; returns the new tree and the problems of rejected ones."""
     work = _TreeEditor(
         copy.deepcopy(tree.value), dict(tree.origins), dict(tree.keys), set(tree.broken), overrides
     )
@@ -55,7 +55,7 @@ def overridden(tree: ConfigTree, overrides: Overrides) -> tuple[ConfigTree, list
 
 @dataclass
 class _TreeEditor:
-    """A tree that is being changed."""
+    """A tree that is being edited."""
 
     value: dict[str, Any]
     origins: dict[Where, SourceSpan]
@@ -65,7 +65,7 @@ class _TreeEditor:
     problems: list[ConfigProblem] = field(default_factory=list)
 
     def take(self, index: int, text: str) -> None:
-        """Put one override in its place, or complain."""
+        """Apply one override, or report a problem."""
         given, equals, written = text.partition("=")
         key = given.strip().removeprefix("+")
         if not equals or not key:
@@ -83,7 +83,7 @@ class _TreeEditor:
             self._put(where, found, index, begins)
 
     def _where(self, index: int, key: str, ends: int, *, adds: bool) -> Where | None:
-        """The place that a key means, whether something stands there or may; None after a complaint."""
+        """Return the location of a key, existing or new; None after a reported problem."""
         place = find(self.value, key)
         if not isinstance(place, Missing):
             return place
@@ -94,13 +94,13 @@ class _TreeEditor:
         return None
 
     def _refusal(self, missing: Missing, key: str, *, adds: bool) -> tuple[str | None, str | None]:
-        """Why a key that is not there yet may not be put there; None if it may."""
+        """Return why a new key cannot be added; None if it can."""
         here, path = value_at(self.value, missing.where), ".".join(map(str, missing.where))
         if missing.leaf and here is not None:
-            return f"`{path}` is a single value, there is nothing below it", None
+            return f"`{path}` is a single value without keys", None
         form = form_at(missing.where)
         if isinstance(here, list) and isinstance(form, Section):
-            return f"`{path}` is a list, not {form.word}: there is no `{missing.rest[0]}` in it", None
+            return f"`{path}` is a list, not {form.word}; it has no `{missing.rest[0]}`", None
         for at, word in enumerate(missing.rest):
             known = {*(missing.known if at == 0 else ()), *(form.keys if isinstance(form, Section) else ())}
             if isinstance(form, Section) and word in form.refused:
@@ -110,7 +110,7 @@ class _TreeEditor:
                 continue
             if _is_open(form, here):
                 return (None, None) if adds else (_not_there(word, known, key), nearest(word, known))
-            return f"unknown name `{word}`; {hint(word, known) or 'nothing lies below'}", nearest(word, known)
+            return f"unknown name `{word}`; {hint(word, known) or 'it has no keys'}", nearest(word, known)
         return None, None
 
     def _put(self, where: Where, found: ParseResult, index: int, begins: int) -> None:
@@ -131,7 +131,7 @@ class _TreeEditor:
             self.keys[(*where, *inner)] = self._at(index, begins + place.column)
 
     def _forget(self, where: Where) -> None:
-        """What stood at a place and below it."""
+        """Remove the locations of a value and everything below it."""
         for places in (self.origins, self.keys):
             for one in [one for one in places if one[: len(where)] == where]:
                 del places[one]
@@ -145,7 +145,7 @@ class _TreeEditor:
 
 
 def _is_open(form: FieldType | None, value: Any) -> bool:
-    """Whether the user chooses the keys here."""
+    """Return True if the keys here are chosen by the user."""
     if isinstance(form, Section):
         return form.free is not None
     return form.below("") is not None if form is not None else isinstance(value, dict)
@@ -157,7 +157,7 @@ def _not_there(word: str, known: set[str], key: str) -> str:
 
 
 def _read(written: str) -> ParseResult:
-    """The value; what begins with `{workspace}` is a text, as nobody means that mapping."""
+    """Parse the value of an override; one that begins with `{workspace}` is a text, not a mapping."""
     if written.startswith(_WORKSPACE):
         return ParseResult(written, {(): TextPosition(1, 1)}, {}, (), frozenset())
     found = read_findings(written.encode("utf-8", "surrogatepass"))
@@ -169,15 +169,12 @@ _Keys = Mapping[str, Any]
 
 
 def check_references(reading: Reading) -> None:
-    """Complain of all that sections say wrongly of each other.
-
-    Values of wrong types were complained of before and are passed by.
-    """
+    """Report inconsistencies between sections; skips values already reported for their type."""
     _References(reading).check()
 
 
 class _References:
-    """The runners, phases and datasets of a tree, with their places."""
+    """The runners, phases and datasets of a tree, with their locations."""
 
     def __init__(self, reading: Reading) -> None:
         self.reading, self.tree = reading, reading.tree
@@ -185,7 +182,7 @@ class _References:
         self.phases = {name: one for _, one in self.items["phase"] if (name := item_name(one)) is not None}
 
     def check(self) -> None:
-        """In the order in which complaints of one place are told."""
+        """Run all checks, in the order in which problems at one location are reported."""
         names = {section: self._unique(section) for section in _LISTS}
         self._known(("mode",), names["runner"], "runner")
         for where, runner in self.items["runner"]:
@@ -218,7 +215,7 @@ class _References:
                 yield (section, at), item
 
     def _unique(self, section: str) -> list[str]:
-        """The names of a list's items; complains of those that stand there twice."""
+        """Return the names of a section's items; reports duplicates."""
         first: dict[str, Where] = {}
         for where, item in self.items[section]:
             name = item_name(item)
@@ -230,7 +227,7 @@ class _References:
         return list(first)
 
     def _value(self, where: Where) -> Any:
-        """None where it, or what is around it, is broken."""
+        """Return a value; None if it or something around it is broken."""
         here: Any = self.tree.value
         for depth, one in enumerate(where, 1):
             if self._is_broken(*where[:depth]):
@@ -239,7 +236,7 @@ class _References:
         return here
 
     def _known(self, where: Where, names: list[str], what: str) -> None:
-        """Complain of each name at `where`, one or a list, that is none of `names`."""
+        """Report each name at `where`, one or a list, that is not in `names`."""
         value = self._value(where)
         listed = (
             [((*where, at), one) for at, one in enumerate(value)]
@@ -249,10 +246,10 @@ class _References:
         for place, name in listed:
             if isinstance(name, str) and name and name not in names and not self._is_broken(*place):
                 near = hint(name, names) or f"no {what} is declared"
-                self._wrong(place, f"there is no {what} `{name}`; {near}", nearest(name, names))
+                self._wrong(place, f"unknown {what} `{name}`; {near}", nearest(name, names))
 
     def _rates(self) -> None:
-        """The two keys of a decay belong together, and one schedule is enough."""
+        """Check the keys of the learning rate schedule."""
         where: Where = ("hyper_parameters", "optimizer")
         optimizer = self._value(where)
         if not isinstance(optimizer, dict):
@@ -263,14 +260,20 @@ class _References:
             if not self._is_broken(*where, other):
                 self._wrong((*where, given[0]), f"`{other}` missing", key=True)
         if given and optimizer.get("lr_scheduler") is not None:
-            self._wrong((*where, given[0]), "`lr_scheduler` says how the rate changes: keep one", key=True)
+            self._wrong(
+                (*where, given[0]),
+                "`lr_scheduler` already sets the learning rate schedule: remove one",
+                key=True,
+            )
 
     def _trains(self, where: Where, runner: _Keys) -> None:
-        """What the keys of one runner that trains say together."""
+        """Check the keys of a runner that trains."""
         for name, spec in section(RunnerSection).keys.items():
             if spec.infer_only and runner.get(name) is not None:
                 near, remedy = ("epochs", "; did you mean `epochs`?") if name == "epoch" else (None, "")
-                self._wrong((*where, name), f"only a runner of class `infer` has it{remedy}", near, key=True)
+                self._wrong(
+                    (*where, name), f"only valid for a runner of class `infer`{remedy}", near, key=True
+                )
         said = runner.get("stop")
         stop: _Keys = said if isinstance(said, dict) else {}
         ends = runner.get("epochs_per_partition") is not None or any(one is not None for one in stop.values())
@@ -278,12 +281,12 @@ class _References:
             if not ends and not self._is_broken(*where, "epochs"):
                 self._wrong(where, "`epochs` missing, and there is no `stop`: training would never end")
         elif stop.get("max_epochs") is not None:
-            why = "`epochs` of the runner says it already: keep one"
+            why = "`epochs` of the runner already sets it: remove one"
             self._wrong((*where, "stop", "max_epochs"), why, key=True)
         self._onnx_files(where, runner)
         count = runner.get("worker_num")
         if type(count) is int and count > 1 and runner.get("class") != LOCAL_TRAIN:
-            why = f"only class `{LOCAL_TRAIN}` starts processes; others run in those that torchrun started"
+            why = f"only class `{LOCAL_TRAIN}` starts processes; other classes use those started by torchrun"
             self._wrong((*where, "worker_num"), why, key=True)
 
     def _onnx_files(self, where: Where, runner: _Keys) -> None:
@@ -291,20 +294,20 @@ class _References:
         if not isinstance(onnx, dict):
             return
         if onnx.get("best") is True and runner.get("keep_best") is None:
-            self._wrong((*place, "best"), "`keep_best` missing, which says what is best", key=True)
+            self._wrong((*place, "best"), "`keep_best` is missing, which defines the best epoch", key=True)
         broken = any(one[: len(place)] == place for one in self.tree.broken)
         if onnx.get("every") is None and onnx.get("best") is not True and not broken:
-            self._wrong(place, "`every` missing, or `best: true`: it would write nothing", key=True)
+            self._wrong(place, "`every` or `best: true` is missing, so nothing would be written", key=True)
 
     def _infer_range(self, where: Where, runner: _Keys) -> None:
         given = _given(runner, "infer_start_epoch", "infer_end_epoch")
         also = [*given, *_given(runner, "epoch")]
         of_path = self._weights(runner)[1]
         if of_path is not None and also:
-            self._wrong((*where, also[0]), f"`init_model_path` ends with @{of_path}: keep one", key=True)
+            self._wrong((*where, also[0]), f"`init_model_path` ends with @{of_path}: remove one", key=True)
         first, behind = runner.get("infer_start_epoch"), runner.get("infer_end_epoch")
         if given and also != given:
-            self._wrong((*where, given[0]), "`epoch` says which epochs already: keep one", key=True)
+            self._wrong((*where, given[0]), "`epoch` already selects the epochs: remove one", key=True)
         elif len(given) == 1:
             other = "infer_end_epoch" if given[0] == "infer_start_epoch" else "infer_start_epoch"
             self._wrong((*where, given[0]), f"`{other}` missing; or write `epoch: 1..5`", key=True)

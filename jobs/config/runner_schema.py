@@ -196,22 +196,22 @@ class RunnerSection:
 
     @property
     def infers(self) -> bool:
-        """Whether it evaluates stored epochs instead of training."""
+        """True if it evaluates stored epochs instead of training."""
         return self.kind in INFER_CLASSES
 
     @property
     def max_epochs(self) -> int | None:
-        """The limit on epochs, in whichever of the two keys it stands."""
+        """The limit on epochs, from `epochs` or `stop`."""
         return self.epochs if self.epochs is not None or self.stop is None else self.stop.max_epochs
 
     @property
     def infer_epochs(self) -> EpochChoice:
-        """The epochs that `infer` goes over, in whichever form they stand."""
+        """The epochs that `infer` evaluates, from `epoch` or its older form."""
         if self.infer_start_epoch is None or self.infer_end_epoch is None:
             return self.epoch or EpochChoice("all")
         return EpochChoice("numbers", first=self.infer_start_epoch, last=self.infer_end_epoch - 1)
 
 
 def is_infer(runner: Mapping[str, Any]) -> bool:
-    """Whether a runner, as it stands in a file, infers."""
+    """Return True if a runner in file notation is of class `infer`."""
     return runner.get("class") in INFER_CLASSES

@@ -1,7 +1,7 @@
-"""The keys of a configuration, from the top. Each key is defined once, with its type, default and meaning.
+"""Schema of configurations: each key is defined once, with its type, default and meaning.
 
-The names are PaddleRec's; the meanings are torchrelay's. These classes define the JSON Schema, the table in
-docs/configuration.md, the resolved form and the identity of a run.
+The names are PaddleRec's. These classes define the JSON Schema, the table in docs/configuration.md, the
+resolved configuration and the identity of a run.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class HyperParameters:
 
 
 def user_sections(settings: Any) -> tuple[Tracked, ...]:
-    """The parts of settings in which keys are the user's, and may be dead."""
+    """Return the sections with keys of the user, which may be unread."""
     optimizer = settings.hyper_parameters.optimizer
     scheduler = None if optimizer is None else optimizer.lr_scheduler
     kept = tuple(one.arguments for one in (optimizer, scheduler) if one is not None)
@@ -202,26 +202,26 @@ class Settings:
     )
 
     def runner_named(self, name: str) -> RunnerSection:
-        """The runner of this name; KeyError without one."""
+        """Return the runner with this name; raises KeyError for an unknown name."""
         return {one.name: one for one in self.runner}[name]
 
     def runners_of_mode(self) -> tuple[RunnerSection, ...]:
-        """The runners that run, in order."""
+        """Return the runners to run, in order."""
         return self.runner if self.mode is None else tuple(self.runner_named(name) for name in self.mode)
 
     def training(self) -> tuple[RunnerSection, ...]:
-        """The runners of the mode that train; of the whole file where none of the mode does."""
+        """Return the runners of the mode that train; if none does, all runners that train."""
         named = tuple(one for one in self.runners_of_mode() if not one.infers)
         return named or tuple(one for one in self.runner if not one.infers)
 
 
 TOP = section(Settings)
-"""The form of a whole configuration."""
+"""Type of a whole configuration."""
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def form_at(where: Where) -> FieldType | None:
-    """The form of the value at a place; None where the schema knows nothing, as among the user's own keys."""
+    """Return the type of the value at a location; None outside the schema, as for the user's own keys."""
     form: FieldType | None = TOP
     for one in where:
         form = None if form is None else form.below(one)
@@ -229,13 +229,13 @@ def form_at(where: Where) -> FieldType | None:
 
 
 def key_at(where: Where) -> KeySpec | None:
-    """The key of the schema that stands at a place, if it is one."""
+    """Return the schema's key at a location, if it is one."""
     around = form_at(where[:-1]) if where else None
     return around.keys.get(str(where[-1])) if isinstance(around, Section) else None
 
 
 def json_schema() -> Json:
-    """A schema of configuration files. Files and references between sections it knows not; `check` does."""
+    """Return the JSON Schema of configurations; it does not check files and references between sections."""
     top, *others = (_object(one) for one, _ in sections(TOP))
     expression = {
         "type": "string",
@@ -252,7 +252,7 @@ def json_schema() -> Json:
 
 
 def sections(form: FieldType) -> Iterator[tuple[Section, str]]:
-    """A form's section and all below it, from the top, each once, with how people write its place."""
+    """Yield a type's sections from the top, each once, with their dotted paths."""
     seen: dict[type, None] = {}
     pending = [(form, "")]
     while pending:
@@ -300,11 +300,11 @@ _BRIEF = tuple(
         (r"^an? ", ""),
     )
 )
-"""How the table of keys shortens the words of messages."""
+"""Shorter texts for the table of keys."""
 
 
 def key_table() -> str:
-    """Return Markdown: for each section a table of its keys."""
+    """Return a Markdown table of keys for each section."""
     head = (
         "† Changing this key starts a different run. A class is `file.py` with a class of that name,\n"
         "`file.py:Class` or `module:Class`. A duration is a number of seconds, `1h30m` or `01:30:00`.\n\n"
@@ -339,7 +339,7 @@ def _cell(text: str) -> str:
 
 
 def completed(form: FieldType, value: Any) -> Any:
-    """A normal value with the defaults of the schema where nothing stands."""
+    """Fill in a normalised value with the defaults of the schema."""
     if not isinstance(form, Section):
         return form.mapped(value, completed)
     known = {}

@@ -1,4 +1,4 @@
-"""Types of special values (paths, weights, class paths, GPUs), and sections of the user's own."""
+"""Types of special values (paths, weights, class paths, GPUs) and of the user's own sections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SAVED = {"best": "best", "last": "last", "latest": "last"}
 
 
 def _path(value: Any, at: At) -> Any:
-    """The absolute path, or the URL."""
+    """Return the absolute path, or the URL."""
     if not isinstance(value, str) or not value.strip():
         return MISFIT
     if any(unicodedata.category(one) in ("Cc", "Cs") for one in value):
@@ -39,7 +39,7 @@ def _path(value: Any, at: At) -> Any:
 
 
 PATH = One("a path or URL", A_TEXT, textual=True, check=_path)
-"""A path or a URL. Becomes a text: a URL as it is, a path absolute. Nothing is looked up."""
+"""A path or URL; paths become absolute. Without file access."""
 WEIGHTS = One(
     "a path or URL, of a run also with its epoch: `RUN@7`, `RUN@best` (an empty text: none)",
     {"type": "string"},
@@ -47,19 +47,19 @@ WEIGHTS = One(
     check=lambda value, at: None if value == "" else _path(value, at),
     written=lambda value: value or None,
 )
-"""Where weights lie."""
+"""Location of weights."""
 
 
 def unreplaced(text: str) -> str | None:
-    """What to write in place of a word that looks as if it were replaced, and is not; None without one."""
+    """Suggest a correction for a text with an unsupported variable such as `$HOME`, else None."""
     if (found := _VARIABLE.search(text)) is not None:
-        return f"variables are not replaced like this: write `${{env:{found[1]}}}`"
+        return f"unsupported variable: write `${{env:{found[1]}}}`"
     words = [word for word in _BRACES.findall(text) if word != _WORKSPACE and nearest(word, [_WORKSPACE])]
-    return f"`{{{words[0]}}}` is no name: did you mean `{{{_WORKSPACE}}}`?" if words else None
+    return f"`{{{words[0]}}}` is unknown: did you mean `{{{_WORKSPACE}}}`?" if words else None
 
 
 def split_epoch(text: str, exists: Callable[[str], bool] = os.path.exists) -> tuple[str, int | str | None]:
-    """`RUN@7` and `RUN@best` taken apart; None where no epoch stands there, or the whole name exists."""
+    """Split `RUN@7` or `RUN@best`; None without an epoch, or if a path with the whole name exists."""
     run, epoch = split_run(text, exists)
     if epoch is not None and epoch.isdecimal():
         return run, int(epoch)
@@ -67,7 +67,7 @@ def split_epoch(text: str, exists: Callable[[str], bool] = os.path.exists) -> tu
 
 
 def split_weights(text: str) -> tuple[str, int | str | None]:
-    """What `init_model_path` names, also as `RUN/7`. What exists under the whole name is meant as it is."""
+    """Split `init_model_path`, also `RUN/7`, into path and epoch; an existing path is not split."""
     run, epoch = split_epoch(text)
     folder, _, last = text.rpartition("/")
     if epoch is None and folder and last.isdecimal() and "://" not in text and not os.path.exists(text):  # noqa: PTH110
@@ -76,7 +76,7 @@ def split_weights(text: str) -> tuple[str, int | str | None]:
 
 
 def local_path(text: str, workspace: Path) -> Path:
-    """`~` is the user's home, what is relative begins at the workspace; links are not followed."""
+    """Return the absolute path: expands `~`, relative to the workspace, without following links."""
     expanded = os.path.expanduser(text) if text.startswith("~") else text  # noqa: PTH111 - keeps unknown users
     return Path(os.path.normpath(workspace / expanded))
 
@@ -89,9 +89,9 @@ _ANCESTOR = "paddlerec."
 
 @dataclass(frozen=True)
 class ClassPath:
-    """A class by name in a file, or in a module that can be imported: one of `file` and `module` is set.
+    """A class in a `file` or an importable `module`, one of which is set.
 
-    `text` is what the user wrote, `{workspace}` and the like replaced.
+    `text` is the user's text with expressions expanded.
     """
 
     text: str
@@ -104,17 +104,17 @@ class ClassPath:
 
 
 def class_at(default: str) -> One:
-    """A class; of a file without `:Class` the one that is called `default`. The file must be there."""
+    """Return the type of a class path; a file without `:Class` means class `default`. The file must exist."""
     word = f"`file.py` with a class `{default}`, `file.py:Class` or `module:Class`"
     return One(word, A_TEXT, textual=True, check=partial(_class, default, word))
 
 
 def _class(default: str, word: str, value: Any, at: At) -> Any:
-    """A ClassPath; nothing is imported."""
+    """Parse a class path, without importing."""
     if not isinstance(value, str):
         return MISFIT
     if value.startswith(_ANCESTOR):
-        return at.wrong(f"{short(value)} is in PaddleRec's package: copy the file into the workspace")
+        return at.wrong(f"{short(value)} is part of the PaddleRec package: copy the file to the workspace")
     if (found := _FILE.fullmatch(value)) is not None:
         return _class_of_file(value, found["file"], found["name"] or default, at)
     if (found := _MODULE.fullmatch(value)) is not None:
@@ -131,7 +131,7 @@ def _class_of_file(value: str, path: str, name: str, at: At) -> Any:
         file = source / file.relative_to(at.reading.workspace)
     if not os.path.isfile(file):  # noqa: PTH113 - False for a name too long
         remedy = unreplaced(value)
-        return at.wrong(f"there is no file {file}{'' if remedy is None else f': {remedy}'}")
+        return at.wrong(f"file {file} does not exist{'' if remedy is None else f': {remedy}'}")
     return ClassPath(value, name, file=file)
 
 
@@ -141,7 +141,7 @@ _WHOLES: Json = {"type": "array", "items": _WHOLE, "minItems": 1}
 
 
 def _numbers(value: Any) -> list[int]:
-    """Empty where the value is none of the forms."""
+    """Parse GPU numbers; empty if the value has an invalid form."""
     if isinstance(value, str):
         return [int(one) for one in value.split(",")] if _NUMBERS.fullmatch(value) else []
     listed = value if isinstance(value, list) else [value]
@@ -151,7 +151,7 @@ def _numbers(value: Any) -> list[int]:
 def _gpus(value: Any, at: At) -> Any:
     found = _numbers(value)
     if len(set(found)) < len(found):
-        return at.wrong("a GPU stands there twice")
+        return at.wrong("a GPU is listed twice")
     return tuple(found) or MISFIT
 
 
@@ -162,7 +162,7 @@ GPUS = One(
     check=_gpus,
     written=_numbers,
 )
-"""The numbers as a tuple; each may stand once."""
+"""GPU numbers, without duplicates."""
 
 Kind = Literal["latest", "best", "all", "numbers"]
 _RANGE = re.compile(r"(0|[1-9][0-9]{0,5})\.\.(0|[1-9][0-9]{0,5})?")
@@ -171,9 +171,9 @@ _WORDS: dict[str, Kind] = {"latest": "latest", "last": "latest", "best": "best",
 
 @dataclass(frozen=True)
 class EpochChoice:
-    """`kind`, and for `numbers` either the `listed` epochs, in order, or those from `first` to `last`.
+    """Selected epochs; for kind `numbers` the `listed` epochs in order, or the range `first` to `last`.
 
-    An epoch's number is 0 after init and k after k epochs. `last` belongs to the range; None: it has no end.
+    An epoch's number is 0 after init and k after k epochs. `last` is inclusive; None means no end.
     """
 
     kind: Kind
@@ -182,10 +182,9 @@ class EpochChoice:
     last: int | None = None
 
     def chosen(self, available: Iterable[int], best: int | None = None) -> list[int]:
-        """Of the epochs that are there those which are meant, in order of their numbers.
+        """Return the selected ones of the existing epochs, in order; see `absent` for missing ones.
 
-        `best` is the best one, None where none is known. What was asked for by number and is not there is
-        told by `absent`.
+        `best` is the best epoch, None if unknown.
         """
         there = sorted(set(available))
         if self.kind in ("all", "latest"):
@@ -197,7 +196,7 @@ class EpochChoice:
         return [one for one in there if self.first <= one and (self.last is None or one <= self.last)]
 
     def absent(self, available: Iterable[int]) -> list[int]:
-        """The epochs that were asked for by number, or within a range that has an end, and are not there."""
+        """Return the epochs selected by number or within a finite range that do not exist."""
         there = set(available)
         if self.kind != "numbers":
             return []
@@ -227,15 +226,15 @@ EPOCHS = One(
     textual=False,
     check=_epochs,
 )
-"""The form of `epoch:`; becomes an EpochChoice."""
+"""Type of `epoch:`; becomes an EpochChoice."""
 
 _PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
 
 
 def bound(to: Any, value: Any, at: At) -> Any:
-    """`value` as a `to`, its keys noted as read; complaints go to the reading, the result is WRONG then.
+    """Convert `value` to class `to`, recording its keys as read; WRONG after a reported problem.
 
-    Raises UsageError for a class that cannot be filled from a configuration.
+    Raises UsageError for an unsupported class.
     """
     if callable(getattr(to, "model_validate", None)):
         return _validated(to, value, at)
@@ -243,7 +242,7 @@ def bound(to: Any, value: Any, at: At) -> Any:
         return _dataclass(to, value, at)
     if to is dict:
         return Tracked(value, at.where, at.reading).plain()
-    raise UsageError(f"{to!r:.80} cannot be a section: give dict, a dataclass, or a pydantic model")
+    raise UsageError(f"{to!r:.80} cannot be a section: expected dict, a dataclass, or a pydantic model")
 
 
 def _dataclass(to: Any, value: Any, at: At) -> Any:
@@ -272,12 +271,12 @@ def _dataclass(to: Any, value: Any, at: At) -> Any:
         return WRONG
     try:
         return to(**made)
-    except ValueError as error:  # what __post_init__ of the user refuses
+    except ValueError as error:  # raised by the user's __post_init__
         return at.wrong(str(error))
 
 
 def _converted(hint_: Any, value: Any, at: At) -> Any:
-    """A value as an annotation wants it; WRONG after a complaint."""
+    """Convert a value to its annotation; WRONG after a reported problem."""
     if dataclasses.is_dataclass(hint_) or hasattr(hint_, "model_validate"):
         return bound(hint_, value, at)
     origin, inner = typing.get_origin(hint_) or hint_, typing.get_args(hint_)
@@ -342,15 +341,15 @@ def _name(hint_: Any) -> str:
 
 
 def _validated(to: Any, value: Any, at: At) -> Any:
-    """By the model's own check, whose errors say where they are by `loc` and what they are by `msg`."""
+    """Validate with pydantic and report its errors by their `loc` and `msg`."""
     own = Tracked(value, at.where, at.reading).plain() if isinstance(value, Mapping) else value
     try:
         found = to.model_validate(own)
     except ValueError as error:
-        told = getattr(error, "errors", None)
-        if not callable(told):
+        errors = getattr(error, "errors", None)
+        if not callable(errors):
             return at.wrong(str(error))
-        for one in told():
+        for one in errors():
             at.reading.wrong((*at.where, *one["loc"]), str(one["msg"]))
         return WRONG
     at.reading.reads.difference_update(_ignored(found, value, at))
@@ -358,7 +357,7 @@ def _validated(to: Any, value: Any, at: At) -> Any:
 
 
 def _ignored(model: Any, value: Any, at: At) -> set[tuple[str | int, ...]]:
-    """The places of the keys that a model let pass without having them."""
+    """Yield the locations of keys that the model ignored."""
     if not isinstance(value, Mapping) or not hasattr(type(model), "model_fields"):
         return set()
     known = {}

@@ -1,4 +1,4 @@
-"""A configuration between text and meaning: nested values with their places, and all problems."""
+"""Parsed configurations before validation: nested values with their locations, and all problems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.errors import UsageError
 from torchrelay.jobs.config.yaml_reader import (
     NO_MAPPING,
-    TOLD_WITH_REMEDY,
+    WITH_REMEDY,
     ParseResult,
     Problem,
     TextPosition,
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 _WIDTH = 100
-"""Columns of a source line that are shown; of longer ones the part around the place."""
+"""Shown width of a source line; longer lines are cut around the location."""
 
 
 @dataclass(frozen=True)
 class SourceText:
-    """A text that was read: a file by its name, or `command line`, whose lines are the overrides."""
+    """A source text: a file by name, or `command line` with an override per line."""
 
     name: str
     lines: tuple[str, ...]
@@ -40,7 +40,7 @@ class SourceText:
 
 @dataclass(frozen=True)
 class SourceSpan:
-    """Where a value or a key stands."""
+    """Location of a value or a key."""
 
     source: SourceText
     place: TextPosition
@@ -50,14 +50,14 @@ class SourceSpan:
 
     @property
     def text(self) -> str:
-        """The line of the source; empty where the source has none such."""
+        """The source line; empty if it does not exist."""
         lines = self.source.lines
         return lines[self.place.line - 1] if self.place.line <= len(lines) else ""
 
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One thing that is wrong. `path` is the dotted path of the key; `nearest` what was probably meant."""
+    """One problem; `path` is the dotted path of the key, `nearest` the suggested name."""
 
     origin: SourceSpan
     path: str
@@ -69,7 +69,7 @@ class ConfigProblem:
         return f"{self.origin}: {about}{self.message}"
 
     def lines(self) -> list[str]:
-        """The message, the source line, and a caret below the place."""
+        """Format the message, the source line, and a caret below the location."""
         text, before = _window(self.origin.text, self.origin.place.column - 1)
         if not text.strip():
             return [str(self)]
@@ -78,7 +78,7 @@ class ConfigProblem:
         return [str(self), f"  {number} | {text}", f"  {' ' * len(number)} | {blank}^"]
 
     def json(self) -> dict[str, Any]:
-        """As an object of `config check --json`."""
+        """Return the object of `config check --json`."""
         place = self.origin.place
         return {
             "source": self.origin.source.name,
@@ -91,9 +91,9 @@ class ConfigProblem:
 
 
 class ConfigError(UsageError):
-    """A configuration that cannot be; `problems` has everything that was found, in the order of the text.
+    """An invalid configuration; `problems` has all problems in the order of the text.
 
-    `outcome` ends the report: what did not happen because of them.
+    `outcome` ends the report, by default "nothing was started".
     """
 
     def __init__(self, problems: Sequence[ConfigProblem], outcome: str = "nothing was started") -> None:
@@ -102,14 +102,14 @@ class ConfigError(UsageError):
         super().__init__("\n".join(self.report()))
 
     def report(self) -> list[str]:
-        """All problems as lines for people, and how many there are."""
+        """Return all problems as text lines, with their number at the end."""
         count = len(self.problems)
         lines = [line for problem in self.problems for line in problem.lines()]
         return [*lines, f"{count} problem{'s' if count > 1 else ''}; {self._outcome}"]
 
 
 class ConfigKeyError(UsageError, KeyError):
-    """A program asks for a key that is not there; the message has the place and the remedy."""
+    """A program asked for a missing key; the message has the location and a suggestion."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -120,11 +120,11 @@ def _order(problem: ConfigProblem) -> tuple[bool, TextPosition, str]:
 
 
 COMMAND_LINE = "command line"
-"""The source of overrides; its problems come last."""
+"""Source of overrides; their problems are listed last."""
 
 
 def _window(text: str, at: int) -> tuple[str, int]:
-    """A part of `text` of at most _WIDTH characters around `at`, and where `at` is in it."""
+    """Cut `text` to at most _WIDTH characters around `at`; returns it with the new index of `at`."""
     at = min(at, len(text))
     begin = 0 if len(text) <= _WIDTH else max(0, min(at - _WIDTH // 2, len(text) - _WIDTH))
     return text[begin : begin + _WIDTH].rstrip(), at - begin
@@ -135,9 +135,9 @@ _DIGITS = re.compile(r"0|[1-9][0-9]{0,8}")
 
 @dataclass(frozen=True)
 class ConfigTree:
-    """`value` is nested mappings and lists; `origins` of values, `keys` of keys; nobody changes any of them.
+    """Nested mappings and lists (`value`), with the locations of values (`origins`) and `keys`. Immutable.
 
-    What lies at a `broken` place was complained of and means nothing.
+    Values at `broken` locations have been reported and are invalid.
     """
 
     value: dict[str, Any]
@@ -146,33 +146,33 @@ class ConfigTree:
     broken: frozenset[Where] = frozenset()
 
     def origin(self, where: Where) -> SourceSpan:
-        """Where a value stands; of one that stands nowhere, where the nearest thing around it does."""
+        """Return the location of a value, or of the innermost existing parent."""
         while where not in self.origins:
             where = where[:-1]
         return self.origins[where]
 
     def key_origin(self, where: Where) -> SourceSpan:
-        """Where the key of a value stands, else the value."""
+        """Return the location of the key of a value, else of the value."""
         return self.keys.get(where) or self.origin(where)
 
     def path(self, where: Where) -> str:
-        """The dotted path that people write: items of lists by their names."""
+        """Return the dotted path, with items of lists by name."""
         return path_of(self.value, where)
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A dotted path leads no further than `where`; `rest` is what is left of it, `known` what would go on."""
+    """A path that ends early at `where`; `rest` is the remaining path, `known` the existing keys there."""
 
     where: Where
     rest: tuple[str, ...]
     known: tuple[str, ...]
     leaf: bool
-    """Whether what lies at `where` is no collection."""
+    """True if the value at `where` is not a collection."""
 
 
 def find(top: Any, path: str) -> Where | Missing:
-    """Where a dotted path leads. Items of lists go by name, else by index; keys may have dots themselves."""
+    """Resolve a dotted path; list items by name or index, keys may contain dots."""
     where: Where = ()
     here, rest = top, tuple(path.split("."))
     while rest:
@@ -185,21 +185,21 @@ def find(top: Any, path: str) -> Where | Missing:
 
 
 def value_at(top: Any, where: Where) -> Any:
-    """What lies there."""
+    """Return the value at a location."""
     for one in where:
         top = top[one]
     return top
 
 
 def with_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested dicts and lists, in which every other value is changed."""
+    """Map all leaves of nested dicts and lists."""
     if isinstance(value, dict):
         return {name: with_leaves(one, change) for name, one in value.items()}
     return [with_leaves(one, change) for one in value] if isinstance(value, list) else change(value)
 
 
 def path_of(top: Any, where: Where) -> str:
-    """`runner.train1.epochs`: items of a list by their names where they have some, else by their index."""
+    """Return a dotted path such as `runner.train1.epochs`, with list items by name or index."""
     words = []
     for one in where:
         try:
@@ -212,13 +212,13 @@ def path_of(top: Any, where: Where) -> str:
 
 
 def item_name(item: Any) -> str | None:
-    """The `name` of a list item, where it has one that is a text."""
+    """Return the `name` of a list item if it is a text."""
     name = item.get("name") if isinstance(item, dict) else None
     return name if isinstance(name, str) else None
 
 
 def _step(here: Any, rest: tuple[str, ...]) -> tuple[str | int, int] | None:
-    """The key or index that goes on, and how many words of `rest` it is; the longest name wins."""
+    """Return the next key or index and how many words of `rest` it takes; the longest name wins."""
     for used in range(len(rest), 0, -1):
         word = ".".join(rest[:used])
         if isinstance(here, dict) and word in here:
@@ -242,14 +242,14 @@ def _known(here: Any) -> tuple[str, ...]:
 
 _TRIES = 4
 _NEAR = 10
-"""Lines above a mistake among which a quote that was not closed is looked for."""
+"""Lines above a syntax error that are searched for an unclosed quote."""
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """`tree` is None where nothing can be told of the rest.
+    """Result of a reading with error recovery; `tree` is None if nothing could be read.
 
-    `whole`: nothing was left out, so what is missing in the tree is missing in the file.
+    `whole`: no line was skipped, so keys missing in the tree are missing in the file.
     """
 
     tree: ConfigTree | None
@@ -258,23 +258,23 @@ class Recovered:
 
 
 def recovered(data: bytes, name: str) -> Recovered:
-    """Read a file. Where the syntax breaks, its line is left out and the rest is read, if that mends it."""
+    """Read a file; on a syntax error skip its line and read the rest, if that helps."""
     source = SourceText(name, tuple(data.decode("utf-8", "replace").split("\n")))
-    found, left_out = _mended(data)
+    found, left_out = _without_bad_lines(data)
     readable = isinstance(found.value, dict) and found.ended is None
     problems = [*found.problems, *left_out]
     if not readable and not problems:
         problems = [Problem(TextPosition(1, 1), NO_MAPPING)]
-    told = [ConfigProblem(SourceSpan(source, one.place), "", one.message) for one in problems]
+    found_problems = [ConfigProblem(SourceSpan(source, one.place), "", one.message) for one in problems]
     if not readable:
-        return Recovered(None, told, False)
+        return Recovered(None, found_problems, False)
     origins = {where: SourceSpan(source, place) for where, place in found.values.items()}
     keys = {where: SourceSpan(source, place) for where, place in found.keys.items()}
-    return Recovered(ConfigTree(found.value, origins, keys, found.broken), told, not left_out)
+    return Recovered(ConfigTree(found.value, origins, keys, found.broken), found_problems, not left_out)
 
 
-def _mended(data: bytes) -> tuple[ParseResult, list[Problem]]:
-    """What was read once the lines that break the syntax were left out, and these; else the first attempt."""
+def _without_bad_lines(data: bytes) -> tuple[ParseResult, list[Problem]]:
+    """Read again without the lines that break the syntax; returns the result with the skipped lines."""
     lines = data.split(b"\n")
     first = found = _with_remedy(read_findings(data), lines)
     left_out: list[Problem] = []
@@ -283,7 +283,7 @@ def _mended(data: bytes) -> tuple[ParseResult, list[Problem]]:
             return found, left_out
         at = found.ended.line - 1
         if at >= len(lines) or not lines[at].strip():
-            break  # the end of the file, or a line that was left out already
+            break  # the end of the file, or a line already skipped
         left_out += [one for one in found.problems if one.place == found.ended]
         lines[at] = b""
         found = _with_remedy(read_findings(b"\n".join(lines)), lines)
@@ -291,11 +291,11 @@ def _mended(data: bytes) -> tuple[ParseResult, list[Problem]]:
 
 
 def _with_remedy(found: ParseResult, lines: Sequence[bytes]) -> ParseResult:
-    """The problem that ended the reading says what to do, too, where a line can be blamed."""
+    """Add a suggestion to the problem that ended the reading, if its line is known."""
     at = len(lines) if found.ended is None else found.ended.line - 1
     if at >= len(lines) or not lines[at].strip():
         return found
-    remedy, first = "look at the indentation and the quotes of this line", max(0, at - _NEAR)
+    remedy, first = "check the indentation and the quotes of this line", max(0, at - _NEAR)
     odd = [first + up for up, one in enumerate(lines[first : at + 1]) if one.count(b'"') % 2]
     if odd:
         remedy = f"line {odd[0] + 1} has a quote without its other one"
@@ -303,41 +303,41 @@ def _with_remedy(found: ParseResult, lines: Sequence[bytes]) -> ParseResult:
         remedy = 'a text that begins with a brace needs quotes, such as "{workspace}/model.py"'
     elif b"\t" in lines[at]:
         remedy = "put spaces in place of the tab"
-    told = (
+    problems = (
         replace(one, message=f"{one.message}: {remedy}")
-        if one.place == found.ended and not any(text in one.message for text in TOLD_WITH_REMEDY)
+        if one.place == found.ended and not any(text in one.message for text in WITH_REMEDY)
         else one
         for one in found.problems
     )
-    return replace(found, problems=tuple(told))
+    return replace(found, problems=tuple(problems))
 
 
 _SHOWN = 12
 
 
 def nearest(given: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that is most like `given`, None where none is like it; letters' case aside."""
+    """Return the name most similar to `given`, ignoring case; None if none is similar."""
     by_lower = {name.lower(): name for name in sorted(names, reverse=True)}
     found = difflib.get_close_matches(given.lower(), list(by_lower), n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
 
 
 def hint(given: str, names: Iterable[str]) -> str:
-    """`did you mean ...?`, else the names there are; empty where there are none."""
+    """Return `did you mean ...?`, else a list of the known names; empty if there are none."""
     known = sorted(names)
     if (best := nearest(given, known)) is not None:
         return f"did you mean `{best}`?"
     if not known:
         return ""
     more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-    return f"there is {', '.join(f'`{name}`' for name in known[:_SHOWN])}{more}"
+    return f"known are {', '.join(f'`{name}`' for name in known[:_SHOWN])}{more}"
 
 
 class Tracked(Mapping[str, Any]):
-    """A mapping of the configuration that cannot be changed; `[]`, `get`, `items` and `**` count as reading.
+    """A read-only mapping of the configuration; `[]`, `get`, `items` and `**` count as reading.
 
-    Mappings inside are of the same kind, lists are copies. Asking whether a key is there, how many there
-    are, and walking over the keys alone read nothing. `[]` raises ConfigKeyError for a key that is not there.
+    Inner mappings have the same type, lists are copies. `in`, `len` and iteration over keys do not count as
+    reading. `[]` raises ConfigKeyError for a missing key.
     """
 
     def __init__(self, content: Mapping[str, Any], where: Where, reading: Reading) -> None:
@@ -364,12 +364,12 @@ class Tracked(Mapping[str, Any]):
         return repr(dict(self._content))
 
     def plain(self) -> dict[str, Any]:
-        """A dict of its own, dicts and lists inside; all of it counts as read."""
+        """Return a copy as nested dicts and lists; all of it counts as read."""
         self._reading.reads.update(leaves(self._content, self._where))
         return copy.deepcopy(dict(self._content))
 
     def unread(self) -> list[Where]:
-        """The places of the values in it that were not read so far."""
+        """Yield the locations of values that have not been read."""
         return [
             one
             for one in leaves(self._content, self._where)
@@ -392,7 +392,7 @@ class Tracked(Mapping[str, Any]):
 
 
 def leaves(value: Any, where: Where) -> Iterator[Where]:
-    """The places of the values that are no mappings; empty ones, and lists without mappings, are values."""
+    """Yield the locations of values other than mappings; empty mappings and plain lists are values."""
     if isinstance(value, Mapping) and value:
         for name, one in value.items():
             yield from leaves(one, (*where, name))

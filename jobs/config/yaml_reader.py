@@ -1,15 +1,12 @@
-"""Configuration text: YAML 1.2 as far as it says one thing only, with the place of every value.
+"""Read an unambiguous subset of YAML 1.2 with the location of every value, and write it.
 
-YAML 1.2's core schema, minus numbers that other readers take for other numbers (`010`, `0x1F`, `1_000`) or
-that no comparison survives (`.nan`, `.inf`, `1e999`). So `on`, `no`, `1:30` and `2026-01-02` are strings, and
-`1e-3` is a number; PyYAML's own schema, that of YAML 1.1, says otherwise for each of them.
-
-Left out, each with a message that names line and column: aliases and anchors (a few hundred bytes of them
-stand for billions of values), merge keys, tags (they build objects), duplicate keys (the last would win
-in silence), several documents. What a plain word means is told in `yaml_scalars`.
-
-Source: YAML 1.2.2, core schema. PyYAML gives the events: its `compose` walks the text as deep as it nests,
-in C, so that 200 kB of `[` end the process, and forgets anchors that no alias uses.
+- Scalars follow the core schema of YAML 1.2.2: `on`, `no`, `1:30` and `2026-01-02` are strings and `1e-3` is
+  a number, unlike in PyYAML's default schema (YAML 1.1).
+- Refused, with line and column: numbers that other readers read differently (`010`, `0x1F`, `1_000`), `.nan`,
+  `.inf` and `1e999`, aliases and anchors (which can expand to billions of values), merge keys, tags,
+  duplicate keys, and several documents.
+- PyYAML provides only the events: its `compose` recurses in C, so that 200 kB of `[` crash the process, and
+  drops unused anchors.
 """
 
 from __future__ import annotations
@@ -46,20 +43,17 @@ _NO_NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class NotOne:
-    """A word that does not mean one thing; `message` says why and what to write instead."""
+    """An ambiguous scalar; `message` has the reason and a suggestion."""
 
     message: str
 
 
 def plain(text: str) -> bool | int | float | str | NotOne | None:
-    """The value of a word."""
+    """Return the value of a plain scalar."""
     if text in _WORDS:
         return _WORDS[text]
     if _NO_NUMBER.fullmatch(text):
-        return NotOne(
-            f"{short(text)} is another number, or none, elsewhere: write a plain decimal number, "
-            "or quote it if it is a word"
-        )
+        return NotOne(f"{short(text)} is ambiguous in YAML: write a plain decimal number, or quote it")
     if not _FLOAT.fullmatch(text):
         return text
     if len(text) > LIMIT_DIGITS:
@@ -67,11 +61,11 @@ def plain(text: str) -> bool | int | float | str | NotOne | None:
     if _INTEGER.fullmatch(text):
         return int(text)
     value = float(text)
-    return value if math.isfinite(value) else NotOne(f"{short(text)} is beyond what a float can hold")
+    return value if math.isfinite(value) else NotOne(f"{short(text)} is out of range for a float")
 
 
 def short(value: object) -> str:
-    """A value as messages show it: on one line and not long."""
+    """Shorten a value for a message, on one line."""
     text = repr(value) if isinstance(value, str) else str(value).partition("\n")[0]
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -81,19 +75,19 @@ LIMIT_DEPTH = 32
 LIMIT_VALUES = 10_000
 NO_MAPPING = "a mapping (`key: value` lines) is expected at the top"
 _BEGUN = {
-    "could not find expected ':'": "no `key: value`: put a colon and a space behind the key",
-    "found unexpected end of stream": "the quote that begins here is not closed: close it behind the text",
+    "could not find expected ':'": "no `key: value`: put a colon and a space after the key",
+    "found unexpected end of stream": "the quote that begins here is not closed",
 }
-TOLD_WITH_REMEDY = ("no UTF-8", "a second document", "more than ", *_BEGUN.values())
-"""In messages that say what to do by themselves."""
+WITH_REMEDY = ("not valid UTF-8", "a second document", "more than ", *_BEGUN.values())
+"""Parts of messages that already contain a suggestion."""
 
 Where = tuple[str | int, ...]
-"""Keys and indices from the top of a document."""
+"""Location in a document: keys and indices from the top."""
 
 
 @dataclass(frozen=True, order=True)
 class TextPosition:
-    """A place in a text; both count from 1."""
+    """A position in a text; line and column count from 1."""
 
     line: int
     column: int
@@ -101,14 +95,14 @@ class TextPosition:
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """What is wrong at a place."""
+    """A problem at a location."""
 
     place: TextPosition
     message: str
 
 
 class YamlError(UsageError):
-    """A text is not the YAML that is read here; `problems` has all that was found, in order."""
+    """Invalid or unsupported YAML; `problems` has all problems in order."""
 
     def __init__(self, name: str, problems: list[Problem]) -> None:
         self.problems = tuple(sorted(problems))
@@ -117,28 +111,28 @@ class YamlError(UsageError):
 
 
 def read_yaml_file(path: str | os.PathLike[str]) -> ParseResult:
-    """Read a regular file of at most 1 MiB. Raises UsageError, which names the file and the reason."""
+    """Read a regular file of at most 1 MiB; raises UsageError with the file and the reason."""
     return read_yaml(yaml_content(path), str(Path(path)))
 
 
 def yaml_content(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a regular file, at most one more than may be; UsageError names the file and the reason."""
+    """Return the bytes of a regular file, up to one above the limit; UsageError has file and reason."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError("no regular file")
+                raise ValueError("not a regular file")
             return file.read(LIMIT_BYTES + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UsageError(f"{path or repr('')}: cannot be read ({why}): give a YAML file") from None
+        raise UsageError(f"{path or repr('')}: cannot be read ({why}): expected a YAML file") from None
 
 
 @dataclass(frozen=True)
 class ParseResult:
-    """What could be read of a text, the place of every value and key, and what is wrong with it.
+    """Result of a reading: the value, the location of every value and key, and the problems.
 
-    `broken` are the places in the tree at which a problem stands: what lies there means nothing.
-    `ended` is the place of the problem behind which nothing was read, None where all was.
+    `broken` are locations with a problem, whose values are invalid. `ended` is the location of the problem
+    that ended the reading, None if everything was read.
     """
 
     value: Any
@@ -150,9 +144,9 @@ class ParseResult:
 
 
 def read_yaml(data: bytes, name: str) -> ParseResult:
-    """Read a document whose top is a mapping; `name` stands for it in messages.
+    """Read a document that is a mapping, called `name` in messages.
 
-    Raises YamlError with everything that is refused; where the syntax is broken, with what came before it.
+    Raises YamlError with all problems, or all up to a syntax error.
     """
     found = read_findings(data)
     problems = list(found.problems)
@@ -164,7 +158,7 @@ def read_yaml(data: bytes, name: str) -> ParseResult:
 
 
 def read_findings(data: bytes) -> ParseResult:
-    """Read what can be read, whatever is at the top; for whoever has more to say than this reader."""
+    """Read as much as possible, with any value at the top, without raising."""
     reading = _Reading()
     if len(data) > LIMIT_BYTES:
         reading.end(TextPosition(1, 1), f"larger than {LIMIT_BYTES >> 20} MiB, the limit")
@@ -180,31 +174,33 @@ def _read_into(reading: _Reading, data: bytes) -> None:
         reading.events = yaml.parse(data.decode("utf-8"), Loader=_LOADER)
         reading.read()
     except UnicodeDecodeError as error:
-        reading.end(_place_of(data, error.start), f"byte {error.start} is no UTF-8: save the file as UTF-8")
+        reading.end(
+            _place_of(data, error.start), f"byte {error.start} is not valid UTF-8: save the file as UTF-8"
+        )
     except yaml.MarkedYAMLError as error:
         mark, message = error.problem_mark or error.context_mark, str(error.problem or error.context)
-        if message in _BEGUN and error.context_mark is not None:  # what is wrong is where it began
+        if message in _BEGUN and error.context_mark is not None:  # the problem is where it began
             mark, message = error.context_mark, _BEGUN[message]
         reading.end(_of_mark(mark) if mark else TextPosition(1, 1), message)
-    except yaml.YAMLError as error:  # a character that no YAML has
+    except yaml.YAMLError as error:  # a character that YAML does not allow
         at = getattr(error, "position", 0)
-        reading.end(_place_of(data, at), f"character {at} cannot stand in YAML: {short(error)}")
+        reading.end(_place_of(data, at), f"character {at} is not allowed in YAML: {short(error)}")
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _EndError(Exception):
-    """Nothing of the rest is worth reading."""
+    """Raised to end the reading."""
 
 
 _DROPPED = -1
-"""In place of a key whose value belongs nowhere; keys are strings."""
+"""Placeholder for a rejected key, whose value is dropped."""
 
 
 @dataclass
 class _Reading:
-    """One pass over the events of a text; it goes as deep as the limit allows, whatever the text has."""
+    """One pass over the events of a text, with a limit on depth."""
 
     events: Iterator[yaml.Event] = iter(())
     problems: list[Problem] = field(default_factory=list)
@@ -216,7 +212,7 @@ class _Reading:
     _count: int = 0
 
     def end(self, place: TextPosition, message: str) -> None:
-        """Complain of what ends the reading."""
+        """Report the problem that ends the reading."""
         self._wrong(place, message)
         self.ended = place
 
@@ -230,7 +226,7 @@ class _Reading:
                 elif isinstance(event, yaml.DocumentStartEvent):
                     documents += 1
                     if documents > 1:
-                        why = "a second document begins: one file has one, without a second `---`"
+                        why = "a second document begins, but a file has one: remove the second `---`"
                         self._give_up(_of_mark(event.start_mark), why)
 
     def _wrong(self, place: TextPosition, message: str, where: Where | None = None) -> None:
@@ -243,7 +239,7 @@ class _Reading:
         raise _EndError
 
     def _value(self, event: yaml.Event, where: Where, into: Any) -> None:
-        """Read a value and all below it. It is put `into` the collection around it first."""
+        """Read a value and everything below it, after adding it to the collection around it."""
         place = self._begun(event, where)
         value: Any = None
         if isinstance(event, yaml.ScalarEvent):
@@ -273,16 +269,16 @@ class _Reading:
             yield event
 
     def _begun(self, event: Any, where: Where) -> TextPosition:
-        """The place of a node, which is within the limits; complains of what is not read of it."""
+        """Return the position of a node after checking the limits; reports unsupported features."""
         place = _of_mark(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
-            self._wrong(place, f"aliases (*{event.anchor}) are not read: write the value out", where)
+            self._wrong(place, f"aliases (*{event.anchor}) are not supported: write the value out", where)
             return place
         self._count += 1
         if self._count > LIMIT_VALUES:
             self._give_up(place, f"more than {LIMIT_VALUES} values")
         if event.anchor is not None:
-            self._wrong(place, f"anchors (&{event.anchor}) are not read: write the value out")
+            self._wrong(place, f"anchors (&{event.anchor}) are not supported: write the value out")
         if (tag := getattr(event, "tag", None)) not in (None, "!"):
             self._wrong(place, f"tags ({tag}) are not allowed")
         if isinstance(event, yaml.CollectionStartEvent) and len(where) >= LIMIT_DEPTH:
@@ -290,18 +286,18 @@ class _Reading:
         return place
 
     def _key(self, event: Any, around: Where, into: Mapping[str, Any]) -> str | int:
-        """The key of the value that follows; _DROPPED after a complaint."""
+        """Return the key of the value that follows; _DROPPED after a reported problem."""
         place = self._begun(event, (*around, _DROPPED))
         if isinstance(event, yaml.CollectionStartEvent):
-            self._give_up(place, "a key is a mapping or a list; keys are words")
+            self._give_up(place, "a key is a mapping or a list: expected a word")
         key = getattr(event, "value", None)
         if key is None:  # an alias
             return _DROPPED
         if key == "<<" and event.implicit[0]:
-            self._wrong(place, "merge keys (<<) are not read: write the keys out")
+            self._wrong(place, "merge keys (<<) are not supported: write the keys out")
         elif key in into:
             line = self.keys[(*around, key)].line
-            self._wrong(place, f"{short(key)} stands twice in one mapping, first in line {line}")
+            self._wrong(place, f"{short(key)} is given twice in one mapping, first in line {line}")
         else:
             self.keys[(*around, key)] = place
             return str(key)
@@ -313,21 +309,21 @@ def _of_mark(mark: Any) -> TextPosition:
 
 
 def _place_of(data: bytes, offset: int) -> TextPosition:
-    """The place of a byte."""
+    """Return the line and column of a byte."""
     before = data[:offset]
     return TextPosition(before.count(b"\n") + 1, offset - (before.rfind(b"\n") + 1) + 1)
 
 
 _BARE = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+-]*")
 _ELSEWHERE = re.compile(r"(?i)y|n|yes|no|on|off")
-"""Words that readers of YAML 1.1 take for truth values."""
+"""Words that are booleans in YAML 1.1."""
 _LONG_KEY = 100
-"""Characters; longer keys are written with `?`, because of ordinary ones YAML reads no more than 1024."""
+"""Longest plain key in characters; YAML reads at most 1024, longer keys are written with `?`."""
 Note = Callable[[Where], str]
 
 
 def yaml_lines(value: Mapping[str, Any], note: Note | None = None) -> Iterator[str]:
-    """Block YAML; `note` says what stands behind a value as a comment."""
+    """Write block YAML; `note` returns the comment of a value."""
     for line, where in _of_mapping(value, (), ""):
         comment = note(where) if note is not None and where is not None else ""
         yield f"{line}  # {comment}" if comment else line
@@ -369,14 +365,14 @@ def _after(head: str, value: Any, where: Where, indent: str) -> _Lines:
 
 
 def scalar(value: Any) -> str:
-    """A value without parts as YAML on one line, read as the same by YAML 1.1 and 1.2."""
+    """Write a scalar on one line, so that YAML 1.1 and 1.2 read the same value."""
     if isinstance(value, (dict, list)):
         return "{}" if isinstance(value, dict) else "[]"
     if isinstance(value, str):
         bare = _BARE.fullmatch(value) and plain(value) == value and not _ELSEWHERE.fullmatch(value)
         quoted = value if bare else json.dumps(value, ensure_ascii=False)
         return "".join(one if one.isprintable() else _escaped(ord(one)) for one in quoted)
-    if isinstance(value, float):  # as Python writes it, but with a point: YAML 1.1 takes `1e-05` for a text
+    if isinstance(value, float):  # with a point: in YAML 1.1 `1e-05` is a string
         mantissa, exponent, power = repr(value).partition("e")
         return f"{mantissa if '.' in mantissa else f'{mantissa}.0'}{exponent}{power}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,1 +1,1 @@
-"""Data in order: readers, loaders, and how batches are fetched."""
+"""Readers and loaders with reproducible order, and fetching of batches."""

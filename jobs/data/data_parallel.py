@@ -1,12 +1,12 @@
-"""`data_parallel(module)`: DDP whose sums are the same after a restart.
+"""`data_parallel(module)`: DDP with bit-exact gradients after a restart.
 
-DDP adds gradients up in buckets. With its default options it regroups the buckets after the first
-step, in the order in which gradients arrived (`Reducer::should_rebuild_buckets`: static graph or not
-`find_unused_parameters`). On three and more ranks the place of a number in a bucket decides the order
-in which the ranks' values are added, so a process that resumes takes its first step with other
-buckets than the uninterrupted one did at that step, and ends with other bits. A reducer that looks for
-unused parameters never regroups. Torch warns of one that finds none, once in a process: that warning is
-spent on a reducer of ours, where nobody sees it.
+With its default options DDP regroups its gradient buckets after the first step, in the order in which
+gradients arrived (`Reducer::should_rebuild_buckets`: static graph or not `find_unused_parameters`). On three
+or more ranks the position in a bucket determines the order in which the ranks' values are added. So the first
+step after a resume would use other buckets than the uninterrupted run, and give other bits.
+
+A reducer with `find_unused_parameters` never regroups. torch warns once per process if such a reducer finds
+none; this module triggers and hides that warning.
 """
 
 from __future__ import annotations
@@ -29,11 +29,23 @@ _ours: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def data_parallel(module: nn.Module, **options: Any) -> nn.Module:
-    """Wrap `module` in DDP with the bucket order fixed from the first step; alone, return it as it is.
+    """Wrap `module` in DDP with a fixed bucket order; in a single process return it unchanged.
 
-    `options` go to DistributedDataParallel; `find_unused_parameters=False` and `static_graph=True` would
-    regroup and are a UsageError. The price is one walk over the graph per step. Register `module` as a blob,
-    not the wrapper.
+    Costs one traversal of the autograd graph per step. Register `module` as a blob, not the wrapper.
+
+    Args:
+        module: The module.
+        options: Options of DistributedDataParallel, except `find_unused_parameters=False` and
+            `static_graph=True`, which regroup buckets.
+
+    Returns:
+        The wrapper, or `module` itself.
+
+    Raises:
+        UsageError: An option would regroup buckets.
+
+    Example:
+        model = data_parallel(net)
     """
     _check(options)
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -46,8 +58,8 @@ def data_parallel(module: nn.Module, **options: Any) -> nn.Module:
     return wrapper
 
 
-class _Heard(torch.autograd.Function):
-    """Makes a call where torch turns warnings of its C++ code into those of Python."""
+class _WarningContext(torch.autograd.Function):
+    """Runs a call where torch converts C++ warnings to Python warnings."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
@@ -57,9 +69,9 @@ class _Heard(torch.autograd.Function):
 
 @functools.cache
 def _spend_warning() -> None:
-    """Have torch warn, unseen, of a reducer that looks for unused parameters and finds none; it does so once.
+    """Trigger and hide torch's one-time warning about a reducer that finds no unused parameters.
 
-    A version of torch that makes reducers otherwise shows its warning at the first step, and nothing else.
+    With an incompatible version of torch the warning is shown at the first step instead.
     """
     parameter = torch.zeros(1, requires_grad=True)
     group = distributed.distributed_c10d._get_default_group()
@@ -69,13 +81,13 @@ def _spend_warning() -> None:
             [parameter], [[0]], [1 << 20], group, [False], 1 << 20, find_unused_parameters=True
         )
         used = [parameter * 1]
-        _Heard.apply(torch.zeros(1), lambda: reducer.prepare_for_backward(used))
+        _WarningContext.apply(torch.zeros(1), lambda: reducer.prepare_for_backward(used))
 
 
 def broadcast_buffers() -> list[torch.Tensor]:
-    """Return the buffers that living DDP objects send from rank 0 to all ranks before each forward pass.
+    """Return the buffers that live DDP objects broadcast from rank 0 before each forward pass.
 
-    Those of a DDP object that no training runs through, such as a copy that averages, are not sent around.
+    Excludes DDP objects that are not trained, such as an averaged copy.
     """
     senders = {id(one): one for one in (*_ours, *_all_instances()) if _sends_buffers(one)}
     return [
@@ -87,22 +99,22 @@ def broadcast_buffers() -> list[torch.Tensor]:
 
 
 def _sends_buffers(wrapper: DistributedDataParallel) -> bool:
-    """Whether it is trained and its next forward pass sends buffers, as none does after one in no_grad."""
+    """Return True if it is trained and its next forward pass broadcasts buffers (not after no_grad)."""
     return wrapper.broadcast_buffers and wrapper.require_forward_param_sync and _is_trained(wrapper)
 
 
 def _is_trained(wrapper: DistributedDataParallel) -> bool:
-    """Whether a backward pass ended here. Its flags do not say so: a copy has those of its original.
+    """Return True if a backward pass has finished here.
 
-    A reducer is never copied. It has times of the last backward pass, except for a static graph, and its
-    logger the number of forward passes before the last one.
+    Flags of the module are copied with it, but its reducer is not: that has the times of the last backward
+    pass (except for static graphs), and its logger counts forward passes.
     """
     times = wrapper.reducer.get_backward_stats()
     return any(times) or wrapper._get_ddp_logging_data().get("iteration", 0) > 0
 
 
 def bare_ddp_instances() -> list[DistributedDataParallel]:
-    """Return the living DDP objects that regroup their buckets: not made here, nor with our option."""
+    """Return the live DDP objects that regroup buckets: not created here, nor with the same option."""
     return [
         wrapper
         for wrapper in _all_instances()
@@ -111,18 +123,18 @@ def bare_ddp_instances() -> list[DistributedDataParallel]:
 
 
 def drop(*wrappers: nn.Module) -> None:
-    """Forget these wrappers (all of them without arguments), so that nothing here keeps knowing them."""
+    """Forget these wrappers, or all of them without arguments."""
     for wrapper in wrappers or tuple(_ours):
         if isinstance(wrapper, DistributedDataParallel):
             _ours.discard(wrapper)
 
 
 def _all_instances() -> list[DistributedDataParallel]:
-    # type() and not isinstance: some objects run code when asked for their __class__; a set and not
+    # type() instead of isinstance: some objects run code for __class__; a set instead of
     # issubclass: the heap of a training program has a million objects
     kinds = _with_subclasses(DistributedDataParallel)
     found = [thing for thing in gc.get_objects() if type(thing) in kinds]
-    # one that failed in its constructor, or is being collected, has no module
+    # no module: its constructor failed, or it is being collected
     return [thing for thing in found if "module" in getattr(thing, "_modules", {})]
 
 

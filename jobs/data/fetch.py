@@ -1,4 +1,4 @@
-"""How batches are fetched: from indices to collated data, in this process or in workers."""
+"""Fetch batches: from indices to collated data, in this process or in workers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 
 
 class Batch(tuple[Any, ...]):
-    """The collated fields of a rank's samples: `for x, y in loader` works, `batch.weight` too.
+    """The collated samples of a rank; unpacks into fields: `for x, y in loader`.
 
-    `data` is the collated object as it came, `weight` what this rank's mean loss is multiplied by (see
-    `epoch_steps.Step.weight`), `indices` the dataset's indices as an int64 tensor, and `count` their
-    number. A rank that has no sample in a step still gets one to run forward and backward with, as
-    DDP needs: `count` is then 0, `indices` empty and `weight` 0.0.
-    A dataset whose samples are no tuples gives batches of one field: `for (x,) in loader`.
+    A rank without samples in a step gets one anyway, because DDP needs a forward and backward pass; then
+    `count` is 0, `indices` is empty and `weight` is 0.0. If the samples are not tuples, a batch has one
+    field: `for (x,) in loader`.
+
+    Attributes:
+        data: The collated object.
+        weight: Factor for this rank's mean loss, so that the mean over ranks is the mean over samples.
+        indices: Indices of the samples in the dataset, as an int64 tensor.
+        count: Number of samples.
     """
 
     data: Any
@@ -37,7 +41,7 @@ class Batch(tuple[Any, ...]):
 
 
 class MappingBatch(dict[Any, Any]):
-    """The same for a dataset whose samples are mappings: `batch["image"]` and `batch.weight`."""
+    """A batch of samples that are mappings: `batch["image"]`, with the attributes of `Batch`."""
 
     data: Any
     weight: float
@@ -46,7 +50,7 @@ class MappingBatch(dict[Any, Any]):
 
 
 def make_batch(data: Any, *, weight: float, indices: Tensor) -> Batch | MappingBatch:
-    """Wrap collated `data`; the tensors in it are not copied."""
+    """Wrap collated `data` without copying tensors."""
     batch: Batch | MappingBatch
     if isinstance(data, Mapping):
         batch = MappingBatch(data)
@@ -57,14 +61,14 @@ def make_batch(data: Any, *, weight: float, indices: Tensor) -> Batch | MappingB
 
 
 SampleError = Callable[[int, Exception], Exception]
-"""What to raise instead of an error that the dataset raised for the sample of a number."""
+"""Returns the error to raise instead of one raised by `dataset[index]`."""
 
 _PYTHON, _NUMPY, _TORCH = 1, 2, 3  # as in random_streams
 
 
 @dataclass(frozen=True)
 class FetchRequest:
-    """The samples of one rank in one step. Holds all that a worker needs, so workers keep no state."""
+    """The samples of one rank in one step, with everything that a stateless worker needs."""
 
     seed: int
     epoch: int
@@ -72,7 +76,7 @@ class FetchRequest:
 
 
 class TensorFetch(Dataset[Any]):
-    """Rows of tensors, by one indexing for all samples; nothing random can happen."""
+    """Fetch rows of tensors with one indexing operation per batch; uses no randomness."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, bare: bool) -> None:
         self._tensors = tuple(tensors)
@@ -89,7 +93,7 @@ class TensorFetch(Dataset[Any]):
 
 
 class SampleFetch(Dataset[Any]):
-    """Samples one by one from a map-style dataset, collated; streams seeded per sample if asked."""
+    """Fetch samples one by one from a map-style dataset and collate them; optionally seeds per sample."""
 
     def __init__(
         self,
@@ -137,7 +141,7 @@ def make_fetch(
     sample_seeds: bool,
     sample_error: SampleError | None = None,
 ) -> Fetch:
-    """Choose how to fetch; raises UsageError for what is no map-style dataset."""
+    """Choose how to fetch; raises UsageError unless it is a map-style dataset."""
     if collate is None and isinstance(dataset, torch.Tensor) and dataset.dim() > 0:
         return TensorFetch([dataset], bare=True)
     if collate is None and isinstance(dataset, TensorDataset):
@@ -145,7 +149,10 @@ def make_fetch(
     if isinstance(dataset, (tuple, list)) and dataset and all(isinstance(x, torch.Tensor) for x in dataset):
         if collate is None:
             return TensorFetch(dataset, bare=False)
-        dataset, sample_error = TensorDataset(*dataset), None  # a tuple of tensors is the fields of a dataset
+        dataset, sample_error = (
+            TensorDataset(*dataset),
+            None,
+        )  # a tuple of tensors are the fields of a dataset
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(
             f"EpochLoader needs a dataset with __getitem__ and __len__ (or tensors), not "
@@ -156,8 +163,8 @@ def make_fetch(
 
 @contextmanager
 def streams_kept() -> Iterator[None]:
-    """Put Python's, numpy's and torch's CPU stream back as they were; CUDA's are not touched."""
-    numpy = numpy_module(load=True)  # before a dataset does it, or its first sample would be unseeded
+    """Context manager that restores Python's, numpy's and torch's CPU streams, but not CUDA's."""
+    numpy = numpy_module(load=True)  # otherwise a dataset that imports numpy gets an unseeded first sample
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     numpy_state = numpy and numpy.random.get_state()
     try:
@@ -170,7 +177,7 @@ def streams_kept() -> Iterator[None]:
 
 
 def seed_cpu_streams(seed: int) -> None:
-    """Start the three streams of the CPU from one 64-bit seed, each from another word."""
+    """Seed the three CPU streams from one 64-bit seed, each differently."""
     random.seed(mix(seed, _PYTHON))
     torch.default_generator.manual_seed(mix(seed, _TORCH))
     numpy = numpy_module(load=False)
@@ -179,15 +186,15 @@ def seed_cpu_streams(seed: int) -> None:
 
 
 BatchSource = Callable[[Iterable[FetchRequest], int], Iterator[Any]]
-"""Answers requests in order; the streams of workers start from the number."""
+"""Answers requests in order; the number seeds the workers' streams."""
 
 
 class InWorkers:
-    """Batches fetched ahead by torch's DataLoader; its "samples" are whole requests, answered in order."""
+    """Fetch batches ahead with torch's DataLoader, whose "samples" are whole requests."""
 
     def __init__(self, fetch: Fetch, num_workers: int, options: Mapping[str, Any]) -> None:
         self._feed = _Feed()
-        self._generator = torch.Generator()  # or DataLoader would draw from the global stream
+        self._generator = torch.Generator()  # otherwise DataLoader draws from the global stream
         self._loader: DataLoader[Any] = DataLoader(
             fetch,
             batch_size=None,
@@ -199,14 +206,14 @@ class InWorkers:
         )
 
     def __call__(self, requests: Iterable[FetchRequest], worker_seed: int) -> Iterator[Any]:
-        """See `BatchSource`."""
+        """Answer requests in order, as a `BatchSource`."""
         self._feed.requests = requests
         self._generator.manual_seed(worker_seed)
         return iter(self._loader)
 
 
 class _Feed:
-    """The sampler of a DataLoader that lives for many epochs, so that workers can be persistent."""
+    """Sampler of a DataLoader that lasts for many epochs, for persistent workers."""
 
     requests: Iterable[FetchRequest] = ()
 
@@ -215,11 +222,11 @@ class _Feed:
 
 
 def batch_source(fetch: Fetch, num_workers: int, options: Mapping[str, Any]) -> BatchSource:
-    """Choose by what was given; raises UsageError for options that EpochLoader decides itself."""
+    """Choose a batch source by the options; raises UsageError for options set by EpochLoader itself."""
     reserved = {"batch_sampler", "collate_fn", "generator", "sampler"} & set(options)
     if reserved:
         raise UsageError(
-            f"EpochLoader decides {', '.join(sorted(reserved))} itself (collate= is for collating)"
+            f"EpochLoader sets {', '.join(sorted(reserved))} itself (use collate= for collating)"
         )
     if whole_number("num_workers", num_workers, least=0) or options:
         return InWorkers(fetch, num_workers, options)
@@ -227,7 +234,7 @@ def batch_source(fetch: Fetch, num_workers: int, options: Mapping[str, Any]) -> 
 
 
 def _in_process(fetch: Fetch, requests: Iterable[FetchRequest], worker_seed: int) -> Iterator[Any]:
-    return (fetch[request] for request in requests)  # none before it is asked for
+    return (fetch[request] for request in requests)  # lazily, one batch at a time
 
 
 def _as_it_is(data: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`EpochLoader`: data in an order that survives restarts, crashes and another number of ranks."""
+"""`EpochLoader`: data in an order that is independent of restarts and the number of ranks."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ from torchrelay.records import dataclass
 
 @dataclass(frozen=True)
 class StepSamples:
-    """Samples [start, stop) of the epoch's order: one step of all ranks together."""
+    """Samples [start, stop) of the epoch's order: one step over all ranks."""
 
     start: int
     stop: int
 
     def share(self, rank: int, world: int) -> tuple[int, int]:
-        """Return the samples [from, to) of one rank; contiguous, lower ranks take what is left over."""
+        """Return the contiguous samples [from, to) of one rank; lower ranks take the remainder."""
         size, rest = divmod(self.stop - self.start, world)
         begin = self.start + rank * size + min(rank, rest)
         return begin, begin + size + (rank < rest)
 
     def weight(self, rank: int, world: int) -> float:
-        """Return what a rank's mean loss is multiplied by, so that the ranks' mean is the step's mean.
+        """Return the factor for a rank's mean loss that makes the mean over ranks the mean over samples.
 
-        The mean over ranks of (weight x mean over the rank's samples) is then the mean over all samples
-        of the step, for the gradient too. 1.0 where all ranks have equally many.
+        This also holds for the gradient. It is 1.0 if all ranks have equally many samples.
         """
         begin, end = self.share(rank, world)
         return (end - begin) * world / (self.stop - self.start)
@@ -48,11 +47,10 @@ class StepSamples:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The steps that are left of an epoch of `total` samples after `done` of them.
+    """The remaining steps of an epoch of `total` samples after `done` of them.
 
-    Every step has `batch_size` samples of all ranks together. A tail of fewer than two samples per
-    rank joins the step before it (batch norm needs two), unless there is none left to join; `drop_last`
-    leaves any tail out.
+    Every step has `batch_size` samples over all ranks. A tail of fewer than two samples per rank joins the
+    previous step (batch norm needs two), if there is one; `drop_last` omits any tail.
     """
 
     done: int
@@ -63,7 +61,7 @@ class StepPlan:
 
     @property
     def stop(self) -> int:
-        """Samples of the epoch that are done when the plan is."""
+        """Number of samples done at the end of the plan."""
         tail = (self.total - self.done) % self.batch_size
         return self.total - tail if self.drop_last else self.total
 
@@ -83,38 +81,46 @@ class StepPlan:
         return (self[index] for index in range(len(self)))
 
 
-_WORKERS = 0x776F726B657273  # "workers": where the workers' own streams start
+_WORKERS = 0x776F726B657273  # "workers": seeds the workers' own streams
 
 
 class EpochLoader:
-    """Batches of a map-style dataset: step s takes samples [s*B, (s+1)*B) of the epoch's permutation.
+    """Loader of a map-style dataset whose sample order does not depend on restarts or the number of ranks.
 
-    `batch_size` is GLOBAL: the samples of a step on all ranks together, split contiguously over them.
-    Each epoch is one permutation of (seed, epoch); a tail of fewer than two samples per rank joins the
-    step before it (`drop_last` leaves the tail out). Batches unpack like the dataset's samples and have
-    `weight`, `indices` and `count`: `(loss * batch.weight).backward()` makes DDP's mean of uneven steps
-    the exact mean over the step's samples.
+    - Step s takes samples [s*B, (s+1)*B) of the epoch's permutation, which depends on (seed, epoch). A tail
+      of fewer than two samples per rank joins the previous step.
+    - Batches unpack like the dataset's samples and have `weight`, `indices` and `count`:
+      `(loss * batch.weight).backward()` makes DDP's mean of uneven steps the exact mean over the samples.
+    - The position, `epoch` and `samples_done`, is state. After a loop that ended early, the next loop takes
+      the rest of the epoch, as after a resume. The last batch advances to the next epoch. With another
+      world size or batch size it continues at the same sample.
+    - Iterating does not move the global random streams, unless the dataset does so without `sample_seeds`.
 
-    `dataset` has `__getitem__` and `__len__`; a tensor, a tuple of tensors and a `TensorDataset` are
-    read by fast indexing. `collate` makes a batch of a list of samples (torch's `default_collate`).
-    With `sample_seeds` the global Python, numpy and torch CPU streams are started from (seed, epoch,
-    index) before every `dataset[index]` and put back afterwards, so that random augmentation depends
-    neither on workers nor on world size nor on restarts; turn it off for datasets without randomness
-    (then `__getitems__` is used where the dataset has it). Fast indexing seeds nothing.
-    Where `dataset[index]` raises, `sample_error(index, error)` makes what is raised instead of it.
-    `num_workers` and other options go to torch's DataLoader, which is only used when one is given.
-    Iterating never moves the global streams, unless the dataset does so with `sample_seeds=False`.
+    Args:
+        dataset: Has `__getitem__` and `__len__`; a tensor, a tuple of tensors and a `TensorDataset` are read
+            by fast indexing.
+        batch_size: Samples of a step over all ranks, split contiguously between them.
+        seed: Seed of the order, 0 to 2**64 - 1.
+        shuffle: Permute the samples in each epoch.
+        drop_last: Omit the tail of an epoch instead of joining it to the previous step.
+        collate: Makes a batch of a list of samples (default: torch's `default_collate`).
+        sample_seeds: Seed the Python, numpy and torch CPU streams from (seed, epoch, index) for each
+            `dataset[index]`, so that augmentation is reproducible. Turn it off for datasets without
+            randomness, which also allows `__getitems__`.
+        sample_error: `sample_error(index, error)` returns the error to raise if `dataset[index]` raised.
+        loader_options: Other options of torch's DataLoader, which is only used if one is given.
+        num_workers: Worker processes of torch's DataLoader.
 
-    Where it stands is `epoch` and `samples_done`; both are state, and `iter` continues from them: after
-    a loop that was left early, the next loop takes the rest of the epoch, exactly as a resumed process
-    does. An iteration that delivers its last batch advances to the next epoch. Continuing with another
-    world size, or batch size, goes on at the same sample.
+    Raises:
+        UsageError: An argument is invalid, or `batch_size` is below the number of ranks.
 
-    Raises UsageError for arguments that cannot be, and when `batch_size` is below the number of ranks.
+    Example:
+        loader = EpochLoader((images, labels), batch_size=256, seed=1)
+        for x, y in loader: ...
     """
 
     same_on_all_ranks = True
-    """Its state is the whole job's, so it is saved once; other loaders keep a state per rank."""
+    """The state is global, so it is saved once; other loaders have a state per rank."""
 
     def __init__(
         self,
@@ -142,71 +148,81 @@ class EpochLoader:
         self._iteration: object = None
 
     def _take(self, dataset: Any) -> None:
-        """Batches are made of `dataset` from the next iteration on; raises UsageError for an empty one."""
+        """Use `dataset` from the next iteration on; raises UsageError if it is empty."""
         fetch = make_fetch(
             dataset, self._collate, sample_seeds=self._sample_seeds, sample_error=self._sample_error
         )
         if fetch.length == 0:
-            raise UsageError("EpochLoader got an empty dataset: there is nothing to train on")
+            raise UsageError("EpochLoader got an empty dataset")
         self.dataset, self._fetch, self._order = dataset, fetch, None
         self._source = batch_source(fetch, self._num_workers, self._loader_options)
 
     @property
     def seed(self) -> int:
-        """What the order of all epochs derives from."""
+        """Seed of the order of all epochs."""
         return self._seed
 
     @property
     def epoch(self) -> int:
-        """The epoch (from 0) that the next batch belongs to."""
+        """Epoch (from 0) of the next batch."""
         return self._epoch
 
     @property
     def samples_done(self) -> int:
-        """Samples of this epoch, of all ranks, that were handed out."""
+        """Samples of this epoch delivered so far, over all ranks."""
         return self._samples_done
 
     def placed(self, rank: int, world: int) -> EpochLoader:
-        """Fix this process's share instead of asking torch.distributed; returns the loader itself.
+        """Set this process's share explicitly instead of by torch.distributed.
 
         For emulated nodes, and for meshes in which several ranks read the same data.
+
+        Args:
+            rank: Index of the share, from 0.
+            world: Number of shares.
+
+        Returns:
+            The loader itself.
+
+        Example:
+            loader.placed(mesh.get_local_rank("dp"), mesh["dp"].size())
         """
         if whole_number("world", world) <= rank or rank < 0:
-            raise UsageError(f"rank {rank} is not one of {world} ranks (0 to {world - 1})")
+            raise UsageError(f"invalid rank {rank}: expected 0 to {world - 1}")
         self._place = (rank, world)
         return self
 
     @property
     def world(self) -> int:
-        """How many ranks share a step: those of the job, or as many as `placed` said."""
+        """Number of ranks that share a step: all ranks of the job, or as set by `placed`."""
         return self._share()[1]
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`; does nothing when the loader is in it, wherever it stands."""
+        """Go to the start of `epoch`; does nothing if the loader is already within it."""
         if whole_number("an epoch", epoch, least=0) != self._epoch:
             self._go_to(epoch, 0)
 
     def __len__(self) -> int:
-        """Steps of a whole epoch on the present number of ranks."""
+        """Number of steps of a whole epoch with the current number of ranks."""
         return len(self._plan(0, self._share()[1]))
 
     @property
     def steps_left(self) -> int:
-        """Steps of this epoch that were not handed out yet."""
+        """Remaining steps of this epoch."""
         return len(self._plan(self._samples_done, self._share()[1]))
 
     def __iter__(self) -> Iterator[Batch | MappingBatch]:
-        """Batches of this rank from where the loader stands to the end of the epoch.
+        """Yield this rank's batches from the current position to the end of the epoch.
 
-        Only one iteration is alive: a new one, `set_epoch` and `load_state_dict` end it, and to go on
-        with it raises NotAllowedNowError.
+        A new iteration, `set_epoch` and `load_state_dict` invalidate earlier iterations, which then raise
+        NotAllowedNowError.
         """
         rank, world = self._share()
         self._iteration = object()
         return self._batches(self._iteration, self._plan(self._samples_done, world), rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: epoch, samples_done, seed, and the length that they refer to."""
+        """Return epoch, samples_done, seed, and the length of the dataset."""
         return {
             "epoch": self._epoch,
             "samples_done": self._samples_done,
@@ -215,10 +231,10 @@ class EpochLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stand where `state` says. The seed comes along, so that the order of the data goes on.
+        """Continue from a state, including its seed.
 
-        Raises UsageError in the middle of an epoch of a dataset of another length: then "each sample
-        once" cannot be kept.
+        Raises UsageError within an epoch if the dataset has another length, because then not every sample
+        would be seen exactly once.
         """
         epoch, done, seed = int(state["epoch"]), int(state["samples_done"]), int(state["seed"])
         length = int(state.get("length", self._fetch.length))
@@ -228,7 +244,7 @@ class EpochLoader:
                 f"{self._fetch.length} now: resume with the same data, or from the start of an epoch"
             )
         if epoch < 0 or not 0 <= done <= self._fetch.length:
-            raise UsageError(f"EpochLoader cannot stand at sample {done} of epoch {epoch}")
+            raise UsageError(f"invalid position of EpochLoader: sample {done} of epoch {epoch}")
         self._seed = check_seed(seed)
         self._go_to(epoch, done)
 
@@ -236,7 +252,7 @@ class EpochLoader:
         self._epoch, self._samples_done, self._iteration = epoch, samples_done, None
 
     def _share(self) -> tuple[int, int]:
-        """Return (rank, world) of this process and check that they can share a step."""
+        """Return (rank, world) of this process and check that a step can be split."""
         rank, world = self._place or _distributed_place()
         if self.batch_size < world:
             raise UsageError(
@@ -266,17 +282,17 @@ class EpochLoader:
                 self._check_alive(iteration)
                 self._samples_done = step.stop
                 begin, end = step.share(rank, plan.world)
-                # a copy: a view would keep the whole order alive and let the user change it
+                # a copy: a view would keep the whole order alive and writable
                 indices = order[begin:end].clone()
                 yield make_batch(data, weight=step.weight(rank, plan.world), indices=indices)
         finally:
-            # also when the loop was left at its last batch, as a limit on steps does
+            # also if the loop ends at its last batch, as with a limit on steps
             if self._iteration is iteration and self._samples_done >= plan.stop:
                 self._go_to(self._epoch + 1, 0)
 
     def _request(self, order: torch.Tensor, step: StepSamples, rank: int, world: int) -> FetchRequest:
         begin, end = step.share(rank, world)
-        if begin == end:  # no sample is left for this rank: it repeats the step's first, with weight 0
+        if begin == end:  # without samples a rank repeats the step's first one with weight 0
             begin, end = step.start, step.start + 1
         return FetchRequest(self._seed, self._epoch, tuple(order[begin:end].tolist()))
 
@@ -284,7 +300,7 @@ class EpochLoader:
         if self._iteration is not iteration:
             raise NotAllowedNowError(
                 "this iteration over an EpochLoader was ended by a newer one, by set_epoch or by a load; "
-                "iterate anew, or use one loader for each loop"
+                "use one loader per loop"
             )
 
 

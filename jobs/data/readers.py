@@ -1,11 +1,11 @@
-"""Readers: data in order, from a position that is saved with the epochs.
+"""Readers: data in order, with a position that is saved with the epochs.
 
     with Node("trainer_0"):
         reader = ReaderWithLimit(DatasetReader("data"), num_iter=3)
         Task(step=lambda ws: [learn(batch) for batch in reader.batches(ws)])
         job.add_stop_condition(reader.data_finished())
 
-Read positions live in workspaces, so each node has its own. One reader may be read by several threads.
+Positions are stored in workspaces, so each node has its own. Several threads may share a reader.
 """
 
 from __future__ import annotations
@@ -27,25 +27,36 @@ from torchrelay.records import dataclass
 
 
 class Reader(Protocol):
-    """Anything that gives one batch after another."""
+    """Protocol of objects that return one batch after another."""
 
     def read(self, ws: Workspace) -> Any:
-        """Return the next batch, or None when there is none left."""
+        """Return the next batch, or None at the end."""
 
 
 class DatasetReader:
-    """Batches of `batch_size` consecutive items of `data`; the last one may be shorter.
+    """Reader of batches of `batch_size` consecutive items; the last one may be shorter.
 
-    `data` is the name of a blob of the reading node, or a sequence or tensor (sliced along its first
-    axis). The position is the blob `<name>_cursor`. Made inside a Job, the reader adds a task to the
-    init group that creates the position on the current node (else on every node), so it is saved with
-    the epochs and reading goes on where it was. Otherwise the position begins with the first read of a
-    run: in a PRIVATE run it vanishes with it. Raises UsageError for arguments that cannot be.
+    The position is the blob `<name>_cursor`. Inside a Job, the reader adds a task to the init group that
+    creates it on the current node (else on every node), so it is saved with the epochs and restored on
+    resume. Otherwise it is created by the first read of a run, and discarded with a PRIVATE run.
+
+    Args:
+        data: Name of a blob of the reading node, or a sequence or tensor (sliced along its first axis).
+        batch_size: Items per batch, at least 1.
+        name: Name of the reader, unique per node.
+
+    Raises:
+        UsageError: An argument is invalid.
+
+    Example:
+        reader = DatasetReader("data", batch_size=32)
     """
 
     def __init__(self, data: Any, batch_size: int = 1, name: str | None = None) -> None:
         if not (isinstance(data, str) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))):
-            raise UsageError(f"DatasetReader reads a blob's name, a sequence or a tensor, not {data!r}")
+            raise UsageError(
+                f"invalid data of DatasetReader: expected a blob's name, a sequence or a tensor, not {data!r}"
+            )
         self.data, self.batch_size = data, whole_number("batch_size", batch_size)
         self.name = name or (data if isinstance(data, str) else "reader")
         self.cursor = check_blob_name(f"{self.name}_cursor")
@@ -56,7 +67,7 @@ class DatasetReader:
         return f"DatasetReader({self.name!r})"
 
     def read(self, ws: Workspace) -> Any:
-        """Return the next batch and move the position; None at the end. Threads share the position."""
+        """Return the next batch and advance the position, which threads share; None at the end."""
         data = ws[self.data] if isinstance(self.data, str) else self.data
         with self._lock:
             if self.cursor not in ws:
@@ -69,11 +80,11 @@ class DatasetReader:
         return data[begin:end]
 
     def batches(self, ws: Workspace) -> Iterator[Any]:
-        """Read to the end."""
+        """Yield batches up to the end."""
         return _until_none(lambda: self.read(ws))
 
     def begin(self, ws: Workspace) -> None:
-        """Make a position at 0 in `ws` where there is none; also a task's `task_init`."""
+        """Create the position 0 in `ws` if there is none; usable as a task's `task_init`."""
         with self._lock:
             ws.setdefault(self.cursor, 0)
 
@@ -88,7 +99,7 @@ class DatasetReader:
         where = node.name if node else None
         if any((task.name, task.node) == (name, where) for task in job.init_group.tasks()):
             raise UsageError(
-                f"there are two readers {self.name!r} on {where or 'every node'}: give name= to one"
+                f"two readers are called {self.name!r} on {where or 'every node'}: give one another name="
             )
         Task(self._rewind, name=name, group=job.init_group)
 
@@ -98,7 +109,7 @@ class DatasetReader:
 
 @dataclass(eq=False)
 class _Run:
-    """What one run of a task has read: shared by its instances, with a lock of its own."""
+    """Reading state of one run of a task, shared by its instances, with its own lock."""
 
     started: float
     explicit: bool = False
@@ -110,17 +121,27 @@ class _Run:
 
 
 class ReaderWithLimit:
-    """At most `num_iter` batches, or `seconds` of reading, in each run of the task that reads.
+    """Reader with a limit on batches or time in each run of the reading task.
 
-    The limit is tested before a read, and the end of the data is found only by a read that comes back
-    empty: a limit that is reached exactly at the end leaves `data_finished` false, and the next run is
-    an empty one that sets it. `num_iter` None is no limit and 0 reads nothing; `seconds` None or 0 is no
-    limit. `clock` gives seconds.
+    The limit is checked before a read, and the end of the data is detected by an empty read. So if the limit
+    is reached exactly at the end, `data_finished` stays false until the next run, which is empty.
 
-    Count, time and `data_finished` begin anew with each run: with the first read in a fresh PRIVATE
-    workspace, which the instances of a task share. In GLOBAL workspaces each `batches` loop is a run;
-    a GLOBAL task with several instances says where it begins by `Task(..., task_init=reader.begin)`, and
-    so do tasks that read one reader in the same run of a group.
+    Count, time and `data_finished` are reset at each run. A run begins with the first read in a new PRIVATE
+    workspace, which the instances of a task share. In GLOBAL workspaces each `batches` loop is a run. A
+    GLOBAL task with several instances, and several tasks that share a reader in one run of a group, must
+    mark the beginning with `Task(..., task_init=reader.begin)`.
+
+    Args:
+        reader: The reader to limit.
+        num_iter: Batches per run; None means no limit.
+        seconds: Reading time per run; None or 0 means no limit.
+        clock: Function that returns seconds.
+
+    Raises:
+        UsageError: An argument is invalid.
+
+    Example:
+        reader = ReaderWithLimit(DatasetReader("data"), num_iter=3)
     """
 
     def __init__(
@@ -131,15 +152,17 @@ class ReaderWithLimit:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not callable(getattr(reader, "read", None)):
-            raise UsageError(f"ReaderWithLimit reads from an object with read(ws), not from {reader!r}")
+            raise UsageError(
+                f"invalid reader of ReaderWithLimit: expected an object with read(ws), not {reader!r}"
+            )
         self.reader = reader
         self.name = getattr(reader, "name", "reader")
         whole = isinstance(num_iter, int) and not isinstance(num_iter, bool)
         if num_iter is not None and not (whole and num_iter >= 0):
-            raise UsageError(f"num_iter is an integer from 0, or None for no limit, not {num_iter!r}")
+            raise UsageError(f"invalid num_iter: expected an integer >= 0 or None, not {num_iter!r}")
         number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if seconds is not None and not (number and math.isfinite(seconds) and seconds >= 0):
-            raise UsageError(f"seconds is a number from 0, or None for no limit, not {seconds!r}")
+            raise UsageError(f"invalid seconds: expected a number >= 0 or None, not {seconds!r}")
         self.num_iter, self.seconds = num_iter, seconds
         self._clock = clock
         self._runs: WeakKeyDictionary[Workspace, _Run] = WeakKeyDictionary()
@@ -150,7 +173,7 @@ class ReaderWithLimit:
         return f"ReaderWithLimit({self.reader!r}, num_iter={self.num_iter}, seconds={self.seconds})"
 
     def begin(self, ws: Workspace) -> None:
-        """Start a run in `ws` that all its children share; a task's `task_init`, where one is needed."""
+        """Begin a run in `ws`, shared by its children; usable as a task's `task_init`."""
         with self._lock:
             self._begin(ws, explicit=True)
         begin = getattr(self.reader, "begin", None)
@@ -158,11 +181,11 @@ class ReaderWithLimit:
             begin(ws)
 
     def read(self, ws: Workspace) -> Any:
-        """Return the next batch; None when the limit is reached or the data is at its end."""
+        """Return the next batch; None at the limit or the end of the data."""
         return self._read(ws, self._run_of(ws))
 
     def batches(self, ws: Workspace) -> Iterator[Any]:
-        """Read until the limit or the end."""
+        """Yield batches up to the limit or the end."""
         run = self._run_of(ws, new_loop=True)
         try:
             yield from _until_none(lambda: self._read(ws, run))
@@ -172,11 +195,11 @@ class ReaderWithLimit:
                 run.over = run.over or run.loops == 0
 
     def data_finished(self) -> DataFinished:
-        """Return a stop condition: whether the last run on the node found the end of the data."""
+        """Return a stop condition that is true if the last run on the node found the end of the data."""
         return DataFinished(self)
 
     def found_end(self, node: str) -> bool:
-        """Whether any thread of the last run on `node` found the end of the data."""
+        """Return True if any thread of the last run on `node` found the end of the data."""
         run = self._last_of_node.get(node)
         return run is not None and run.finished
 
@@ -190,7 +213,7 @@ class ReaderWithLimit:
         return batch
 
     def _admit(self, run: _Run) -> bool:
-        """Test the limits and count the read that follows."""
+        """Check the limits and count the next read."""
         if self.seconds and self._clock() - run.started >= self.seconds:
             return False
         with run.lock:
@@ -200,7 +223,7 @@ class ReaderWithLimit:
             return True
 
     def _run_of(self, ws: Workspace, *, new_loop: bool = False) -> _Run:
-        """Find the run that `ws` belongs to, or begin it where no task_init did."""
+        """Return the run of `ws`, beginning it if no task_init did."""
         with self._lock:
             run = self._explicit_run(ws)
             if run is None:
@@ -227,7 +250,7 @@ class ReaderWithLimit:
 
 @dataclass(frozen=True)
 class DataFinished:
-    """Stop when a limited reader found the end of its data; nodes that do not read say nothing."""
+    """Stop when a limited reader has found the end of its data; nodes that do not read are ignored."""
 
     reader: ReaderWithLimit
     rule: Rule = field(default="any", init=False)
@@ -235,20 +258,20 @@ class DataFinished:
 
     @property
     def name(self) -> str:
-        """Named after the reader."""
+        """Name derived from the reader's."""
         return f"data_finished({self.reader.name})"
 
     def ask(self, ctx: Any) -> StopAnswer:
-        """Ask for the node of `ctx`."""
+        """Return the answer of the node of `ctx`."""
         if self.reader.found_end(ctx.workspace.node):
-            return StopAnswer(True, f"{self.reader.name} is read to its end")
+            return StopAnswer(True, f"{self.reader.name} has reached its end")
         return StopAnswer(False)
 
 
 def run_workspace(ws: Workspace) -> Workspace:
-    """Return the workspace of the run that `ws` is part of: the PRIVATE one right below the GLOBAL one.
+    """Return the workspace of the run that contains `ws`: the PRIVATE one directly below the GLOBAL one.
 
-    The instances of a PRIVATE task have children of it. A GLOBAL workspace is its own.
+    Instances of a PRIVATE task have children of it. For a GLOBAL workspace it is `ws` itself.
     """
     while ws.parent is not None and ws.parent.parent is not None:
         ws = ws.parent

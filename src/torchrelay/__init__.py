@@ -1,16 +1,15 @@
 """torchrelay: a training job as a relay race of epochs.
 
-    jobs/         what to run            imports no other room
-    metadata/     what is remembered     imports no other room
-    checkpoint/   how state persists     may import jobs and the metadata handler's protocol
-    runners/      who executes           may import those above
-    tools/        what people type       may import all
+    jobs/         job definitions        imports no other package
+    metadata/     run directories        imports no other package
+    checkpoint/   storage of state       may import jobs and the metadata handler's protocol
+    runners/      execution              may import those above
+    tools/        command line, reports  may import all
 
-Importing this package has no side effects and does not import torch: public names are found
-when they are first used.
+Importing this package has no side effects and does not import torch: public names are imported on first use.
 """
 
-# ruff: noqa: I001 - re-exports below, several to a line
+# ruff: noqa: I001 - re-exports, several per line
 
 from __future__ import annotations
 

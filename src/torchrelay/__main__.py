@@ -1,4 +1,4 @@
-"""The front door of the command line: `python -m torchrelay`, or `torchrelay`."""
+"""Entry point of the command line: `python -m torchrelay`, or `torchrelay`."""
 
 from __future__ import annotations
 

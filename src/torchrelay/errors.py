@@ -1,9 +1,9 @@
-"""Every error that torchrelay raises, as one family.
+"""The errors that torchrelay raises.
 
 docs/errors.md is made of these docstrings: first line, `Cause`, `Message` and `Remedy`.
 
     RelayError                     exit code 1
-    ├─ UsageError (ValueError)     2   an argument, a name, a job or a config that cannot be
+    ├─ UsageError (ValueError)     2   an invalid argument, name, job or config
     │  ├─ BlobError (TypeError)    2   a blob that cannot be stored
     │  ├─ UnknownEpochError (LookupError)  2   a requested epoch that is not committed
     │  ├─ MissingMetricError (KeyError)    2   a metric that no epoch has logged yet
@@ -50,7 +50,7 @@ class UsageError(RelayError, ValueError):
 
     - Cause: A misspelt option, two blobs with one name, a value of the wrong type, or an unknown key in a
       YAML file.
-    - Message: there are two blobs with the name ...: rename one of them
+    - Message: two blobs have the name ...: rename one of them
     - Remedy: Change what the message names; the files on disk are as before.
     """
 
@@ -72,7 +72,7 @@ class UnknownEpochError(UsageError, LookupError):
     """A requested epoch is not among the committed ones.
 
     - Cause: The number is wrong, retention has deleted the epoch, or the path holds another run.
-    - Message: nothing is committed in ... yet
+    - Message: no committed epochs in ...
     - Remedy: List the epochs with `torchrelay ls RUN` and choose one.
     """
 
@@ -90,14 +90,14 @@ class MissingMetricError(UsageError, KeyError):
         self.name = name
 
     def __str__(self) -> str:
-        return Exception.__str__(self)  # KeyError shows a text in quotes
+        return Exception.__str__(self)  # KeyError would quote the message
 
 
 class NotAllowedNowError(UsageError):
     """A valid call at the wrong moment of the life of a job.
 
     - Cause: A task is added to a job that has run, or `Run` is used outside its `with` block.
-    - Message: group ... was already used, so ... cannot join: declare it before the job runs
+    - Message: group ... has already run, so ... cannot be added: declare it before the job runs
     - Remedy: Move the call to the moment that the message names.
     """
 
@@ -237,11 +237,11 @@ class TaskFailedError(RelayError):
     details = ""
 
     def also_of_its_cause(self) -> TaskFailedError:
-        """Return an error that is also caught by the class of its cause; itself where that cannot be."""
+        """Return an error that is also an instance of its cause's class; itself if that is not possible."""
         cause = self.__cause__
         if not isinstance(cause, Exception) or isinstance(self, type(cause)):
             return self
-        if isinstance(cause, (StopIteration, StopAsyncIteration)):  # to callers they mean something else
+        if isinstance(cause, (StopIteration, StopAsyncIteration)):  # these have a special meaning to callers
             return self
         native = next(kind for kind in type(cause).__mro__ if kind.__module__ == "builtins")
         names = {
@@ -253,7 +253,7 @@ class TaskFailedError(RelayError):
         try:
             kind = type("TaskFailedError", (TaskFailedError, type(cause)), names)
             both: TaskFailedError = native.__new__(kind, *self.args)
-        except TypeError:  # a class that cannot be combined, or that is made of more than a text
+        except TypeError:  # the classes cannot be combined, or need other arguments
             return self
         both.args = self.args
         both.__dict__.update({**cause.__dict__, **self.__dict__})
@@ -293,7 +293,7 @@ class NoProgressError(RelayError):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code of a process that this error ends; 130 after Ctrl-C, as in a shell."""
+    """Return the exit code of a process that ends with this error; 130 after Ctrl-C, as in a shell."""
     if isinstance(error, (RelayError, LeftByInterrupt)):
         return error.exit_code
     return 130 if isinstance(error, KeyboardInterrupt) else 1

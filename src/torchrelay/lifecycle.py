@@ -1,4 +1,4 @@
-"""The five steps of a configured run, to derive from, and what runs a configuration."""
+"""Base classes of the five steps of a configured run, and functions to run a configuration."""
 
 from __future__ import annotations
 

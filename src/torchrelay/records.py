@@ -1,9 +1,8 @@
-"""Dataclasses that cost a start little: some hundred classes are declared before the first epoch.
+"""Dataclasses that are cheap to declare, because a launch declares several hundred.
 
-Python writes and compiles six methods for each, and freezes objects field by field. Here a class gets
-methods that need no compiling, and its `__init__`, without the freezing, when some objects have been made:
-of most classes a run makes fewer.
-Classes that users make keep Python's own: their signature is shown before there is an object.
+Python compiles six methods per class and freezes objects field by field. These classes get generic methods,
+and an `__init__` (without freezing) only after some objects have been created. Public classes that users
+create should use Python's dataclasses, whose signature is available at once.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
 
 Json = Any
-"""What `json.loads` makes: nothing that is read from a disk is known to be more."""
+"""Result of `json.loads`, not validated."""
 
 
 def _dataclass(
     cls: Any = None, /, *, frozen: bool = False, eq: bool = True, order: bool = False, kw_only: bool = False
 ) -> Any:
-    """As Python's, but that `frozen` gives a hash and binds the type checker alone."""
+    """Like Python's `dataclass`, except that `frozen` only adds a hash and informs the type checker."""
     if cls is None:
         return lambda cls: _dataclass(cls, frozen=frozen, eq=eq, order=order, kw_only=kw_only)
-    cls.__doc__ = cls.__doc__ or cls.__name__  # or Python would derive one from the signature
+    cls.__doc__ = cls.__doc__ or cls.__name__  # otherwise Python derives one from the signature
     declared(init=False, repr=False, eq=False, kw_only=kw_only)(cls)
     _declared.add(cls)
     methods: dict[str, Any] = {"__init__": _first_init, "__repr__": _repr}
@@ -36,7 +35,7 @@ def _dataclass(
     if order:
         methods |= _ORDER
     for name, method in methods.items():
-        if vars(cls).get(name) is None:  # a class with an `__eq__` of its own has None as its hash
+        if vars(cls).get(name) is None:  # a class with its own `__eq__` has the hash None
             setattr(cls, name, method)
     return cls
 
@@ -49,11 +48,11 @@ else:
 __all__ = ["dataclass", "make_initializers"]
 _declared: set[Any] = set()
 _FEW = 100
-"""Objects of a class that are made without an `__init__` of its own: compiling costs as much as a hundred."""
+"""Objects created before `__init__` is compiled, which costs as much as a hundred of them."""
 
 
 def make_initializers() -> None:
-    """Make every `__init__` now: for a process whose forks would each make their own."""
+    """Compile every `__init__` now, for a process whose forks would otherwise each do it."""
     for cls in _declared:
         if vars(cls)["__init__"] is _first_init:
             cls.__init__ = _initializer(cls)
@@ -69,9 +68,9 @@ def _first_init(self: Any, *args: Any, **kwargs: Any) -> None:
 
 @cache
 def _binder(of: Any) -> tuple[Any, Callable[[Any, Sequence[Any], dict[str, Any]], bool]]:
-    """The class that declares the fields, and what sets them as Python's own `__init__`.
+    """Return the class that declares the fields, and a function that sets them like Python's `__init__`.
 
-    It gives False where that would raise, and when some objects have been made.
+    The function returns False if `__init__` would raise, or after some objects have been created.
     """
     cls = next(one for one in of.__mro__ if one in _declared)
     declared = fields(cls)
@@ -106,7 +105,7 @@ def _binder(of: Any) -> tuple[Any, Callable[[Any, Sequence[Any], dict[str, Any]]
 
 
 def _initializer(cls: Any) -> Callable[..., None]:
-    """Python's own `__init__` for these fields."""
+    """Return Python's `__init__` for these fields."""
     alike: Any = type(cls)(cls.__name__, (cls,), {"__doc__": "-", "__qualname__": cls.__qualname__})
     initializer: Callable[..., None] = declared(repr=False, eq=False)(alike).__init__
     return initializer

@@ -44,19 +44,19 @@ hyper_parameters:
   lr: 0.2
 """
 PLACES = [  # line, column, what the message has
-    (2, 16, "there is no runner `infr1`"),
+    (2, 16, "unknown runner `infr1`"),
     (5, 10, "unknown word 'trian'; did you mean `train`?"),
     (6, 11, "expected a whole number from 1, not the text 'ten'"),
     (7, 3, "unknown key; did you mean `epochs`?"),
     (8, 29, "expected a whole number from 1 (-1: not set), not the number 0"),
-    (9, 12, "there is no phase `phase2`; did you mean `phase1`?"),
-    (10, 23, "there is no file "),
+    (9, 12, "unknown phase `phase2`; did you mean `phase1`?"),
+    (10, 23, "file "),
     (11, 23, "write package.module:Network"),
     (12, 9, "another runner is called `train1`, in line 4"),
-    (17, 17, "there is no dataset `dd`"),
+    (17, 17, "unknown dataset `dd`"),
     (19, 3, "`batch_size` missing"),
     (20, 15, "the environment has no NO_SUCH_VARIABLE"),
-    (23, 3, "'lr' stands twice in one mapping, first in line 22"),
+    (23, 3, "'lr' is given twice in one mapping, first in line 22"),
 ]
 
 
@@ -152,11 +152,11 @@ def test_pdr_5_class_paths_are_checked_before_anything_is_made(tmp_path, step):
     name = step.capitalize()
     runner = f"runner:\n- name: a\n  epochs: 1\n  {step}_class_path: "
     (missing,) = problems(tmp_path, f'{runner}"{{workspace}}/steps/mine.py"\n')
-    assert missing.endswith(f"there is no file {tmp_path}/steps/mine.py")
+    assert missing.endswith(f"file {tmp_path}/steps/mine.py does not exist")
     (bad,) = problems(tmp_path, f"{runner}mine\n")
     assert f"a class `{name}`, `file.py:Class` or `module:Class`, not the text 'mine'" in bad
     (theirs,) = problems(tmp_path, f"{runner}paddlerec.core.steps\n")
-    assert "copy the file into the workspace" in theirs
+    assert "copy the file to the workspace" in theirs
     (tmp_path / "mine.py").touch()
     config = read(tmp_path, f"{runner}mine.py:Other\n")
     found = getattr(config.settings.runner[0], f"{step}_class_path")
@@ -236,12 +236,12 @@ def test_pdr_6_a_bad_indent_hides_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("<<: {epochs: x}", "merge keys (<<) are not read"),
-        ("name: {epochs: x}", "'name' stands twice in one mapping, first in line 2"),
-        ("stop: *a", "aliases (*a) are not read"),
-        ("keep_last: 010", "'010' is another number"),
+        ("<<: {epochs: x}", "merge keys (<<) are not supported"),
+        ("name: {epochs: x}", "'name' is given twice in one mapping, first in line 2"),
+        ("stop: *a", "aliases (*a) are not supported"),
+        ("keep_last: 010", "'010' is ambiguous in YAML"),
         ("keep_last: !!str 3", "tags (tag:yaml.org,2002:str) are not allowed"),
-        ("keep_last: &a 3", "anchors (&a) are not read"),
+        ("keep_last: &a 3", "anchors (&a) are not supported"),
     ],
 )
 def test_pdr_6_what_the_reader_of_yaml_refuses_is_told_once(tmp_path, line, says):
@@ -274,7 +274,7 @@ def test_pdr_6_a_string_is_one_phase_not_its_letters(tmp_path):
     """PDR-6: `phases: phase1` means this one phase; a part of a name is no name."""
     assert read(tmp_path).settings.runner[1].phases == ("phase1",)
     (found,) = problems(tmp_path, RIGHT.replace("phases: phase1", "phases: phase"))
-    assert found == "16:11: runner.infer1.phases: there is no phase `phase`; did you mean `phase1`?"
+    assert found == "16:11: runner.infer1.phases: unknown phase `phase`; did you mean `phase1`?"
 
 
 def test_pdr_7_names_are_expanded_in_every_string(tmp_path):
@@ -371,7 +371,7 @@ def test_pdr_8_overrides_are_typed_and_address_items_by_name(tmp_path):
         ("runner.train1.trainer_class=a", "-o 1:15: runner.train1.trainer_class: `trainer_class` is not"),
         ("epochs", "-o 1:1: epochs: an override is key.path=value"),
         ("name=[a", "-o 1:6: name: did not find expected"),
-        ("name=010", "-o 1:6: name: '010' is another number, or none, elsewhere"),
+        ("name=010", "-o 1:6: name: '010' is ambiguous in YAML"),
     ],
 )  # fmt: skip
 def test_pdr_8_a_wrong_override_is_refused_at_its_place(tmp_path, override, says):
@@ -438,7 +438,7 @@ def test_alf_16_settings_that_are_never_read_are_named(tmp_path):
     lines = [line.partition("config.yaml:")[2] for line in config.check_unused(strict=False)]
     assert lines == [
         "33:3: hyper_parameters.sparse_feature_number: was never read",
-        "34:3: hyper_parameters.learning_rte: was never read; `learning_rate` was asked for and is not there",
+        "34:3: hyper_parameters.learning_rte: was never read; `learning_rate` was requested but is missing",
         "35:21: hyper_parameters.model.wdith: was never read",
     ]
     with pytest.raises(ConfigError, match="3 problems"):
@@ -455,5 +455,5 @@ def test_alf_5_what_was_read_is_kept_although_the_file_changes(tmp_path):
 def test_a_mistake_of_the_user_is_no_traceback(tmp_path):
     """A file that is not there is one line and exit code 2."""
     assert command(tmp_path, "check", "none.yaml", code=2).stderr == (
-        "torchrelay: none.yaml: cannot be read (No such file or directory): give a YAML file\n"
+        "torchrelay: none.yaml: cannot be read (No such file or directory): expected a YAML file\n"
     )

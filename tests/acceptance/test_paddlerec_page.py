@@ -171,7 +171,7 @@ def test_an_interval_only_thins_what_stays(tmp_path: Path, capfd: pytest.Capture
     ("old", "new", "told"),
     [
         ("  save_checkpoint_path: run", "  savecheckpoint_path: run", "save_checkpoint_path"),
-        ("dataset_name: d}", "dataset_name: dd}", "there is no dataset `dd`"),
+        ("dataset_name: d}", "dataset_name: dd}", "unknown dataset `dd`"),
         ("  epochs: 2", "  epochs: many", "whole number"),
     ],
 )

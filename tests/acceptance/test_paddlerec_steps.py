@@ -259,7 +259,7 @@ def test_pdr_4_a_step_may_jump(tmp_path, name, status, steps):
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        (None, "there is no file "),
+        (None, "does not exist"),
         ("import nothing_of_this_name\n", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
         ("class Terminal(:\n", "SyntaxError"),
         ("raise SystemExit(3)\n", "SystemExit: 3"),

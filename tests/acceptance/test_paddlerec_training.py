@@ -82,7 +82,7 @@ def test_validation_changes_no_bit_of_the_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("validation", "told"),
     [
-        ("nothing", "there is no dataset `nothing`"),
+        ("nothing", "unknown dataset `nothing`"),
         ("{every: 2}", "`dataset_name` missing"),
         ("{dataset_name: e, every: 0}", "every"),
         ("{dataset_name: e, metric: loss}", "metrics"),
@@ -146,7 +146,7 @@ def test_the_learning_rate_changes_as_the_configuration_says(tmp_path: Path, key
     ("keys", "told"),
     [
         ("{class: sgd, decay_steps: 2}", "`decay_rate` missing"),
-        ("{class: sgd, decay_rate: 0.5, decay_steps: 1, lr_scheduler: {class: StepLR}}", "keep one"),
+        ("{class: sgd, decay_rate: 0.5, decay_steps: 1, lr_scheduler: {class: StepLR}}", "remove one"),
         ("{class: sgd, lr_scheduler: {gamma: 0.5}}", "`class` missing"),
     ],
 )

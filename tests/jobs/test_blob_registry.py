@@ -67,7 +67,7 @@ def test_functions_are_factories_and_things_with_state_are_not():
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ({"a": 1}, {"a": 2}, "two blobs with the name 'a'"),
+        ({"a": 1}, {"a": 2}, "two blobs have the name 'a'"),
         ({"a": 1}, {"a.b": 2}, "dotted prefix"),
         ({}, {"a:b": 1}, "addresses"),
         ({"a.b": 1}, {"a": {"c": torch.zeros(1)}}, "dotted prefix"),
@@ -111,7 +111,7 @@ def test_blobs_can_be_added_until_setup_ends():
     blobs.begin_setup()
     blobs(b=2)
     blobs.freeze()
-    with pytest.raises(NotAllowedNowError, match="until setup ends; 'c' came later"):
+    with pytest.raises(NotAllowedNowError, match="until setup ends, not 'c' after it"):
         blobs(c=3)
 
 

@@ -37,7 +37,7 @@ def test_a_cell_that_is_run_again_replaces_its_task(
     with caplog.at_level(logging.WARNING, "torchrelay"):
         cell(AGAIN, 2, names)
     assert [one.getMessage() for one in caplog.records] == [
-        "epoch: 'train' is defined again, and takes the place of the one before"
+        "epoch: 'train' is defined again and replaces the earlier one"
     ]
     JobRunner(names["job"], tmp_path / "run").train()
     assert names["told"] == ["again"]

@@ -167,6 +167,6 @@ def test_an_override_leaves_nothing_of_what_stood_there(tmp_path):
 def test_a_path_with_a_name_that_is_too_long_is_said_not_to_be_there(tmp_path):
     """What no file system takes is refused as what is missing, workspace and files of classes alike."""
     workspace = problems(tmp_path, RIGHT.replace('"."', "x" * 300))
-    assert any("there is no directory" in problem for problem in workspace)
+    assert any("does not exist" in problem for problem in workspace)
     model = problems(tmp_path, RIGHT.replace("/model.py", f"/{'x' * 300}.py"))
-    assert len(model) == 1 and "there is no file" in model[0]
+    assert len(model) == 1 and "does not exist" in model[0]

@@ -85,9 +85,9 @@ def test_sections_that_are_not_written_are_empty(tmp_path):
     assert config.section("hyper_parameters", dict) == {} and len(config.section("hyper_parameters")) == 0
     with pytest.raises(ConfigError, match="`lr` missing, for Params"):
         config.section("hyper_parameters", Params)
-    with pytest.raises(ConfigKeyError, match="there is no section `hyper_parameter`"):
+    with pytest.raises(ConfigKeyError, match="unknown section `hyper_parameter`"):
         config.section("hyper_parameter")
-    with pytest.raises(UsageError, match="give dict, a dataclass, or a pydantic model"):
+    with pytest.raises(UsageError, match="expected dict, a dataclass, or a pydantic model"):
         config.section("hyper_parameters", int)
 
 

@@ -18,7 +18,7 @@ from torchrelay.runners.training.capture import setting_changes
     [
         (b"a:\n\tb: 1\n", "put spaces in place of the tab"),
         (b"a: \xff\n", "save the file as UTF-8"),
-        (b"a: 1\n---\nb: 1\n", "without a second `---`"),
+        (b"a: 1\n---\nb: 1\n", "remove the second `---`"),
     ],
 )
 def test_a_text_that_is_no_yaml_is_told_with_what_to_do(data: bytes, ends: str) -> None:
@@ -57,5 +57,5 @@ def test_a_name_that_leads_out_of_the_runs_is_refused(tmp_path: Path, name: str)
 def test_an_override_below_a_list_in_place_of_a_section_is_told(tmp_path: Path) -> None:
     """The file's mistake and the override's are both told; it was a TypeError."""
     (tmp_path / "c.yaml").write_text("runner:\n- []\n")
-    with pytest.raises(UsageError, match=r"(?s)not a list.*`runner.0` is a list.*there is no `stop`"):
+    with pytest.raises(UsageError, match=r"(?s)not a list.*`runner.0` is a list.*it has no `stop`"):
         load_config(str(tmp_path / "c.yaml"), ["+runner.0.stop.max_steps=5"])

@@ -35,7 +35,7 @@ def test_s9_a_saved_counter_comes_back():
 @pytest.mark.parametrize("start", [-1, 1.5, "1", True, None])
 def test_a_counter_starts_at_an_integer_from_0(start):
     """Negative and other starts are refused."""
-    with pytest.raises(UsageError, match="starts at an integer"):
+    with pytest.raises(UsageError, match="start of a counter"):
         Counter(start)
 
 

@@ -111,7 +111,7 @@ def test_duplicate_and_bad_nodes_to_checkpoint_are_refused():
         job.check()
     with pytest.raises(UsageError, match="name of a node"):
         Job(nodes_to_checkpoint=["../a"])
-    with pytest.raises(UsageError, match="give a list"):
+    with pytest.raises(UsageError, match="expected a list"):
         Job(nodes_to_checkpoint="trainer_0")
 
 
@@ -130,9 +130,9 @@ def test_compile_validates_and_fixes_and_does_so_once():
     job.epoch(work)
     job.stop_when(max_epochs(1))
     assert job.compile() is job.compile(object) is job
-    with pytest.raises(NotAllowedNowError, match="already used"):
+    with pytest.raises(NotAllowedNowError, match="already run"):
         job.epoch(work)
-    with pytest.raises(NotAllowedNowError, match="already used"):
+    with pytest.raises(NotAllowedNowError, match="already run"):
         job.stop_when(max_epochs(2))
     assert len(job.stop_conditions) == 1
 

@@ -50,5 +50,5 @@ def test_unknown_forms_are_refused_with_the_list(on):
     """What is no form is refused when declared and when asked, with the forms there are."""
     with pytest.raises(UsageError, match=r"local_rank0.*role:x.*callable"):
         check_on(on)
-    with pytest.raises(UsageError, match="says no place"):
+    with pytest.raises(UsageError, match="is invalid: expected"):
         selected(on, PLACES[0])

@@ -30,5 +30,5 @@ def test_a_signature_comes_back_from_json():
 )  # fmt: skip
 def test_what_is_no_signature_is_refused(found):
     """Anything else is refused in one sentence."""
-    with pytest.raises(UsageError, match="no description of"):
+    with pytest.raises(UsageError, match="invalid description of"):
         Signature.from_json(found)

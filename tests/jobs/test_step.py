@@ -70,11 +70,11 @@ def test_a_step_gets_what_its_signature_asks_for(step, style, result):
     ("step", "remedy"),
     [
         (two, "functools.partial"),
-        (asynchronous, "use a def"),
-        (generator, "use a def"),
-        (Trainer, "give a function"),
-        ("train", "give a function"),
-        (None, "give a function"),
+        (asynchronous, "use a plain def"),
+        (generator, "use a plain def"),
+        (Trainer, "expected a function"),
+        ("train", "expected a function"),
+        (None, "expected a function"),
         (torch.zeros, "wrap it"),
     ],
 )

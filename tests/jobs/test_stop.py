@@ -109,7 +109,7 @@ def test_max_time_refuses_the_rest(bad):
 @pytest.mark.parametrize("bad", [0, -1, 1.0, True, "3", None])
 def test_counts_are_positive_integers(make, bad):
     """A number of epochs or steps is an integer from 1."""
-    with pytest.raises(UsageError, match="integer from 1"):
+    with pytest.raises(UsageError, match="integer >= 1"):
         make(bad)
 
 
@@ -317,7 +317,7 @@ def test_objects_with_data_finished():
 @pytest.mark.parametrize("wrong", [3, None, 1.5, object(), dict, ["done"], b"done"])
 def test_other_types_are_refused_with_the_forms(wrong):
     """What cannot be a condition is refused by a message that lists what can."""
-    with pytest.raises(UsageError, match=r"cannot be a stop condition.*function.*tensor.*output.*blob"):
+    with pytest.raises(UsageError, match=r"is not a stop condition.*function.*tensor.*output.*blob"):
         condition_of(wrong)
 
 

@@ -70,12 +70,12 @@ def test_hooks_keep_their_order():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"on": "somewhere"}, "says no place"),
+        ({"on": "somewhere"}, "is invalid: expected"),
         ({"every": 0}, "every=0"),
         ({"num_instances": 1.5}, "num_instances=1.5"),
         ({"num_instances": True}, "num_instances=True"),
         ({"step": lambda a, b: 0}, "functools.partial"),
-        ({"task_exit": [3]}, "no step"),
+        ({"task_exit": [3]}, "not a step"),
         ({"node": "../x"}, "name of a node"),
         ({"outputs": ["a:b"]}, "name of a blob"),
         ({"workspace_type": "shared"}, "'global' or 'private'"),
@@ -93,9 +93,9 @@ def test_a_used_task_does_not_change():
     """After the first use, steps and outputs are fixed."""
     task = Task(add_one)
     task.freeze()
-    with pytest.raises(NotAllowedNowError, match="'add_one' was already used"):
+    with pytest.raises(NotAllowedNowError, match="'add_one' has already run"):
         task.step(add_one)
-    with pytest.raises(NotAllowedNowError, match="already used"):
+    with pytest.raises(NotAllowedNowError, match="already run"):
         task.add_output("n")
 
 
@@ -121,7 +121,7 @@ def test_an_output_of_several_nodes_needs_to_be_told_which():
     output.bind({"trainer_0": 1, "trainer_1": 2})
     assert output.fetch("trainer_1") == output.fetch(Node("trainer_1")) == 2
     assert output.fetch_all() == {"trainer_0": 1, "trainer_1": 2}
-    with pytest.raises(UsageError, match=r"exists on trainer_0, trainer_1: say which with fetch\(node\)"):
+    with pytest.raises(UsageError, match=r"exists on trainer_0, trainer_1: use fetch\(node\)"):
         output.fetch()
     with pytest.raises(UsageError, match="not on 'trainer_9'"):
         output.fetch("trainer_9")

@@ -56,7 +56,7 @@ def test_the_commands_of_the_page_run_one_after_another(tmp_path: Path) -> None:
     [
         ("epochs: 3", "epochss: 3", "did you mean"),
         ("epochs: 3", "epochs: three", "whole number"),
-        ("dataset_name: clicks", "dataset_name: klicks", "there is no dataset `klicks`"),
+        ("dataset_name: clicks", "dataset_name: klicks", "unknown dataset `klicks`"),
         ("class: train\n", "class: train\n  fleet_mode: ps\n", "no parameter servers"),
     ],
 )

@@ -185,5 +185,5 @@ def test_a_variable_that_is_no_text_is_told(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text("")
     text = "hyper_parameters: {a: '${env:ODD}'}\nphase: [{name: p, model: m.py}]\n"
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="ODD of the environment is no UTF-8 text"):
+    with pytest.raises(ConfigError, match="ODD of the environment is not valid UTF-8"):
         load_config(tmp_path / "config.yaml", (), {"ODD": "caf\udce9"})

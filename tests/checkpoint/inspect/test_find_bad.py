@@ -123,7 +123,7 @@ def test_damage_is_named(tmp_path: Path, capsys):
         file.write_bytes(content)
     code, out, err = told(capsys, run)
     assert (code, out, err.count("\n")) == (5, "", 1)
-    assert "epoch 1 cannot be looked at: data/e00000001" in err and "block 0 of model.w" in err
+    assert "cannot read epoch 1: data/e00000001" in err and "block 0 of model.w" in err
 
 
 @pytest.mark.parametrize(
