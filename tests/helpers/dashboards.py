@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="pip install -e '.[serve]'")
 
-from torchrelay.tools.report.page import RunIndex
 from torchrelay.tools.report.run_data import ReadLimits
-from torchrelay.tools.report.server import DashboardServer, Rendered
+from torchrelay.tools.report.server import DashboardServer, Rendered, RunIndex
 
 
 @contextmanager

@@ -1,12 +1,17 @@
-"""A small run that reports are made of."""
+"""Small runs that reports are made of."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchrelay import Job, JobRunner, LocalSession, max_epochs
+from torchrelay.metadata.code.capture import write_capture
+from torchrelay.metadata.run_directory import RunDirectory
 
 
 def train(
@@ -31,3 +36,37 @@ def train(
 
     job.stop_when(max_epochs(epochs))
     return int(JobRunner(job, run, best=("val/acc", "max"), **options).train(LocalSession()))
+
+
+def noted(
+    path: Path,
+    values: Mapping[str, Sequence[float]],
+    *,
+    steps: int | None = 16,
+    params: Sequence[Mapping[str, Any]] = (),
+    argv: Sequence[str] = ("train.py",),
+) -> RunDirectory:
+    """The notes of a run without checkpoints: a value of each metric per epoch, `steps` steps in each.
+
+    `params` are those of its starts. With steps, each metric is also logged within epochs, twice.
+    """
+    run = RunDirectory(path)
+    run.create("noted", ("val/acc", "max"), 1)
+    length = max(map(len, values.values()))
+    for epoch in range(1, length + 1):
+        found = {name: _json(said[epoch - 1]) for name, said in values.items() if epoch <= len(said)}
+        line = {"epoch": epoch, "time": 1e9 + epoch, "saved": True, "metrics": found}
+        run.log_metrics(0, line if steps is None else {**line, "step": epoch * steps})
+        if steps is not None:
+            within = [epoch * steps - steps // 2, epoch * steps]
+            run.log_steps(0, [{"epoch": epoch, "step": step, "metrics": found} for step in within])
+    for attempt, one in enumerate(params):
+        write_capture(path, attempt, {"argv": list(argv), "params": dict(one), "host": "h1"})
+    if not params:
+        write_capture(path, 0, {"argv": list(argv), "host": "h1"})
+    run.write_status("FINISHED", epoch=length, generation=0)
+    return run
+
+
+def _json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

@@ -16,8 +16,9 @@ from dashboards import dashboard
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.tools.report import run_data
 from torchrelay.tools.report.gather import gather
-from torchrelay.tools.report.page import RunIndex, report_page
+from torchrelay.tools.report.page import report_page
 from torchrelay.tools.report.run_data import ReadLimits
+from torchrelay.tools.report.server import RunIndex
 
 EVIL = "</script><img src=x onerror=alert(1)>\" ' \u202e\x1b[31m"
 

@@ -2,7 +2,7 @@
 
 Charts are shapes, which a template writes as SVG: scales with round numbers, lines, bars, marks of starts.
 
-Values that are nan or infinite are no points of a line; they are marked at the upper edge.
+Lines leave out nan and infinite values, which are marked at the upper edge.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from torchrelay.records import dataclass
-from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.tools.report.run_data import BlobBytes
 
 
 class PageSection(NamedTuple):
@@ -44,6 +42,13 @@ class Table(NamedTuple):
     columns: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
     numeric: bool = False
+
+
+def filled(table: Table) -> Table:
+    """The table without columns that have no text in any row."""
+    used = [at for at in range(len(table.columns)) if not at or any(row[at] for row in table.rows)]
+    rows = [[row[at] for at in used] for row in table.rows]
+    return table._replace(columns=[table.columns[at] for at in used], rows=rows)
 
 
 _SHADES = 7
@@ -189,7 +194,7 @@ def _log_ticks(scale: Scale, wanted: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Shape:
-    """An element of a drawing: its place, the class of its look, and what is told under the pointer."""
+    """An element of a drawing: its place, its CSS class, and the text under the pointer."""
 
     tag: str
     style: str
@@ -227,7 +232,10 @@ def word(text: str, x: float, y: float, style: str = "tick middle") -> Shape:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing; `label` is its name for those who do not see it, `data` are more attributes."""
+    """A drawing; `label` is its name for screen readers, `data` are more attributes.
+
+    A `width` of 0 is a drawing whose places are shares of the width that the page has for it.
+    """
 
     label: str
     width: float
@@ -239,9 +247,9 @@ class Chart:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart or a table of shades in a frame, with a line that says what it is of and one what it shows.
+    """A chart or a table of shades in a card: `eyebrow` names the subject, `finding` is its title.
 
-    `log` is the chart once more, by logarithm, which a switch of the name `switch` shows instead.
+    `log` is the same chart with a logarithmic scale, shown instead while the switch `switch` is on.
     """
 
     eyebrow: str
@@ -255,8 +263,7 @@ class Figure:
 
 
 WIDTH, HEIGHT = 360, 216
-_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 14, 16, 28
-_BAR_LEFT, _BAR_ROW = 58, 30
+LEFT, RIGHT, TOP, BOTTOM, _AXIS_ROW = 48, 16, 16, 28, 15
 _MOST_POINTS = 400
 Pairs = Sequence[tuple[int, float]]
 
@@ -282,6 +289,43 @@ class EpochMarker:
     value: float | None = None
 
 
+@dataclass(frozen=True)
+class StepCounts:
+    """The step of the run at the end of each epoch, for a second axis below a chart."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+    def ticks(self, unit: str, x: Scale) -> list[tuple[int, str]]:
+        """Places on an axis of `unit`, each with its label on the other axis."""
+        if unit == "epoch":
+            steps = dict(self.pairs)
+            return [
+                (one, compact(steps[one])) for one in whole_ticks(int(x.low), int(x.high)) if one in steps
+            ]
+        ends = {epoch: step for epoch, step in self.pairs if x.low <= step <= x.high}
+        if not ends:
+            return []
+        return [(ends[one], str(one)) for one in whole_ticks(min(ends), max(ends)) if one in ends]
+
+    def data(self, unit: str) -> dict[str, str]:
+        """The same for values under the pointer; nothing for more epochs than a chart has points."""
+        if len(self.pairs) > _MOST_POINTS:
+            return {}
+        pairs = [pair if unit == "epoch" else pair[::-1] for pair in self.pairs]
+        return {"data-other": json.dumps([_OTHER[unit], pairs])}
+
+
+_OTHER = {"epoch": "step", "step": "epoch"}
+
+
+def compact(count: int) -> str:
+    """`950`, `1.5k`, `48k`, `2M`: a number of steps below an axis."""
+    for size, sign in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{sign}"
+    return str(count)
+
+
 def line_chart(
     label: str,
     series: Sequence[Series],
@@ -289,67 +333,46 @@ def line_chart(
     *,
     log: bool = False,
     unit: str = "epoch",
+    span: tuple[int, int] | None = None,
+    counts: StepCounts | None = None,
 ) -> Chart | None:
-    """Series over epochs or steps; None where nothing is finite."""
+    """Series over epochs or steps, values that are not finite as crosses; None without values.
+
+    Args:
+        label: Its name for screen readers.
+        series: The lines.
+        marks: Resumes, rewinds, and the best epoch.
+        log: Use a logarithmic scale; values that are not positive are left out.
+        unit: What the horizontal axis counts, "epoch" or "step".
+        span: First and last of it, so that charts beside each other compare; by default those of the series.
+        counts: For a second row of labels: steps below epochs, epochs below steps.
+    """
     finite = [value for one in series for _, value in one.points if _plottable(value, log)]
-    epochs = [epoch for one in series for epoch, _ in one.points]
-    if not finite:
+    epochs = [epoch for one in series for epoch, _ in one.points] + list(span or ())
+    if not epochs or (log and not finite):
         return None
-    x = Scale(min(epochs), max([*epochs, min(epochs) + 1]), _LEFT, WIDTH - _RIGHT)
-    y = scale_of(finite, HEIGHT - _BOTTOM, _TOP, log=log)
+    x = Scale(min(epochs), max([*epochs, min(epochs) + 1]), LEFT, WIDTH - RIGHT)
+    below = counts.ticks(unit, x) if counts is not None else []
+    height = HEIGHT + (_AXIS_ROW if below else 0)
+    y = scale_of(finite or [0.0, 1.0], HEIGHT - BOTTOM, TOP, log=log)
     frame = [x.low, x.high, x.start, x.end, y.low, y.high, y.start, y.end, int(log)]
     shapes = [
-        *_grid(y, x.start, number, 5),
-        *(word(str(epoch), x(epoch), HEIGHT - 9) for epoch in whole_ticks(int(x.low), int(x.high))),
-        line("axis", (_LEFT, WIDTH - _RIGHT), (y.start, y.start)),
+        *value_axis(y, x.start, number if finite else lambda _: "", 5),
+        word(unit, 4, HEIGHT - 9, "tick axisname"),
+        *(word(str(one), x(one), HEIGHT - 9) for one in whole_ticks(int(x.low), int(x.high))),
+        *(word(_OTHER[unit], 4, height - 9, "tick axisname") for _ in below[:1]),
+        *(word(text, x(place), height - 9, "tick middle") for place, text in below),
+        line("axis", (LEFT, WIDTH - RIGHT), (y.start, y.start)),
         *(_mark(one, x, y) for one in marks if one.kind != "best"),
         *(_line(one, x, y) for one in sorted(series, key=lambda one: not one.stale)),
         *(cross for one in series for cross in _missing(one, x, unit)),
         *(_mark(one, x, y) for one in marks if one.kind == "best"),
     ]
     hover = {"data-unit": unit, "data-series": _hover_data(series), "data-frame": json.dumps(frame)}
-    style = f"chart {'log' if log else 'linear'}"
-    return Chart(label, WIDTH, HEIGHT, shapes, style, {"tabindex": "0", **hover})
-
-
-def column_chart(label: str, bars: Sequence[BlobBytes], what: str) -> Chart:
-    """Bytes side by side, the names of at most eight of them below; `what` they are names of."""
-    y = Scale(0.0, (max(one.total for one in bars) or 1) * 1.05, HEIGHT - _BOTTOM, _TOP)
-    slot = (WIDTH - _BAR_LEFT - _RIGHT) / len(bars)
-    every, width = -(-len(bars) // 8), max(0.8, slot * 0.72)
-    shapes = _grid(y, _BAR_LEFT, lambda value: human_bytes(int(value)), 4)
-    for index, one in enumerate(bars):
-        left, middle, end = _BAR_LEFT + (index + 0.14) * slot, y(one.written), y(one.total)
-        parts = (
-            rect("written", left, middle, width, y.start - middle),
-            rect("referenced", left, end, width, middle - end),
-        )
-        shapes.append(_stack(one, parts, f"{what} "))
-        if index % every == 0:
-            shapes.append(word(one.blob, _BAR_LEFT + (index + 0.5) * slot, HEIGHT - 9))
-    return Chart(label, WIDTH, HEIGHT, shapes)
-
-
-def row_chart(label: str, bars: Sequence[BlobBytes]) -> Chart:
-    """Bytes one below the other, name and value above each."""
-    x = Scale(0.0, max((one.total for one in bars), default=0) or 1, 8, WIDTH - 12)
-    shapes = []
-    for index, one in enumerate(bars):
-        y, middle = index * _BAR_ROW + 4, x(one.written)
-        name = one.blob if len(one.blob) <= 40 else f"{one.blob[:39]}…"
-        parts = (
-            word(name, 8, y + 10, "tick"),
-            word(human_bytes(one.total), WIDTH - 12, y + 10, "tick end"),
-            rect("written", 8, y + 14, middle - 8, 9),
-            rect("referenced", middle, y + 14, x(one.total) - middle, 9),
-        )
-        shapes.append(_stack(one, parts))
-    return Chart(label, WIDTH, _BAR_ROW * len(bars) + 8, shapes)
-
-
-def _stack(one: BlobBytes, parts: Sequence[Shape], what: str = "") -> Shape:
-    said = f"{human_bytes(one.written)} written, {human_bytes(one.referenced)} referenced"
-    return Shape("g", "", title=f"{what}{one.blob}: {said}", inside=parts)
+    if below and counts is not None:
+        hover |= counts.data(unit)
+    style = f"chart line-chart {'log' if log else 'linear'}"
+    return Chart(label, WIDTH, height, shapes, style, {"tabindex": "0", **hover})
 
 
 def spark(label: str, points: Pairs) -> Chart:
@@ -359,10 +382,11 @@ def spark(label: str, points: Pairs) -> Chart:
     return Chart(label, 120, 28, [path("line s1", _path(thinned(points, 120), x, y))], "spark")
 
 
-def _grid(y: Scale, left: float, show: Callable[[float], str], wanted: int) -> list[Shape]:
+def value_axis(y: Scale, left: float, show: Callable[[float], str], wanted: int) -> list[Shape]:
+    """Lines across the drawing at round values, with labels at the left."""
     found = []
     for value in ticks(y, wanted):
-        found.append(line("grid", (left, WIDTH - _RIGHT), (y(value), y(value))))
+        found.append(line("grid", (left, WIDTH - RIGHT), (y(value), y(value))))
         found.append(word(show(value), left - 6, y(value) + 3.5, "tick end"))
     return found
 
@@ -415,7 +439,7 @@ def _missing(series: Series, x: Scale, unit: str) -> list[Shape]:
     return [
         path(
             f"cross s{series.colour}",
-            f"M{x(epoch) - 3:.1f} {_TOP - 9}l6 6m0 -6l-6 6",
+            f"M{x(epoch) - 3:.1f} {TOP - 9}l6 6m0 -6l-6 6",
             f"{series.name}: {number(value)} at {unit} {epoch}",
         )
         for epoch, value in thinned(odd, 100)[:100]
@@ -435,6 +459,12 @@ def _mark(mark: EpochMarker, x: Scale, y: Scale) -> Shape:
     sign = path("sign", signs.get(mark.kind, f"M{at - 4:.1f} {top - 3:.1f}l4 7l4 -7z"))
     stem = line("stem", (at, at), (y.end - 4, y.start))
     return Shape("g", f"mark {mark.kind}", title=mark.text, inside=(stem, sign))
+
+
+def brief(text: str, most: int = 34) -> str:
+    """A long name in at most so many characters, its middle left out."""
+    head = most // 3
+    return text if len(text) <= most else f"{text[:head]}…{text[len(text) - (most - head - 1) :]}"
 
 
 def _hover_data(series: Sequence[Series]) -> str:

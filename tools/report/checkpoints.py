@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Committed:
-    """The log as it was read, and what its records tell."""
+    """The log as it was read, and its records."""
 
     view: LogView = field(default_factory=LogView)
     history: History = field(default_factory=History)
@@ -73,7 +73,7 @@ class Committed:
 
 
 def committed_of(storage: Storage, troubles: Troubles) -> Committed:
-    """Read the log and prove, up to the headers, what a start now would choose."""
+    """Read the log and verify, up to the headers, the checkpoint that a start now would choose."""
     view = troubles.tried(lambda: open_log(storage), LogView())
     for notice in view.notices:
         troubles.note(notice)
@@ -86,7 +86,7 @@ def committed_of(storage: Storage, troubles: Troubles) -> Committed:
 
 
 def rewinds_of(history: History) -> dict[int, tuple[int, bool]]:
-    """By generation: the epoch that a start went back to (0: it began anew), and whether damage did it."""
+    """By generation: the epoch that a start rewound to (0: from the beginning), and if damage caused it."""
     found: dict[int, tuple[int, bool]] = {}
     for record in history.records:
         if record.kind == "rewind":
@@ -165,7 +165,7 @@ def _row(committed: Committed, entry: CommittedPosition, point: Point | None, sa
         entry.position.epoch,
         entry.position.step,
         account.standing if committed.start else "unknown",
-        account.reason if committed.start else "what a start would choose could not be told",
+        account.reason if committed.start else "what a start would choose is unknown",
         tuple(f"{mark.kind}: {mark.name}" for mark in marks),
         entry.try_name,
         point.metrics if point else {},
@@ -191,7 +191,7 @@ def _how(request: Mapping[str, Json] | None, *, first: bool) -> str:
     if request.get("fallback") is True:
         return "fell back after damage"
     epoch = request.get("epoch")
-    return f"asked for: epoch {epoch}" if type(epoch) is int else "asked for"
+    return f"rewound to epoch {epoch}" if type(epoch) is int else "a requested rewind"
 
 
 def _told(record: Record) -> str:
@@ -242,7 +242,7 @@ def saves_told(run: RunDirectory, troubles: Troubles) -> list[Save]:
 def saves_of_tries(
     storage: Storage, entries: Iterable[CommittedPosition], limits: ReadLimits, troubles: Troubles
 ) -> dict[str, Save]:
-    """Try name to the save that made it; tries without `stats.json`, which proves nothing, are left out."""
+    """Try name to the save that made it; attempts without `stats.json` are left out."""
     left, found = limits.stats_bytes, dict[str, Save]()
     for entry in spread(list(entries), limits.epoch_rows):
         if left <= 0:
@@ -300,6 +300,7 @@ def sizes_of(manifest: Manifest) -> EpochBytes:
     return EpochBytes(manifest.position.epoch, tuple(sorted(blobs, key=lambda one: (-one.total, one.blob))))
 
 
+NOT_ASKED = "weights were not read, as asked for"
 _MOST_LEAVES = 128
 _FEWEST_EPOCHS = 2
 
@@ -307,7 +308,7 @@ _FEWEST_EPOCHS = 2
 def norms_of(storage: Storage, line: Sequence[CommittedPosition], limits: ReadLimits) -> Norms:
     """Of the parameters in whole, healthy epochs of a line. Never raises for what lies there."""
     if limits.norm_bytes <= 0:
-        return Norms(left_out="weights were not read, as asked for")
+        return Norms(left_out=NOT_ASKED)
     whole = [entry for entry in line if entry.position.boundary and entry.healthy]
     if not whole:
         return Norms()
@@ -414,7 +415,7 @@ def _moments(epoch: Epoch, item: NodeLeaf) -> Moments:
 def _next(
     before: Epoch, epoch: Epoch, number: int, name: str, known: LeafNorm | None
 ) -> tuple[LeafNorm | None, int]:
-    """A leaf at the next epoch, compared with the one before where it is of the same form."""
+    """A leaf at the next epoch, compared with the one before where both have the same form."""
     one, other = before.items.get(name), epoch.items.get(name)
     if other is None or epoch.gone(other):
         return None, 0

@@ -1,9 +1,10 @@
-"""The sections of curves: metrics of all runs over epochs, the size of weights and how they move."""
+"""The sections with curves: metrics over epochs and steps, norms of weights and of their updates."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.tools.report.charts import (
@@ -12,6 +13,7 @@ from torchrelay.tools.report.charts import (
     Figure,
     PageSection,
     Series,
+    StepCounts,
     Table,
     count,
     line_chart,
@@ -23,97 +25,139 @@ from torchrelay.tools.report.run_data import LeafNorm, Norms, Point, RunFacts
 
 _MOST_CHARTS = 60
 _TABLE_ROWS = 400
-_GONE_ON = {"resume": "went on from", "rewind": "went back to", "fallback": "fell back, after damage, to"}
+_JOINED = {"resume": "resumed from", "rewind": "rewound to", "fallback": "fell back, after damage, to"}
 
 
 def metrics(runs: Sequence[RunFacts]) -> PageSection | None:
-    """All metrics of all runs; None where none was logged."""
+    """All metrics of all runs; None where none was logged.
+
+    A metric that was also logged within epochs has its chart by step beside the one by epoch.
+    """
     names = metric_names(runs)
-    by_step = sorted({name for run in runs for one in run.steps for name in one.metrics})
+    by_step = {name for run in runs for one in run.steps for name in one.metrics}
     if not names and not by_step:
         return None
-    figures = [_figure(index, name, runs) for index, name in enumerate(names[:_MOST_CHARTS])]
-    figures += [_step_figure(name, runs) for name in by_step[:_MOST_CHARTS]]
+    shown = [*names, *sorted(by_step.difference(names))][:_MOST_CHARTS]
+    measured = [one.epoch for run in runs for one in _all_points(run)]
+    span = (min(measured), max(measured)) if measured else None
+    counts = step_counts(runs)
+    figures = []
+    for index, name in enumerate(shown):
+        if name in names:
+            figures.append(_figure(index, name, runs, span, counts))
+        if name in by_step:
+            figures.append(_step_figure(index, name, runs, counts))
     more = len(names) - _MOST_CHARTS
     content = {
         "legend": _legend(runs),
         "figures": figures,
         "note": f"{count(more, 'metric')} more: in the table below" if more > 0 else "",
-        "tables": [_table(run, names) for run in runs],
+        "tables": [_table(run, names) for run in runs if run.course.points],
     }
     return PageSection("metrics", "Metrics", _finding(runs), content)
 
 
+def step_counts(runs: Sequence[RunFacts]) -> StepCounts | None:
+    """The step at the end of each epoch; None where no steps were counted, or the runs disagree."""
+    found: dict[int, int] = {}
+    for run in runs:
+        for one in run.course.points:
+            if one.step is not None and found.setdefault(one.epoch, one.step) != one.step:
+                return None
+    pairs = tuple(sorted(found.items()))
+    rising = all(before[1] < after[1] for before, after in pairwise(pairs))
+    return StepCounts(pairs) if pairs and rising and any(epoch != step for epoch, step in pairs) else None
+
+
 def metric_names(runs: Sequence[RunFacts]) -> list[str]:
-    """All metrics: what the runs call best first, then by the part before the slash and by name."""
+    """All metrics: those that define the best epoch first, then by the part before the slash and by name."""
     names = {name for run in runs for point in _all_points(run) for name in point.metrics}
     best = {run.best[0] for run in runs if run.best}
     return sorted(names, key=lambda name: (name not in best, name.rpartition("/")[0], name))
 
 
+Measured = Sequence[tuple[int, float]]
+"""Values by epoch or by step."""
+
+
 def finding_of(name: str, run: RunFacts) -> str:
-    """What a metric of one run came to, as a title."""
-    points = [(one.epoch, one.metrics[name]) for one in run.course.points if name in one.metrics]
+    """The title of the chart of one metric of one run: it names only values that the chart draws."""
+    points = _pairs(name, run.course.points)
     if not points:
         return f"{name} was only measured on abandoned epochs"
-    odd = next(((epoch, value) for epoch, value in points if not math.isfinite(value)), None)
+    best = run.best_point if run.best and run.best[0] == name else None
+    if best is None or not all(math.isfinite(value) for _, value in points):
+        return _trend(name, points, "epoch")
+    shown, last = number(best[1]), number(points[-1][1])
+    tail = "" if shown == last else f", {last} at the end"
+    return f"{name} is best at epoch {best[0]}: {shown}{tail}"
+
+
+def _trend(name: str, points: Measured, unit: str) -> str:
+    odd = next(((at, value) for at, value in points if not math.isfinite(value)), None)
     if odd is not None:
-        return f"{name} is {number(odd[1])} at epoch {odd[0]}"
+        return f"{name} is {number(odd[1])} at {unit} {odd[0]}"
     (first, began), (last, ended) = points[0], points[-1]
-    if run.best and run.best[0] == name and run.best_point:
-        epoch, value = run.best_point
-        tail = "" if epoch == last else f", {number(ended)} at the end"
-        return f"{name} is best at epoch {epoch}: {number(value)}{tail}"
     if first == last:
-        return f"{name} is {number(ended)} at epoch {last}"
-    return (
-        f"{name} went from {number(began)} to {number(ended)}"
-        if began != ended
-        else f"{name} stayed at {number(ended)}"
-    )
+        return f"{name} is {number(ended)} at {unit} {last}"
+    if number(began) == number(ended):
+        return f"{name} begins and ends at {number(ended)}"
+    return f"{name} went from {number(began)} to {number(ended)}"
 
 
-def _compared(name: str, runs: Sequence[RunFacts]) -> str:
-    ends = []
-    for run in runs:
-        values = [one.metrics[name] for one in run.course.points if name in one.metrics]
-        if values:
-            ends.append((values[-1], run.name))
-    if len(ends) < 2:
-        return next(
-            (finding_of(name, run) for run in runs if any(name in one.metrics for one in _all_points(run))),
-            name,
-        )
-    odd = [run for value, run in ends if not math.isfinite(value)]
+def _compared(name: str, measured: Sequence[tuple[RunFacts, Measured]], unit: str) -> str:
+    """The title of a chart of several runs, by the values at their ends."""
+    known = [(points[-1][1], run.name) for run, points in measured if points]
+    if not known:
+        return f"{name} was only measured on abandoned epochs"
+    if len(known) == 1:
+        name_of, points = next((run.name, points) for run, points in measured if points)
+        return f"{_trend(name, points, unit)} in {name_of}"
+    odd = [run for value, run in known if not math.isfinite(value)]
     if odd:
         return f"{name} is not finite at the end of {', '.join(odd)}"
-    low, high = min(ends), max(ends)
-    if low[0] == high[0]:
+    low, high = min(known), max(known)
+    if number(low[0]) == number(high[0]):
         return f"{name} ends at {number(low[0])} in all runs"
     return f"{name} ends at {number(high[0])} in {high[1]}, {number(low[0])} in {low[1]}"
 
 
-def _figure(index: int, name: str, runs: Sequence[RunFacts]) -> Figure:
+def _figure(
+    index: int, name: str, runs: Sequence[RunFacts], span: tuple[int, int] | None, counts: StepCounts | None
+) -> Figure:
     series = [one for at, run in enumerate(runs) for one in _series(name, run, at % 8 + 1)]
     marks = [one for at, run in enumerate(runs) for one in _marks(name, run, at % 8 + 1)]
-    title = finding_of(name, runs[0]) if len(runs) == 1 else _compared(name, runs)
+    measured = [(run, _pairs(name, run.course.points)) for run in runs]
+    title = finding_of(name, runs[0]) if len(runs) == 1 else _compared(name, measured, "epoch")
     label = f"{name} over epochs. {title}"
-    values = [value for one in series for _, value in one.points if math.isfinite(value)]
-    linear = line_chart(label, series, marks)
-    positive = bool(values) and min(values) > 0
-    log = line_chart(label + ", logarithmic", series, marks, log=True) if positive else None
-    return Figure(name.rpartition("/")[0] or "metric", title, linear, log, f"log-{index}")
+    linear = line_chart(label, series, marks, span=span, counts=counts)
+    log = None
+    if _all_positive(series):
+        log = line_chart(f"{label}, logarithmic", series, marks, log=True, span=span, counts=counts)
+    return Figure("by epoch", title, linear, log, f"log-{index}")
 
 
-def _step_figure(name: str, runs: Sequence[RunFacts]) -> Figure:
+def _step_figure(index: int, name: str, runs: Sequence[RunFacts], counts: StepCounts | None) -> Figure:
     """A metric within epochs, over the steps of the runs."""
-    series = [
-        Series(run.name, at % 8 + 1, pairs)
-        for at, run in enumerate(runs)
-        if (pairs := tuple((one.step, one.metrics[name]) for one in run.steps if name in one.metrics))
+    measured = [
+        (run, tuple((one.step, one.metrics[name]) for one in run.steps if name in one.metrics))
+        for run in runs
     ]
-    drawn = line_chart(f"{name} over steps", series, unit="step")
-    return Figure(f"{name.rpartition('/')[0] or 'metric'}, by step", f"{name} by step", drawn)
+    series = [Series(run.name, at % 8 + 1, points) for at, (run, points) in enumerate(measured) if points]
+    one_run = len(runs) == 1
+    title = _trend(name, series[0].points, "step") if one_run else _compared(name, measured, "step")
+    label = f"{name} over steps. {title}"
+    drawn = line_chart(label, series, unit="step", counts=counts)
+    log = None
+    if _all_positive(series):
+        log = line_chart(f"{label}, logarithmic", series, log=True, unit="step", counts=counts)
+    return Figure("by step", title, drawn, log, f"log-step-{index}")
+
+
+def _all_positive(series: Sequence[Series]) -> bool:
+    """Whether a logarithmic scale shows all finite values, and there are some."""
+    values = [value for one in series for _, value in one.points if math.isfinite(value)]
+    return bool(values) and min(values) > 0
 
 
 def _series(name: str, run: RunFacts, colour: int) -> list[Series]:
@@ -136,7 +180,7 @@ def _marks(name: str, run: RunFacts, colour: int) -> list[EpochMarker]:
     for one in run.course.joints:
         known = one.generation in numbers
         who = f"attempt {numbers[one.generation]}" if known else "a later start"
-        text = f"{run.name}: {who} {_GONE_ON[one.kind]} epoch {one.epoch}"
+        text = f"{run.name}: {who} {_JOINED[one.kind]} epoch {one.epoch}"
         found.append(EpochMarker(one.kind, one.epoch, text, colour))
     if run.best and run.best[0] == name and run.best_point:
         epoch, value = run.best_point
@@ -149,7 +193,7 @@ def _marks(name: str, run: RunFacts, colour: int) -> list[EpochMarker]:
 def _finding(runs: Sequence[RunFacts]) -> str:
     if len(runs) == 1 and runs[0].best and runs[0].best_point:
         epoch, value = runs[0].best_point
-        return f"Epoch {epoch} is the best: {runs[0].best[0]} {number(value)}"
+        return f"Epoch {epoch} is the best: {runs[0].best[0]} {number(value)}{_not_finite(runs[0])}"
     ranked = [(run.best_point[1], run) for run in runs if run.best and run.best_point]
     same = {run.best for _, run in ranked}
     if len(ranked) > 1 and len(same) == 1:
@@ -158,6 +202,20 @@ def _finding(runs: Sequence[RunFacts]) -> str:
         return f"{run.name} has the best {name}: {number(value)}"
     longest = max((len(run.course.points) for run in runs), default=0)
     return f"{count(len(metric_names(runs)), 'metric')} over {count(longest, 'epoch')}"
+
+
+def _not_finite(run: RunFacts) -> str:
+    bad = {
+        name: one.epoch
+        for one in reversed(run.course.points)
+        for name, value in one.metrics.items()
+        if not math.isfinite(value)
+    }
+    if not bad:
+        return ""
+    first = min(bad.values())
+    subject = f"{next(iter(bad))} is" if len(bad) == 1 else f"{len(bad)} metrics are"
+    return f"; {subject} not finite from epoch {first}"
 
 
 def _legend(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
@@ -193,43 +251,50 @@ _MOST_ROWS = 40
 
 
 def weights(runs: Sequence[RunFacts]) -> PageSection | None:
-    """Weights and their changes; None where nothing was read, and no reason is known."""
+    """Weights and their changes; None where none were read."""
     known = [run for run in runs if run.norms.rows]
-    reason = next((run.norms.left_out for run in runs if run.norms.left_out), "")
-    if not known and not reason:
+    if not known:
         return None
-    title = norm_finding(known) if known else "Weights were not looked at"
     content = {
-        "reason": "" if known else reason,
         "runs": [
-            (run, [_norms(run.norms, run.name), _updates(run.norms.rows, run.name)], _read(run.norms))
+            (
+                run,
+                [
+                    _norms(run.norms, run.name),
+                    *([_updates(run.norms.rows, run.name)] if most_moved(run.norms.rows) else []),
+                ],
+                _read(run.norms),
+            )
             for run in known
-        ],
+        ]
     }
-    return PageSection("weights", "Weights", title, content)
+    return PageSection("weights", "Weights", norm_finding(known), content)
 
 
 def norm_finding(runs: Sequence[RunFacts]) -> str:
-    """Where weights are not finite, else what moved most in the newest step."""
+    """Where weights are not finite, else which moved most in the newest epoch."""
     for run in runs:
         bad = [row for row in run.norms.rows if row.nonfinite]
         if bad:
             first = min(row.epoch for row in bad)
             leaves = sum(row.epoch == first for row in bad)
             here = f" of {run.name}" if len(runs) > 1 else ""
-            return f"NaN or Inf in the weights{here} from epoch {first} on, in {count(leaves, 'parameter')}"
+            return f"NaN or Inf in the weights{here} since epoch {first}, in {count(leaves, 'parameter')}"
     run = runs[0]
-    last = max(row.epoch for row in run.norms.rows)
-    moved = [
-        (ratio, row.leaf)
-        for row in run.norms.rows
-        if row.epoch == last and (ratio := ratio_of(row)) is not None
-    ]
-    if not moved:
+    moved = most_moved(run.norms.rows)
+    if moved is None:
         return f"{count(len({row.leaf for row in run.norms.rows}), 'parameter')}, all finite"
-    ratio, leaf = max(moved)
     here = f" in {run.name}" if len(runs) > 1 else ""
-    return f"All weights are finite; {leaf} moved most at the end{here}: {share(ratio, 1.0)} of its norm"
+    return (
+        f"All weights are finite; {moved[1]} moved most at the end{here}: {share(moved[0], 1.0)} of its norm"
+    )
+
+
+def most_moved(rows: Sequence[LeafNorm]) -> tuple[float, str] | None:
+    """The largest update by norm in the newest epoch, and whose it is; None where there is none."""
+    last = max(row.epoch for row in rows)
+    newest = [(ratio_of(row), row.leaf) for row in rows if row.epoch == last]
+    return max(((ratio, leaf) for ratio, leaf in newest if ratio is not None), default=None)
 
 
 def ratio_of(row: LeafNorm) -> float | None:
@@ -240,7 +305,10 @@ def ratio_of(row: LeafNorm) -> float | None:
 def _norms(said: Norms, name: str) -> Figure:
     """The largest parameters at the end, the one that the title names among them."""
     last = max(row.epoch for row in said.rows)
-    newest = sorted((row for row in said.rows if row.epoch == last), key=lambda row: -row.norm)
+    newest = sorted(
+        (row for row in said.rows if row.epoch == last),
+        key=lambda row: (row.nonfinite > 0, -row.norm if math.isfinite(row.norm) else 0.0),
+    )
     leaves = list(dict.fromkeys(row.leaf for row in said.rows))
     sizes = {row.leaf: row.elements for row in said.rows}
     chosen = sorted(leaves, key=lambda leaf: (leaf != newest[0].leaf, -sizes[leaf]))[:_MOST_LINES]
@@ -254,9 +322,11 @@ def _norms(said: Norms, name: str) -> Figure:
         )
         for at, leaf in enumerate(sorted(chosen, key=leaves.index))
     ]
+    largest = newest[0]
+    title = f"{largest.leaf} is the largest at epoch {last}: {number(largest.norm)}"
     return Figure(
         "norm of the weights",
-        f"{newest[0].leaf} is the largest at epoch {last}: {number(newest[0].norm)}",
+        title if not largest.nonfinite else f"No parameter is finite at epoch {last}",
         line_chart(f"Norms of the largest parameters of {name} over epochs", series),
         legend=[(f"line s{one.colour}", one.name) for one in series],
     )
@@ -269,14 +339,17 @@ def _read(said: Norms) -> str:
 
 
 def _updates(rows: Sequence[LeafNorm], name: str) -> Figure:
-    """Layers by epochs; also the table behind the lines, because it has all numbers in it."""
+    """Layers by epochs, with all numbers of the chart beside it; a layer that a title names has its row."""
     leaves = list(dict.fromkeys(row.leaf for row in rows))
     epochs = sorted({row.epoch for row in rows if row.update is not None or row.nonfinite})
     by_place = {(row.leaf, row.epoch): row for row in rows}
     top = max((ratio for row in rows if (ratio := ratio_of(row))), default=0.0)
-    cells = [
-        [leaf, *(_cell(by_place.get((leaf, epoch)), top) for epoch in epochs)] for leaf in leaves[:_MOST_ROWS]
-    ]
+    named = {row.leaf for row in rows if row.nonfinite}
+    if (moved := most_moved(rows)) is not None:
+        named.add(moved[1])
+    kept = set(sorted(leaves, key=lambda leaf: leaf not in named)[:_MOST_ROWS])
+    shown = [leaf for leaf in leaves if leaf in kept]
+    cells = [[leaf, *(_cell(by_place.get((leaf, epoch)), top) for epoch in epochs)] for leaf in shown]
     table = Table(f"Update by norm of {name}, layers by epochs", ["layer", *map(str, epochs)], cells)
     more = len(leaves) - _MOST_ROWS
     note = f"{count(more, 'parameter')} more not shown" if more > 0 else ""

@@ -6,18 +6,22 @@ from collections.abc import Iterable, Sequence
 
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.tools.report.charts import (
+    BOTTOM,
+    HEIGHT,
+    RIGHT,
+    TOP,
+    WIDTH,
     Chart,
     Figure,
     PageSection,
     Scale,
     Shape,
     Table,
-    column_chart,
+    brief,
     count,
-    dot,
-    path,
-    row_chart,
+    rect,
     share,
+    value_axis,
     whole_ticks,
     word,
 )
@@ -63,6 +67,7 @@ def _finding(runs: Sequence[RunFacts]) -> str:
 
 
 _MOST_BLOBS = 12
+_BAR_LEFT, _BAR_ROW = 58, 34
 
 
 def sizes(runs: Sequence[RunFacts]) -> PageSection | None:
@@ -132,18 +137,65 @@ def _size_table(run: RunFacts) -> Table:
     return Table(summary, ("blob", "bytes", "written", "referenced"), rows, numeric=True)
 
 
-STORY_WIDTH = 920
-_STORY_LEFT, _STORY_RIGHT, _STORY_ROW = 110, 24, 44
+def column_chart(label: str, bars: Sequence[BlobBytes], what: str) -> Chart:
+    """Bytes side by side, with the names of at most eight below; `what` is what the names are."""
+    y = Scale(0.0, (max(one.total for one in bars) or 1) * 1.05, HEIGHT - BOTTOM, TOP)
+    slot = (WIDTH - _BAR_LEFT - RIGHT) / len(bars)
+    every, width = -(-len(bars) // 8), max(0.8, slot * 0.72)
+    shapes = value_axis(y, _BAR_LEFT, lambda value: human_bytes(int(value)), 4)
+    for index, one in enumerate(bars):
+        left, middle, end = _BAR_LEFT + (index + 0.14) * slot, y(one.written), y(one.total)
+        parts = (
+            rect("written", left, middle, width, y.start - middle),
+            rect("referenced", left, end, width, middle - end),
+        )
+        shapes.append(_stack(one, parts, f"{what} "))
+        if index % every == 0:
+            shapes.append(word(one.blob, _BAR_LEFT + (index + 0.5) * slot, HEIGHT - 9))
+    shapes.append(word(what, 4, HEIGHT - 9, "tick axisname"))
+    return Chart(label, WIDTH, HEIGHT, shapes)
+
+
+def row_chart(label: str, bars: Sequence[BlobBytes]) -> Chart:
+    """Bytes as rows, with name and value above each bar."""
+    x = Scale(0.0, max((one.total for one in bars), default=0) or 1, 8, WIDTH - 12)
+    shapes = []
+    for index, one in enumerate(bars):
+        y, middle = index * _BAR_ROW + 4, x(one.written)
+        name = brief(one.blob, 40)
+        parts = (
+            word(name, 8, y + 10, "tick"),
+            word(human_bytes(one.total), WIDTH - 12, y + 10, "tick end"),
+            rect("written", 8, y + 14, middle - 8, 9),
+            rect("referenced", middle, y + 14, x(one.total) - middle, 9),
+        )
+        shapes.append(_stack(one, parts))
+    return Chart(label, WIDTH, _BAR_ROW * len(bars) + 8, shapes)
+
+
+def _stack(one: BlobBytes, parts: Sequence[Shape], what: str = "") -> Shape:
+    said = f"{human_bytes(one.written)} written, {human_bytes(one.referenced)} referenced"
+    return Shape("g", "", title=f"{what}{one.blob}: {said}", inside=parts)
+
+
+_STORY_ROW = 44
 _MOST_BRANCHES = 40
 _MOST_DOTS = 200
-_BAD = frozenset(
-    {"failure", "save failed", "quarantine", "warning", "preempted", "short epoch", "rewind", "retire"}
-)
+_BAD = frozenset({"failure", "save failed", "quarantine", "warning", "preempted", "short epoch", "rewind"})
+
+_USUAL = frozenset({"start", "end", "saved", "retire"})
+"""What every run has: the sections about time and checkpoints show it."""
 
 
 def story(runs: Sequence[RunFacts]) -> PageSection | None:
-    """Branches, stages, events; None where there are none."""
-    known = [run for run in runs if len(run.branches) > 1 or run.upstream or run.events or run.happened]
+    """Branches, stages, events; None where there are none but begins, ends and saves."""
+    known = [
+        run
+        for run in runs
+        if len(run.branches) > 1
+        or run.upstream
+        or any(one.kind not in _USUAL for one in (*run.events, *run.happened))
+    ]
     if not known:
         return None
     parts = [
@@ -182,19 +234,19 @@ def _story_finding(runs: Sequence[RunFacts]) -> str:
         )
         if amount
     ]
-    return f"On the way: {', '.join(words)}" if words else "Nothing failed, nothing fell back"
+    return f"Events: {', '.join(words)}" if words else "No failures and no fallbacks"
 
 
 def _tree(run: RunFacts) -> Chart:
-    """A row per branch over epochs, joined to its parent where it began."""
+    """A row per branch over epochs, joined to its parent where it began. Places are shares of the width."""
     branches = run.branches[-_MOST_BRANCHES:]
-    rows = {one.id: index * _STORY_ROW + 22 for index, one in enumerate(branches)}
+    rows = {one.id: index * _STORY_ROW + 30 for index, one in enumerate(branches)}
     last = max([1, *(epoch for one in branches for epoch in one.epochs), *(_base(one) for one in branches)])
-    x = Scale(0.0, float(last), _STORY_LEFT, STORY_WIDTH - _STORY_RIGHT)
-    height = _STORY_ROW * len(branches) + 30
-    names = [word(str(one), x(one), height - 8) for one in whole_ticks(0, last, 12)]
+    x = Scale(0.0, float(last), 2.0, 98.0)
+    height = _STORY_ROW * len(branches) + 26
     drawn = [_branch(one, rows, x) for one in branches]
-    return Chart(f"Branches of {run.name} over epochs", STORY_WIDTH, height, [*names, *drawn], "wide")
+    names = [_text(str(one), f"{x(one):.2f}%", height - 6) for one in whole_ticks(0, last, 8)]
+    return Chart(f"Branches of {run.name} over epochs", 0, height, [*drawn, *names], "bars")
 
 
 def _base(branch: BranchNote) -> int:
@@ -202,22 +254,34 @@ def _base(branch: BranchNote) -> int:
 
 
 def _branch(branch: BranchNote, rows: dict[int, int], x: Scale) -> Shape:
-    y, begin = rows[branch.id], x(_base(branch))
-    ends = [x(epoch) for epoch in branch.epochs]
-    counts = [epoch for epoch in branch.epochs if epoch not in branch.abandoned]
-    last, far = max([begin, *map(x, counts)]), max([begin + 14, *ends])
+    y, begin = rows[branch.id], _base(branch)
+    counted = [epoch for epoch in branch.epochs if epoch not in branch.abandoned]
+    last, end = max([begin, *counted]), max([begin, *branch.epochs])
+    title = f"branch {branch.id}: {branch.how}"
     shapes = [
-        word(f"branch {branch.id}", 8, y - 2, "rowtitle"),
-        word(branch.how, 8, y + 12, "tick"),
+        _text(
+            title,
+            f"{x(begin) - 1:.2f}%" if begin < end / 2 else "100%",
+            y - 12,
+            "tick" if begin < end / 2 else "tick end",
+        )
     ]
-    joined = branch.parent in rows
-    if branch.parent is not None and joined:
-        bend = f"M{begin:.1f} {rows[branch.parent]}C{begin:.1f} {y} {begin:.1f} {y} {begin + 14:.1f} {y}"
-        shapes.append(path("twig current", bend))
-    if far > last:
-        shapes.append(path("twig past", f"M{last:.1f} {y}H{far:.1f}"))
-    shapes.append(path("twig current", f"M{min([begin + (14 if joined else 0), *ends]):.1f} {y}H{last:.1f}"))
+    if branch.parent is not None and branch.parent in rows:
+        shapes.append(_twig("current", (begin, begin), (rows[branch.parent], y), x))
+    if end > last:
+        shapes.append(_twig("past", (last, end), (y, y), x))
+    shapes.append(_twig("current", (begin, last), (y, y), x))
     for epoch in branch.epochs[:: max(1, len(branch.epochs) // _MOST_DOTS)]:
-        gone = epoch in branch.abandoned
-        shapes.append(dot(f"twigdot {'past' if gone else 'current'}", x(epoch), y, 4))
-    return Shape("g", "", title=f"branch {branch.id}: {branch.how}", inside=shapes)
+        style = f"twigdot {'past' if epoch in branch.abandoned else 'current'}"
+        place: dict[str, float | str] = {"cx": f"{x(epoch):.2f}%", "cy": y, "r": 4}
+        shapes.append(Shape("circle", style, place))
+    return Shape("g", "", title=title, inside=shapes)
+
+
+def _twig(style: str, epochs: tuple[int, int], rows: tuple[int, int], x: Scale) -> Shape:
+    left, right = (f"{x(one):.2f}%" for one in epochs)
+    return Shape("line", f"twig {style}", {"x1": left, "x2": right, "y1": rows[0], "y2": rows[1]})
+
+
+def _text(text: str, x: str, y: float, style: str = "tick middle") -> Shape:
+    return Shape("text", style, {"x": x, "y": y}, text)

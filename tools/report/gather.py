@@ -10,6 +10,7 @@ from typing import Any
 
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.storage.open import storage_of
+from torchrelay.metadata.code.capture import captures
 from torchrelay.metadata.fs import read_lines
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import Json
@@ -28,6 +29,7 @@ from torchrelay.tools.report.checkpoints import (
 )
 from torchrelay.tools.report.run_data import (
     Event,
+    Launch,
     Point,
     ReadLimits,
     RunAttempt,
@@ -81,6 +83,29 @@ def attempts_of(
     return tuple(_with_saves(found, saves))
 
 
+def _captured(run: Path) -> list[dict[str, Any]]:
+    """What starts recorded about themselves; nothing where a record is a link, which may lead elsewhere."""
+    return [] if any(path.is_symlink() for path in run.glob("captured.*.json")) else captures(run)
+
+
+def launches_of(captured: Sequence[Mapping[str, Any]]) -> tuple[Launch, ...]:
+    """The starts by what they recorded in `captured.<attempt>.json`; values of other types are left out."""
+    found = []
+    for one in captured:
+        argv, params, torch = one.get("argv"), one.get("params"), one.get("torch")
+        facts = {name: one.get(name) for name in ("directory", "host", "python", "platform")}
+        facts["torch"] = torch.get("version") if isinstance(torch, Mapping) else None
+        found.append(
+            Launch(
+                _whole(one.get("attempt")) or 0,
+                tuple(map(str, argv)) if isinstance(argv, list) else (),
+                params if isinstance(params, Mapping) else None,
+                {name: value for name, value in facts.items() if isinstance(value, str)},
+            )
+        )
+    return tuple(found)
+
+
 def told(events: Sequence[Mapping[str, Json]]) -> tuple[Event, ...]:
     """Events as lines for people."""
     return tuple(
@@ -115,7 +140,7 @@ def _attempt(
 
 
 def _by_status(last: RunAttempt, status: Mapping[str, Json], stands: Standing) -> RunAttempt:
-    """The last start may be going on, or have ended in a way that only `status.json` tells."""
+    """The last start may be running, or have ended in a way that only `status.json` records."""
     if last.outcome != "DIED" or status.get("generation") != last.generation:
         return last
     updated = moment_of({"time": status.get("updated")})
@@ -172,7 +197,7 @@ def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
     manifests = manifests_of(storage, committed.view.line(), limits, troubles)
     saves = saves_of_tries(storage, committed.entries, limits, troubles)
     by_start = {(point.generation, point.epoch): point for _, points in starts for point in points}
-    none: list[dict[str, Json]] = []
+    none: list[dict[str, Any]] = []
     events = troubles.tried(lambda: list(bounded(run.events(), "events", troubles)), none)
     return RunFacts(
         name=run.name,
@@ -188,6 +213,7 @@ def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
         best=best_of(identity.get("best")),
         hosts=_hosts(status, manifests),
         identity=identity,
+        launches=launches_of(troubles.tried(partial(_captured, run.path), none)),
         config=small_text(run.path / "config" / "resolved.yaml"),
         course=course,
         steps=steps_of(troubles.tried(run.steps, [])),

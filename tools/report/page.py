@@ -1,40 +1,30 @@
-"""The whole page, one file that asks nothing of any network; the page of all runs of a store.
-
-The list says which runs there are, how each stands, whether files of one have changed.
-"""
+"""The whole page, one file that makes no request: head, hyper-parameters, comparison, all sections."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
+import re
 import time
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import torchrelay
-from torchrelay.checkpoint.log.record import has_job
-from torchrelay.errors import RelayError, StorageError, UsageError
+from torchrelay.errors import RelayError
 from torchrelay.jobs.config.yaml_reader import read_yaml
-from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.runners.remote_runs.local_copies import Wanted, mirror_of
-from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
-from torchrelay.tools.report.charts import Chart, PageSection, count, moment, number, seconds, spark, visible
-from torchrelay.tools.report.curves import metrics, weights
+from torchrelay.tools.report.charts import PageSection, brief, count, moment, number, seconds, visible
+from torchrelay.tools.report.checkpoints import NOT_ASKED
+from torchrelay.tools.report.curves import metric_names, metrics, weights
 from torchrelay.tools.report.epochs import checkpoints, sizes, story, tone_of
-from torchrelay.tools.report.gather import best_of, points_of
-from torchrelay.tools.report.run_data import RunFacts, Troubles, course_of, moment_of
+from torchrelay.tools.report.run_data import RunFacts
 from torchrelay.tools.report.timeline import saves, timeline, wall_secs
 
 _WORDS = {
@@ -49,8 +39,10 @@ _WORDS = {
 def headline(runs: Sequence[RunFacts]) -> str:
     """The page's title: what happened, in one line."""
     if len(runs) > 1:
-        jobs = {run.job for run in runs if run.job}
-        return f"{count(len(runs), 'run')} of {jobs.pop()}" if len(jobs) == 1 else count(len(runs), "run")
+        names = [run.name for run in runs]
+        if len(names) <= 3:
+            return f"{', '.join(names[:-1])} and {names[-1]} compared"
+        return f"{count(len(runs), 'run')} compared"
     run = runs[0]
     word, _ = state_of(run)
     at = f" at epoch {run.epoch}" if run.epoch is not None else ""
@@ -58,7 +50,7 @@ def headline(runs: Sequence[RunFacts]) -> str:
 
 
 def state_of(run: RunFacts) -> tuple[str, str]:
-    """A word for people and the class of its colour. A run that cannot be alive is not called running."""
+    """A word for the state and the class of its colour. A run that cannot be alive is not called running."""
     if run.state == "RUNNING" and run.stands.word != "running":
         return run.stands.shown, "bad"
     if run.state is None:
@@ -75,64 +67,121 @@ def best_text(run: RunFacts) -> str:
 
 
 def place_of(run: RunFacts) -> str:
-    """Where a run is, behind the word for its state."""
+    """Where a run is, after the word for its state."""
     text = f" at epoch {run.epoch}" if run.epoch is not None else ""
     if run.state == "RUNNING" and run.updated is not None and run.stands.word == "running":
-        text += f", last word {moment(run.updated)}"
+        text += f", last update {moment(run.updated)}"
     return text
 
 
-def details_of(run: RunFacts) -> list[tuple[str, str]]:
-    """Names and values of the card of a run."""
+_LONG = 48
+"""A value with more characters takes a whole row of a card."""
+
+
+def details_of(run: RunFacts, directory: str, many: bool) -> list[tuple[str, str, bool]]:
+    """Names and values of the card of a run, and whether the value is a long one, which comes last."""
     reason = run.stands.why if run.state == "RUNNING" else run.exit_reason
-    exit_code = "" if run.exit_code is None else f" (exit {run.exit_code})"
+    exit_code = "" if run.exit_code is None else f", exit code {run.exit_code}"
     ended = run.state != "RUNNING" or run.stands.word == "interrupted"
     more = f" and {len(run.hosts) - 8} more" if len(run.hosts) > 8 else ""
     found = [
         ("best", best_text(run)),
-        ("job", run.job),
-        ("why it ended", f"{reason}{exit_code}" if ended and reason else ""),
-        ("went on for", seconds(wall_secs(run)) if run.attempts else ""),
+        ("job", run.job if run.job != run.name else ""),
+        ("ended", f"{reason}{exit_code}" if ended and reason else ""),
+        ("run time", seconds(wall_secs(run)) if run.attempts else ""),
         ("attempts", str(len(run.attempts)) if run.attempts else ""),
         ("hosts", ", ".join(run.hosts[:8]) + more),
-        ("began", moment(run.created) if run.created is not None else ""),
-        ("a start now", run.start_now.removeprefix("a start now ")),
-        ("directory", run.path),
+        ("started", moment(run.created) if run.created is not None else ""),
+        ("directory", directory),
+        ("next launch", "" if many else run.start_now.removeprefix("a start now ")),
     ]
-    return [(name, value) for name, value in found if value]
+    known = [(name, value, len(value) > _LONG) for name, value in found if value]
+    return sorted(known, key=lambda one: one[2])
 
 
-_LEFT_OUT = frozenset({"format", "uuid", "created"})
+# Paths
+
+_KEPT = 2
+_PATH = re.compile(r"(?<![\w./:~-])(?:/[^\s/\"',;:=\[\](){}<>]+){4,}")
+
+
+def short_paths(paths: Sequence[str]) -> list[str]:
+    """Paths with the part before their last two names left out, or more names where two would be alike."""
+    for kept in range(_KEPT, 2 + max((path.count("/") for path in paths), default=0)):
+        found = [_short_path(path, kept) for path in paths]
+        if len(set(found)) == len(set(paths)):
+            return found
+    return list(paths)
+
+
+def _short_path(path: str, kept: int = _KEPT) -> str:
+    scheme, mark, rest = path.rpartition("://")
+    home = "" if mark else str(Path.home()).rstrip("/")
+    head, names = f"{scheme}{mark}", [name for name in rest.split("/") if name]
+    if home and (path == home or path.startswith(f"{home}/")):
+        head, names = "~/", [name for name in path.removeprefix(home).split("/") if name]
+    elif rest.startswith("/"):
+        head = "/"
+    root = names[:1] if mark else []  # a bucket names the store
+    names = names[len(root) :]
+    if len(names) <= kept + (head == "/"):
+        return path if head != "~/" else head + "/".join(names)
+    return "/".join(
+        [*([head.rstrip("/")] if head == "~/" else [f"{head}{root[0]}"] if root else []), "…", *names[-kept:]]
+    )
+
+
+def short(text: str) -> str:
+    """A text in which each long absolute path is shortened; pages have the whole text in a `title`."""
+    return _PATH.sub(lambda found: _short_path(found[0]), text)
+
+
+def breakable(name: str) -> Markup:
+    """A dotted name that may continue in the next line after each of its parts."""
+    parts = re.split(r"(?<=[._/])(?=[^._/])", visible(name))
+    return Markup("<wbr>").join(parts)
+
+
+# Hyper-parameters and launches
+
 _MOST_FIELDS = 400
+_CONFIG = "from config/resolved.yaml"
+_MAIN = ("hyper_parameters.", "dataset.", "seed")
+"""Settings of a configuration that are shown first; the others are folded away."""
 
 
-def config(runs: Sequence[RunFacts]) -> PageSection:
-    """What each run was, and differences first where there are several."""
-    fields = [flat(run) for run in runs]
-    names = dict.fromkeys(name for one in fields for name in one)
-    rows = [(name, [one.get(name) for one in fields]) for name in names]
-    settings = sorted(((name, said, len(set(said)) > 1) for name, said in rows), key=lambda row: not row[2])
-    differ = sum(differs for _, _, differs in settings)
-    title = f"{count(differ, 'setting')} differ between the runs" if differ else "The runs were set up alike"
-    content = {"columns": ["setting", *(run.name for run in runs)], "settings": settings}
-    return PageSection("config", "Config", _how_started(runs[0]) if len(runs) == 1 else title, content)
+def settings_of(run: RunFacts) -> tuple[str, dict[str, str]]:
+    """Hyper-parameters as one level of dotted names, and where they are from; empty where none are known.
 
-
-def flat(run: RunFacts) -> dict[str, str]:
-    """`run.json` and the configuration as one level of names; what says who a run is, is left out."""
+    They are those that the program passed as `params=`, else the configuration, else options of the command.
+    """
+    launch = run.launches[-1] if run.launches else None
     found: dict[str, str] = {}
-    said = {name: value for name, value in run.identity.items() if name not in _LEFT_OUT}
-    command = said.pop("command", None)
-    if isinstance(command, list):
-        found["command"] = " ".join(map(str, command))
-    _flatten("", said, found)
-    _flatten("config", _parsed(run.config), found)
+    if launch is not None and launch.params is not None:
+        _flatten("", launch.params, found)
+        return "passed as params=", found
+    if run.config is not None:
+        _flatten("", _parsed(run.config), found)
+        return _CONFIG, found
+    argv = launch.argv if launch is not None else run.identity.get("command")
+    return "from the command line", typed(argv if isinstance(argv, (list, tuple)) else ())
+
+
+def typed(argv: Sequence[Any]) -> dict[str, str]:
+    """Options of a command line: `--lr 0.1` and `--lr=0.1` are `lr`, an option without a value is `true`."""
+    found: dict[str, str] = {}
+    words = [str(word) for word in argv[1:]]
+    for at, word in enumerate(words):
+        if not word.startswith("--") or not word[2:3].isalpha() or len(found) >= _MOST_FIELDS:
+            continue
+        name, mark, value = word[2:].partition("=")
+        following = words[at + 1] if at + 1 < len(words) else "--"
+        is_value = not following.startswith("-") or following[1:2].isdigit()
+        found[name.replace("-", "_")] = value if mark else following if is_value else "true"
     return found
 
 
-def _parsed(text: str | None) -> Any:
-    if text is None:
-        return {}
+def _parsed(text: str) -> Any:
     try:
         return read_yaml(text.encode(), "config/resolved.yaml").value
     except RelayError:
@@ -140,38 +189,196 @@ def _parsed(text: str | None) -> Any:
 
 
 def _flatten(prefix: str, value: Any, into: dict[str, str]) -> None:
-    if isinstance(value, Mapping) and len(into) < _MOST_FIELDS:
+    """Mappings by key, lists of named things by their names, all else as a value."""
+    if (
+        isinstance(value, (list, tuple))
+        and value
+        and all(isinstance(one, Mapping) and "name" in one for one in value)
+    ):
+        value = {str(one["name"]): {key: one[key] for key in one if key != "name"} for one in value}
+    if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            _flatten(f"{prefix}.{name}" if prefix else str(name), inner, into)
-    elif prefix and prefix != "config":
+            if len(into) < _MOST_FIELDS:
+                _flatten(f"{prefix}.{name}" if prefix else str(name), inner, into)
+    elif prefix:
         into[prefix] = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def _how_started(run: RunFacts) -> str:
-    world = run.identity.get("world_size")
-    ranks = f" on {count(world, 'rank')}" if type(world) is int else ""
-    return (
-        f"Started{ranks} by this command"
-        if run.identity.get("command")
-        else "How it was started is not known"
+def changed_settings(run: RunFacts) -> list[str]:
+    """What later attempts changed in `params=`, a sentence each."""
+    found, before = [], None
+    for launch in run.launches:
+        now: dict[str, str] = {}
+        _flatten("", launch.params or {}, now)
+        if before is not None and launch.params is not None and now != before:
+            names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+            said = (
+                f"{name} from {before.get(name, 'unset')} to {now.get(name, 'unset')}" for name in names[:8]
+            )
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            found.append(f"Attempt {launch.attempt} changed {', '.join(said)}{more}.")
+        before = now if launch.params is not None else before
+    return found
+
+
+Row = tuple[str, list[str | None], bool]
+"""A name, its value in each run, and whether the values differ."""
+
+
+def rows_of(fields: Sequence[Mapping[str, str]]) -> list[Row]:
+    """The values of several runs by name; those that differ come first."""
+    names = dict.fromkeys(name for one in fields for name in one)
+    rows = [(name, [one.get(name) for one in fields]) for name in names]
+    return sorted(((name, said, len(set(said)) > 1) for name, said in rows), key=lambda row: not row[2])
+
+
+def parameters(runs: Sequence[RunFacts]) -> PageSection | None:
+    """Hyper-parameters of each run and how it was launched; None where nothing was recorded."""
+    known = [settings_of(run) for run in runs]
+    rows = rows_of([fields for _, fields in known])
+    launches = rows_of([launch_of(run) for run in runs])
+    if not rows and not launches:
+        return None
+    main = rows
+    if any(source == _CONFIG for source, _ in known):
+        main = [row for row in rows if row[2] or row[0].startswith(_MAIN)] or rows
+        main.sort(key=lambda row: (not row[2], not row[0].startswith(_MAIN[0])))
+    sources = ", ".join(dict.fromkeys(source for source, fields in known if fields))
+    differ = sum(row[2] for row in rows)
+    title = count(len(main), "hyper-parameter")
+    if len(runs) > 1:
+        title = f"{differ} of {title} differ" if differ else f"{title}, all equal"
+    title = f"{title} ({sources})" if rows else "How the run was launched"
+    content = {
+        "names": [run.name for run in runs],
+        "settings": main,
+        "others": [row for row in rows if row not in main],
+        "launches": launches,
+        "changed": [text for run in runs for text in changed_settings(run)],
+    }
+    return PageSection("config", "Parameters", title, content)
+
+
+def launch_of(run: RunFacts) -> dict[str, str]:
+    """How the newest attempt was launched, by name."""
+    launch = run.launches[-1] if run.launches else None
+    command = launch.argv if launch is not None else run.identity.get("command")
+    found = {"command": " ".join(map(str, command)) if isinstance(command, (list, tuple)) else ""}
+    world, python = run.identity.get("world_size"), run.identity.get("python")
+    found["ranks"] = str(world) if type(world) is int else ""
+    found |= launch.facts if launch is not None else {"python": python if isinstance(python, str) else ""}
+    return {name: value for name, value in found.items() if value}
+
+
+# Comparison
+
+
+def comparison(runs: Sequence[RunFacts]) -> PageSection | None:
+    """Several runs side by side: final values, and hyper-parameters that differ; None for one run."""
+    if len(runs) < 2:
+        return None
+    known = rows_of([settings_of(run)[1] for run in runs])
+    settings = [(name, values, False) for name, values, differ in known if differ]
+    title = (
+        f"{count(len(settings), 'hyper-parameter')} differ" if settings else "All hyper-parameters are equal"
     )
+    if len(settings) == 1:
+        title = f"Only {settings[0][0]} differs"
+    content = {
+        "names": [run.name for run in runs],
+        "settings": settings,
+        "values": _final_values(runs),
+        "difference": len(runs) == 2,
+    }
+    return PageSection("compare", "Compare", title, content)
+
+
+def _final_values(runs: Sequence[RunFacts]) -> list[tuple[str, list[str], set[int], str]]:
+    """Rows of a name, the text of each run, which of them are best, and the difference of two runs."""
+    rows = []
+    for best in sorted({run.best for run in runs if run.best_point and run.best}):
+        rows.append(_row_of(f"best {best[0]}", [_best_of(run, best) for run in runs], best[1]))
+    modes = dict(run.best for run in runs if run.best)
+    for name in metric_names(runs):
+        last = [[one.metrics[name] for one in run.course.points if name in one.metrics] for run in runs]
+        rows.append(_row_of(f"final {name}", [one[-1] if one else None for one in last], modes.get(name)))
+    rows.append(_row_of("epochs", [float(len(run.course.points)) for run in runs], None))
+    if any(run.course.points and run.course.points[-1].step for run in runs):
+        steps = [run.course.points[-1].step if run.course.points else None for run in runs]
+        rows.append(_row_of("steps", [None if one is None else float(one) for one in steps], None))
+    if any(run.attempts for run in runs):
+        rows.append(_row_of("run time", [wall_secs(run) for run in runs], None, seconds))
+        rows.append(_row_of("attempts", [float(len(run.attempts)) for run in runs], None))
+    if any(run.sizes for run in runs):
+        totals = [sum(one.total for one in run.sizes[-1].blobs) if run.sizes else None for run in runs]
+        texts = ["" if one is None else human_bytes(one) for one in totals]
+        rows.append(("newest checkpoint", texts, set[int](), ""))
+    return rows
+
+
+def _best_of(run: RunFacts, best: tuple[str, str]) -> float | None:
+    return run.best_point[1] if run.best == best and run.best_point else None
+
+
+def _row_of(
+    name: str, values: Sequence[float | None], mode: str | None, written: Callable[[float], str] = number
+) -> tuple[str, list[str], set[int], str]:
+    texts = ["" if one is None else written(one) for one in values]
+    finite = [one for one in values if one is not None and math.isfinite(one)]
+    best: set[int] = set()
+    if mode and len(finite) > 1 and min(finite) != max(finite):
+        wanted = (max if mode == "max" else min)(finite)
+        best = {at for at, one in enumerate(values) if one == wanted}
+    change = ""
+    if len(values) == len(finite) == 2:
+        difference = finite[1] - finite[0]
+        sign = "+" if difference > 0 else "\N{MINUS SIGN}" if difference < 0 else ""
+        change = f"{sign}{written(abs(difference))}"
+    return name, texts, best, change
 
 
 def report_page(runs: Sequence[RunFacts], *, live: str | None = None, back: str | None = None) -> str:
-    """The page of some runs as HTML. A `live` one, which is its tag, asks its server again; others nobody.
+    """The page of some runs as HTML. A section without content is left out.
 
-    `back` is a path to return to, where there is one. What a run has nothing of is left out.
+    Args:
+        runs: Several runs are compared and laid over each other.
+        live: The page's tag, where a server is asked for a newer page; other pages make no request.
+        back: A path to return to.
     """
-    found = (make(runs) for make in (metrics, timeline, saves, sizes, weights, checkpoints, story, config))
-    sections = [one for one in found if one is not None]
-    many = len(runs) > 1
+    found = (make(runs) for make in _SECTIONS)
     return whole_page(
-        "report.html", headline(runs), live=live, runs=runs, many=many, sections=sections, back=back
+        "report.html",
+        headline(runs),
+        live=live,
+        runs=list(zip(runs, short_paths([run.path for run in runs]), strict=True)),
+        many=len(runs) > 1,
+        sections=[one for one in found if one is not None],
+        back=back,
+        left_out=_left_out(runs),
     )
 
 
+_SECTIONS = (
+    comparison,
+    metrics,
+    parameters,
+    timeline,
+    checkpoints,
+    story,
+    saves,
+    sizes,
+    weights,
+)
+
+
+def _left_out(runs: Sequence[RunFacts]) -> list[str]:
+    """Why a run has no section about its weights, where that may surprise; a sentence each."""
+    why = [(run, run.norms.left_out) for run in runs if not run.norms.rows and run.norms.left_out]
+    return [f"Weights of {run.name} are not shown: {text}." for run, text in why if text != NOT_ASKED]
+
+
 def whole_page(template: str, title: str, *, live: str | None = None, **content: Any) -> str:
-    """A page in the house's form: head, navigation, content, the policy that forbids the network."""
+    """A page from a template: head, navigation, content, and the policy that forbids requests."""
     said = f"torchrelay {torchrelay.__version__}, written {moment(time.time())}"
     return (
         _environment()
@@ -182,7 +389,7 @@ def whole_page(template: str, title: str, *, live: str | None = None, **content:
             policy=policy(live=live is not None),
             style=Markup(asset("report.css")),  # noqa: S704 - our own files
             script=Markup(asset("report.js")),  # noqa: S704
-            footer="live, asked again every few seconds" if live else said,
+            footer="live, updated every few seconds" if live else said,
             **content,
         )
     )
@@ -202,7 +409,9 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         finalize=shown,
     )
-    made.filters.update(number=number, moment=moment, bytes=human_bytes)
+    made.filters.update(
+        number=number, moment=moment, bytes=human_bytes, short=short, brief=brief, breakable=breakable
+    )
     made.globals.update(
         count=count,
         state_of=state_of,
@@ -248,168 +457,3 @@ def asset(name: str) -> str:
 
 def _digest(name: str) -> str:
     return f"'sha256-{b64encode(sha256(asset(name).encode()).digest()).decode()}'"
-
-
-MOST_RUNS = 1000
-_LOOK_SECS = 10
-_FILES = ("run.json", "status.json", "metadata.jsonl", "config/resolved.yaml", "lineage")
-_OF_CHECKPOINTS = ("log", "log/HINT", "data")
-
-
-class RunIndex:
-    """Directories of runs directly below a root, or the root itself where it is a run.
-
-    Links are not followed: what they lead to lies elsewhere. Raises UsageError for what is no directory.
-    """
-
-    def __init__(self, root: Path) -> None:
-        if not root.is_dir():
-            what = "a file" if root.exists() else "not there"
-            raise UsageError(f"{root} is {what}: give the directory in which runs lie")
-        self.root = root.absolute()
-        self.shown = str(self.root)
-        self._single = is_run(self.root)
-
-    def names(self) -> list[str]:
-        """The runs that are there now, sorted; at most a thousand."""
-        if self._single:
-            return [self.root.name]
-        try:
-            with os.scandir(self.root) as found:
-                names = (one.name for one in found if one.is_dir(follow_symlinks=False))
-                return sorted(name for name in names if is_run(self.root / name))[:MOST_RUNS]
-        except OSError:
-            return []  # the directory is away now; the page says that there is no run
-
-    def runs(self) -> list[RunDirectory]:
-        """The same, as run directories."""
-        return [RunDirectory(self.root if self._single else self.root / name) for name in self.names()]
-
-    def run(self, name: str) -> RunDirectory | None:
-        """The run of a name that the listing has; None for any other text, whatever it spells."""
-        return next((run for run in self.runs() if run.name == name), None)
-
-
-def is_run(path: Path) -> bool:
-    """Whether a directory is one of a run. One whose notes are links is none: they may lead to any file."""
-    begun = (path / "run.json").is_file() or has_job(path / "checkpoints")
-    return begun and not any(one.is_symlink() for one in _notes(RunDirectory(path)))
-
-
-def signature(run: RunDirectory) -> str:
-    """Another text when a file that a page is made of was changed; the same costs some calls of stat."""
-    seen = hashlib.sha256(_now_and_then(run).encode())
-    for path in (*_notes(run), *(run.path / "checkpoints" / name for name in _OF_CHECKPOINTS)):
-        try:
-            status = path.stat(follow_symlinks=False)
-            seen.update(f"{path.name} {status.st_mtime_ns} {status.st_size} {status.st_ino}\n".encode())
-        except OSError as error:
-            seen.update(f"{path.name} {error.errno}\n".encode(errors="replace"))
-    return seen.hexdigest()[:32]
-
-
-def _now_and_then(run: RunDirectory) -> str:
-    """Of a run that calls itself running also the time: its process may be gone, and no file would say so."""
-    try:
-        going = run.status().get("state") == "RUNNING"
-    except (RelayError, OSError):
-        going = False
-    return str(time.time() // _LOOK_SECS) if going else ""
-
-
-def _notes(run: RunDirectory) -> Iterator[Path]:
-    for name in _FILES:
-        yield run.path / name
-    for kind in ("metrics", "steps", "events"):
-        for _, path in run.generations(kind):
-            yield path
-
-
-NOT_OLDER_SECS = 5.0
-"""Pages ask again every few seconds, in many browsers; the store is asked once meanwhile."""
-
-
-class FarRuns(RunIndex):
-    """What RunStore is of a directory. A store that does not answer shows what was seen last.
-
-    Raises UsageError for a URL that is none, StorageError for a store that does not answer at the start.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._mirror = mirror_of(url)
-        self.root = self._mirror.root
-        self.shown = self._mirror.url
-        self._single = self._mirror.is_run()
-        self._names: list[str] = []
-        self._looked = float("-inf")
-        if not self._single and not self.names():
-            raise UsageError(f"no run lies at {url}, or below it: give the URL of a run, or of several")
-
-    def names(self) -> list[str]:
-        """The runs that are there now, sorted; at most a thousand."""
-        if not self._single and time.monotonic() - self._looked > NOT_OLDER_SECS:
-            try:
-                self._names = self._mirror.names()[:MOST_RUNS]
-            except StorageError:
-                if not self._names:
-                    raise
-            self._looked = time.monotonic()
-        return [self._mirror.root.name] if self._single else self._names
-
-    def runs(self) -> list[RunDirectory]:
-        """The same, with what a list shows of them."""
-        if self._single:
-            return [self._run("", for_a_look)]
-        return [self._run(name, for_a_glance) for name in self.names()]
-
-    def run(self, name: str) -> RunDirectory | None:
-        """The run of a name that the listing has, with what its page shows; None for any other text."""
-        if name not in self.names():
-            return None
-        return self._run("" if self._single else name, for_a_look)
-
-    def _run(self, name: str, wanted: Wanted) -> RunDirectory:
-        try:
-            return self._mirror.run(name, wanted, NOT_OLDER_SECS)
-        except StorageError:
-            return RunDirectory(Path(self._mirror.root, name), f"{self.shown}/{name}".rstrip("/"))
-
-
-def glance(run: RunDirectory) -> RunFacts:
-    """As much of a run as a line of the list shows: identity, status and metrics, not its checkpoints."""
-    troubles = Troubles()
-    identity = troubles.tried(run.identity, None) or {}
-    status: dict[str, Any] = troubles.tried(run.status, {})
-    epoch, state, job = status.get("epoch"), status.get("state"), identity.get("job")
-    return RunFacts(
-        name=run.name,
-        path=str(run.where),
-        job=job if isinstance(job, str) else None,
-        state=state if isinstance(state, str) else None,
-        epoch=epoch if type(epoch) is int else None,
-        stands=standing(run.path),
-        updated=moment_of({"time": status.get("updated")}),
-        best=best_of(identity.get("best")),
-        identity=identity,
-        course=course_of(points_of(run, troubles), {}),
-        trouble=tuple(troubles.said),
-    )
-
-
-def index_page(root: str, runs: Sequence[RunFacts], tag: str) -> str:
-    """The list as a page, what wrote last on top."""
-    ordered = sorted(runs, key=lambda run: (-(run.updated or 0.0), run.name))
-    going = sum(run.stands.word == "running" for run in runs)
-    title = f"{count(len(runs), 'run')}, {going} running" if going else count(len(runs), "run")
-    rows = [(run, quote(run.name, safe=""), _course(run)) for run in ordered]
-    return whole_page("runs.html", title, live=tag, root=root, rows=rows)
-
-
-def _course(run: RunFacts) -> Chart | None:
-    """The course of the run's own metric, without numbers: the cell beside it has the one that counts."""
-    if run.best is None:
-        return None
-    name = run.best[0]
-    values = [(one.epoch, one.metrics[name]) for one in run.course.points if name in one.metrics]
-    finite = [(epoch, value) for epoch, value in values if math.isfinite(value)]
-    return spark(f"{name} over {count(len(finite), 'epoch')}", finite) if len(finite) > 1 else None

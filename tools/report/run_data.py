@@ -76,7 +76,7 @@ def spread(items: Sequence[T], wanted: int) -> list[T]:
 
 
 def small_text(path: Path, limit: int = TEXT_LIMIT_BYTES) -> str | None:
-    """The beginning of a text file; None for what is no plain file: links lead out of the run."""
+    """The beginning of a text file; None for anything else: links lead out of the run."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -94,6 +94,8 @@ class Point:
     time: float | None
     saved: bool | None
     metrics: Mapping[str, float]
+    step: int | None = None
+    """The step of the whole run at which it ended; None where no steps were counted."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class StepPoint:
 
 @dataclass(frozen=True)
 class Joint:
-    """Where a later start went on: `kind` is `resume`, `rewind` or `fallback`; `epoch` is what it loaded."""
+    """Where a later start resumed: `kind` is `resume`, `rewind` or `fallback`; `epoch` was loaded."""
 
     kind: str
     epoch: int
@@ -249,6 +251,17 @@ class UpstreamRecord:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """What a start recorded about itself; `params` is None where the program passed none."""
+
+    attempt: int
+    argv: tuple[str, ...]
+    params: Mapping[str, Any] | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Directory, host and versions, by name."""
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """Everything that the page says of a run. `trouble` are things that could not be read, in words."""
 
@@ -266,6 +279,8 @@ class RunFacts:
     best: tuple[str, str] | None = None
     hosts: tuple[str, ...] = ()
     identity: Mapping[str, Any] = field(default_factory=dict)
+    launches: tuple[Launch, ...] = ()
+    """One per start that was recorded, the newest last."""
     config: str | None = None
     course: Course = Course()
     steps: tuple[StepPoint, ...] = ()
@@ -285,7 +300,7 @@ class RunFacts:
 
     @property
     def best_point(self) -> tuple[int, float] | None:
-        """The epoch with the best value of the run's own metric, the first of equal ones."""
+        """The epoch with the best value of the run's own metric, the earliest on a tie."""
         if self.best is None:
             return None
         name, mode = self.best
@@ -296,11 +311,11 @@ class RunFacts:
 
 
 _NAMES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-"""How JSON, which has no such numbers, is told them (`journal.finite`)."""
+"""How JSON, which has no such numbers, writes them (`journal.finite`)."""
 
 
 def metric_value(value: Json) -> float | None:
-    """A metric out of a file; None for what is no number."""
+    """A metric out of a file; None for other values."""
     if isinstance(value, str):
         return _NAMES.get(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -320,12 +335,14 @@ def moment_of(line: Mapping[str, Json]) -> float | None:
 
 
 def point_of(generation: int, line: Mapping[str, Json]) -> Point | None:
-    """A line of a metrics file; None for one that tells no epoch."""
+    """A line of a metrics file; None for one without an epoch."""
     epoch, metrics = line.get("epoch"), line.get("metrics")
     if type(epoch) is not int or not 0 <= epoch < 10**8:
         return None
     saved, known = line.get("saved"), _metrics(metrics if isinstance(metrics, Mapping) else {})
-    return Point(epoch, generation, moment_of(line), saved if isinstance(saved, bool) else None, known)
+    step = line.get("step")
+    step = step if type(step) is int and 0 < step < 10**12 else None
+    return Point(epoch, generation, moment_of(line), saved if isinstance(saved, bool) else None, known, step)
 
 
 def steps_of(lines: Iterable[Mapping[str, Json]]) -> tuple[StepPoint, ...]:

@@ -1,10 +1,12 @@
-"""The sections of time: a row per start, and nodes by phases as a heat map of what saves took."""
+"""The sections about time: a row per attempt, and a heat map of what saves took, nodes by phases."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 from torchrelay.metadata.statistics import WAITING, NodeRow, StragglerSummary, summary
 from torchrelay.records import dataclass
@@ -12,40 +14,46 @@ from torchrelay.tools.report.charts import (
     Cell,
     Chart,
     PageSection,
-    Scale,
     Shape,
     Table,
     clock_ticks,
     count,
-    line,
+    filled,
     moment,
     number,
-    path,
-    rect,
     seconds,
     shade,
     share,
-    word,
 )
 from torchrelay.tools.report.run_data import RunAttempt, RunFacts, Save
 
-WIDTH = 920
-_LEFT, _RIGHT, _ROW, _BAR, _TOP, _BOTTOM = 12, 20, 62, 24, 6, 26
+_BAR = 22
 _MOST_BARS = 160
 _MOST_ROWS = 40
 _ENDINGS = {
-    "FINISHED": "finished",
-    "STOPPED": "stopped",
-    "PREEMPTED": "preempted",
-    "FAILED": "failed",
-    "DIED": "died unexpectedly",
-    "RUNNING": "running",
+    "FINISHED": ("finished", "good"),
+    "STOPPED": ("stopped", "calm"),
+    "PREEMPTED": ("preempted", "calm"),
+    "FAILED": ("failed", "bad"),
+    "DIED": ("died unexpectedly", "bad"),
+    "RUNNING": ("running", "busy"),
 }
+
+
+class AttemptRow(NamedTuple):
+    """One attempt as the page shows it: `word` and `tone` say how it ended, `text` is the rest in words."""
+
+    name: str
+    word: str
+    tone: str
+    text: str
+    reason: str
+    chart: Chart
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of a row: `kind` is `train`, `save`, `wait`, `behind` or `load`; seconds from the start."""
+    """A part of a row: `kind` is `train`, `save`, `wait`, `behind` or `load`; times are since the begin."""
 
     kind: str
     begin: float
@@ -53,26 +61,31 @@ class Bar:
     text: str
 
 
+_LEGEND = {
+    "train": "training (shades alternate by epoch)",
+    "save": "saving",
+    "wait": "waiting for the slowest node",
+    "behind": "saving in the background",
+    "load": "loading",
+    "idle": "start-up and shutdown",
+}
+
+
 def timeline(runs: Sequence[RunFacts]) -> PageSection | None:
-    """When each start trained, saved and waited; None where none has left a time behind."""
+    """When each attempt trained, saved and waited; None where none recorded a time."""
     known = [run for run in runs if run.attempts]
     if not known:
         return None
+    kinds = {bar.kind.partition(" ")[0] for run in known for one in run.attempts for bar in bars_of(one)}
     content = {
-        "legend": [
-            ("train", "training (shades alternate by epoch)"),
-            ("save", "saving"),
-            ("wait", "waiting for the slowest node"),
-            ("behind", "saving behind the training"),
-            ("load", "loading"),
-        ],
-        "runs": [(run, _chart(run), len(run.attempts) - _MOST_ROWS, _table(run)) for run in known],
+        "legend": [(kind, text) for kind, text in _LEGEND.items() if kind in kinds or kind == "idle"],
+        "runs": [(run, _rows(run), _axis(run), len(run.attempts) - _MOST_ROWS, _table(run)) for run in known],
     }
     return PageSection("time", "Time", _finding(known), content)
 
 
 def bars_of(attempt: RunAttempt) -> list[Bar]:
-    """The stretches of one start. Of very many epochs neighbours share a bar, their saves added up."""
+    """The parts of one attempt. With very many epochs, neighbours share a bar, with their saves added."""
     bars = [
         Bar(
             "load",
@@ -106,10 +119,10 @@ def _epoch_bars(
     spent = min(sum(one.slowest_secs for one in saves), end - begin)
     waited = min(sum(one.waiting_secs for one in saves), spent)
     train = "train odd" if number % 2 else "train"
-    if behind:  # the save goes on while the next epoch trains: it takes nothing from the row
+    if behind:  # the save runs while the next epoch trains, so it takes no time from the row
         return [
             Bar(train, begin, end, f"{name}: {seconds(end - begin)}"),
-            Bar("behind", end - spent, end, f"{name}: saved behind the training, {seconds(spent)}"),
+            Bar("behind", end - spent, end, f"{name}: saved in the background, {seconds(spent)}"),
         ]
     split, quick = end - spent, end - waited
     bars = [Bar(train, begin, split, f"{name}: training, {seconds(split - begin)}")]
@@ -121,77 +134,81 @@ def _epoch_bars(
 
 
 def wall_secs(run: RunFacts) -> float:
-    """Seconds in which the run was going on, pauses between starts left out."""
+    """Seconds in which the run was running, without the pauses between attempts."""
     return sum(one.end - one.begin for one in run.attempts)
 
 
 def saving_secs(run: RunFacts) -> float:
-    """Seconds of saves that held the training."""
+    """Seconds of saves during which the training waited."""
     held = (bar for attempt in run.attempts for bar in bars_of(attempt) if bar.kind in ("save", "wait"))
     return sum(bar.end - bar.begin for bar in held)
 
 
-def _chart(run: RunFacts) -> Chart:
+def _rows(run: RunFacts) -> list[AttemptRow]:
+    """The newest attempts, drawn over the same span of seconds."""
     attempts = run.attempts[-_MOST_ROWS:]
-    span = max([1e-3, *(one.end - one.begin for one in attempts)])
-    x = Scale(0.0, span, _LEFT, WIDTH - _RIGHT)
-    height = _TOP + _ROW * len(attempts) + _BOTTOM
-    shapes = []
-    for at in clock_ticks(x.high, 7):
-        shapes.append(line("grid", (x(at), x(at)), (_TOP, height - _BOTTOM + 4)))
-        shapes.append(word(seconds(at) if at else "0", x(at), height - 8))
-    for index, attempt in enumerate(attempts):
-        pause = attempt.begin - attempts[index - 1].end if index else None
-        shapes.append(_row(attempt, _TOP + index * _ROW, x, pause))
-    return Chart(f"Timeline of {run.name}, a row per start", WIDTH, height, shapes, "wide")
-
-
-def _row(attempt: RunAttempt, top: float, x: Scale, pause: float | None) -> Shape:
-    y, end = top + 26, x(attempt.end - attempt.begin)
-    shapes = [
-        word(_title(attempt, pause), _LEFT, top + 17, "rowtitle"),
-        rect("idle", _LEFT, y, max(1.0, end - _LEFT), _BAR),
+    pauses = [after.begin - before.end for before, after in pairwise(attempts)]
+    span = _span(run)
+    return [
+        AttemptRow(
+            f"Attempt {one.number}" if one.number is not None else f"Start {one.generation}",
+            *_ENDINGS.get(one.outcome, (one.outcome.lower(), "calm")),
+            _text(one, pause),
+            one.reason if one.outcome in ("FAILED", "DIED", "PREEMPTED") else "",
+            _bars(one, span, run.name),
+        )
+        for one, pause in zip(attempts, [0.0, *pauses], strict=True)
     ]
-    for one in bars_of(attempt):
-        left, right = round(x(one.begin), 2), x(one.end)
-        at, height = (y + _BAR - 6, 6) if one.kind == "behind" else (y, _BAR)
-        shapes.append(rect(one.kind, left, at, max(0.6, right - left), height, one.text))
-    return Shape("g", "", inside=[*shapes, *_ending(attempt, end, y + _BAR / 2)])
 
 
-def _ending(attempt: RunAttempt, x: float, middle: float) -> list[Shape]:
-    shapes = {
-        "FAILED": f"M{x + 4:.1f} {middle - 5}l10 10m0 -10l-10 10",
-        "DIED": f"M{x + 4:.1f} {middle - 5}l10 10m0 -10l-10 10",
-        "PREEMPTED": f"M{x + 9:.1f} {middle - 6}l6 6l-6 6l-6 -6z",
-        "STOPPED": f"M{x + 4:.1f} {middle - 5}h9v10h-9z",
-        "FINISHED": f"M{x + 3:.1f} {middle}l4 5l7 -9",
-    }
-    if attempt.outcome not in shapes:
-        return []
-    text = f"{_ENDINGS[attempt.outcome]}{': ' + attempt.reason if attempt.reason else ''}"
-    return [path(f"ending {attempt.outcome.lower()}", shapes[attempt.outcome], text)]
+def _span(run: RunFacts) -> float:
+    return max([1e-3, *(one.end - one.begin for one in run.attempts[-_MOST_ROWS:])])
 
 
-def _title(attempt: RunAttempt, pause: float | None) -> str:
-    number = f"Attempt {attempt.number}" if attempt.number is not None else f"Start {attempt.generation}"
-    words = [_ENDINGS.get(attempt.outcome, attempt.outcome.lower()), seconds(attempt.end - attempt.begin)]
+def _bars(attempt: RunAttempt, span: float, name: str) -> Chart:
+    """Places are shares of the width, so that a phone shows all of it and text keeps its size."""
+    shapes = [_bar("idle", 0.0, attempt.end - attempt.begin, span)]
+    shapes += [_bar(one.kind, one.begin, one.end, span, one.text) for one in bars_of(attempt)]
+    took = seconds(attempt.end - attempt.begin)
+    return Chart(f"Attempt {attempt.number} of {name}: {took}", 0, _BAR, shapes, "bars")
+
+
+def _bar(kind: str, begin: float, end: float, span: float, title: str = "") -> Shape:
+    left, right = (min(100.0, max(0.0, 100 * one / span)) for one in (begin, end))
+    top, height = (_BAR - 6, 6) if kind == "behind" else (0, _BAR)
+    size: dict[str, float | str] = {"width": f"{max(0.08, right - left):.3f}%", "height": height}
+    return Shape("rect", kind, {"x": f"{left:.3f}%", "y": top, **size}, title=title)
+
+
+def _axis(run: RunFacts) -> Chart:
+    span = _span(run)
+    shapes = []
+    for at in clock_ticks(span, 5):
+        share_of = 100 * at / span
+        style = "tick" if share_of < 4 else "tick end" if share_of > 96 else "tick middle"
+        place: dict[str, float | str] = {"x": f"{share_of:.2f}%", "y": 14}
+        shapes.append(Shape("text", style, place, seconds(at) if at else "0"))
+    return Chart(f"0 to {seconds(span)}", 0, 18, shapes, "bars")
+
+
+def _text(attempt: RunAttempt, pause: float) -> str:
+    words = [seconds(attempt.end - attempt.begin)]
     if attempt.points:
         first, last = attempt.points[0].epoch, attempt.points[-1].epoch
         words.insert(0, f"epoch {first}" if first == last else f"epochs {first} to {last}")
     if attempt.world_size is not None:
         words.append(count(attempt.world_size, "rank"))
-    if pause is not None and pause > 0:
-        words.append(f"{seconds(pause)} after the one before")
-    return f"{number}: {', '.join(words)}"
+    if pause > 0:
+        words.append(f"{seconds(pause)} after the previous attempt")
+    return ", ".join(words)
 
 
 def _finding(runs: Sequence[RunFacts]) -> str:
     wall, saving = sum(map(wall_secs, runs)), sum(map(saving_secs, runs))
-    starts = sum(len(run.attempts) for run in runs)
+    attempts = sum(len(run.attempts) for run in runs)
     bad = sum(one.outcome in ("FAILED", "DIED") for run in runs for one in run.attempts)
-    text = f"Saving held the training for {share(saving, wall)} of {seconds(wall)}"
-    return text + (f"; {bad} of {count(starts, 'start')} failed" if bad else "")
+    text = f"Training waited for saves during {share(saving, wall)} of {seconds(wall)}"
+    return text + (f"; {bad} of {count(attempts, 'attempt')} failed" if bad else "")
 
 
 def _table(run: RunFacts) -> Table:
@@ -202,13 +219,13 @@ def _table(run: RunFacts) -> Table:
             seconds(one.end - one.begin),
             "" if one.world_size is None else str(one.world_size),
             str(len(one.points)),
-            _ENDINGS.get(one.outcome, one.outcome),
+            _ENDINGS.get(one.outcome, (one.outcome, ""))[0],
             one.reason,
         )
         for one in run.attempts[-_MOST_ROWS:]
     ]
     columns = ("attempt", "began", "took", "ranks", "epochs", "ended", "reason")
-    return Table("starts", columns, rows)
+    return filled(Table(f"Attempts of {run.name}", columns, rows))
 
 
 _PHASES = ("stage", "plan", "hash", "write", "fsync", "commit")
@@ -261,6 +278,7 @@ def _heat(times: StragglerSummary) -> tuple[Table, str, str]:
             row.node,
             *(_cell(row.phases[phase][0] if phase in row.phases else None, top) for phase in phases),
             Cell(seconds(row.own_secs), "own", f"{number(row.own_secs)} s"),
+            Cell(seconds(_all_secs(row)), "own", f"{number(_all_secs(row))} s"),
         ]
         for row in shown
     ]
@@ -270,7 +288,7 @@ def _heat(times: StragglerSummary) -> tuple[Table, str, str]:
     )
     usual = median([row.own_secs for row in rest] or [0.0])
     more = f"{count(len(rest), 'quicker node')} not shown: {seconds(usual)} of own work per save"
-    return Table(label, ("node", *phases, "own work"), rows), note, more if rest else ""
+    return Table(label, ("node", *phases, "own work", "total"), rows), note, more if rest else ""
 
 
 def _cell(value: float | None, top: float) -> Cell:

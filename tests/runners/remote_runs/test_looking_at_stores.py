@@ -18,7 +18,7 @@ from torchrelay.runners.remote_runs.download import RunFiles
 from torchrelay.runners.remote_runs.local_copies import Mirror, mirror_of
 from torchrelay.runners.remote_runs.names import for_a_glance, for_a_look
 from torchrelay.tools.cli.main import main
-from torchrelay.tools.report.page import FarRuns
+from torchrelay.tools.report.server import FarRuns
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import Framed, frames, look, needs_browser
+from report_runs import noted
 
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.tools.report.gather import gather
@@ -49,7 +50,7 @@ def test_curves_and_marks_are_there(seen: dict[str, Framed]) -> None:
     dom = seen["light"].dom
     for wanted in ("line s1", "line s1 stale", "mark resume", "mark rewind", "best s1"):
         assert f'class="{wanted}"' in dom, wanted
-    for text in ("went on from epoch 3", "went back to epoch 2", "story finished at epoch 5", "Attempt 0:"):
+    for text in ("resumed from epoch 3", "rewound to epoch 2", "story finished at epoch 5", ">Attempt 0<"):
         assert text in dom, text
 
 
@@ -66,6 +67,44 @@ def test_values_follow_the_pointer(seen: dict[str, Framed]) -> None:
     lines = seen["light"].tip.splitlines()
     assert lines[0].startswith("epoch ")
     assert [line.partition(":")[0] for line in lines[1:]] == ["story, abandoned", "story"]
+
+
+COMPARED = {"wide": (1400, "dark"), "narrow": (390, "light")}
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Framed], list[str]]:
+    """Two runs with long names and values side by side, on a desk and on a phone."""
+    folder = tmp_path_factory.mktemp("compared")
+    names = ("a_very_long_name_of_a_run_without_any_blank_in_it", "b")
+    runs = [
+        noted(
+            folder / name,
+            {"val/acc": [0.5, 0.6, 0.7], "a/very/long/name/of/a/metric/of/a/layer.0.weight": [1, 2, 3]},
+            params=[{"lr": lr, "path": f"/d{'/deep' * 20}/{name}", "model.layers.attention.heads": 8}],
+        )
+        for name, lr in zip(names, (0.1, 0.2), strict=True)
+    ]
+    page = report_page([gather(run) for run in runs])
+    return frames(page, tmp_path_factory.mktemp("browser"), COMPARED, 900)
+
+
+def test_a_comparison_fits_a_phone(compared: tuple[dict[str, Framed], list[str]]) -> None:
+    """Long names, paths and values neither widen the page nor make it ask for anything or complain."""
+    seen, console = compared
+    assert console == []
+    for name, one in seen.items():
+        assert (one.inner, one.asked) == (COMPARED[name][0], 0)
+        assert one.scroll <= one.inner, name
+
+
+def test_steps_follow_the_pointer(compared: tuple[dict[str, Framed], list[str]]) -> None:
+    """Over a chart by epoch the step at its end is named with the values of both runs."""
+    for one in compared[0].values():
+        first, *values = one.tip.splitlines()
+        epoch = int(first.partition(",")[0].removeprefix("epoch "))
+        assert first == f"epoch {epoch}, step {epoch * 16}"
+        assert len(values) == 2
 
 
 def brightness(one: Framed) -> float:

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from browser import look, needs_browser
 from dashboards import dashboard
+from report_runs import noted
 from torchrun import interruptible
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.tools.cli.main import main
-from torchrelay.tools.report.page import RunIndex, signature
-from torchrelay.tools.report.server import DashboardServer, Rendered
+from torchrelay.tools.report.server import DashboardServer, Rendered, RunIndex, signature
 from torchrelay.tools.serving.web import access_at, read_token
 
 TOKEN = "0123456789abcdef"
@@ -120,6 +120,30 @@ def test_only_listed_names_are_served(story: RunDirectory, path: str) -> None:
         assert "report" not in body
 
 
+def test_runs_are_compared(story: RunDirectory) -> None:
+    """A page compares runs of the list, and follows their files; other names, and one alone, have none."""
+    now = [0.0]
+    other = noted(story.path.with_name("other one"), {"val/acc": [0.5]})
+    with dashboard(RunIndex(story.path.parent), rendered=Rendered(lambda: now[0])) as server:
+        assert 'value="other%20one"' in ask(server, "/")[2]
+        path = "/compare/story/other%20one"
+        status, headers, body = ask(server, path)
+        assert status == 200
+        assert "story and other one compared" in body
+        now[0] += 100
+        assert ask(server, path, If_None_Match=headers["ETag"])[0] == 304
+        other.log_metrics(0, {"epoch": 2, "time": time.time(), "metrics": {"val/acc": 0.875}})
+        assert "0.875" in ask(server, path)[2]
+        for wrong in (
+            "/compare/",
+            "/compare/story",
+            "/compare/story/story",
+            "/compare/story/nope",
+            "/compare",
+        ):
+            assert ask(server, wrong)[0] == 404, wrong
+
+
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:{port}", "127.0.0.1:1", "127.0.0.1.evil.example", ""]
 )
@@ -133,7 +157,7 @@ def test_names_that_were_made_to_lead_here_are_refused(story: RunDirectory, host
 
 
 def test_a_token_is_needed_where_one_was_given(story: RunDirectory) -> None:
-    """Without it nothing is shown; an address with it leaves a cookie and goes on without it."""
+    """Without it nothing is shown; an address with it sets a cookie and redirects without it."""
     with dashboard(RunIndex(story.path.parent), TOKEN) as server:
         assert ask(server, "/")[0] == 401
         assert ask(server, "/?token=0123456789abcdeX")[0] == 401
@@ -172,7 +196,7 @@ def test_open_doors_are_refused(host: str, token: str | None, said: str) -> None
 
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys) -> None:
-    """A store that is not there, and a port that is taken, are told in one line with exit code 2."""
+    """A store that is not there, and a port that is taken, are reported in one line with exit code 2."""
     assert main(["dashboard", str(tmp_path / "nowhere")]) == 2
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -185,7 +209,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys) -> None:
 
 
 def test_a_run_that_cannot_be_read_has_a_page(story: RunDirectory) -> None:
-    """Damage is shown, in the list and on the page; the server goes on."""
+    """Damage is shown, in the list and on the page; the server continues."""
     for path in story.path.glob("*.json"):
         path.write_text("{")
     with dashboard(RunIndex(story.path.parent)) as server:

@@ -50,7 +50,7 @@ def test_every_measured_epoch_counts_or_is_abandoned(spans: list[tuple[int, int]
 
 
 def test_starts_have_their_ends_saves_and_loads(story: RunDirectory) -> None:
-    """A failed start is told with its reason, a finished one too; every save lies inside of its start."""
+    """A failed start is listed with its reason, a finished one too; every save lies inside of its start."""
     facts = gather(story)
     assert [one.outcome for one in facts.attempts] == ["FAILED", "FINISHED", "FINISHED"]
     assert "lights" in facts.attempts[0].reason
@@ -154,7 +154,7 @@ def test_a_damaged_epoch_is_told_with_what_a_start_would_do(story: RunDirectory)
 
 
 def test_a_fallback_is_marked_as_one(story: RunDirectory) -> None:
-    """After damage the run goes on from an older epoch: the course, the branch and the events say so."""
+    """After damage the run resumes from an older epoch: the course, the branch and the events say so."""
     remove_newest(story)
     with pytest.warns(UserWarning, match="damaged"):
         assert train(story.path, 7, step=0.2) == 7

@@ -79,7 +79,7 @@ def test_what_could_not_be_read_stands_on_top(story: RunDirectory) -> None:
     """Damage is the first thing that a reader sees, in words."""
     (story.path / "run.json").write_text("{")
     page = read(report_page([gather(story, QUICK)]))
-    assert "1 thing could not be read, or not be trusted" in page.text
+    assert "1 thing could not be read or verified" in page.text
     assert page.text.index("could not be read") < page.text.index("Values of story")
 
 
@@ -90,8 +90,8 @@ def test_several_runs_are_laid_over_each_other(story: RunDirectory, trained: Pat
     (other.path / "config/resolved.yaml").write_text("lr: 1e-3\n")
     text = report_page([gather(RunDirectory(trained), QUICK), gather(other, QUICK)])
     page = read(text)
-    assert "2 runs of report" in page.text
-    assert "config.lr" in page.text
+    assert "story and other compared" in page.text
+    assert "Only lr differs" in page.text
     assert 'class="differs"' in text
     for series in (json.loads(value or "") for name, value in page.attributes if name == "data-series"):
         assert {"story", "other"} <= {one[0] for one in series}

@@ -27,8 +27,7 @@ from torchrelay.tools.cli.arguments import Add, add_run
 from torchrelay.tools.report.run_data import ReadLimits
 
 if TYPE_CHECKING:
-    from torchrelay.tools.report.page import RunIndex
-    from torchrelay.tools.report.server import DashboardServer
+    from torchrelay.tools.report.server import DashboardServer, RunIndex
 
 
 _COLUMNS = ("run", "state", "epoch", "step", "rate", "eta", "last save")
@@ -287,8 +286,7 @@ def dashboard(chosen: argparse.Namespace, output: Output) -> int:
     from torchrelay.tools.serving.serve import check_installed
 
     check_installed("the dashboard")
-    from torchrelay.tools.report.page import FarRuns, RunIndex
-    from torchrelay.tools.report.server import DashboardServer
+    from torchrelay.tools.report.server import DashboardServer, FarRuns, RunIndex
     from torchrelay.tools.serving.web import read_token
 
     store: RunIndex = FarRuns(chosen.runs) if is_remote(chosen.runs) else RunIndex(Path(chosen.runs))

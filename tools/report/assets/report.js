@@ -37,6 +37,13 @@
     if (!known.has(chart)) known.set(chart, { frame: JSON.parse(chart.dataset.frame), series: JSON.parse(chart.dataset.series) });
     return known.get(chart);
   };
+  // The step at the end of an epoch, or the epoch of a step.
+  const otherAxis = (chart, at) => {
+    if (!chart.dataset.other) return "";
+    const [unit, pairs] = JSON.parse(chart.dataset.other);
+    const found = pairs.find((pair) => (chart.dataset.unit === "epoch" ? pair[0] === at : pair[0] >= at));
+    return found ? `, ${unit} ${found[1]}` : "";
+  };
   const clear = (chart) => { chart.querySelectorAll(".hover").forEach((one) => one.remove()); tip.hidden = true; };
   const point = (chart, epoch, clientX, clientY) => {
     const { frame: [x0, x1, left, right, y0, y1, bottom, top, log], series } = data(chart);
@@ -53,7 +60,7 @@
     const line = document.createElementNS(SVG, "line");
     for (const [name, value] of Object.entries({ x1: x, x2: x, y1: top - 6, y2: bottom, class: "cursor" })) line.setAttribute(name, value);
     group.append(line);
-    const lines = [`${chart.dataset.unit} ${at}`];
+    const lines = [`${chart.dataset.unit} ${at}${otherAxis(chart, at)}`];
     for (const [name, colour, , points] of filled) {
       const found = nearest(points, at);
       if (found[0] !== at) continue;
@@ -72,14 +79,16 @@
     const [x0, x1, left, right] = data(chart).frame;
     return x0 + (x1 - x0) * (((clientX - box.left) / box.width) * chart.viewBox.baseVal.width - left) / (right - left);
   };
-  document.addEventListener("pointermove", (event) => {
+  const follow = (event) => {
     const chart = event.target.closest?.("svg[data-series]");
     const title = event.target.closest?.("svg *")?.closest("g, rect, path, circle")?.querySelector(":scope > title");
     document.querySelectorAll(".hover").forEach((one) => { if (one.closest("svg") !== chart) one.remove(); });
     if (chart && !title) point(chart, epochUnder(chart, event.clientX), event.clientX, event.clientY);
     else if (title) show(title.textContent, event.clientX, event.clientY);
     else tip.hidden = true;
-  });
+  };
+  document.addEventListener("pointermove", follow);
+  document.addEventListener("pointerdown", follow);
   document.addEventListener("keydown", (event) => {
     const chart = event.target.closest?.("svg[data-series]");
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -94,6 +103,18 @@
     point(chart, next, box.left + box.width / 2, box.top + box.height / 2);
   });
   document.addEventListener("focusout", (event) => { const chart = event.target.closest?.("svg[data-series]"); if (chart) clear(chart); });
+
+  // On the list of a dashboard: the chosen runs are compared.
+  const offer = () => {
+    const link = document.getElementById("comparison");
+    if (!link) return;
+    const names = [...document.querySelectorAll(".pick:checked")].map((one) => one.value);
+    link.hidden = names.length < 2 || names.length > 8;
+    link.textContent = `Compare ${names.length} runs`;
+    link.href = `/compare/${names.join("/")}`;
+  };
+  document.addEventListener("change", offer);
+  offer();
 
   // On a dashboard: ask again, and put in only what is new, with what the reader had opened still open.
   if (!document.body.dataset.live) return;
@@ -122,6 +143,7 @@
     content.querySelectorAll("details").forEach((one) => { if (opened.has(key(one))) one.open = opened.get(key(one)); });
     content.querySelectorAll("input").forEach((one) => { one.checked = checked.has(one.id); });
     main.replaceWith(content);
+    offer();
     content.querySelectorAll(".scroll").forEach((one, at) => { if (scrolled[at]) [one.scrollLeft, one.scrollTop] = scrolled[at]; });
     if (focused) document.getElementById(focused)?.focus();
     document.querySelector("h1").textContent = fresh.querySelector("h1").textContent;
