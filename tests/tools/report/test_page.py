@@ -115,9 +115,9 @@ def test_the_verb_writes_a_page_and_says_so(story: RunDirectory, tmp_path: Path,
         (["nowhere"], "there is no nowhere"),
         (["."], "no run"),
         (["{run}", "-o", "."], "is a directory"),
-        (["{run}", "-o", "no/such/place.html"], "no directory"),
-        (["{run}", "-o", "{run}/checkpoints/r.html"], "among the checkpoints"),
-        (["{run}", "--max-bytes", "lots"], "no number of bytes"),
+        (["{run}", "-o", "no/such/place.html"], "is not a directory"),
+        (["{run}", "-o", "{run}/checkpoints/r.html"], "inside the checkpoints"),
+        (["{run}", "--max-bytes", "lots"], "expected a number of bytes"),
     ],
 )
 def test_mistakes_are_one_line(
