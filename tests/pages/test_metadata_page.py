@@ -66,13 +66,13 @@ def test_the_command_and_the_queries_run(folder: Path, monkeypatch: pytest.Monke
 
 
 def check_answers(url: str) -> None:
-    nodes, phases, epochs, runs, starts = (query(url, text) for text in QUERIES)
+    nodes, epochs, runs = (query(url, text) for text in QUERIES)
+    phases = query(url, "SELECT DISTINCT phase FROM relay_durations WHERE action = 'checkpoint_save'")
     assert [node for node, *_ in nodes] == ["trainer_0"]
-    assert {phase for phase, *_ in phases} == {"stage", "plan", "hash", "write", "fsync", "commit"}
+    assert {phase for (phase,) in phases} == {"stage", "plan", "hash", "write", "fsync", "commit"}
     assert [row[:2] for row in epochs] == [(name, epoch) for name in ("again", "hello") for epoch in range(4)]
     assert all(slowest == quickest > 0 and size > 0 for _, _, slowest, quickest, size in epochs)
     assert sorted((name, epoch) for name, _, epoch, _ in runs) == [("again", 3), ("hello", 3)]
-    assert sorted(starts) == [("again", 1), ("hello", 1)]
 
 
 @needs_postgresql
