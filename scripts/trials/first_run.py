@@ -86,7 +86,9 @@ def resumed(python: Path | str, folder: Path, shown: str, env: Mapping[str, str]
     if found is None or int(found[1]) < KILLED_AFTER:
         raise FirstRunError(f"mine.py did not resume after epoch {KILLED_AFTER}:\n{printed}")
     wanted = [line for line in shown.splitlines() if not line.startswith("$ ")]
-    for line in (re.sub(r"(resuming from epoch) \d+", rf"\1 {found[1]}", one) for one in wanted):
-        if missing(line, printed) is not None:
+    for line in wanted:
+        # Where the kill struck and how fast the machine is differ from one run to the next.
+        known = re.sub(r"resuming from epoch \d+|[\d.]+(?= epochs/s)", "...", line)
+        if missing(known, printed) is not None:
             raise FirstRunError(f"the page shows {line!r}, but this was printed:\n{printed}")
     return int(found[1])
