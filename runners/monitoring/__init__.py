@@ -1,1 +1,1 @@
-"""What people see of runs: lines, bars, tables, logs of ranks, trackers, and how a run stands."""
+"""Views of runs: console lines, progress bars, tables, logs of ranks, trackers, and the state of a run."""

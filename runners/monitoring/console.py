@@ -1,8 +1,8 @@
-"""What the command line prints (lines, tables, JSON), how it takes words, what it says to mistakes.
+"""Output of the command line (lines, tables, JSON), argument parsing, and messages about typing mistakes.
 
-A reader that goes away (`| head`) is no error: the rest is not shown, the exit code stays right.
+A closed reader (`| head`) is not an error: the rest is dropped, and the exit code stays the same.
 
-Names after options are taken, too: `tag RUN --delete NAME` means what `tag --delete RUN NAME` does.
+Names after options are accepted too: `tag RUN --delete NAME` means the same as `tag --delete RUN NAME`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _SHORT = 12
-"""A column of so short words is not folded on a terminal: numbers are read as a whole."""
+"""Columns whose words are at most this long are not folded on a terminal, so that numbers stay readable."""
 _ANY_WIDTH = 1 << 20
 _STYLES = {
     "proved": "green",
@@ -44,7 +44,7 @@ _STYLES = {
 
 
 class Output:
-    """Prints to stdout in the form that suits it; `notice` goes to stderr."""
+    """Print to stdout as text or JSON; `notice` goes to stderr."""
 
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
@@ -53,14 +53,14 @@ class Output:
         if not json and draws(sys.stdout):
             from rich.console import Console
 
-            self._console = Console()  # asks NO_COLOR itself
+            self._console = Console()  # respects NO_COLOR
 
     def value(self, value: Mapping[str, Any]) -> None:
         """Print one JSON object."""
         _tolerant(lambda: print(_object(value)))
 
     def line(self, text: str, style: str | None = None, *, tabs: bool = False) -> None:
-        """Print one line; `style` is a word that tells the colour on a terminal, `tabs` stay if asked for."""
+        """Print one line; `style` selects a colour on terminals, `tabs` keeps tab characters."""
         console = self._console
         shown = "\t".join(map(printable, text.split("\t"))) if tabs else printable(text)
         if console is None:
@@ -72,9 +72,9 @@ class Output:
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, spare: Collection[str] = ()
     ) -> None:
-        """Print rows of text below the names of their columns.
+        """Print rows of text below the column names.
 
-        The `spare` columns are left out where a terminal is too narrow for all; a pipe gets everything.
+        The `spare` columns are omitted if the terminal is too narrow; a pipe gets all columns.
         """
         shown = [[printable(cell) for cell in row] for row in rows]
         if self._console is None:
@@ -91,11 +91,11 @@ class Output:
 
     @property
     def rich(self) -> bool:
-        """Whether a terminal shows it."""
+        """True if stdout is a terminal."""
         return self._console is not None
 
     def renderable(self, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> Any:
-        """The same as a table and lines below it, for a view that is drawn again and again."""
+        """Return a table with notes below it, for a view that is redrawn repeatedly."""
         from rich.console import Group
         from rich.text import Text
 
@@ -103,21 +103,22 @@ class Output:
         return Group(_rich_table(columns, shown), *(Text(printable(note)) for note in notes))
 
     def notice(self, text: str) -> None:
-        """Print something that people should know, beside the result."""
+        """Print a message for the user on stderr."""
         sys.stderr.write(f"torchrelay: {printable(by_url(text))}\n")
 
     def progress(self, text: str) -> None:
-        """Show how far a long verb is, where a person watches: one line on stderr, written over."""
+        """Show the progress of a long subcommand on one line of stderr, if that is a terminal."""
         if draws(sys.stderr) and not self.json:
             sys.stderr.write(f"\r\x1b[K{printable(text)}")
             sys.stderr.flush()
 
     def close(self) -> None:
-        """Let go of what is still buffered."""
+        """Flush what is still buffered."""
         _tolerant(sys.stdout.flush)
 
 
 def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Build a table for a terminal, with styles by the words of a row."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -133,39 +134,40 @@ def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def by_url(text: str) -> str:
-    """A message as it was meant: where a run at a URL was looked at, its directory here has another name."""
+    """Replace local mirror directories in a message by the URLs that they stand for."""
     mirrors = sys.modules.get("torchrelay.runners.remote_runs.local_copies")
     return text if mirrors is None else str(mirrors.with_urls(text))
 
 
 def printable(text: str) -> str:
-    """One line without control characters: names come from files and may hold anything."""
+    """Return one line without control characters: names come from files and may hold anything."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else " " if c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
 def human_number(value: float) -> str:
-    """A metric in at most five figures."""
+    """Format a metric with at most five digits."""
     return f"{value:.5g}"
 
 
 def _object(value: Mapping[str, Any]) -> str:
-    """A JSON object, a line for each of its keys and for each thing in a list of things.
+    """Format a JSON object with one line per key, and per entry of a list of objects.
 
-    Everything below is written in one go: indented, json takes ten times as long.
+    Deeper levels are encoded at once, because indented encoding takes ten times as long.
     """
     return "{\n" + ",\n".join(f" {_json(key)}: {_listed(item)}" for key, item in value.items()) + "\n}"
 
 
 def _listed(value: Any) -> str:
+    """Format one value of an object."""
     if not isinstance(value, list) or not any(isinstance(one, (dict, list)) for one in value):
         return _json(value)
     return "[\n" + ",\n".join(f"  {_json(one)}" for one in value) + "\n ]"
 
 
 def _json(value: Any) -> str:
-    """In one line; escaped is what a terminal might obey, half a surrogate pair, what the encoding lacks."""
+    """Encode in one line; escape control characters, lone surrogates, and what the encoding lacks."""
     try:
         text = json_module.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -176,7 +178,7 @@ def _json(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with text for all numbers that JSON does not have."""
+    """Replace numbers that JSON does not have by text."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -185,12 +187,14 @@ def _finite(value: Any) -> Any:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Pad the cells of each column to one width."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return [line.rstrip() for line in padded]
 
 
 def _tolerant(write: Callable[[], object]) -> None:
+    """Write and flush; a closed reader is ignored, other errors raise StorageError."""
     try:
         write()
         sys.stdout.flush()
@@ -202,14 +206,14 @@ def _tolerant(write: Callable[[], object]) -> None:
 
 
 def _discard() -> None:
-    """Whatever is still buffered goes nowhere, also in the interpreter's own last flush."""
+    """Send buffered output to /dev/null, including the interpreter's last flush."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 def _open_streams() -> None:
-    """Streams that take all that is printed: where they are closed, and what their encoding lacks."""
+    """Make stdout and stderr usable if they are closed, and escape what their encoding lacks."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -219,55 +223,57 @@ def _open_streams() -> None:
 
 
 def time_text(value: float) -> str:
-    """Seconds since 1970 as a date, always UTC; what is no date stays a number."""
+    """Format seconds since 1970 as a date in UTC; an invalid date stays a number."""
     try:
         return datetime.fromtimestamp(value, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):  # written by somebody else's clock
+    except (ValueError, OverflowError, OSError):  # written by a wrong clock
         return str(value)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError instead of printing how a verb is used and leaving."""
+    """Raise UsageError instead of printing the usage and exiting."""
 
     _taking = False
 
     def error(self, message: str) -> NoReturn:
-        """One line; what the verb takes is a question of its own."""
+        """Raise a one-line error that points to --help."""
         raise UsageError(f"{message} ({self.prog} --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does, but a name that may be missing is also found behind an option."""
+        """Parse as argparse does, but also find an optional name after an option."""
         if self._taking or all(action.nargs != "?" for action in self._get_positional_actions()):
             return super().parse_known_args(args, namespace)
-        self._taking = True  # what follows comes back here
+        self._taking = True  # the next call re-enters this method
         try:
             return super().parse_known_intermixed_args(args, namespace)
         finally:
             self._taking = False
 
     def refuse(self, left: Sequence[str]) -> NoReturn:
-        """Words that mean nothing to this verb: raises UsageError with what there is instead."""
+        """Raise UsageError for words that this subcommand does not accept, with what it accepts."""
         word = left[0].partition("=")[0]
         if word.startswith("-"):
             options = [name for action in self._actions for name in action.option_strings]
             self.error(f"{self._verb} has no option {word}{_meant(word, options)}")
         takes = " ".join(str(action.metavar or action.dest) for action in self._get_positional_actions())
-        self.error(f"{self._verb} takes {takes or 'options alone'}: what is {left[0]!r} for?")
+        self.error(f"unexpected argument {left[0]!r}: {self._verb} takes {takes or 'only options'}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """The verb, or a word out of some: what is none of these is told with the nearest."""
+        """Check a subcommand or choice; an unknown one is reported with the nearest."""
         if not isinstance(action, argparse._SubParsersAction):
             super()._check_value(action, value)
         elif value not in action.choices:
             typed = " ".join([*self.prog.split()[1:], str(value)])
-            self.error(f"there is no verb {typed!r}{_meant(str(value), list(_verbs(self)))}")
+            self.error(f"unknown subcommand {typed!r}{_meant(str(value), list(_verbs(self)))}")
 
     @property
     def _verb(self) -> str:
+        """The subcommand as it was typed."""
         return " ".join(self.prog.split()[1:]) or self.prog
 
 
 def _verbs(parser: argparse.ArgumentParser, before: str = "") -> Iterator[str]:
+    """Yield the subcommands of a parser and of those below it."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, one in action.choices.items():
@@ -276,7 +282,7 @@ def _verbs(parser: argparse.ArgumentParser, before: str = "") -> Iterator[str]:
 
 
 def _meant(word: str, known: Sequence[str]) -> str:
-    """What has this word as its last one, or is written like it."""
+    """Suggest names that end in this word or are spelled similarly."""
     from difflib import get_close_matches
 
     found = [one for one in known if one.split()[-1] == word] or get_close_matches(

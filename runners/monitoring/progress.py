@@ -1,8 +1,8 @@
-"""What a person sees of a run while it goes: a bar on rank 0's terminal, else a line per interval.
+"""Show the progress of a run: a bar on rank 0's terminal, else one line per interval.
 
-A thread looks at numbers that the training leaves lying; the training never waits for it, and ranks do not
-talk. Rank 0 prints, every rank notes its lines in its own file (`rank_log`), rank 0 leaves `live.json` for
-`torchrelay top`.
+A thread reads numbers that the training leaves in memory; the training never waits for it, and ranks do not
+communicate. Rank 0 prints, every rank writes its lines to its own file (`RankLog`), and rank 0 writes
+`live.json` for `torchrelay top`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from torchrelay.runners.monitoring.text import (
 from torchrelay.runners.session.run_state import RunState
 
 BAR_SECS, LOOK_SECS, LIVE_SECS = 0.1, 0.5, 2.0
-"""How often the bar is drawn; how often is looked where none is; how often `live.json` is written."""
+"""Intervals of drawing the bar, of polls without a bar, and of writing `live.json`."""
 RATE_SECS, ETA_SECS = 30.0, 900.0
-"""Over how long the rate that is shown, and the one by which the end is estimated, are taken."""
+"""Time windows of the displayed rate, and of the rate for the estimated end."""
 _MOMENTS = 2000
 _JOIN_SECS = 2.0
 Note = Callable[[dict[str, Any]], None]
 
 
 class Progress:
-    """Prints to `stream` (stderr by default), so that a program's own output stays its own."""
+    """Print progress to `stream` (stderr by default), so that stdout belongs to the program."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Progress:
         self._bar: ProgressBar | None = None
         self._printing = threading.RLock()
         self._waiting: deque[Sight] = deque(maxlen=None if every_secs == 0 else 1)
-        """Epochs that are over and whose lines wait for the thread, or for the interval's end."""
+        """Lines of finished epochs that wait for the thread or for the end of the interval."""
         self._printed_at = float("-inf")
         self._wake, self._over = threading.Event(), False
         self._thread: threading.Thread | None = None
@@ -71,7 +71,7 @@ class Progress:
     # Life
 
     def begin(self, state: RunState, last_epoch: int | None, note: Note | None = None) -> None:
-        """Look at this run from now on; `note` gets what is seen, every two seconds."""
+        """Start showing this run; `note` receives the current state every two seconds."""
         self._state, self._last_epoch, self._note = state, last_epoch, note
         self._printed_at = time.monotonic()
         out = self._out
@@ -81,14 +81,14 @@ class Progress:
         self._thread.start()
 
     def close(self) -> None:
-        """Take the bar away, print what was held back; a second call does nothing."""
+        """Remove the bar and print pending lines; a second call does nothing."""
         thread, self._thread = self._thread, None
         self._over = True
         self._wake.set()
         if thread is not None:
             thread.join(_JOIN_SECS)
         if not self._printing.acquire(timeout=_JOIN_SECS):
-            return  # whoever reads has stopped reading; the end must not wait for that
+            return  # the reader has stopped reading; the exit must not wait for it
         try:
             bar, self._bar = self._bar, None
             if bar is not None:
@@ -97,21 +97,21 @@ class Progress:
         finally:
             self._printing.release()
 
-    # What is told
+    # Events
 
     def line(self, text: str) -> None:
-        """Say something, at once."""
+        """Print a line at once."""
         with self._printing:
             self._print_waiting()
             self.log.line(text)
             self._print(text, loud=True)
 
     def saved(self, position: object, secs: float | None) -> None:
-        """The newest save took `secs`, or (None) failed."""
+        """Record that the newest save took `secs`, or (None) failed."""
         self._ckpt = f"ckpt e{position} " + ("FAILED" if secs is None else f"ok {secs:.1f}s")
 
     def epoch(self, metrics: Mapping[str, float]) -> None:
-        """An epoch is over: the thread prints its line, at once or when the interval is over."""
+        """Finish an epoch: the thread prints its line, at once or at the end of the interval."""
         if self._state is not None:
             self._epochs_done = self._state.epoch
             self._look()
@@ -122,15 +122,18 @@ class Progress:
     # Lines
 
     def _print_waiting(self) -> None:
+        """Print the pending lines of epochs."""
         while self._waiting:
             self._say(self._waiting.popleft())
 
     def _say(self, sight: Sight) -> None:
+        """Print and log one state."""
         self._printed_at = time.monotonic()
         self.log.line(sight.line)
         self._print(sight.line)
 
     def _print(self, text: str, *, loud: bool = False) -> None:
+        """Print one line, above the bar if there is one."""
         if not self.talks:
             return
         if self._bar is not None:
@@ -142,16 +145,18 @@ class Progress:
             if out is not None:
                 out.write(stamped(text, level="I", who=self.log.who) + "\n")
                 out.flush()
-        except (OSError, ValueError):  # nobody reads any more
+        except (OSError, ValueError):  # the reader is gone
             self.talks = False
 
     @property
     def _out(self) -> TextIO | None:
+        """The output stream."""
         return self._stream or sys.stderr
 
     # The thread
 
     def _watch(self) -> None:
+        """Run the thread."""
         noted, odd = time.monotonic(), False
         while not self._over:
             self._wake.wait(LOOK_SECS if self._bar is None else BAR_SECS)
@@ -163,12 +168,13 @@ class Progress:
                 if self._note is not None and not self._over and time.monotonic() - noted >= LIVE_SECS:
                     noted = time.monotonic()
                     self._note(sight.json())
-            except Exception as error:  # whatever it is, the training goes on
+            except Exception as error:  # no error may stop the training
                 if not odd:
                     self.log.line(f"the progress cannot be shown: {type(error).__name__}: {error}", "W")
                 odd = True
 
     def _show(self, sight: Sight) -> None:
+        """Update the bar, and print a line if the interval is over."""
         with self._printing:
             if self._bar is not None:
                 self._bar.show(sight)
@@ -180,7 +186,7 @@ class Progress:
                 self._say(replace(sight, doing=""))
 
     def _look(self) -> None:
-        """Note when more is done than before; steps where they are counted, else epochs."""
+        """Record finished steps, or epochs if steps are not counted."""
         state = self._state
         if state is None or not state.epoch:
             return
@@ -200,10 +206,11 @@ class Progress:
 
     @property
     def _done(self) -> int:
-        """Epochs that are over."""
+        """Number of finished epochs."""
         return max(self._epochs_done, self._state.epoch - 1) if self._state is not None else 0
 
     def _sight(self) -> Sight:
+        """Return the current state."""
         state = self._state
         if state is None:
             return Sight()
@@ -222,7 +229,7 @@ class Progress:
         )
 
     def _left(self, state: RunState) -> int | None:
-        """Steps, or epochs, to the end."""
+        """Return the remaining steps or epochs."""
         last, total = self._last_epoch, state.total_steps
         if total:
             return steps_left(state.epoch, state.step, state.steps_of_epoch, last, total, state.limit_steps)

@@ -1,4 +1,4 @@
-"""One bar at the foot of rank 0's terminal, and long works in words; what is printed meanwhile goes above."""
+"""A progress bar at the bottom of rank 0's terminal, and descriptions of long operations."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 _streams: list[tuple[TextIO, TextIO]] = []
-"""stdout and stderr as they were, while a bar has them."""
+"""The original stdout and stderr while a bar replaces them."""
 
 
 _BAR = 20
 
 
 def _give_back_in_child() -> None:
-    """A forked worker of a loader prints by itself: the bar's lock may be held for ever in its memory."""
+    """Restore the streams in a forked worker, whose copy of the bar's lock may be held forever."""
     if _streams:
         sys.stdout, sys.stderr = _streams.pop()
 
@@ -33,10 +33,10 @@ os.register_at_fork(after_in_child=_give_back_in_child)
 
 
 class ProgressBar:
-    """Drawn by `show`, gone after `close`; only for streams of which `wording.draws` says yes.
+    """Drawn by `show`, removed by `close`; only for streams that `text.draws` accepts.
 
-    rich asks NO_COLOR itself. stdout is written above the bar only where it is a terminal, too: a redirected
-    one stays the program's own.
+    rich respects NO_COLOR. stdout is written above the bar only if it is a terminal too; otherwise it is left
+    alone.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -57,7 +57,7 @@ class ProgressBar:
         self._rich.start()
 
     def show(self, sight: Sight) -> None:
-        """Draw what is seen now."""
+        """Draw the current state."""
         total, done = (sight.steps, sight.step) if sight.total_steps else (sight.last_epoch, sight.epoch)
         self._rich.update(
             self._task,
@@ -73,16 +73,16 @@ class ProgressBar:
         self._rich.console.print(plain(text), style="bold" if loud else None, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Take the bar away and give stdout and stderr back; a second call does nothing."""
+        """Remove the bar and restore stdout and stderr; a second call does nothing."""
         self._rich.stop()
         _streams.clear()
 
 
 def bar_tail(sight: Sight, room: int) -> str:
-    """What stands behind the bar, in `room` columns: what there is least room for goes first.
+    """Return the text after the bar within `room` columns.
 
-    Work that takes long, else metrics; rate, time to the end, newest save. Metrics are told whole or not at
-    all, and never in the place of the time to the end.
+    Order: long operation or metrics, rate, remaining time, newest save. The least important parts are omitted
+    first; metrics are shown whole or not at all.
     """
     pace = per_second(sight.per_sec, sight.unit) if sight.per_sec is not None else ""
     eta = f"eta {duration(sight.eta_secs)}" if sight.eta_secs is not None else ""
@@ -99,17 +99,17 @@ def bar_tail(sight: Sight, room: int) -> str:
 
 
 LONG_SECS = 2.0
-"""Works that take no longer are not spoken of."""
+"""Shorter operations are not shown."""
 _REFRESH_SECS = 0.2
 
 
 def working() -> str:
-    """The newest work of this process that takes long; empty where there is none."""
+    """Return a description of the newest long operation of this process; empty if there is none."""
     return next((in_words(work) for work in reversed(works()) if work.secs >= LONG_SECS), "")
 
 
 def in_words(work: Work) -> str:
-    """`saving epoch 3, 1.2 of 4.1 GB, 00:00:12 left`."""
+    """Describe an operation: `saving epoch 3, 1.2 of 4.1 GB, 00:00:12 left`."""
     if work.nbytes is None:
         moved = f", {human_bytes(work.done)}" if work.done else ""
         return f"{work.what}{moved}, {duration(work.secs)}"
@@ -120,7 +120,7 @@ def in_words(work: Work) -> str:
 
 @contextmanager
 def shown(show: Callable[[str], None]) -> Iterator[None]:
-    """Have a thread call `show` with the long work of the block, at last with nothing."""
+    """Have a thread call `show` with the long operation of the block, and finally with an empty text."""
     over = threading.Event()
 
     def watch() -> None:

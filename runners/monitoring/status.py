@@ -1,12 +1,12 @@
-"""How a run stands, as its files say now: the one answer that `ls`, `top`, `status`, pages show.
+"""State of a run as its files report it; used by `ls`, `top`, `status` and pages.
 
-created       made, and no process has begun to train
-running       a process trains, as far as can be seen from here
-silent        it says that it runs, has left no sign of life for a while, and cannot be asked from here
-interrupted   it left, was stopped, or its process is gone; the same command resumes it
-failed        an error ended it; the same command goes on
-finished      its epochs are over
-tested        finished, and its newest epoch has a test result
+- created: made, but no process has begun to train
+- running: a process trains, as far as this host can see
+- silent: it claims to run, but has shown no activity for a while and cannot be checked from here
+- interrupted: it stopped, or its process is gone; the same command resumes it
+- failed: an error ended it; the same command resumes it
+- finished: all its epochs are done
+- tested: finished, and its newest epoch has a test result
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 
 SILENT_SECS = 15.0
-"""A running job leaves a sign every two seconds; a slow shared file system may hold it back."""
+"""A running job updates a file every two seconds; a slow shared file system may delay it."""
 _EVENT_BYTES, _SAVE_BYTES = 64 << 10, 4 << 20
-"""How much is read of the ends of the notes; a save of ten thousand nodes is a line of some MB."""
+"""Bytes read from the end of the files; a save of ten thousand nodes is a line of some MB."""
 _WARNINGS = ("warning", "save failed", "failure")
 
 
 @dataclass(frozen=True)
 class RunLook:
-    """What is seen of a run; what its files do not tell is None, empty or 0.
+    """The view of a run; unknown values are None, empty or 0.
 
-    `silent_secs` is how long a run that says it is running has left no sign. `slowest` is the node that the
-    newest save waited for, with its seconds. `ranks` are those whose logs lie there, with the seconds since
-    their last line; `unreadable` says what is wrong with a file. `stands` and `why` are for who also asks
-    whether its process is there (`runners.monitoring.status`).
+    `silent_secs`: time since the last activity of a run that claims to run. `slowest`: the node that the
+    newest save waited for, with its seconds. `ranks`: seconds since the last line of each rank's log.
+    `unreadable`: the error of a file. `stands` and `why`: the state, set by callers that also check the
+    process.
     """
 
     name: str
@@ -68,12 +68,12 @@ class RunLook:
     why: str = ""
 
     def json(self) -> dict[str, Any]:
-        """As an object of `top --json`."""
+        """Return the entry of `top --json`."""
         return asdict(self)
 
 
 def runs_at(path: Path) -> list[Path]:
-    """The run directory at `path`, else those right below it; empty where there is none (any more)."""
+    """Return the run directory at `path`, else those directly below it; empty if there are none."""
     if (path / "run.json").exists() or (path / "status.json").exists():
         return [path]
     try:
@@ -84,7 +84,7 @@ def runs_at(path: Path) -> list[Path]:
 
 
 def look_at(path: Path, now: float | None = None) -> RunLook:
-    """Look at a run; never raises for what its files are like."""
+    """Read the view of a run; never raises because of the content of its files."""
     now = time.time() if now is None else now
     run = RunDirectory(path)
     status, wrong = _read(run.status)
@@ -103,6 +103,7 @@ def look_at(path: Path, now: float | None = None) -> RunLook:
 
 
 def _read(read: Any) -> tuple[dict[str, Any], str]:
+    """Call `read`; return its result, or an error text."""
     try:
         return read(), ""
     except RelayError as error:
@@ -110,16 +111,18 @@ def _read(read: Any) -> tuple[dict[str, Any], str]:
 
 
 def _whole_numbers(found: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return the values that are integers."""
     return {name: found[name] for name in names if type(found.get(name)) is int}
 
 
 def _failure(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return error and host of a failed run."""
     error, host = status.get("error"), status.get("host")
     return {"doing": error if isinstance(error, str) else "", "host": host if isinstance(host, str) else ""}
 
 
 def _from_live(live: Mapping[str, Any], status: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """What the running process left; an older attempt's words do not count."""
+    """Return values of the running process; those of an older attempt do not count."""
     signs = [one for one in (status.get("updated"), live.get("time")) if isinstance(one, (int, float))]
     since = now - max(signs, default=now)
     found: dict[str, Any] = {"silent_secs": since if since > SILENT_SECS else None}
@@ -133,6 +136,7 @@ def _from_live(live: Mapping[str, Any], status: Mapping[str, Any], now: float) -
 
 
 def _from_lines(path: Path, attempt: int, generation: int | None, now: float) -> dict[str, Any]:
+    """Return ranks, warnings and the slowest node from logs and events."""
     found: dict[str, Any] = {"ranks": dict(_ranks(path / "logs" / f"attempt_{attempt}", now))}
     events = map(_object, _tail(path / f"events.{generation}.jsonl", _EVENT_BYTES))
     warned = [one for one in events if one is not None and one.get("kind") in _WARNINGS]
@@ -147,6 +151,7 @@ def _from_lines(path: Path, attempt: int, generation: int | None, now: float) ->
 
 
 def _slowest(save: Mapping[str, Any]) -> tuple[str, float] | None:
+    """Return the slowest node of a save, with its seconds."""
     nodes = save.get("nodes")
     for node in nodes if isinstance(nodes, list) else []:
         slowest = isinstance(node, dict) and node.get("node") == save.get("slowest")
@@ -156,7 +161,7 @@ def _slowest(save: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 def _ranks(folder: Path, now: float) -> Iterator[tuple[int, float]]:
-    """Seconds since each rank's last line; ranks of other hosts write into the same directory."""
+    """Yield the seconds since each rank's last line; ranks of all hosts share the directory."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             rank = entry.name.removeprefix("rank_").removesuffix(".log")
@@ -166,7 +171,7 @@ def _ranks(folder: Path, now: float) -> Iterator[tuple[int, float]]:
 
 
 def _tail(path: Path, nbytes: int) -> list[bytes]:
-    """The whole lines among the last bytes of a file; none where it cannot be read."""
+    """Return the complete lines in the last bytes of a file; none if it cannot be read."""
     try:
         with open_regular(path) as file:
             file.seek(0, os.SEEK_END)
@@ -179,6 +184,7 @@ def _tail(path: Path, nbytes: int) -> list[bytes]:
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
+    """Decode a line as a JSON object; None if it is invalid."""
     with suppress(ValueError):
         value = read_note(line)
         return value if isinstance(value, dict) else None
@@ -189,15 +195,15 @@ Word = Literal["created", "running", "silent", "interrupted", "failed", "finishe
 STATES: tuple[Word, ...] = get_args(Word)
 OVER = ("finished", "tested")
 SILENT_AFTER_SECS = 60.0
-"""A process that runs leaves a sign every two seconds; a slow shared file system may hold it back."""
+"""A running process updates a file every two seconds; a slow shared file system may delay it."""
 _BY_CTRL_C = 130
 _WHY = 200
-"""How much of a reason one line shows; `status.json`, `show` and `--json` have all of it."""
+"""Characters of a reason in one line; `status.json`, `show` and `--json` have all of it."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """`word` is one of those above, `why` says more, `epoch` is the newest one that the run tells of."""
+    """State of a run: `word` is one of those above, `why` a reason, `epoch` the newest known one."""
 
     word: Word
     why: str = ""
@@ -205,16 +211,16 @@ class Standing:
 
     @property
     def over(self) -> bool:
-        """Whether its epochs are over."""
+        """True if all epochs are done."""
         return self.word in OVER
 
     @property
     def shown(self) -> str:
-        """The word for people; of a silent run the sentence that says so."""
+        """The word to display; for a silent run the sentence in `why`."""
         return self.why if self.word == "silent" else self.word
 
     def state(self, noted: Any) -> Any:
-        """What `status.json` has as the state, but never RUNNING of a run that is not known to run."""
+        """Return the state of `status.json`, but RUNNING only if the run is known to run."""
         return self.word.upper() if noted == "RUNNING" else noted
 
     def __str__(self) -> str:
@@ -227,7 +233,7 @@ NOT_BEGUN = Standing("created")
 
 
 def standing(run: Path) -> Standing:
-    """Look at a run; never raises for what its files are like, and writes nothing."""
+    """Read the state of a run; writes nothing and never raises because of its files."""
     try:
         status = RunDirectory(run).status()
     except RelayError as error:
@@ -239,8 +245,9 @@ def standing(run: Path) -> Standing:
 
 
 def _word(run: Path, status: Mapping[str, Any], epoch: int | None) -> tuple[Word, str]:
-    state, told = status.get("state"), status.get("stop")
-    reasons = ", ".join(map(str, told)) if isinstance(told, list) else ""
+    """Return the state and a reason."""
+    state, stop = status.get("state"), status.get("stop")
+    reasons = ", ".join(map(str, stop)) if isinstance(stop, list) else ""
     if state == "RUNNING":
         return _going(run, status)
     if state == "FINISHED":
@@ -257,9 +264,9 @@ def _word(run: Path, status: Mapping[str, Any], epoch: int | None) -> tuple[Word
 
 
 def _going(run: Path, status: Mapping[str, Any]) -> tuple[Word, str]:
-    """Of a run that calls itself running: its process decides if it is of this system, else its files do."""
+    """Check a run that claims to run: by its process if it is on this system, else by its files."""
     pid, gone = status.get("pid"), is_gone(status)
-    if gone is None and "boot_id" not in status:  # written before processes were noted whole
+    if gone is None and "boot_id" not in status:  # written by an older version
         gone = status.get("host") == socket.gethostname() and type(pid) is int and not _lives(pid)
     if gone:
         return "interrupted", f"killed: process {pid} is gone"
@@ -271,5 +278,5 @@ def _going(run: Path, status: Mapping[str, Any]) -> tuple[Word, str]:
 
 
 def _lives(pid: int) -> bool:
-    """Whether another process of this number exists; in containers a dead one's number comes again soon."""
+    """Return True if another process has this pid; in containers pids are reused quickly."""
     return pid not in (os.getpid(), os.getppid()) and process_start(pid) is not None

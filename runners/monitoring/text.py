@@ -1,7 +1,7 @@
-"""Lines for people and programs: their form, how quickly a run goes, what a rank says.
+"""Log lines for users and programs: format, rates, and the log of each rank.
 
-While a run is on, Python's warnings have that form, too: one line, with rank and host on all ranks but 0.
-What a program prints itself stays where it goes; whoever wants that in files has `torchrun --redirects`.
+During a run Python's warnings have the same format: one line, with rank and host on all ranks but 0. A
+program's own output is not redirected; use `torchrun --redirects` for that.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ _UNITS = ("kB", "MB", "GB", "TB", "PB")
 
 
 def stamped(text: str, *, level: str, who: str, when: float | None = None) -> str:
-    """`2026-11-20 22:07:24 I r0/16 text`; the time is UTC, so that the lines of all hosts compare."""
+    """Format `2026-11-20 22:07:24 I r0/16 text`; in UTC, so that lines of all hosts compare."""
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(time.time() if when is None else when))
     return f"{clock} {level} {who} {plain(text)}"
 
 
 def plain(text: str) -> str:
-    """One line without control characters."""
+    """Return one line without control characters."""
     return "".join(c if c.isprintable() else " " for c in text.strip())
 
 
 def level_wanted() -> int:
-    """What TORCHRELAY_LOG_LEVEL lets through to stderr; UsageError for a word that is none."""
+    """Return the level of TORCHRELAY_LOG_LEVEL for stderr; UsageError for an unknown word."""
     word = os.environ.get(LEVEL, "").strip().lower() or "info"
     if word not in LEVELS:
-        raise UsageError(f"{LEVEL} is {word!r:.40}; it is info, or warning for warnings alone")
+        raise UsageError(f"invalid {LEVEL}={word!r:.40}: expected info, or warning for warnings only")
     return LEVELS[word]
 
 
 def interval_secs(wanted: float | None) -> float:
-    """Seconds between two lines: TORCHRELAY_LOG_EVERY_N_SECS, else what the program says, else 10.
+    """Return the seconds between two lines: TORCHRELAY_LOG_EVERY_N_SECS, else the program's value, else 10.
 
-    0 is a line for every epoch and none between. Raises UsageError for what is no such number.
+    0 means one line per epoch and none in between. Raises UsageError for an invalid value.
     """
     text = os.environ.get(EVERY, "").strip()
     name, given = (EVERY, text) if text else ("log_every_n_secs", wanted)
@@ -62,12 +62,12 @@ def interval_secs(wanted: float | None) -> float:
     except (TypeError, ValueError):
         secs = -1.0
     if not 0 <= secs < 1e9:
-        raise UsageError(f"{name} is {given!r:.40}; it is a number of seconds, 0 for a line per epoch")
+        raise UsageError(f"invalid {name}={given!r:.40}: expected a number of seconds, or 0 for each epoch")
     return secs
 
 
 def human_bytes(count: int | None) -> str:
-    """`1.5 MB`: powers of 1000, three figures."""
+    """Format `1.5 MB`: powers of 1000, three digits."""
     if count is None:
         return "?"
     if count < 1000:
@@ -79,9 +79,9 @@ def human_bytes(count: int | None) -> str:
 
 
 def draws(stream: TextIO | None) -> bool:
-    """Whether something may be drawn and written over there: a terminal, and one that can.
+    """Return True if the stream is a terminal on which text can be overwritten.
 
-    Python has None for a stream that was closed before it began.
+    Python uses None for a stream that was closed at start-up.
     """
     try:
         return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -90,17 +90,17 @@ def draws(stream: TextIO | None) -> bool:
 
 
 class Moment(NamedTuple):
-    """The time of the monotonic clock at which so much was done, or was first seen to be."""
+    """A time of the monotonic clock, and the work done by then."""
 
     secs: float
     done: float
 
 
 def rate(moments: Sequence[Moment], over_secs: float, now_secs: float) -> float | None:
-    """How much was done per second over the last `over_secs`, or longer where one unit takes longer.
+    """Return the work per second over the last `over_secs`, or longer if one unit takes longer.
 
-    The moments are in the order of time, and at each more was done than before. What runs on now is not done:
-    where it takes longer than that rate tells, the rate is less. None while nothing tells.
+    `moments` are in order of time, each with more work done. If the current unit already takes longer than
+    the rate implies, the rate is lowered. None if there is too little data.
     """
     if len(moments) < 2:
         return None
@@ -116,9 +116,9 @@ def rate(moments: Sequence[Moment], over_secs: float, now_secs: float) -> float 
 def steps_left(
     epoch: int, step: int, steps: int | None, last_epoch: int | None, total: int, last_step: int | None
 ) -> int | None:
-    """Steps to the end of the run, where its limits tell; None where they do not.
+    """Return the steps to the end of the run; None if its limits do not determine it.
 
-    `step` of `steps` are done in epoch `epoch`, `total` in all; epochs to come are taken to be as long.
+    `step` of `steps` are done in epoch `epoch`, `total` in all; later epochs are assumed to be as long.
     """
     left = []
     if last_epoch is not None and steps is not None:
@@ -129,7 +129,7 @@ def steps_left(
 
 
 def eta_secs(left: float | None, per_sec: float | None, secs_left: float | None = None) -> float | None:
-    """Seconds to the end: by what is left at that rate, at most `secs_left`, which a limit on time leaves."""
+    """Return the seconds to the end at that rate, at most `secs_left` of a time limit."""
     if left is None or (left > 0 and not per_sec):
         return secs_left
     work = left / per_sec if per_sec else 0.0
@@ -137,7 +137,7 @@ def eta_secs(left: float | None, per_sec: float | None, secs_left: float | None 
 
 
 def duration(secs: float) -> str:
-    """`00:12:33`, with days `2-00:12:33`; whole seconds, rounded up, so that 0 means over."""
+    """Format `00:12:33`, with days `2-00:12:33`; whole seconds, rounded up, so that 0 means done."""
     whole = max(0, -int(-secs // 1))
     days, rest = divmod(whole, 86400)
     clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
@@ -145,22 +145,22 @@ def duration(secs: float) -> str:
 
 
 def per_second(value: float, unit: str) -> str:
-    """`41.2 steps/s`; slower than one in ten seconds, `12.5 s/step`."""
+    """Format `41.2 steps/s`; if slower than one in ten seconds, `12.5 s/step`."""
     if 0 < value < 0.1:
         return f"{1 / value:.3g} s/{unit.removesuffix('s')}"
     return f"{value:.3g} {unit}/s"
 
 
 _METRICS = 8
-"""So many are in a line; a tracker has them all."""
+"""Most metrics in a line; trackers get all."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """`step` of `steps` in `epoch` of `last_epoch`, as far as that is known; a job may count no steps at all.
+    """Progress at one moment: `step` of `steps` in `epoch` of `last_epoch`, as far as known.
 
-    `metrics` are reduced ones of the epoch before, or, of what this rank has logged in the running epoch,
-    its own. `ckpt` tells of the newest save, `doing` of work that takes long, `done` that the epoch is over.
+    `metrics` are the reduced ones of the previous epoch, or this rank's own of the running epoch. `ckpt`
+    describes the newest save, `doing` a long operation; `done` marks a finished epoch.
     """
 
     epoch: int = 0
@@ -177,12 +177,12 @@ class Sight:
 
     @property
     def unit(self) -> str:
-        """What is counted."""
+        """The unit of the rate: steps if they are counted, else epochs."""
         return "steps" if self.total_steps else "epochs"
 
     @property
     def where(self) -> str:
-        """`epoch 3 step 1200/3900`."""
+        """Position, for example `epoch 3 step 1200/3900`."""
         words = [f"epoch {self.epoch}"]
         if self.total_steps:
             words.append(f"step {self.step}" + (f"/{self.steps}" if self.steps is not None else ""))
@@ -192,11 +192,11 @@ class Sight:
 
     @property
     def values(self) -> str:
-        """`train/loss 0.1234 val/acc 0.9`."""
+        """Metrics, for example `train/loss 0.1234 val/acc 0.9`."""
         return " ".join(self._pairs)
 
     def values_within(self, room: int) -> str:
-        """As many of them as fit into so many columns, each whole."""
+        """Return as many metrics as fit into `room` columns, each whole."""
         shown = ""
         for pair in self._pairs:
             longer = f"{shown} {pair}".lstrip()
@@ -207,12 +207,13 @@ class Sight:
 
     @property
     def _pairs(self) -> list[str]:
+        """Metrics as texts, at most `_METRICS`."""
         shown = sorted(self.metrics.items())
         return [f"{name} {value:.4g}" for name, value in shown[:_METRICS]] + ["..."] * bool(shown[_METRICS:])
 
     @property
     def line(self) -> str:
-        """All of it, in one line without its time."""
+        """Everything in one line, without the time."""
         parts = [self.where, self.values]
         parts += [per_second(self.per_sec, self.unit)] if self.per_sec is not None else []
         parts += [self.ckpt, self.doing]
@@ -220,23 +221,23 @@ class Sight:
         return " | ".join(part for part in parts if part)
 
     def json(self) -> dict[str, Any]:
-        """As `live.json` has it; what JSON has no number for is text."""
+        """Return the content of `live.json`; non-finite numbers become text."""
         metrics = {name: finite(value) for name, value in self.metrics.items()}
         return {**vars(self), "metrics": metrics, "unit": self.unit}
 
 
 MAX_BYTES = 8 << 20
-"""Of a file; one older file is kept beside it, so a rank takes at most 16 MiB in an attempt."""
+"""Largest log file; one older file is kept, so a rank uses at most 16 MiB per attempt."""
 _KEPT = 1000
-"""So many lines wait for the file to be known."""
+"""Most lines buffered until the file is known."""
 _OURS = Path(__file__).parents[2]
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "E"}
 
 
 class RankLog(logging.Handler):
-    """`logs/attempt_N/rank_R.log` of this process, from `begin` to `end`; nothing here raises or syncs.
+    """The file `logs/attempt_N/rank_R.log` of this process, from `begin` to `end`; never raises or syncs.
 
-    The file is opened for each line, so that a directory can be unmounted or replaced beneath a run.
+    The file is opened for each line, so that its directory can be unmounted or replaced during a run.
     """
 
     def __init__(self, rank: int, size: int, host: str) -> None:
@@ -250,7 +251,7 @@ class RankLog(logging.Handler):
     # The file
 
     def open(self, logs: Path, attempt: int) -> None:
-        """Write there from now on, also what was said before."""
+        """Write to this directory from now on, including buffered lines."""
         folder = logs / f"attempt_{attempt}"
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -259,7 +260,7 @@ class RankLog(logging.Handler):
         self._append(waiting)
 
     def line(self, text: str, level: str = "I") -> None:
-        """Note a line."""
+        """Write a line."""
         line = stamped(text, level=level, who=self.who)
         if self._path is not None:
             self._append([line])
@@ -267,6 +268,7 @@ class RankLog(logging.Handler):
             self._waiting.append(line)
 
     def _append(self, lines: list[str]) -> None:
+        """Append lines to the file, and rotate it if it is too large."""
         if self._path is None or not lines:
             return
         data = "".join(f"{line}\n" for line in lines).encode(errors="replace")
@@ -276,16 +278,16 @@ class RankLog(logging.Handler):
         except OSError:  # a full disk must not end a run for the sake of its log
             return
 
-    # What is listened to
+    # Sources
 
     def begin(self) -> None:
-        """Listen to the `torchrelay` logger and to warnings."""
+        """Capture the `torchrelay` logger and Python's warnings."""
         logger = logging.getLogger("torchrelay")
         logger.addHandler(self)
         before = warnings.showwarning
 
         def show(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
-            if self._hooks:  # else somebody put this back after the end
+            if self._hooks:  # otherwise this hook was reinstalled after the end
                 self.line(_warning(message, category, filename, lineno), "W")
             before(message, category, filename, lineno, *rest, **more)
 
@@ -297,13 +299,13 @@ class RankLog(logging.Handler):
         self._hooks = [lambda: logger.removeHandler(self), *hooks]
 
     def end(self) -> None:
-        """Let go; what somebody else has put in the place of ours stays. A second call does nothing."""
+        """Stop capturing; hooks that were replaced meanwhile stay. A second call does nothing."""
         hooks, self._hooks = self._hooks, []
         for undo in reversed(hooks):
             undo()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take what our logger says; on stderr too, unless the program has set up logging by itself."""
+        """Log a record of torchrelay; also on stderr unless the program has configured logging."""
         letter = _LETTERS.get(record.levelno, "I")
         self.line(record.getMessage(), letter)
         if letter != "I" and not logging.getLogger().handlers:
@@ -312,13 +314,14 @@ class RankLog(logging.Handler):
 
 
 def _replaced(name: str, own: Callable[..., Any]) -> Callable[[], None]:
-    """Put a hook of `warnings` in its place; return what undoes that, unless another one is there by then."""
+    """Install a hook of `warnings`; return a function that removes it unless it was replaced."""
     before = getattr(warnings, name)
     setattr(warnings, name, own)
     return lambda: setattr(warnings, name, before) if getattr(warnings, name) is own else None
 
 
 def _warning(message: Any, category: Any, filename: str, lineno: int) -> str:
+    """Format a warning, with its location unless that is in torchrelay."""
     if Path(filename).is_relative_to(_OURS):  # where in our source says nothing to people
         return str(message)
     return f"{category.__name__}: {message} ({Path(filename).name}:{lineno})"

@@ -1,1 +1,1 @@
-"""Programs and configurations as experiments: the verbs, and the runs that they make, choose and use."""
+"""Experiments of programs and configurations: their subcommands, and the runs that these create and use."""

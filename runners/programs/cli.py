@@ -1,11 +1,10 @@
-"""`torchrelay.main`: the last line of a user's script, and what happens when its verbs are typed.
+"""`torchrelay.main`, the last line of a user's script, and the execution of its subcommands.
 
     torchrelay.main(Digits)
 
-acts only where the script is the program: that is so when the class was made in the module `__main__`,
-which no import ever is, however the interpreter was started (by torchrun, a debugger, runpy, a test runner).
-No call stack is looked at. A class of another module cannot tell, so that the caller has to:
-`torchrelay.main(Digits, __name__)`.
+runs only if the script is the program: if the class was defined in the module `__main__`, however the
+interpreter was started (torchrun, a debugger, runpy, a test runner). The call stack is not inspected. A class
+imported from another module needs the caller's name: `torchrelay.main(Digits, __name__)`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torchrelay.runners.training.exit import hand_over, run_and_leave, taken
 
 
 def _server(scene: Scene) -> int:
-    """Serve a run. The only call of a room above: it is imported when it is asked for."""
+    """Serve a run. The only call of a higher package, therefore imported lazily."""
     from torchrelay.tools.serving.program_server import serve_program
 
     return serve_program(scene)
@@ -46,42 +45,52 @@ _VERBS: dict[str, Callable[[Scene], int]] = {
 
 
 def main(program: type[Program], module: str | None = None, argv: Sequence[str] | None = None) -> None:
-    """Do what the command line asks, and end the process; does nothing where the script is imported.
+    """Run the subcommand of the command line and exit; does nothing if the script is imported.
 
-    `module` is the caller's `__name__`; without it the class's module counts. `argv` are the words behind
-    the script's name. A user's mistake is one line and the code 2, never a traceback.
+    A user's mistake is one line and exit code 2, never a traceback.
+
+    Args:
+        program: The class of the program.
+        module: The caller's `__name__`; default: the module of the class.
+        argv: The arguments after the script's name; default: `sys.argv[1:]`.
+
+    Raises:
+        UsageError: `program` is not a subclass of `Program`.
+
+    Example:
+        torchrelay.main(Digits)
     """
     if not (isinstance(program, type) and issubclass(program, Program)):
-        raise UsageError(f"main({program!r:.60}): give the class, a subclass of torchrelay.Program")
+        raise UsageError(f"invalid main({program!r:.60}): expected a subclass of torchrelay.Program")
     if (module or program.__module__) != "__main__":
-        _check_told(program, module)
+        _check_not_imported(program, module)
         return
     run_and_leave(lambda: perform(program, taken() or read_request(argv)))
 
 
 def perform(program: type[Program], request: VerbRequest) -> int:
-    """Do it in this process, or in one on archived code; returns the exit code."""
+    """Run a subcommand in this process, or in one on archived code; returns the exit code."""
     return perform_scene(
         request, lambda archived, _: Scene(program, request, archived), lambda: _VERBS[request.verb]
     )
 
 
-def _check_told(program: type[Program], module: str | None) -> None:
-    """Refuse to do nothing where nobody said that this is an import: the class's own import is over."""
+def _check_not_imported(program: type[Program], module: str | None) -> None:
+    """Raise UsageError if it is unknown whether the script is imported."""
     spec = getattr(sys.modules.get(program.__module__), "__spec__", None)
     if module is None and spec is not None and not getattr(spec, "_initializing", False):
         raise UsageError(
-            f"main({program.__name__}) cannot tell whether this script is imported, because the class is of "
+            f"main({program.__name__}) cannot detect an import of this script, because the class is in "
             f"{program.__module__}: write torchrelay.main({program.__name__}, __name__)"
         )
 
 
 def load_and_perform(target: str, request: VerbRequest) -> None:
-    """Do it and end the process, as the program would by itself; raises UsageError for a bad target."""
+    """Run a subcommand of a program and exit; raises UsageError for a bad target."""
     path = Path(target)
     if path.suffix == ".py" or path.is_file():
         if not path.is_file():
-            raise UsageError(f"there is no script {path}")
+            raise UsageError(f"script {path} does not exist")
         sys.argv = [str(path), request.verb]
         sys.path[0] = str(path.resolve().parent)
         hand_over(request, str(path))
@@ -89,20 +98,21 @@ def load_and_perform(target: str, request: VerbRequest) -> None:
             runpy.run_path(str(path), run_name="__main__")
         finally:
             hand_over(None)
-        raise UsageError(f"{target} does not end with torchrelay.main(...): add it, or give module:Class")
+        raise UsageError(f"{target} does not end with torchrelay.main(...): add that line")
     program = _of_module(target)
     run_and_leave(lambda: perform(program, request))
 
 
 def _of_module(target: str) -> type[Program]:
+    """Import the class of `package.module:Class`."""
     module, colon, name = target.partition(":")
     if module.endswith(".py"):
         raise UsageError(
-            f"{target}: a script is given without a class, {module}; a class by package.module:Class"
+            f"invalid {target}: expected the script {module} without a class, or package.module:Class"
         )
     if not (colon and name and all(part.isidentifier() for part in module.split("."))):
-        raise UsageError(f"{target!r} is no program: give script.py, or package.module:Class")
+        raise UsageError(f"invalid program {target!r}: expected script.py or package.module:Class")
     found = imported(module, name, target)
     if not (isinstance(found, type) and issubclass(found, Program)):
-        raise UsageError(f"{module} has no {name} that is a torchrelay.Program")
+        raise UsageError(f"{module} has no torchrelay.Program named {name}")
     return found

@@ -1,9 +1,8 @@
-"""What every verb begins with: what was asked, its runs, what changed (`status`). Without torch.
+"""Common context of all subcommands: the request, its runs, and changes (`status`). Without torch.
 
-Runs lie where that profile keeps its run with `torchrelay run`, a directory each, `runs/<name>/<runner>/<id>`
-or below `save_checkpoint_path`. What a run is *of* is the source in the workspace and the part of the
-configuration that the profile uses. The file of the configuration is no source, since its id says what of it
-counts; nor are data, nor what is written beside it.
+Runs of a configuration are at `runs/<name>/<runner>/<id>` or below `save_checkpoint_path`. A run is
+identified by the source in the workspace and the part of the configuration that its profile uses. The config
+file itself, data and outputs are not part of the source.
 """
 
 from __future__ import annotations
@@ -62,74 +61,74 @@ from torchrelay.runners.remote_runs.names import refuse_remote
 
 
 class BaseScene:
-    """A request and the runs it is about; `archived` is the run whose archived code this process runs."""
+    """A request and its runs; `archived` is the run whose archived code this process runs."""
 
     request: VerbRequest
     archived: str | None
     program: Any
-    """The class; None for a configuration alone."""
+    """The class; None for a configuration only."""
     with_archived_code: ClassVar[tuple[str, ...]]
-    """The verbs that `--run` has done by the code archived with the run."""
+    """Subcommands that `--run` executes with the code archived in the run."""
     rename: ClassVar[str]
-    """How it gets another name, so that its runs lie elsewhere."""
+    """How to rename it, so that its runs are stored elsewhere."""
 
     @cached_property
     def origin(self) -> ProgramOrigin:
-        """Where its source and its runs lie."""
+        """Location of its source and its runs."""
         raise NotImplementedError
 
     @cached_property
     def store(self) -> RunStore:
-        """Its runs."""
+        """The directory of its runs."""
         return self.origin.store(self.request.runs)
 
     @cached_property
     def snapshot(self) -> Snapshot | None:
-        """The source as it was when this was first asked."""
+        """The source at the time of the first access."""
         return self.origin.snapshot()
 
     @cached_property
     def config_id(self) -> str | None:
-        """The id of what is configured; None without a configuration."""
+        """The id of the configuration; None without one."""
         raise NotImplementedError
 
     def limits(self) -> dict[str, Any]:
-        """The limits of a training, by name; None is no limit."""
+        """Return the limits of a training by name; None means unlimited."""
         raise NotImplementedError
 
     @cached_property
     def identity(self) -> Identity:
-        """Of the code and the configuration as they are now."""
+        """Identity of the current code and configuration."""
         code = self.snapshot.manifest.code_id if self.snapshot is not None else None
         return Identity(code, self.config_id)
 
     def runs(self) -> list[ProgramRun]:
-        """The runs; raises UsageError where they are those of something else of this name.
+        """Return the runs; raises UsageError if they belong to another program of this name.
 
-        Of one that is damaged people are told, once, and the others are what they are.
+        A damaged run is reported once and skipped.
         """
         there = self.store.look()
         for path, error in there.unread.items():
-            if path not in self._told:
-                self._told.add(path)
-                say(f"{path.name} is passed over: {error}", to=sys.stderr)
+            if path not in self._reported:
+                self._reported.add(path)
+                say(f"{path.name} is skipped: {error}", to=sys.stderr)
         found = list(there.runs)
         for run in found[-1:]:
             other = run.note.origin
             if other != str(self.origin.file) and Path(other).exists():
                 raise UsageError(
-                    f"the runs in {self.store.directory} are those of {other}, this is {self.origin.file}: "
-                    f"give one of them another name ({self.rename}), or other --runs"
+                    f"the runs in {self.store.directory} belong to {other}, not to {self.origin.file}: "
+                    f"rename one of them ({self.rename})"
                 )
         return found
 
     @cached_property
-    def _told(self) -> set[Path]:
-        """Damaged runs that people have heard of."""
+    def _reported(self) -> set[Path]:
+        """Damaged runs that were already reported."""
         return set()
 
     def known(self) -> list[RunInfo]:
-        """The runs, as choices need them."""
+        """Return the runs as a choice among them needs them."""
         return [
             RunInfo(
                 run.id,
@@ -144,14 +143,14 @@ class BaseScene:
         ]
 
     def identity_of(self, run: ProgramRun) -> Identity:
-        """What a run is of; where nothing but files of `eval` differs, its code is that of now."""
+        """Return a run's identity; if only files of `eval` differ, with the current code id."""
         found = run.note.identity
         if self.evaluated and found.code_id != self.identity.code_id and self.changed(run) == NO_CHANGES:
             return Identity(self.identity.code_id, found.config_id)
         return found
 
     def changed(self, run: ProgramRun) -> SourceChanges | None:
-        """What source differs from that of a run, but for files of `eval`; None where that cannot be told."""
+        """Compare the source with that of a run, except files of `eval`; None if that is impossible."""
         old = self.archived_source(run)
         if self.snapshot is None or old is None:
             return None
@@ -170,7 +169,7 @@ class BaseScene:
         )
 
     def archived_source(self, run: ProgramRun) -> dict[str, str] | None:
-        """Names and digests of a run's source; None where it cannot be read."""
+        """Return names and digests of a run's source; None if it cannot be read."""
         try:
             with open_archive(run.path / "code" / f"{run.note.code_id}.zip") as archive:
                 return of_manifest(archive.manifest)
@@ -178,7 +177,7 @@ class BaseScene:
             return None
 
     def contents_of(self, paths: Iterable[Path], *, written: bool) -> Evaluated:
-        """Files of an `eval` that lie where source lies, with their digests; large ones are no source."""
+        """Return files of an `eval` among the source, with digests; large files are not source."""
         roots = list(self.snapshot.roots) if self.snapshot is not None else []
         if self.archived is not None:
             roots += archived_roots(self.store.find(self.archived))
@@ -193,7 +192,7 @@ class BaseScene:
         return found
 
     def source_name(self, run: ProgramRun, path: Path) -> str | None:
-        """What the archive of a run calls a path where its source lay; None elsewhere."""
+        """Return the name of a path in a run's archive; None if it is not part of the source."""
         if self.archived is None:
             return None if self.snapshot is None else self.snapshot.name_of(path)
         path = place_of(path)
@@ -204,7 +203,7 @@ class BaseScene:
 
     @cached_property
     def evaluated(self) -> Evaluated:
-        """What `eval` read and wrote by any of the runs."""
+        """Files that `eval` read and wrote, from all runs."""
         found: Evaluated = {}
         for run in self.store.runs():
             with suppress(StorageError):
@@ -212,21 +211,22 @@ class BaseScene:
         return found
 
     def take_evaluated(self, more: Evaluated) -> None:
-        """What is evaluated now is no source either."""
+        """Add files of the current evaluation."""
         self._take(self.evaluated, more)
 
     @staticmethod
     def _take(found: Evaluated, more: Evaluated) -> None:
+        """Merge digests by path."""
         for path, digests in more.items():
             known = found.setdefault(path, {})
             known |= {digest: one or known.get(digest, False) for digest, one in digests.items()}
 
     def _noted(self) -> dict[str, dict[str, bool]]:
-        """The same by what the archive calls the files."""
+        """Return the same with the names that the archive uses."""
         found: dict[str, dict[str, bool]] = {}
         snapshot = self.snapshot
         for path, digests in self.evaluated.items() if snapshot is not None else ():
-            with suppress(OSError, RuntimeError, ValueError):  # a name that somebody wrote there
+            with suppress(OSError, RuntimeError, ValueError):  # an invalid name in the file
                 name = snapshot.name_of(path) if snapshot is not None else None
                 if name and path.suffix != ".py":
                     found[name] = digests
@@ -234,7 +234,7 @@ class BaseScene:
 
 
 def archived_roots(run: ProgramRun) -> list[Root]:
-    """Where the source of a run lay that was archived."""
+    """Return the original locations of a run's archived source."""
     roots = captured_code(run)["code"].get("roots")
     return [
         Root(label, Path(path).resolve())
@@ -244,14 +244,14 @@ def archived_roots(run: ProgramRun) -> list[Root]:
 
 
 def say(text: str, *, to: TextIO | None = None) -> None:
-    """A line for the person who typed the verb: rank 0 alone says it."""
+    """Print a line for the user, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         print(text, file=to or sys.stdout, flush=True)
 
 
 @dataclass(frozen=True)
 class ConfiguredScene(BaseScene):
-    """A configuration and a request; `source` is where its archived source lies, if it runs that."""
+    """A configuration and a request; `source` is the unpacked archive if its code is used."""
 
     request: VerbRequest
     archived: str | None = None
@@ -262,27 +262,27 @@ class ConfiguredScene(BaseScene):
 
     @cached_property
     def file(self) -> str:
-        """The file that `-m` means."""
+        """The file that `-m` refers to."""
         return config_file(self.request.config or "")
 
     @cached_property
     def config(self) -> Config:
-        """What is configured; raises ConfigError with all that is wrong."""
+        """The configuration; raises ConfigError with all mistakes."""
         return self.with_overrides(self._typed_limits())
 
     def with_overrides(self, more: Sequence[str]) -> Config:
-        """The same with more overrides."""
+        """Load the configuration with further overrides."""
         place = RunPlace(runs=self._runs)
         return load_config(self.file, [*self.request.overrides, *more], source=self.source, place=place)
 
     @cached_property
     def runner(self) -> RunnerSection:
-        """The profile that trains; raises UsageError where not exactly one does."""
+        """The training profile; raises UsageError unless there is exactly one."""
         return _the_one(self.file, self.config)
 
     @contextmanager
     def processes(self, runner: RunnerSection | None = None) -> Iterator[Peers]:
-        """The processes that were started, to agree on something; they stay together for what comes."""
+        """Connect the started processes for an agreement; they stay connected afterwards."""
         env = read_launch_env()
         if not env.launched:
             yield Solo()
@@ -296,27 +296,27 @@ class ConfiguredScene(BaseScene):
             release(session, world_stays=True)
 
     def inferring(self) -> list[RunnerSection]:
-        """The profiles of the mode that infer."""
+        """Return the profiles of the mode that infer."""
         return [one for one in self.config.settings.runners_of_mode() if one.infers]
 
     @cached_property
     def origin(self) -> ProgramOrigin:
-        """The workspace is the source."""
+        """Location of source (the workspace) and runs."""
         place = self._place
         source = source_of(self.config)
         return ProgramOrigin(place.name, Path(self.file).resolve(), source, None, place.parent)
 
     @cached_property
     def store(self) -> RunStore:
-        """The runs of the profile; raises UsageError where `torchrelay run` keeps one run."""
+        """The runs of the profile; raises UsageError if `torchrelay run` keeps one run there."""
         said = self._runs
         refuse_remote(said or "", "torchrelay train -m")
         name = self.config.settings.name or self.config.workspace.name
         place = Path(os.path.abspath(said)) / name / self.runner.name if said else self._place  # noqa: PTH100
         if (place / "run.json").exists():
             raise UsageError(
-                f"{place} is one run, of `torchrelay run`, and the verbs keep a run for each training: go on "
-                f"with `torchrelay run -m {self.file}`, or give other --runs"
+                f"{place} is a single run of `torchrelay run`, but this command keeps several runs: continue "
+                f"with `torchrelay run -m {self.file}`, or pass another --runs"
             )
         return RunStore(place)
 
@@ -326,7 +326,7 @@ class ConfiguredScene(BaseScene):
         return self.config.id_of(self.runner.name)
 
     def limits(self) -> dict[str, Any]:
-        """What may be raised to go on with a run that is over; of growing data the newest that is there."""
+        """Return limits that may be raised to continue a finished run, and newest growing data."""
         runner = self.runner
         steps = None if runner.stop is None else runner.stop.max_steps
         found: dict[str, Any] = {"max_epochs": runner.max_epochs, "max_steps": steps}
@@ -341,18 +341,19 @@ class ConfiguredScene(BaseScene):
 
     @property
     def _runs(self) -> str | None:
-        """The directory of runs that was typed, or that the environment names."""
+        """The directory of runs that was typed or is set in the environment."""
         return self.request.runs or os.environ.get(RUNS)
 
     @property
     def _place(self) -> Path:
+        """The run directory of the training profile; raises UsageError for a URL."""
         text = run_directory_of(self.config.settings, self.runner)
         if is_url(text):
-            raise UsageError(f"runs cannot lie at {text} so far: give a path, or --runs DIR")
+            raise UsageError(f"runs at a URL ({text}) are not supported here: pass a path with --runs DIR")
         return Path(text)
 
     def _typed_limits(self) -> list[str]:
-        """`--max-epochs` and `--time-limit` as overrides of the profile."""
+        """Return `--max-epochs` and `--time-limit` as overrides of the profile."""
         asked = {"epochs": self.request.max_epochs, "time_limit": self.request.time_limit}
         if not any(value is not None for value in asked.values()):
             return []
@@ -363,20 +364,20 @@ class ConfiguredScene(BaseScene):
 
 
 def _the_one(file: str, config: Config) -> RunnerSection:
-    """The profile of the mode that trains, else of the file."""
+    """Return the training profile of the mode, else of the file."""
     found = config.settings.training()
     if len(found) == 1:
         return found[0]
     names = ", ".join(one.name for one in found) or "none"
-    remedy = f"choose it by -o mode=[{found[0].name}]; " if found else ""
+    remedy = f"choose one with -o mode=[{found[0].name}]; " if found else ""
     raise UsageError(
-        f"{file}: the verbs are for one runner that trains, here there is {names}: {remedy}"
+        f"{file}: this command needs one runner that trains, but there is {names}: {remedy}"
         f"torchrelay run -m {file} runs all of its mode"
     )
 
 
 def status(scene: BaseScene) -> int:
-    """Print it; with `--check` the exit code is 1 where `train` would train, else 0."""
+    """Print the status; with `--check` the exit code is 1 if `train` would train, else 0."""
     runs = scene.runs()
     run = scene.store.find(scene.request.run_id) if scene.request.run_id else runs[-1] if runs else None
     found: dict[str, Any] = {
@@ -404,7 +405,7 @@ def status(scene: BaseScene) -> int:
 def run_facts(
     run: Path, where: str, note: ProgramRecord | None, newest: Callable[[], CommittedPosition | None]
 ) -> dict[str, Any]:
-    """How a run stands, as `status` tells it; `newest` finds its newest epoch, where there is one."""
+    """Return the status of a run; `newest` finds its newest epoch, if there is one."""
     stands, epoch = standing(run), None
     with suppress(RelayError):
         found = newest()
@@ -421,7 +422,7 @@ def run_facts(
 
 
 def run_line(facts: Mapping[str, Any]) -> str:
-    """The same in a line."""
+    """Format it as one line."""
     why = f" ({facts['why']})" if facts["why"] else ""
     message = f", {facts['message']!r}" if facts["message"] else ""
     epoch = "no epoch saved" if facts["epoch"] is None else f"newest epoch {facts['epoch']}"
@@ -429,7 +430,7 @@ def run_line(facts: Mapping[str, Any]) -> str:
 
 
 def _changed(scene: BaseScene, run: ProgramRun | None) -> dict[str, Any] | None:
-    """None without a run; `files` is None where the archived source cannot be looked at."""
+    """Return what changed since a run; None without a run, `files` is None without its source."""
     if run is None:
         return None
     files, code = scene.changed(run), scene.identity_of(run).code_id
@@ -444,7 +445,7 @@ def _changed(scene: BaseScene, run: ProgramRun | None) -> dict[str, Any] | None:
 
 
 def _would(scene: BaseScene) -> dict[str, Any]:
-    """What `train` would do now."""
+    """Return what `train` would do now."""
     known = scene.known()
     same = [one for one in known if one.identity.same(scene.identity)]
     limits = scene.limits()
@@ -455,6 +456,7 @@ def _would(scene: BaseScene) -> dict[str, Any]:
 
 
 def _lines(scene: BaseScene, found: dict[str, Any]) -> list[str]:
+    """Format the status for the console."""
     run, changed, would = found["run"], found["changed"], found["train"]
     runs = f"{found['runs']} run{'' if found['runs'] == 1 else 's'}"
     lines = [f"experiment {found['experiment']}: {runs} in {scene.store.directory}"]
@@ -463,26 +465,27 @@ def _lines(scene: BaseScene, found: dict[str, Any]) -> list[str]:
         amended = "".join(f", amended from {(one or '?')[:SHORT]}" for one in run["amended"])
         lines.append(f"its code: {(run['code_id'] or 'not archived')[:SHORT]}{amended}")
         if run["test"] is not None:
-            told = ", ".join(f"{name} {value}" for name, value in run["test"].items() if name != "epoch")
-            lines.append(f"tested at epoch {run['test']['epoch']}: {told}")
+            measured = ", ".join(f"{name} {value}" for name, value in run["test"].items() if name != "epoch")
+            lines.append(f"tested at epoch {run['test']['epoch']}: {measured}")
         lines += _changes(changed)
-    goes_on = f"goes on with {would['run']}: {would['why']}"
+    continues = f"continues {would['run']}: {would['why']}"
     lines.append(
         "train: "
         + {
-            "new": f"makes a new run: {would['why']}",
-            "continue": goes_on,
-            "refused": f"refused, {would['run']} has trained this code already",
+            "new": f"creates a new run: {would['why']}",
+            "continue": continues,
+            "refused": f"refused, {would['run']} has already trained this code",
         }[would["what"]]
     )
     return lines
 
 
 def _changes(changed: dict[str, Any]) -> list[str]:
+    """Format the changes of code and configuration."""
     lines = []
     files = changed["files"]
     if files is None:
-        lines.append("code: what changed cannot be told, its source was not archived")
+        lines.append("code: changes are unknown, because its source was not archived")
     elif changed["code"]:
         for word in ("changed", "added", "removed"):
             lines += [f"{word}: {name}" for name in files[word]]

@@ -1,4 +1,4 @@
-"""The epoch that a verb uses: of which run, by which code, and loaded into what is there."""
+"""Select the epoch that a subcommand uses and the code for it, and load it into existing objects."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Used:
     code_id: str | None
     config_id: str | None
     own: bool
-    """Whether the code and the configuration are those of the run."""
+    """True if code and configuration are those of the run."""
     said: str = ""
 
     @property
     def name(self) -> str:
-        """The very epoch, whatever is committed or rewound meanwhile."""
+        """A name of exactly this epoch, also after later commits and rewinds."""
         return f"{self.epoch},branch={self.branch}"
 
 
 def use(scene: BaseScene) -> dict[str, Any]:
-    """Rank 0: choose run and epoch, as a dict for the others. Raises what choosing and opening raise."""
+    """On rank 0: choose run and epoch, as a dict for other ranks. Raises errors of choosing and opening."""
     wanted = scene.archived or scene.request.run_id
     if wanted is not None:
         run = scene.store.find(wanted)
@@ -59,19 +59,20 @@ def use(scene: BaseScene) -> dict[str, Any]:
         said = f"runs the archived code {(code or '')[:SHORT]} of {run.id}"
     elif not own:
         code, config = scene.identity.code_id, scene.identity.config_id
-        said = f"--ignore: runs the current code, not that of {run.id}{_what(scene, run)}"
+        said = f"--ignore: runs the current code instead of that of {run.id}{_what(scene, run)}"
     epoch, branch = _newest(run, scene.request.epoch)
     return vars(Used(run.id, str(run.path), epoch, branch, code, config, own, said))
 
 
 def _what(scene: BaseScene, run: ProgramRun) -> str:
+    """Describe what changed since a run, in brackets."""
     found = scene.changed(run)
     return f" (changed: {found})" if found else ""
 
 
 def _newest(run: ProgramRun, wanted: str | None) -> tuple[int, int]:
-    """The epoch that is meant, and its branch."""
-    untrained = f"{run.id} has no trained epoch yet, it is {standing(run.path)}: train it first"
+    """Return the requested epoch and its branch."""
+    untrained = f"{run.id} has no trained epoch yet ({standing(run.path)}): train it first"
     if wanted is None and not has_job(run.path / "checkpoints"):
         raise UsageError(untrained)
     number = int(wanted) if wanted is not None and wanted.isascii() and wanted.isdigit() else None
@@ -89,10 +90,10 @@ def _newest(run: ProgramRun, wanted: str | None) -> tuple[int, int]:
 def load_what_is_there(
     job: Job, run: Path, epoch: str, resume_exclude: Sequence[str], exclude: Sequence[str]
 ) -> None:
-    """Load an epoch into those objects of a job that it has; raises BlobError where one does not fit.
+    """Load an epoch into those objects of a job that it contains; raises BlobError if one does not fit.
 
-    As in a resume, leaves of `resume_exclude` are not loaded, and those of `exclude` that it does not have.
-    New and gone blobs are no reason to refuse.
+    As in a resume, leaves of `resume_exclude` are not loaded, nor those of `exclude` that it does not have.
+    New and removed blobs are not errors.
     """
     opened = open_checkpoint(run, epoch)
     known = {

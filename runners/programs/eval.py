@@ -1,4 +1,4 @@
-"""The model of a run, used: `eval IN... OUT`, results for files; `package`, one file without its code."""
+"""Subcommands that use a model: `eval IN... OUT` writes results for files, `package` a standalone file."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from torchrelay.runners.programs.train import CannotBuildError
 from torchrelay.runners.session.local import current_or_new_session
 
 Work = Sequence[tuple[Path, Path]]
-"""Files to read, and where their results go."""
+"""Files to read, each with the path of its result."""
 
 
 def evaluate(scene: Scene) -> int:
-    """Evaluate, having looked at all paths before the model is loaded; ranks share the files."""
+    """Check all paths, then load the model and evaluate; ranks share the files."""
     with current_or_new_session() as session:
         peers = session.peers
         work = planned(scene.request.paths, scene.program.result_suffix)
@@ -69,7 +69,7 @@ def evaluate(scene: Scene) -> int:
 
 
 def _chosen(scene: BaseScene, work: Work, peers: Peers) -> Used:
-    """The epoch to evaluate with, alike on all ranks, where all results can be written."""
+    """Choose the epoch, identical on all ranks, after checking that results can be written."""
     together(peers, "paths", lambda: check_writable([out for _, out in work]))
     used = Used(**decide(peers, "run to evaluate", lambda: used_for(scene, work)))
     if used.said:
@@ -78,15 +78,15 @@ def _chosen(scene: BaseScene, work: Work, peers: Peers) -> Used:
 
 
 def _finish(scene: BaseScene, used: Used, work: Work, own: Work) -> None:
-    """Note what was written where source lies, by the process that wrote it, and say what was done."""
+    """Record the written files and report the result."""
     _note(used.path, scene.contents_of((out for _, out in own), written=True))
     say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {scene.request.paths[-1]}")
 
 
 def used_for(scene: BaseScene, work: Work) -> dict[str, Any]:
-    """Rank 0: what `use` chooses where the files to read are no source, and a note of them in the run.
+    """On rank 0: choose run and epoch as `use` does, ignoring the input files as source, and record these.
 
-    Raises UsageError for a result in place of the run's source.
+    Raises UsageError for a result that would replace the run's source.
     """
     read = scene.contents_of((path for path, _ in work), written=False)
     scene.take_evaluated(read)
@@ -96,21 +96,22 @@ def used_for(scene: BaseScene, work: Work) -> dict[str, Any]:
     for out in sorted({out for _, out in work}):
         name = scene.source_name(run, out)
         if name in source and not scene.evaluated.get(place_of(out), {}).get(source[str(name)], False):
-            raise _refused(out, f"is among the source of {used['run']}")
+            raise _refused(out, f"is part of the source of {used['run']}")
     _note(used["path"], read)
     return used
 
 
 def _note(run: str, files: Evaluated) -> None:
-    with suppress(StorageError):  # where nobody may write, such files go on looking like source
+    """Record evaluated files in the run."""
+    with suppress(StorageError):  # in a read-only run such files keep counting as source
         note_evaluated(Path(run), files)
 
 
 def planned(paths: Sequence[str], suffix: str) -> list[tuple[Path, Path]]:
-    """What is read, and where its result goes; raises UsageError for what is not there.
+    """Return the files to read with the paths of their results; raises UsageError for missing files.
 
-    One file goes into the file OUT; of several, or a directory, the results go into the directory OUT,
-    under the names of the inputs with `suffix` added.
+    One file goes to the file OUT. Several files, or a directory, go to the directory OUT with the names of
+    the inputs and `suffix` appended.
     """
     *given, last = [Path(path) for path in paths]
     inputs: list[Path] = []
@@ -120,22 +121,22 @@ def planned(paths: Sequence[str], suffix: str) -> list[tuple[Path, Path]]:
         elif path.exists():
             inputs.append(path)
         else:
-            raise UsageError(f"there is no {path} to evaluate")
+            raise UsageError(f"{path} does not exist, so it cannot be evaluated")
     if not inputs:
-        raise UsageError(f"there is no file to evaluate in {', '.join(map(str, given))}")
+        raise UsageError(f"no file to evaluate in {', '.join(map(str, given))}")
     if len(given) == 1 and not given[0].is_dir() and not last.is_dir():
         return [(inputs[0], last)]
     outs = [last / f"{path.name}{suffix}" for path in inputs]
     twice = {out for out in outs if outs.count(out) > 1}
     if twice:
-        raise UsageError(f"two files would have their result in {min(twice)}: evaluate them one by one")
+        raise UsageError(f"two files would have the same result {min(twice)}: evaluate them one by one")
     return list(zip(inputs, outs, strict=True))
 
 
 def refuse_to_replace(work: Work, kept: Iterable[Path], data: Iterable[Path]) -> None:
-    """Raise UsageError for a result in place of an input, of a file of `kept` or of source, or among `data`.
+    """Raise UsageError for a result that replaces an input, source or a file of `kept`, or is among `data`.
 
-    `data` are files and directories that are read in training, where a result would be a sample. Results of
+    `data` are files and directories of training data, in which a result would become a sample. Results of
     earlier calls elsewhere are replaced.
     """
     read = {path.resolve() for path, _ in work}
@@ -146,17 +147,18 @@ def refuse_to_replace(work: Work, kept: Iterable[Path], data: Iterable[Path]) ->
         if place in read:
             raise _refused(out, "is one of the files to evaluate")
         if place in known or (out.suffix in (".py", ".yaml", ".yml") and out.exists()):
-            raise _refused(out, "is source")
+            raise _refused(out, "is source code of the program")
         if folders & {place, place.parent}:
-            raise _refused(out, "is, or lies beside, data of the configuration")
+            raise _refused(out, "is among the data of the configuration")
 
 
 def _refused(out: Path, why: str) -> UsageError:
-    return UsageError(f"{out} {why}: give, as the last of the names, another place for results")
+    """Return the error for a result path."""
+    return UsageError(f"{out} {why}: pass another path for the results as the last argument")
 
 
 def check_writable(outs: Sequence[Path]) -> None:
-    """Make the directory of several results, and refuse places that cannot be written; raises UsageError."""
+    """Create the directory of several results; raises UsageError if results cannot be written."""
     for folder in {out.parent for out in outs}:
         try:
             folder.mkdir(exist_ok=True)
@@ -171,7 +173,7 @@ def check_writable(outs: Sequence[Path]) -> None:
 
 
 def _one(program: Program, path: Path, out: Path) -> None:
-    """Evaluate a file; its result is written beside its place and put there whole."""
+    """Evaluate one file and publish its result atomically."""
     result = program.eval(path)
     publish(out, lambda temporary: program.store_result(result, temporary), overwrite=True)
 
@@ -181,7 +183,7 @@ _NO_WARM_START: dict[str, Any] = {"init_model_path": None, "init_prefix": None, 
 
 
 def evaluate_configuration(scene: ConfiguredScene) -> int:
-    """Evaluate, having looked at all paths before anything is built; ranks share the files."""
+    """Check all paths, then build the model and evaluate; ranks share the files."""
     runner, dataset = _profile(scene)
     work = planned(scene.request.paths, SUFFIX)
     settings = scene.config.settings
@@ -209,7 +211,7 @@ def evaluate_configuration(scene: ConfiguredScene) -> int:
 
 
 def fit_configuration(scene: ConfiguredScene, run: Path, epoch: str) -> None:
-    """Load an epoch into what the code makes now, in this process alone; raises what that raises."""
+    """Load an epoch into what the current code builds, in this process only."""
     runner, keys = replace(scene.runner, **_NO_WARM_START), scene.runner.checkpoint
     left_out = ((), ()) if keys is None else (keys.resume_exclude or (), keys.exclude or ())
     with apart(), ExitStack() as stack:
@@ -222,33 +224,33 @@ def fit_configuration(scene: ConfiguredScene, run: Path, epoch: str) -> None:
         except Exception as error:
             text = " ".join(str(error).split())
             raise CannotBuildError(
-                f"{run.name} cannot be amended: what train builds, its data too, cannot be built here "
+                f"{run.name} cannot be amended: its model and data cannot be built here "
                 f"({type(error).__name__}: {text:.500})"
             ) from error
         load_what_is_there(context.job, run, epoch, *left_out)
 
 
 def _profile(scene: ConfiguredScene) -> tuple[RunnerSection, Dataset]:
-    """The first profile of the mode that infers, else the one that trains; its only phase's dataset."""
+    """Return the first profile of the mode that infers, else the training one; and its dataset."""
     found = scene.inferring()
     runner = found[0] if found else replace(scene.runner, kind="infer", **_NO_WARM_START)
     pairs = phases_of(scene.config.settings, runner)
     if len(pairs) != 1:
         names = ", ".join(phase.name for phase, _ in pairs) or "none"
         raise UsageError(
-            f"eval takes one phase, runner.{runner.name} has {names}: choose it by "
+            f"eval needs one phase, but runner.{runner.name} has {names}: choose one with "
             f"-o runner.{runner.name}.phases=[NAME]"
         )
     ((phase, dataset),) = pairs
     if dataset is None:
-        raise UsageError(f"phase.{phase.name} has no dataset, so nobody reads the files")
+        raise UsageError(f"phase.{phase.name} has no dataset that could read the files")
     return runner, dataset
 
 
 def _built(
     config: Config, settings: Settings, runner: RunnerSection, run_dir: str, stack: ExitStack
 ) -> StepContext:
-    """The context behind the steps `setup` and `build`."""
+    """Return the context after the steps `setup` and `build`."""
     loader = Loader()
     stack.callback(loader.forget)
     classes = load_classes(settings, runner, loader)
@@ -260,11 +262,12 @@ def _built(
 
 
 def _of(dataset: Dataset, file: Path) -> Dataset:
+    """Return the dataset with this file only."""
     return replace(dataset, data_path=(str(file.absolute()),))
 
 
 def _rows_of_one(context: StepContext, phase: PhaseState, dataset: Dataset, out: Path) -> None:
-    """A row per sample of a file, in its order; the result takes its place when it is whole."""
+    """Write one row per sample of a file, in order; the result is published atomically."""
     loader: Any = Network().build_loader(context, phase.keys, dataset)
     result = PredictionFile(str(out.absolute()), format_of(out.name, None), 0, 1)
     with torch.no_grad(), result.part() as part:
@@ -275,10 +278,10 @@ def _rows_of_one(context: StepContext, phase: PhaseState, dataset: Dataset, out:
 
 
 def package(scene: Scene) -> int:
-    """Load the weights of the epoch that is meant, and write the package; what it lacks is said."""
+    """Load the weights of the selected epoch, write the package, and report what it lacks."""
     request = scene.request
     if request.out is None:
-        raise UsageError("package writes a file: name it with --out FILE")
+        raise UsageError("package needs an output file: pass --out FILE")
     with current_or_new_session():
         used = Used(**use(scene))
         if used.said:
@@ -294,5 +297,5 @@ def package(scene: Scene) -> int:
 
 
 def lacking(made: Package) -> str:
-    """What a package could not have, a line each."""
+    """List what a package could not include, one line each."""
     return "".join(f"\n  {reason}" for reason in made.without)

@@ -1,8 +1,7 @@
-"""How a verb is done: in this process, or for `--run ID` by archived code; and by a configuration alone.
+"""Run a subcommand: in this process, or for `--run ID` with archived code.
 
-The archived code of a run gets a process of its own, on the unpacked archive. Without torch: whoever starts
-such a process only waits for it. Classes are those of the archive, unpacked; data lie where they lay, and
-results go where they went.
+The archived code runs in a process of its own on the unpacked archive; this process only waits and does not
+import torch. Classes come from the archive; data and results keep their paths.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from torchrelay.runners.programs.request import VerbRequest
 from torchrelay.runners.programs.run_selection import captured_code
 
 MARK = "TORCHRELAY_ARCHIVED"
-"""Tells the process on the archive whose run it works for; taken out of its environment at once."""
+"""The run that a process on archived code works for; removed from its environment at once."""
 SOURCE = "TORCHRELAY_ARCHIVED_SOURCE"
-"""Tells it where the archive is unpacked; taken out of its environment, too."""
+"""The directory of its unpacked archive; removed from its environment, too."""
 RESOLVED = "resolved.yaml"
 _ON_ONE_RANK = ("status", "amend", "package")
 
 
 def run_process(run: ProgramRun, verb: str, words: Sequence[str], target: str | None = None) -> int:
-    """Run a verb by the archived code of a run; returns its exit code.
+    """Run a subcommand with the archived code of a run; returns its exit code.
 
-    `target` is `module:Class`, needed where the program was no script; empty for a configuration alone.
-    Raises UsageError for a run whose source was not archived.
+    `target` is `module:Class`, needed if the program was not a script; empty for a configuration only. Raises
+    UsageError for a run whose source was not archived.
     """
     captured = captured_code(run)
     folder = captured.get("config")
@@ -53,7 +52,7 @@ def run_process(run: ProgramRun, verb: str, words: Sequence[str], target: str | 
         with signals_to(process, (signal.SIGTERM,)):
             try:
                 return process.wait()
-            except KeyboardInterrupt:  # Ctrl-C reaches both: it has its time to leave
+            except KeyboardInterrupt:  # Ctrl-C reaches both: give it time to exit
                 return process.wait()
             finally:
                 if process.poll() is None:
@@ -64,7 +63,7 @@ def run_process(run: ProgramRun, verb: str, words: Sequence[str], target: str | 
 def _program(
     run: ProgramRun, captured: Mapping[str, Any], verb: str, source: Path, target: str | None
 ) -> list[str]:
-    """The script in the archive, or the module by the command line, which calls `server` by another name."""
+    """Return the command of the archived script, or of the module by the command line."""
     typed, script = "serve" if verb == "server" else verb, captured["code"].get("script")
     if target == "":
         return ["-m", "torchrelay", typed]
@@ -72,13 +71,13 @@ def _program(
         return [str(source / script), verb]
     if target is None:
         raise UsageError(
-            f"the program of {run.id} was no script: name it, torchrelay {typed} module:Class --run {run.id}"
+            f"the program of {run.id} was not a script: run torchrelay {typed} module:Class --run {run.id}"
         )
     return ["-m", "torchrelay", typed, target]
 
 
 def _environment(run: ProgramRun, code: Mapping[str, Any], source: Path) -> dict[str, str]:
-    """With the archive's own folders before all others in which modules are looked for."""
+    """Return the environment in which the archive's folders come first on Python's path."""
     folders = code.get("import_path")
     first = [str(source / one) for one in (folders if isinstance(folders, list) else [""])]
     before = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
@@ -99,10 +98,10 @@ def perform_scene(
     scene_of: Callable[[str | None, Path | None], S],
     verb: Callable[[], Callable[[S], int]],
 ) -> int:
-    """Do it in this process, or in one on archived code; returns the exit code.
+    """Run a subcommand in this process, or in one on archived code; returns the exit code.
 
-    `scene_of` is given the run whose archived code this process runs, and where that lies; `verb` imports
-    what it needs when it is called.
+    `scene_of` gets the run whose archived code this process runs, and its unpacked source. `verb` imports the
+    function when called.
     """
     archived, source = os.environ.pop(MARK, None), os.environ.pop(SOURCE, None)
     if request.verb in _ON_ONE_RANK and os.environ.get("RANK", "0") != "0":
@@ -116,15 +115,15 @@ def perform_scene(
 
 
 def _run_archived(scene: BaseScene) -> int | None:
-    """Run the verb by the archived code and return its exit code; None where all is as it was.
+    """Run the subcommand with archived code and return its exit code; None if nothing has changed.
 
-    Raises UsageError for a run whose source, or configuration, was not archived.
+    Raises UsageError for a run whose source or configuration was not archived.
     """
     request, program = scene.request, scene.program
     run = scene.store.find(request.run_id or "")
     option, given = ("-o", request.overrides) if program is None else ("-m", request.config)
     if given:
-        raise UsageError(f"--run has the configuration of its run: leave {option} out")
+        raise UsageError(f"--run uses the configuration of the run: remove {option}")
     captured = captured_code(run)
     workspace = (captured["code"].get("roots") or {}).get("")
     if program is None and not (isinstance(captured.get("config"), str) and isinstance(workspace, str)):
@@ -140,11 +139,12 @@ def _run_archived(scene: BaseScene) -> int | None:
 def perform_archived(
     run: ProgramRun, request: VerbRequest, epoch: str | None, target: str | None = None
 ) -> int:
-    """The verb by the archived program of a run; raises UsageError where that was no script, as `target`."""
+    """Run a subcommand with a run's archived program; UsageError if that needs a `target`."""
     return run_process(run, request.verb, _options(run.path.parent.parent, request, epoch), target)
 
 
 def _options(runs: Path, request: VerbRequest, epoch: str | None) -> list[str]:
+    """Return the command-line options of a request."""
     words = [*request.paths, "--runs", str(runs)]
     words += ["--epoch", epoch] if epoch is not None else []
     words += ["--out", request.out] if request.out is not None else []
@@ -154,7 +154,7 @@ def _options(runs: Path, request: VerbRequest, epoch: str | None) -> list[str]:
 
 
 def perform_configuration(request: VerbRequest) -> int:
-    """Do it in this process, or in one on archived code; returns the exit code."""
+    """Run a subcommand of a configuration; returns the exit code."""
     return perform_scene(
         request,
         lambda archived, source: ConfiguredScene(request, archived, source),
@@ -163,7 +163,7 @@ def perform_configuration(request: VerbRequest) -> int:
 
 
 def _verb(name: str) -> Callable[[ConfiguredScene], int]:
-    """The function of a verb; those that load tensors are of modules that import torch."""
+    """Return the function of a subcommand, importing torch only if needed."""
     if name == "train":
         from torchrelay.runners.programs.train import train_configuration
 
@@ -177,7 +177,7 @@ def _verb(name: str) -> Callable[[ConfiguredScene], int]:
 
         return evaluate_configuration
     if name == "server":
-        from torchrelay.tools.serving.program_server import serve_config  # the only call of a room above
+        from torchrelay.tools.serving.program_server import serve_config  # the only call of a higher package
 
         return serve_config
     if name == "amend":

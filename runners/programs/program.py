@@ -1,4 +1,4 @@
-"""`torchrelay.Program`: what a user writes, once, to train, test and evaluate."""
+"""`torchrelay.Program`: base class for user programs that train, test and evaluate."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Samples(ProgramSteps):
     """Evaluation of samples: `load_sample`, `prepare_sample`, `forward`, `postprocess`, `store_result`."""
 
     result_suffix: str = ".json"
-    """What is added to the names of inputs where a directory of results is written."""
+    """Suffix of result files in a directory of results."""
     batches_samples: bool | None = None
-    """Whether the server may join prepared samples along their first dimension, and compute several at once.
-    None: only where `prepare_sample` is torchrelay's own, of which it is known."""
+    """True lets the server concatenate prepared samples along the first dimension. None: only if
+    `prepare_sample` is not overridden."""
 
     def load_sample(self, path: Path) -> Any:
-        """The sample in a file: numbers as text, or JSON. Raises UsageError for anything else.
+        """Load a sample from a file: numbers as text, or JSON. Raises UsageError for anything else.
 
-        A single row of text is a vector, as `[1, 2]` of JSON; several are a matrix.
+        A single row of text is a vector, as `[1, 2]` in JSON; several rows are a matrix.
         """
         try:
             text = path.read_text(encoding="utf-8")
@@ -58,44 +58,44 @@ class Samples(ProgramSteps):
             return torch.tensor(rows[0] if len(rows) == 1 else rows)
         except (ValueError, TypeError, RecursionError) as error:
             raise UsageError(
-                f"{path} holds no numbers as text or JSON ({error}): write load_sample(self, path) for it"
+                f"{path} does not hold numbers as text or JSON ({error}): override load_sample(self, path)"
             ) from None
 
     def prepare_sample(self, sample: Any) -> Any:
-        """Inputs of a sample: on the device, as a batch of one."""
+        """Return the model's inputs for a sample: on the device, as a batch of one."""
         return on_device(sample.unsqueeze(0) if isinstance(sample, torch.Tensor) else sample, self.device)
 
     def postprocess(self, output: Any) -> Any:
-        """What a user wants of the output of a batch of one: its only row."""
+        """Convert the output for a batch of one to a result: its only row."""
         return output[0]
 
     def store_result(self, result: Any, path: Path) -> None:
-        """Write a result to a file, as JSON; tensors as lists. The file takes its place when it is whole."""
+        """Write a result as JSON, tensors as lists. The caller publishes the file atomically."""
         path.write_text(json.dumps(_plain(result), indent=1) + "\n", encoding="utf-8")
 
     def example_inputs(self) -> Any:
-        """What the model is called with, for `to_onnx`: the inputs of the first batch of a dataset."""
+        """Return example inputs for `to_onnx`: those of the first batch of a dataset."""
         name = next((one for one in ("test", "val", "train") if one in self.data), "train")
         batch = next(iter(self.make_loader(self.dataset(name), training=False)))
         return (self.prepare(batch)[0],)
 
     def eval(self, sample: Any) -> Any:
-        """The result for a sample, or for the file of a path: evaluation mode, no gradients."""
+        """Return the result for a sample, or for a file given by its path; without gradients."""
         if isinstance(sample, (str, Path)):
             sample = self.load_sample(Path(sample))
         return self.result_of(sample)
 
     def result_of(self, sample: Any) -> Any:
-        """The same for what is a sample already, whatever it is; no text is taken for the name of a file."""
+        """Return the result for a sample; a text is not taken for a path."""
         with self.evaluating():
             return self.postprocess(self.forward(self.prepare_sample(sample)))
 
     # For clients of the server
 
     def decode_sample(self, sent: Any) -> Any:
-        """A sample of what a client sent: numbers as in a file of JSON, tensors as they are.
+        """Convert a client's request to a sample: JSON numbers as in a file, tensors unchanged.
 
-        `sent` is JSON, or a dict of tensors by name; of one tensor the name does not matter. Raises
+        `sent` is JSON, or a dict of tensors by name; the name of a single tensor does not matter. Raises
         ValueError or TypeError for anything else.
         """
         if isinstance(sent, dict):
@@ -106,27 +106,29 @@ class Samples(ProgramSteps):
         try:
             return self._as_inputs(torch.tensor(sent))
         except (RuntimeError, OverflowError) as error:
-            raise ValueError(f"no numbers: {error}") from None
+            raise ValueError(f"not numbers: {error}") from None
 
     def _as_inputs(self, sample: torch.Tensor) -> torch.Tensor:
-        """Whole numbers as the inputs of the datasets are: of a model that takes fractions, fractions."""
+        """Convert integers to floats if the model takes floats."""
         whole = not sample.is_floating_point() and not sample.is_complex() and sample.dtype is not torch.bool
         return sample.to(torch.get_default_dtype()) if whole and self._takes_fractions else sample
 
     @cached_property
     def _takes_fractions(self) -> bool:
+        """True if the example inputs are floats."""
         try:
             inputs = self.example_inputs()[0]
-        except Exception:  # no dataset that could say
+        except Exception:  # no dataset to take an example from
             return False
         return isinstance(inputs, torch.Tensor) and inputs.is_floating_point()
 
     def encode_result(self, result: Any) -> Any:
-        """What a client gets of a result: tensors, numbers, texts, lists and dicts of these. As it is."""
+        """Convert a result for clients: tensors, numbers, texts, lists and dicts. Unchanged by default."""
         return result
 
 
 def _plain(value: Any) -> Any:
+    """Convert tensors in nested values to lists."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
@@ -140,54 +142,66 @@ P = TypeVar("P", bound="Program")
 
 
 class Program(Samples):
-    """What a user writes: `make_data`, `make_model`, and `torchrelay.main(TheClass)` as the last line.
+    """Base class of user programs: override `make_data`, `make_model`; end with `torchrelay.main(TheClass)`.
 
         python script.py train | test | eval IN OUT | server | status | amend
 
-    Without `main`, as in a notebook, `train()`, `test()` and `eval(sample)` work on this object; nothing is
-    written then. Every step is a method that can be overridden alone. What the class says is code: another
-    `max_epochs` in it makes another run, `--max-epochs` goes on with the same one.
+    Without `main`, as in a notebook, `train()`, `test()` and `eval(sample)` work on this object and write
+    nothing. Each step is a method that can be overridden. Values in the class are code: another `max_epochs`
+    there makes another run, `--max-epochs` continues the same one.
     """
 
     name: str | None = None
-    """What the experiment is called; the script's name if None."""
+    """Name of the experiment; None: the script's name."""
     runs_dir: str | Path | None = None
-    """Where its runs lie, in a directory of its name; `runs` beside the script if None."""
+    """Parent directory of its runs; None: `runs` next to the script."""
     code: Any = None
-    """Where its source lies: as JobRunner's `code`; the script's directory if None."""
+    """Source to archive, as JobRunner's `code`; None: the script's directory."""
     max_epochs: int | None = 10
     max_steps: int | None = None
     time_limit: TimeLimit | None = None
     log_every_n_secs: float | None = None
     best: tuple[str, str] | None = None
-    """Which epoch `best` means: `("val/accuracy", "max")`. It is kept, whatever `keep_last` says."""
+    """Metric of the epoch `best`: `("val/accuracy", "max")`. That epoch is kept despite `keep_last`."""
     labels: Sequence[str] | None = None
-    """Names of the classes of the output, for packages."""
+    """Class names of the output, for packages."""
     preprocessing: Any = None
-    """What makes inputs of samples, as packages tell it: a text, or a value of your own."""
+    """Description of the preprocessing for packages: a text or a value of your own."""
     keep_last: int | None = None
-    """Keep so many of the newest epochs; all if None."""
+    """Number of newest epochs to keep; None: all."""
     replay: bool = False
-    """Whether a call of the model is recorded at every epoch, for `torchrelay verify RUN --replay`."""
+    """Record a call of the model in every epoch, for `torchrelay verify RUN --replay`."""
 
     def stop_conditions(self) -> Iterable[Any]:
-        """Stop conditions beside the limits, such as early stopping."""
+        """Return stop conditions besides the limits, such as early stopping."""
         return ()
 
     def runner_options(self) -> dict[str, Any]:
-        """More options of JobRunner."""
+        """Return further options of JobRunner."""
         return {}
 
     # In Python
 
     def train(self, where: str | Path | None = None, *, resume_from_epoch: int | None = None) -> RunResult:
-        """Train in this process: in memory, or in the run directory `where`, which is then continued.
+        """Train in this process: in memory, or in a run directory, which is then resumed.
 
-        In memory `rows` tells what was measured, and a second call goes on with the same weights. A class may
-        write its own, which the verb calls with the directory of the run. Raises the errors of
-        `JobRunner.train`.
+        In memory, `rows` returns the measurements, and a second call continues with the same weights. A
+        subclass may override it; the subcommand calls it with the run directory.
+
+        Args:
+            where: The run directory; None trains in memory.
+            resume_from_epoch: Epoch to rewind to; default: the newest position.
+
+        Returns:
+            The result of the training.
+
+        Raises:
+            RelayError: The errors of `JobRunner.train`.
+
+        Example:
+            result = Digits().train("runs/digits")
         """
-        if "model" not in self.__dict__:  # what is there stays as it is
+        if "model" not in self.__dict__:  # existing parts are kept
             set_seed(self.seed)
         with current_or_new_session() as session:
             job = self.job()
@@ -198,7 +212,7 @@ class Program(Samples):
             return self.runner(job, where, **options).train(session, resume_from_epoch)
 
     def test(self, data: Any = None) -> dict[str, Any]:
-        """Measure a dataset (`test` if None) with the weights as they are now; returns numbers by name."""
+        """Measure a dataset (default `test`) with the current weights; returns numbers by name."""
         return self.test_on(self.dataset("test") if data is None else data)
 
     def package(
@@ -208,9 +222,21 @@ class Program(Samples):
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> Package:
-        """Write the model as it is now into a package, with `package_inputs`, `labels`, `preprocessing`.
+        """Write the current model as a package, with `package_inputs`, `labels`, `preprocessing`.
 
-        Raises the errors of `torchrelay.save`.
+        Args:
+            path: The file to write.
+            metadata: Further metadata of the package.
+            overwrite: Replace an existing file.
+
+        Returns:
+            The written package.
+
+        Raises:
+            RelayError: The errors of `torchrelay.save`.
+
+        Example:
+            program.package("digits.pkg", overwrite=True)
         """
         from torchrelay.models.package.api import save
 
@@ -218,16 +244,16 @@ class Program(Samples):
         return save(path, self.model, self.package_inputs(), **said, overwrite=overwrite)
 
     def package_inputs(self) -> Any:
-        """An example of what the model takes, for the package: inputs of the first batch of a dataset."""
+        """Return example inputs for the package: those of the first batch of a dataset."""
         name = next((one for one in ("val", "test", "train") if one in self.data), "train")
         loader = self.make_loader(self.dataset(name), training=False)
         for batch in loader:
             inputs, _ = self.prepare(batch)
             return (inputs,)
-        raise UsageError(f"the dataset {name!r} has no batch: write package_inputs(self)")
+        raise UsageError(f"the dataset {name!r} has no batch: override package_inputs(self)")
 
     def rows(self, stream: str) -> list[dict[str, Any]]:
-        """What the last `train()` of this object measured in `train` or `val`, a row per epoch."""
+        """Return the measurements of the last `train()` in stream `train` or `val`, one row per epoch."""
         if self._where is not None:
             return metric_rows(self._where, stream)
         rows = []
@@ -242,25 +268,48 @@ class Program(Samples):
 
     @classmethod
     def restored(cls: type[P], run: str | os.PathLike[str], epoch: int | str = "last") -> P:
-        """A new object with the weights of an epoch of a run, for `test()` and `eval(sample)`.
+        """Create an object with the weights of an epoch of a run, for `test()` and `eval(sample)`.
 
-        The code is this class, whatever the run ran; `load_code` gives that. Raises the errors of
-        `open_checkpoint` and of its `load`.
+        It uses the code of this class, not the archived one; see `load_code` for that.
+
+        Args:
+            run: The run directory.
+            epoch: A number, `"last"`, `"best"`, or a tag.
+
+        Returns:
+            The new object.
+
+        Raises:
+            RelayError: The errors of `open_checkpoint` and of its `load`.
+
+        Example:
+            program = Digits.restored("runs/digits", "best")
         """
         program = cls()
         program.load_weights(run, epoch)
         return program
 
     def load_weights(self, run: str | os.PathLike[str], epoch: int | str = "last") -> int:
-        """Load the model's weights of an epoch onto this device, verified; returns the epoch's number."""
+        """Load and verify the model's weights of an epoch on this device.
+
+        Args:
+            run: The run directory.
+            epoch: A number, `"last"`, `"best"`, or a tag.
+
+        Returns:
+            The number of the epoch.
+
+        Example:
+            epoch = program.load_weights("runs/digits")
+        """
         opened = open_checkpoint(run, epoch)
         opened.load_saved({"model": self.model})
         return opened.epoch
 
-    # What a training is made of
+    # Parts of a training
 
     def job(self, *, epochs: int | None = None) -> Job:
-        """The job that trains; `epochs` counts before `max_epochs`."""
+        """Return the training job; `epochs` overrides `max_epochs`."""
         self._build()
         job = Job(self.name or type(self).__name__, blobs=self._blobs())
         if self._collector.keeps:
@@ -274,7 +323,19 @@ class Program(Samples):
         return job
 
     def runner(self, job: Job, where: str | Path | None, **options: Any) -> JobRunner:
-        """The runner of a job, with what this class says; `options` count before it."""
+        """Return the runner of a job with the options of this class.
+
+        Args:
+            job: The job to run.
+            where: The run directory; None runs in memory.
+            options: Options of JobRunner that override those of this class.
+
+        Returns:
+            The runner.
+
+        Example:
+            runner = program.runner(program.job(), "runs/digits", keep_last=3)
+        """
         own: dict[str, Any] = {"best": self.best, "log_every_n_secs": self.log_every_n_secs}
         if where is not None:
             own |= {"time_limit": self.time_limit, "keep_last": self.keep_last, "code": self.code}
@@ -286,29 +347,28 @@ class Program(Samples):
         return JobRunner(job, where, **(own | self.runner_options() | options))
 
     def _blobs(self) -> dict[str, Any]:
+        """Return the blobs of the job; raises UsageError for reserved names."""
         blobs = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         blobs["loader"] = self.loader if hasattr(self.loader, "state_dict") else None
         more = dict(self.more_state())
         taken = sorted(more.keys() & {*blobs, "collected"})
         if taken:
-            raise UsageError(
-                f"more_state() has {', '.join(taken)}, which checkpoints hold already: rename it"
-            )
+            raise UsageError(f"more_state() uses the reserved name {', '.join(taken)}: rename it")
         return {name: one for name, one in blobs.items() if one is not None} | more
 
     options_of_verb: Mapping[str, Any] = {}
-    """Options of JobRunner that were typed behind the verb which called `train`."""
+    """Options of JobRunner from the command line that called `train`."""
     _history: list[tuple[int, dict[str, float]]] = []  # noqa: RUF012 - replaced, never changed
     _where: Path | None = None
 
     def _note_in_memory(self, ctx: Context) -> bool:
-        """Asked after every epoch, when its metrics are reduced; never ends anything."""
+        """Record the metrics of an epoch; a stop condition that never stops."""
         self._history = [*self._history, (ctx.epoch, dict(ctx.measured))]
         return False
 
 
 def made_program(kind: type[P], config: Config | None) -> P:
-    """A new object of a program; its configuration is there before its `__init__` runs."""
+    """Create a program object whose configuration is set before its `__init__` runs."""
     program = kind.__new__(kind)
     program.config = config
     if config is not None:
@@ -329,12 +389,12 @@ class Scene(BaseScene):
 
     @cached_property
     def origin(self) -> ProgramOrigin:
-        """Where the program comes from."""
+        """Location of the program's source and runs."""
         return origin_of(self.program)
 
     @cached_property
     def config(self) -> Config | None:
-        """The configuration of `-m`; raises ConfigError with all that is wrong."""
+        """The configuration of `-m`; raises ConfigError with all mistakes."""
         if self.request.config is None:
             return None
         place = RunPlace(run=str(self.store.directory))
@@ -347,12 +407,12 @@ class Scene(BaseScene):
 
     @cached_property
     def profile(self) -> RunnerSection | None:
-        """The first profile of the configuration that trains."""
+        """The first training profile of the configuration."""
         runners = self.config.settings.runners_of_mode() if self.config is not None else ()
         return next((one for one in runners if not one.infers), None)
 
     def limits(self, program: Program | None = None) -> dict[str, Any]:
-        """The limits of a training: typed, else configured, else those of the program or its class."""
+        """Return the limits of a training: typed, else configured, else those of the program or class."""
         source = self.program if program is None else program
         said = self.profile.max_epochs if self.profile is not None else None
         wished = said if self.request.max_epochs is None else self.request.max_epochs
@@ -362,7 +422,7 @@ class Scene(BaseScene):
         }
 
     def fit(self, run: Path, epoch: str) -> None:
-        """Load what of an epoch the program knows into a new object of it; raises what that raises."""
+        """Load the blobs of an epoch that the program has into a new object of it."""
         program = self.made()
         options = program.runner_options()
         given = [options.get(key) or () for key in ("resume_exclude", "exclude")]
@@ -370,5 +430,5 @@ class Scene(BaseScene):
         load_what_is_there(program.job(), run, epoch, *left_out)
 
     def made(self) -> Program:
-        """A new object of the program."""
+        """Create an object of the program."""
         return made_program(self.program, self.config)

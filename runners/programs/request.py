@@ -1,4 +1,4 @@
-"""Arguments of a program's subcommands and of `serve`, and the limits of requests. Imports no torch."""
+"""Command-line options of programs and of `serve`, and limits of server requests. Without torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torchrelay.runners.session.stop_requests import seconds_typed
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits in bytes, counts and seconds; a request beyond them is refused before anything is allocated.
+    """Limits of server requests in bytes, counts and seconds; larger requests are refused before allocation.
 
-    `json_bytes` is smaller than `body_bytes` because parsed JSON takes about ten times its text.
-    `held_bytes` bounds the bodies of all requests together; `queue` counts waiting samples.
+    `json_bytes` is below `body_bytes`, because parsing JSON takes ten times its text. `held_bytes` limits the
+    bodies of all requests together. `queue` counts waiting samples.
     """
 
     body_bytes: int = 16 << 20
@@ -48,13 +48,13 @@ class RequestLimits:
 
 
 class Budget:
-    """Counter of the bytes of request bodies in memory; for one thread."""
+    """Count the bytes of request bodies in memory; used by one thread."""
 
     def __init__(self, most: int) -> None:
         self.most, self.held = most, 0
 
     def take(self, nbytes: int) -> bool:
-        """Reserve bytes; returns False if they exceed the limit."""
+        """Reserve bytes; returns False if there is not enough room."""
         if self.held + nbytes > self.most:
             return False
         self.held += nbytes
@@ -69,13 +69,13 @@ PORT = 8331
 
 
 def _option(default: Any, metavar: str, text: str) -> Any:
-    """Define a field with the help of its command line option."""
+    """Return a dataclass field with its command-line help."""
     return field(default=default, metadata={"metavar": metavar, "help": text})
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The options of `serve`, named as on the command line."""
+    """Options of the server, named as on the command line."""
 
     port: int = PORT
     host: str = "127.0.0.1"
@@ -103,11 +103,11 @@ class ServeOptions:
 
     @classmethod
     def of(cls, chosen: argparse.Namespace) -> ServeOptions:
-        """What argparse found."""
+        """Create the options from argparse's result."""
         return cls(**{one.name: getattr(chosen, one.name) for one in fields(cls)})
 
     def limits(self) -> RequestLimits:
-        """Convert to RequestLimits; raises UsageError for contradicting values."""
+        """Return the server's limits; raises UsageError for contradicting options."""
         return RequestLimits(
             body_bytes=self.max_body,
             json_bytes=min(self.max_json, self.max_body),
@@ -123,7 +123,7 @@ class ServeOptions:
         )
 
     def words(self) -> list[str]:
-        """Return the command line options of all values that differ from their defaults."""
+        """Return the options as command-line arguments, without defaults."""
         found: list[str] = []
         for one in fields(self):
             value = getattr(self, one.name)
@@ -134,7 +134,7 @@ class ServeOptions:
 
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `serve`."""
+    """Define the server's options."""
     parser.add_argument(
         "--port", type=port, default=PORT, metavar="P", help=f"port (default: {PORT}; 0: any free port)"
     )
@@ -155,7 +155,7 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_token_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add `--token-file` and `--token`; `default` is the token of the environment."""
+    """Define the two options for a token; `default` is a token from the environment."""
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument(
         "--token-file",
@@ -175,7 +175,7 @@ def port(text: str) -> int:
 
 
 def _positive(kind: Any) -> Any:
-    """Return an argparse type for positive numbers of a kind, int or float."""
+    """Return a parser for numbers above 0."""
 
     def read(text: str) -> Any:
         try:
@@ -201,15 +201,15 @@ VERBS = {
     "amend": "assign the changed code to the last run",
 }
 _CODES = (
-    "exit codes: 0 success; 1 the program failed, or `status --check` found work to do; 2 usage error, "
-    "already trained, or code changed since the run; 3 no usable epoch; 4 in use; 5 storage error; "
+    "exit codes: 0 success; 1 program failed, or `status --check` found work; 2 usage error, "
+    "already trained, or code changed; 3 no usable epoch; 4 in use; 5 storage error; "
     "6 a rank was lost; 75 preempted"
 )
 
 
 @dataclass(frozen=True)
 class VerbRequest:
-    """A subcommand and its options; options of other subcommands have their defaults."""
+    """A subcommand and its options; those of other subcommands have their defaults."""
 
     verb: str
     force: bool = False
@@ -234,7 +234,7 @@ class VerbRequest:
 
     @classmethod
     def of(cls, chosen: argparse.Namespace, verb: str) -> VerbRequest:
-        """Build from argparse's result; raises UsageError for options that exclude each other."""
+        """Create a request from argparse's result; raises UsageError for contradicting options."""
         known = {one.name: getattr(chosen, one.name) for one in fields(cls) if hasattr(chosen, one.name)}
         known |= {name: tuple(known[name]) for name in ("paths", "overrides") if name in known}
         if verb == "server":
@@ -252,7 +252,7 @@ class VerbRequest:
 
 
 def rewind_of(request: VerbRequest) -> int | None:
-    """Return the epoch that `train --epoch` rewinds to; raises UsageError for invalid values."""
+    """Return the epoch that `train --epoch` rewinds to; raises UsageError for an invalid one."""
     text = request.epoch
     if text is None:
         return None
@@ -264,7 +264,7 @@ def rewind_of(request: VerbRequest) -> int | None:
 
 
 def read_request(argv: Sequence[str] | None = None) -> VerbRequest:
-    """Parse a script's command line; raises UsageError, and SystemExit(0) after --help."""
+    """Parse a script's command line; raises UsageError. After --help argparse exits with code 0."""
     parser = Parser(epilog=_CODES, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
     for verb, text in VERBS.items():
@@ -280,7 +280,7 @@ def read_request(argv: Sequence[str] | None = None) -> VerbRequest:
 
 
 def add_options(parser: argparse.ArgumentParser, verb: str) -> None:
-    """Add the options of a subcommand."""
+    """Define the options of a subcommand."""
     if verb == "server":
         add_serve_options(parser)
     for either in (*_OPTIONS[verb], *_OF_ALL):
@@ -290,6 +290,7 @@ def add_options(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 def _count(text: str) -> int:
+    """Parse an integer above 0."""
     if not (text.isascii() and text.isdigit() and int(text[:9]) > 0 and len(text) < 9):
         raise argparse.ArgumentTypeError(f"invalid number {text!r:.40}: expected a whole number, at least 1")
     return int(text)

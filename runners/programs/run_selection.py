@@ -1,12 +1,13 @@
-"""Which run a verb means: where the runs of a program lie, how one is chosen, and how a new one is made.
+"""Select the run of a subcommand: the directory of a program's runs, the choice among them, and new runs.
 
-train    the newest run of the very code and configuration: goes on if it is not over or a limit was
-raised, is refused if it is over; without one a new run
-test     the newest run of the very code and configuration; without one refused
+- `train` takes the newest run of the same code and configuration. It resumes it if it is unfinished or a
+limit
+  was raised, and refuses a finished one. Without such a run it creates a new one.
+- `test` takes the newest run of the same code and configuration, and refuses others.
 
-`torchrelay launch` gives an id that is the same in every attempt. Else a launch with an id is that id:
-torchrun's (`--rdzv-id`, and of its own making with `--standalone`), or a job step of Slurm. Without one it is
-the launcher's process. A plain `python script.py` has none.
+A launch is identified by the id of `torchrelay launch`, which is the same in every attempt; else by
+torchrun's `--rdzv-id` (generated with `--standalone`), a Slurm job step, or the launcher's process. A plain
+`python script.py` has no launch id.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Action = Literal["new", "continue", "again", "over"]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run, as a choice needs it."""
+    """A run as a choice needs it."""
 
     id: str
     identity: Identity
@@ -45,12 +46,12 @@ class RunInfo:
     limits: Mapping[str, Any] = field(default_factory=dict)
     created: float = 0.0
     exact: bool = True
-    """Whether its code is the very code of now, and not only but for files of `eval`."""
+    """True if its code is exactly the current code; False if only files of `eval` differ."""
 
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What `train` was asked for, by which launch; `rewind`: an epoch was named."""
+    """The request of `train` and its launch; `rewind`: an epoch was named."""
 
     identity: Identity
     limits: Mapping[str, Any] = field(default_factory=dict)
@@ -65,9 +66,9 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class Chosen:
-    """`run` is the id of a run that there is; `again` begins it anew, `over` leaves it as it is.
+    """`run` is the id of an existing run; `again` restarts it from the beginning, `over` leaves it unchanged.
 
-    `created` tells the run that is to begin anew from one that somebody else began anew meanwhile.
+    `created` distinguishes the run to restart from one that another process restarted meanwhile.
     """
 
     action: Action
@@ -77,7 +78,7 @@ class Chosen:
 
 
 def choose_to_train(start: TrainRequest, runs: Sequence[RunInfo]) -> Chosen:
-    """Choose among runs, the oldest first. Raises NotAllowedNowError, UsageError, DirectoryInUseError."""
+    """Choose among runs, oldest first. Raises NotAllowedNowError, UsageError, DirectoryInUseError."""
     ours = _of_this_launch(start, runs)
     if ours is not None:
         return Chosen("over" if ours.standing.over else "continue", ours.id, "the run of this launch")
@@ -90,36 +91,37 @@ def choose_to_train(start: TrainRequest, runs: Sequence[RunInfo]) -> Chosen:
         if start.retrain or start.rewind:
             option = "--retrain" if start.retrain else "--epoch"
             raise UsageError(
-                f"{option} needs a run of this very code and configuration, and there is none: "
-                "train without it makes a new run"
+                f"{option} needs a run of the current code and configuration, and there is none: "
+                "train without it to create a new run"
             )
         return Chosen("new", None, "no run yet" if not runs else "code or configuration changed")
     return _of_same(start, newest_of(same))
 
 
 def newest_of(same: Sequence[RunInfo]) -> RunInfo:
-    """The newest run of the very code, else of the same but for files of `eval`."""
+    """Return the newest run of exactly this code, else of code that differs only in files of `eval`."""
     return next((one for one in reversed(same) if one.exact), same[-1])
 
 
 def _named(run: str, same: Sequence[RunInfo], runs: Sequence[RunInfo]) -> RunInfo:
+    """Return the run named by --run."""
     for one in same:
         if one.id == run:
             return one
     if any(one.id == run for one in runs):
         raise NotAllowedNowError(
-            f"code or configuration changed since {run}, so it cannot go on: train without --run makes a new "
-            "run"
+            f"code or configuration changed since {run}, so it cannot be resumed: train without --run to "
+            "create a new run"
         )
     known = ", ".join(one.id for one in runs[-5:]) or "none"
-    raise UsageError(f"there is no run {run:.80}; the newest are: {known}")
+    raise UsageError(f"unknown run {run:.80}; the newest are: {known}")
 
 
 def _of_this_launch(start: TrainRequest, runs: Sequence[RunInfo]) -> RunInfo | None:
-    """The run that an earlier attempt of this launch made or went on with.
+    """Return the run that an earlier attempt of this launch created or continued.
 
-    A launch that begins from the front may be another one under the same id: it has to be the same code,
-    and what is over is not taken for its own.
+    A first attempt may be another launch with the same id: then the code must be the same, and a finished run
+    does not count.
     """
     found = [one for one in runs if start.launch and one.launch == start.launch]
     if not found:
@@ -131,6 +133,7 @@ def _of_this_launch(start: TrainRequest, runs: Sequence[RunInfo]) -> RunInfo | N
 
 
 def _of_same(start: TrainRequest, run: RunInfo) -> Chosen:
+    """Decide about a run of the same code and configuration."""
     if start.retrain:
         if run.standing.word == "running":
             raise DirectoryInUseError(f"{run.id} is running: stop it first, or use --force for another run")
@@ -147,51 +150,48 @@ def _of_same(start: TrainRequest, run: RunInfo) -> Chosen:
     if raised:
         return Chosen("continue", run.id, f"{', '.join(raised)} raised")
     raise NotAllowedNowError(
-        f"{run.id} has trained this very code and configuration to its end: --force trains it again as a new "
-        "run, --retrain trains that run again from the beginning, a higher --max-epochs goes on with it, "
-        "--run ID with an older one"
+        f"{run.id} has finished with the current code and configuration: raise --max-epochs to continue it, "
+        "or train again with --force (new run) or --retrain (same run)"
     )
 
 
 def choose_to_use(identity: Identity, runs: Sequence[RunInfo], *, ignore: bool) -> RunInfo:
-    """The run that `test` and `eval` use; raises UsageError, NotAllowedNowError."""
+    """Choose the run that `test` and `eval` use; raises UsageError, NotAllowedNowError."""
     if not runs:
-        raise UsageError("there is no run yet: train first")
+        raise UsageError("no run exists yet: train first")
     same = [one for one in runs if one.identity.same(identity)]
     if same:
         return newest_of(same)
     if ignore:
         return runs[-1]
     raise NotAllowedNowError(
-        f"code or configuration changed since {runs[-1].id}: train makes a new run, --ignore uses the "
-        f"changed code with the weights of {runs[-1].id}, --run {runs[-1].id} runs the code archived with it"
+        f"code or configuration changed since {runs[-1].id}: train a new run, use --ignore for the changed "
+        f"code with the weights of {runs[-1].id}, or --run {runs[-1].id} for its archived code"
     )
 
 
-_WORDS = {"new": "new", "again": "from the beginning", "continue": "goes on"}
+_WORDS = {"new": "new", "again": "from the beginning", "continue": "continued"}
 
 
 def made_run(
     store: RunStore, note: ProgramRecord, chosen: Chosen, best: tuple[str, str] | None, ranks: int
 ) -> dict[str, str]:
-    """On rank 0: make the run, or note that this start goes on with it; its path, and what to say."""
+    """On rank 0: create the run, or record that this launch continues it; returns path and message."""
     more = ""
     if chosen.run is None:
         run = store.create(note, best, ranks)
     elif chosen.action == "again":
-        found = store.find(chosen.run)  # looked at again: building the program took a while
+        found = store.find(chosen.run)  # read again: building the program took a while
         if found.note.created != chosen.created or standing(found.path).word == "running":
-            raise DirectoryInUseError(
-                f"{found.id} was begun by another process meanwhile: look at it by `status`"
-            )
+            raise DirectoryInUseError(f"{found.id} was started by another process meanwhile: see `status`")
         note = replace(note, message=note.message or found.note.message)
         run, aside = store.begin_again(found, note, best, ranks)
-        more = f"; what it had lies in {aside}"
+        more = f"; its old content is in {aside}"
     else:
         run = store.find(chosen.run)
         if (
             standing(run.path).word != "running"
-        ):  # else the run's log refuses this start, which changes nothing
+        ):  # otherwise the run's log refuses this launch, which changes nothing
             message = note.message or run.note.message
             run = update_note(run, launch=note.launch, limits=note.limits, message=message)
     said = f"run {run.id} in {run.path.parent}: {_WORDS[chosen.action]} ({chosen.reason}){more}"
@@ -199,7 +199,7 @@ def made_run(
 
 
 def launch_of(environ: Mapping[str, str] | None = None) -> str:
-    """A text that is the same in every attempt of one launch; empty where there is none."""
+    """Return an id that is the same in every attempt of one launch; empty if there is none."""
     env = os.environ if environ is None else environ
     found = read_launch_env(env)
     if env.get(LAUNCH_ID) and found.launched:
@@ -214,13 +214,13 @@ def launch_of(environ: Mapping[str, str] | None = None) -> str:
 
 
 def is_restart(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the launcher started its processes before."""
+    """Return True if the launcher restarted its processes."""
     env = os.environ if environ is None else environ
     return read_launch_env(env).restart_count > 0 or env.get(ATTEMPT, "0") not in ("", "0")
 
 
 def _began(pid: int) -> str:
-    """When a process was started, in ticks of its machine: numbers of processes come again."""
+    """Return the start time of a process in clock ticks, because pids are reused."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -228,12 +228,12 @@ def _began(pid: int) -> str:
 
 
 RUNS = "TORCHRELAY_RUNS"
-"""The variable that says where runs lie; `--runs` comes before it."""
+"""Variable with the directory of all runs; `--runs` takes precedence."""
 
 
 @dataclass(frozen=True)
 class ProgramOrigin:
-    """`file` is the program's; `roots` are those of the script that Python was started with."""
+    """Location of a program; `roots` are those of the script that Python was started with."""
 
     name: str
     file: Path
@@ -242,25 +242,25 @@ class ProgramOrigin:
     runs: Path
 
     def snapshot(self) -> Snapshot | None:
-        """The source as it is now; None where the program says `code = False`. Raises UsageError."""
+        """Return the current source; None if the program has `code = False`. Raises UsageError."""
         return None if self.sources is None else take(self.sources, roots=self.roots, with_git=False)
 
     @property
     def code_option(self) -> Any:
-        """The same source, as JobRunner is told of it."""
+        """The same source as JobRunner's `code` option."""
         if self.sources is None:
             return False
         return None if self.roots is not None else self.sources
 
     def store(self, runs: str | None, environ: Mapping[str, str] | None = None) -> RunStore:
-        """Where the runs lie: as asked for, else as the environment says, else as the program says."""
+        """Return the directory of runs: as typed, else from the environment, else the program's."""
         said = runs or (os.environ if environ is None else environ).get(RUNS)
         refuse_remote(said or "", f"the program {self.name}")
         return RunStore(Path(os.path.abspath(said or self.runs)) / self.name)  # noqa: PTH100 - without `..`
 
 
 def captured_code(run: ProgramRun) -> dict[str, Any]:
-    """The record of the code that the run is of now."""
+    """Return the record of the run's current code."""
     found = [one for one in captures(run.path) if code_id_of(one) == run.note.code_id]
     if run.note.code_id is None or not found:
         raise UsageError(f"the source of {run.id} was not archived, so it cannot be run")
@@ -268,10 +268,10 @@ def captured_code(run: ProgramRun) -> dict[str, Any]:
 
 
 def imported(module: str, name: str, what: str) -> Any:
-    """What a module, looked for from here too, calls so; None where it has no such name.
+    """Import a name from a module, also from the working directory; None if the module does not have it.
 
-    `what` is for messages. The working directory stays on `sys.path`: functions import, too. Raises
-    UsageError where there is no such module.
+    `what` is for messages. The working directory stays on `sys.path` for imports in functions. Raises
+    UsageError if the module does not exist.
     """
     here = os.getcwd()  # noqa: PTH109 - the text
     if sys.path[:1] != [here]:
@@ -280,12 +280,12 @@ def imported(module: str, name: str, what: str) -> Any:
         return getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
-            raise UsageError(f"{what}: there is no module {error.name}, seen from here") from None
+            raise UsageError(f"{what}: module {error.name} not found from the working directory") from None
         raise
 
 
 def origin_of(program: type[Any]) -> ProgramOrigin:
-    """Look where a class comes from; raises UsageError for one that was typed in."""
+    """Find the source of a class; raises UsageError for one that is not defined in a file."""
     script = main_script() if program.__module__ == "__main__" else None
     roots: tuple[Root, ...] | None = None
     if script is not None:
@@ -301,11 +301,12 @@ def origin_of(program: type[Any]) -> ProgramOrigin:
 
 
 def _of_module(program: type[Any]) -> tuple[Path, Path]:
+    """Return the file of a class and the root of its package."""
     module = sys.modules.get(program.__module__)
     file = getattr(module, "__file__", None)
     if not isinstance(file, str):
         raise UsageError(
-            f"{program.__name__} comes from no file: the verbs need a script or a module; without them use "
+            f"{program.__name__} is not defined in a file, which subcommands need: use "
             f"{program.__name__}().train()"
         )
     path = Path(file).resolve()
@@ -314,6 +315,7 @@ def _of_module(program: type[Any]) -> tuple[Path, Path]:
 
 
 def _checked(name: Any) -> str:
+    """Check the name of an experiment."""
     if not isinstance(name, str) or not name or name.startswith(".") or "/" in name or "\0" in name:
-        raise UsageError(f"{name!r:.80} cannot name an experiment: its runs lie in a directory of this name")
+        raise UsageError(f"invalid experiment name {name!r:.80}: expected a valid directory name")
     return name

@@ -1,11 +1,10 @@
-"""What a program does with a batch, an epoch, a dataset: each can be overridden; numbers of an epoch.
+"""Overridable steps of a program for batches, epochs and datasets, and the metrics of an epoch.
 
-A reduction is one of `mean sum last min max` (done by the log that it is given to), `all` (the values
-themselves are the result), or a callable that makes a number of the list of all values of all ranks, in the
-order of the ranks.
+A reduction is `mean sum last min max`, `all` (the values themselves are the result), or a callable that maps
+the list of all values of all ranks, in rank order, to a number.
 
-For people and for clients of the server. Of the sizes only the first, that of the batch, is known to differ;
-nothing is ever refused because of it.
+The signature of a run describes the model's inputs for users and clients; only the batch size is dynamic in
+it, and nothing is ever refused because of it.
 """
 
 from __future__ import annotations
@@ -42,56 +41,56 @@ Reduction = str | Callable[[list[float]], Any]
 
 
 class Log(Protocol):
-    """What takes numbers: `ctx`, or a log of its own."""
+    """Protocol of objects that accept metrics: `ctx`, or a separate log."""
 
     def log(self, name: str, value: Any, reduce: Any = "mean", weight: Any = 1) -> None:
-        """Take one."""
+        """Add a value."""
 
 
 class Collected:
-    """Values of the running epoch kept one by one; state, so that it can go on in its middle."""
+    """All single values of the running epoch; part of the state, so that an epoch can be resumed."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[Any]] = {}
 
     def add(self, name: str, value: Any) -> None:
-        """Keep a number, or a tensor of numbers; where it is, nothing is waited for."""
+        """Keep a number or a tensor of numbers, without waiting for the device."""
         self.values.setdefault(name, []).append(value.detach() if hasattr(value, "detach") else value)
 
     def drop(self, stream: str) -> None:
-        """Forget what one stream has."""
+        """Discard the values of one stream."""
         self.values = {name: one for name, one in self.values.items() if not name.startswith(f"{stream}/")}
 
     def take(self, stream: str) -> dict[str, list[float]]:
-        """Hand out what one stream has, as plain numbers, and forget it."""
+        """Return the values of one stream as numbers and discard them."""
         found = {name: _flat(one) for name, one in self.values.items() if name.startswith(f"{stream}/")}
         self.drop(stream)
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """The values up to now."""
+        """Return the values so far."""
         return {"values": {name: [finite(one) for one in _flat(it)] for name, it in self.values.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the values."""
         self.values = {name: [float(one) for one in it] for name, it in state["values"].items()}
 
 
 class Collector:
-    """Sends what steps measured where its reduction says."""
+    """Distribute the measurements of steps according to their reductions."""
 
     def __init__(self, reductions: Mapping[str, Reduction], collected: Collected) -> None:
         self._reductions, self.collected = dict(reductions), collected
 
     @property
     def keeps(self) -> bool:
-        """Whether any reduction needs the values one by one."""
+        """True if any reduction needs all single values."""
         return any(_keeps(one) for one in self._reductions.values())
 
     def add(self, log: Log, stream: str, values: Mapping[str, Any], weight: Any) -> None:
-        """Take what one step measured; `weight` is for means. Raises UsageError for what is no mapping."""
+        """Add the measurements of a step; `weight` is for means. Raises UsageError unless a mapping."""
         if not isinstance(values, Mapping):
-            raise UsageError(f"a step of {stream} returned {values!r:.60}; return a dict of named numbers")
+            raise UsageError(f"a step of {stream} returned {values!r:.60}: expected a dict of named numbers")
         for name, value in values.items():
             reduction = self._of(stream, name)
             if _keeps(reduction):
@@ -100,7 +99,7 @@ class Collector:
                 log.log(f"{stream}/{name}", value, reduce=reduction, weight=weight)
 
     def finish(self, log: Log, stream: str, peers: Peers) -> dict[str, list[float]]:
-        """End an epoch of a stream: reduce what was kept, on all ranks; returns what stays one by one."""
+        """Finish an epoch of a stream on all ranks; returns the values that are not reduced."""
         if not self.keeps:
             return {}
         own = {name: [finite(one) for one in it] for name, it in self.collected.take(stream).items()}
@@ -117,15 +116,17 @@ class Collector:
         return stays
 
     def _of(self, stream: str, name: str) -> Reduction:
-        """What is said of `val/score` counts before what is said of `score`."""
+        """Return the reduction; `val/score` takes precedence over `score`."""
         return self._reductions.get(f"{stream}/{name}", self._reductions.get(name, "mean"))
 
 
 def _keeps(reduction: Reduction) -> bool:
+    """Return True if a reduction needs all single values."""
     return reduction == ALL or callable(reduction)
 
 
 def _flat(values: list[Any]) -> list[float]:
+    """Convert numbers and tensors to one list of floats."""
     found: list[float] = []
     for one in values:
         found.extend(map(float, one.reshape(-1).tolist()) if hasattr(one, "reshape") else [float(one)])
@@ -133,47 +134,47 @@ def _flat(values: list[Any]) -> list[float]:
 
 
 class ProgramParts:
-    """The parts, and how they are made; `make_...` are to be overridden, the properties are what was made.
+    """The parts of a program: override `make_...`; the properties hold what was made.
 
-    `config` is the configuration of `-m FILE`, None without one; it is there before `__init__` runs.
+    `config` is the configuration of `-m FILE`, None without one; it is set before `__init__` runs.
     """
 
     seed: int = 0
     batch_size: int = 32
     config: Config | None = None
     parts: ClassVar[tuple[str, ...]] = ("data", "model", "criterion", "optimizer", "scheduler")
-    """The order in which a training makes them."""
+    """The order in which a training creates the parts."""
 
     def make_data(self) -> Mapping[str, Any]:
-        """Datasets by name: `train`, and where there are such, `val` and `test`. To be written."""
+        """Return datasets by name: `train`, and optionally `val` and `test`. Must be overridden."""
         raise UsageError(
-            f'{type(self).__name__} has no data: write make_data(self), which returns {{"train": ...}}'
+            f'{type(self).__name__} has no data: override make_data(self), which returns {{"train": ...}}'
         )
 
     def make_model(self) -> nn.Module:
-        """The model. To be written; it is moved to the device by the caller."""
+        """Return the model; the caller moves it to the device. Must be overridden."""
         raise UsageError(
-            f"{type(self).__name__} has no model: write make_model(self), which returns a module"
+            f"{type(self).__name__} has no model: override make_model(self), which returns a module"
         )
 
     def make_criterion(self) -> Any:
-        """What makes a loss of outputs and targets: cross entropy."""
+        """Return the function of outputs and targets for the loss; default: cross entropy."""
         return nn.CrossEntropyLoss()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """What changes the model: AdamW with a learning rate of 1e-3."""
+        """Return the optimizer; default: AdamW with a learning rate of 1e-3."""
         return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def make_scheduler(self) -> Any:
-        """What changes the learning rate after every epoch; None: nothing."""
+        """Return a scheduler that steps after every epoch; default: None."""
         return None
 
     def make_loader(self, data: Any, *, training: bool) -> Iterable[Any]:
-        """Batches of a dataset: an EpochLoader of `batch_size` samples, of all ranks together."""
+        """Return batches of a dataset: an EpochLoader of `batch_size` samples over all ranks."""
         return EpochLoader(data, self.batch_size, shuffle=training)
 
     def more_state(self) -> Mapping[str, Any]:
-        """Blobs of your own, which checkpoints hold beside model, optimizer, scheduler and loader."""
+        """Return further blobs for the checkpoint besides model, optimizer, scheduler and loader."""
         return {}
 
     @cached_property
@@ -186,7 +187,7 @@ class ProgramParts:
         """The model, on the device."""
         model = self.make_model()
         if not isinstance(model, nn.Module):
-            raise UsageError(f"make_model of {type(self).__name__} returned {model!r:.60}, no torch module")
+            raise UsageError(f"make_model of {type(self).__name__} returned {model!r:.60}: expected a Module")
         return model.to(self.device)
 
     @cached_property
@@ -207,7 +208,7 @@ class ProgramParts:
 
     @cached_property
     def loader(self) -> Iterable[Any]:
-        """The batches to train on."""
+        """The training batches."""
         return self.make_loader(self.dataset("train"), training=True)
 
     @property
@@ -217,12 +218,12 @@ class ProgramParts:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where this process computes: its GPU, else the CPU."""
+        """The device of this process: its GPU, else the CPU."""
         session = self.session
         return session.device if session is not None else LocalSession().device
 
     def dataset(self, name: str) -> Any:
-        """One of the datasets; raises UsageError where `make_data` made none of this name."""
+        """Return a dataset; raises UsageError if `make_data` has none of this name."""
         if name not in self.data:
             there = ", ".join(self.data) or "nothing"
             raise UsageError(f"make_data of {type(self).__name__} has no {name!r}, it has {there}")
@@ -234,13 +235,14 @@ _BATCH = "batch"
 
 
 class FirstCall:
-    """Notes the shapes of a module's first call, then takes its hook out."""
+    """Record the shapes of a module's first call, then remove the hook."""
 
     def __init__(self, module: nn.Module) -> None:
         self.signature: Signature | None = None
         self._handle = module.register_forward_hook(self._seen, with_kwargs=True)
 
     def _seen(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Record the call."""
         self._handle.remove()
         named = [*zip(_names(module, len(args)), args, strict=True), *kwargs.items()]
         inputs = [spec for name, value in named for spec in _specs(name, value)]
@@ -249,14 +251,14 @@ class FirstCall:
             self.signature = Signature(tuple(inputs), tuple(outputs))
 
     def write(self, run: Path) -> None:
-        """Store it in the run, once; a run that cannot take it goes on without."""
+        """Store the signature in the run, once; errors are ignored."""
         if self.signature is not None and not (run / FILE).exists():
             with suppress(RelayError):
                 write_json(run / FILE, self.signature.to_json(), durable=False)
 
 
 def _names(module: nn.Module, count: int) -> list[str]:
-    """The names of `forward`'s first parameters."""
+    """Return the names of `forward`'s first parameters."""
     try:
         known = [
             one.name
@@ -269,6 +271,7 @@ def _names(module: nn.Module, count: int) -> list[str]:
 
 
 def _specs(name: str, value: Any) -> Iterator[TensorSpec]:
+    """Yield the tensors in a nested value by name."""
     if isinstance(value, torch.Tensor):
         rest = tuple(value.shape)[1:]
         shape: tuple[Size, ...] = (_BATCH, *rest) if value.ndim else ()
@@ -290,32 +293,32 @@ class ProgramSteps(ProgramParts):
     """
 
     reductions: ClassVar[Mapping[str, Reduction]] = {}
-    """How a number becomes that of an epoch, by name (`score`, or `val/score` for one stream): `mean` unless
-    said here, `sum last min max`, `all` (kept one by one), or a function of the list of all values."""
+    """Reduction of metrics over an epoch, by name (`score`, or `val/score` for one stream): `mean` (default),
+    `sum last min max`, `all` (all values are kept), or a function of the list of all values."""
     validate_every: int = 1
-    """Validate after every so many epochs; 0: never. Without a dataset `val` there is nothing to do."""
+    """Validate after every N epochs if there is a dataset `val`; 0: never."""
 
     # With a batch
 
     def prepare(self, batch: Any) -> tuple[Any, Any]:
-        """Inputs and targets of a batch, on the device: its two fields."""
+        """Return inputs and targets of a batch on the device: its two fields."""
         if len(batch) != 2 or isinstance(batch, Mapping):
             raise UsageError(
-                f"a batch has {len(batch)} fields, not inputs and targets: write prepare(self, batch)"
+                f"a batch has {len(batch)} fields, expected inputs and targets: override prepare(self, batch)"
             )
         inputs, targets = batch
         return on_device(inputs, self.device), on_device(targets, self.device)
 
     def forward(self, inputs: Any) -> Any:
-        """What the model makes of inputs; `network` is the model, wrapped for several ranks in training."""
+        """Compute the output; `network` is the model, wrapped if several ranks train."""
         return self.network(inputs)
 
     def loss(self, output: Any, targets: Any) -> torch.Tensor:
-        """The loss of a batch: what the criterion says."""
+        """Compute the loss of a batch by the criterion."""
         return self.criterion(output, targets)  # type: ignore[no-any-return]
 
     def backward(self, loss: torch.Tensor, batch: Any) -> None:
-        """Gradients of a loss, weighted so that uneven shares of several ranks count as one batch."""
+        """Compute gradients, weighted so that uneven shares of ranks count as one batch."""
         (loss * getattr(batch, "weight", 1.0)).backward()
 
     def iteration(self, batch: Any) -> Mapping[str, Any]:
@@ -328,7 +331,7 @@ class ProgramSteps(ProgramParts):
         return {"loss": loss}
 
     def measure(self, output: Any, targets: Any) -> Mapping[str, Any]:
-        """What to know of an output beside its loss: the accuracy, where targets are classes."""
+        """Return metrics of an output besides its loss: accuracy if targets are classes."""
         is_class = isinstance(targets, torch.Tensor) and not targets.is_floating_point() and targets.ndim == 1
         if is_class and isinstance(output, torch.Tensor) and output.ndim == 2:
             return {"accuracy": (output.argmax(1) == targets).float().mean()}
@@ -351,29 +354,29 @@ class ProgramSteps(ProgramParts):
             self.scheduler.step()
 
     def validate(self, ctx: Context) -> None:
-        """Measure the dataset `val`, if there is one."""
+        """Measure the dataset `val` if there is one."""
         if "val" in self.data:
             with self.evaluating():
                 for batch in ctx.steps(self.make_loader(self.data["val"], training=False), count=False):
                     self.collect(ctx, "val", self.single_test(batch), batch)
 
     def after_epoch(self, ctx: Context) -> None:
-        """Called after every epoch, behind the validation: for your own."""
+        """Do nothing; called after every epoch and its validation, for your own code."""
 
     def every_n_epochs(self, n: int, function: Callable[[Context], Any]) -> None:
-        """Have a function called after every n-th epoch; to be said before the training, as in `__init__`."""
+        """Call a function after every n-th epoch; register it before the training."""
         if type(n) is not int or n < 1:
-            raise UsageError(f"every_n_epochs({n!r}): give a whole number from 1")
+            raise UsageError(f"invalid every_n_epochs({n!r}): expected an integer from 1")
         self._periodic.append((n, function))
 
     def collect(self, log: Any, stream: str, values: Mapping[str, Any], batch: Any = None) -> None:
-        """Take the named numbers of a step into `train`, `val`, or a stream of your own."""
+        """Add a step's metrics to stream `train`, `val`, or one of your own."""
         self._collector.add(log, stream, values, getattr(batch, "count", 1) if batch is not None else 1)
 
     # With a dataset
 
     def test_on(self, data: Any) -> dict[str, Any]:
-        """Measure a dataset, on all ranks together; returns numbers, and lists of what is kept one by one."""
+        """Measure a dataset on all ranks; returns numbers, and lists of unreduced values."""
         log, collector = MetricLog(), Collector(self.reductions, Collected())
         with self.evaluating():
             for batch in self.make_loader(data, training=False):
@@ -384,7 +387,7 @@ class ProgramSteps(ProgramParts):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode, no gradients, the bare model; as before at the end."""
+        """Switch to evaluation mode of the unwrapped model without gradients, and back."""
         before, trained = self.model.training, self.__dict__.get("network")
         self.network = self.model
         self.model.eval()
@@ -396,34 +399,38 @@ class ProgramSteps(ProgramParts):
             if trained is not None:
                 self.network = trained
 
-    # What these stand on
+    # Internals
 
     @cached_property
     def network(self) -> torch.nn.Module:
-        """The model as `forward` calls it: in a training of several ranks it adds gradients up."""
+        """The module that `forward` calls; on several ranks it synchronises gradients."""
         return self.model
 
     @cached_property
     def _periodic(self) -> list[tuple[int, Callable[[Context], Any]]]:
+        """Functions of `every_n_epochs`."""
         return []
 
     @cached_property
     def _collector(self) -> Collector:
+        """The collector of the training."""
         return Collector(self.reductions, Collected())
 
     @property
     def _peers(self) -> Peers:
+        """The ranks of the current session."""
         session = self.session
         return session.peers if session is not None else Solo()
 
     def _build(self) -> None:
-        """Make everything that a training needs, in one order."""
+        """Create everything that a training needs, in a fixed order."""
         for name in self.parts:
             getattr(self, name)
         self._first_call = FirstCall(self.model)
         self.network = data_parallel(self.model)
 
     def _train_task(self, ctx: Context) -> None:
+        """Run the training task of an epoch."""
         self._collector.collected.drop("train")
         self.epoch(ctx)
         self._finish(ctx, "train")
@@ -431,6 +438,7 @@ class ProgramSteps(ProgramParts):
             self._first_call.write(Path(ctx.run_dir))
 
     def _after_task(self, ctx: Context) -> None:
+        """Run validation, periodic functions and `after_epoch`."""
         self._collector.collected.drop("val")
         if self.validate_every and ctx.epoch % self.validate_every == 0:
             self.validate(ctx)
@@ -441,7 +449,8 @@ class ProgramSteps(ProgramParts):
         self.after_epoch(ctx)
 
     def _finish(self, ctx: Context, stream: str) -> None:
+        """Reduce a stream's metrics, and store unreduced values."""
         stays = self._collector.finish(ctx, stream, ctx.session.peers)
         if stays and ctx.rank == 0 and ctx.run_dir is not None:
-            told = {name: [finite(one) for one in it] for name, it in stays.items()}
-            append_values(Path(ctx.run_dir), ctx.epoch, stream, told)
+            kept = {name: [finite(one) for one in it] for name, it in stays.items()}
+            append_values(Path(ctx.run_dir), ctx.epoch, stream, kept)

@@ -1,4 +1,4 @@
-"""`test`: measure committed epochs, store the results in their run, show them."""
+"""Subcommand `test`: measure committed epochs, store the results in their run, and print them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchrelay.runners.session.local import current_or_new_session
 
 
 def test(scene: Scene) -> int:
-    """Measure, unless this epoch was measured by this code; returns the exit code."""
+    """Measure an epoch unless this code already did; returns the exit code."""
     request = scene.request
     with current_or_new_session() as session:
         peers = session.peers
@@ -50,14 +50,15 @@ def test(scene: Scene) -> int:
             result = _result(used, used.epoch, metrics, **more)
             decide(peers, "store the result", lambda: _store(used, [result]))
         shown = {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in result["metrics"].items()}
-        told = [f"{name} {value}" for name, value in shown.items()]
-        told += [f"{name} ({len(values)} values)" for name, values in result["values"].items()]
-        text = f"epoch {result['epoch']} of {result['run']}: {', '.join(told) or 'nothing measured'}{remark}"
+        parts = [f"{name} {value}" for name, value in shown.items()]
+        parts += [f"{name} ({len(values)} values)" for name, values in result["values"].items()]
+        text = f"epoch {result['epoch']} of {result['run']}: {', '.join(parts) or 'nothing measured'}{remark}"
         say(json.dumps(result, indent=1, sort_keys=True) if request.json else text)
     return 0
 
 
 def _result(used: Used, epoch: int, metrics: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the stored form of a result."""
     return {
         "run": used.run,
         "epoch": epoch,
@@ -72,6 +73,7 @@ def _result(used: Used, epoch: int, metrics: Mapping[str, Any], **more: Any) -> 
 
 
 def _store(used: Used, results: Sequence[Mapping[str, Any]]) -> None:
+    """Write results to their run."""
     for one in results:
         write_result(Path(used.path), one["epoch"], used.code_id, one)
 
@@ -80,15 +82,15 @@ Rows = dict[int, dict[str, Any]]
 
 
 def test_configuration(scene: ConfiguredScene) -> int:
-    """Measure, unless this epoch was measured by this code; returns the exit code.
+    """Measure the epochs unless this code already did; returns the exit code.
 
-    Epochs are what `--epoch` says, else the profile's own `epoch`, else the newest. A profile that writes
-    files runs in any case.
+    Epochs are those of `--epoch`, else of the profile's `epoch`, else the newest. A profile that writes files
+    always runs.
     """
     profiles, request = scene.inferring(), scene.request
     if not profiles:
-        raise UsageError(f"{scene.file}: no runner of its mode infers: there is nothing to test with")
-    # What each profile is, its data included, which are no part of the run that it tests.
+        raise UsageError(f"{scene.file}: no runner of its mode infers, so there is nothing to test with")
+    # Identity of each profile with its data, which are not part of the tested run.
     ids = {one.name: scene.config.id_of(one.name) for one in profiles}
     with scene.processes() as peers:
         used = Used(**decide(peers, "run to test", lambda: use(scene)))
@@ -100,8 +102,9 @@ def test_configuration(scene: ConfiguredScene) -> int:
         say(json.dumps({"results": list(results)}, indent=1, sort_keys=True) if request.json else text)
 
     if stored is not None:
-        told = ", ".join(f"{name} {value}" for name, value in stored["metrics"].items())
-        text = f"epoch {stored['epoch']} of {stored['run']}: {told} (tested before; --retest measures again)"
+        measured = ", ".join(f"{name} {value}" for name, value in stored["metrics"].items())
+        remark = "(tested before; --retest measures again)"
+        text = f"epoch {stored['epoch']} of {stored['run']}: {measured} {remark}"
         show([stored], text)
         return 0
     config = scene.with_overrides(list(_epochs(scene, used, profiles)))
@@ -116,7 +119,7 @@ def test_configuration(scene: ConfiguredScene) -> int:
 
 
 def _epochs(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerSection]) -> list[str]:
-    """Overrides: which epochs each profile goes over."""
+    """Return overrides that select the epochs of each profile."""
     asked = scene.request.epoch is not None
     fixed = [one for one in profiles if asked or not _chooses(one)]
     cleared = [
@@ -134,6 +137,7 @@ def _epochs(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerSection
 
 
 def _chooses(runner: RunnerSection) -> bool:
+    """Return True if a profile selects epochs itself."""
     of_path = weights_place(runner)[1]
     return runner.epoch is not None or runner.infer_start_epoch is not None or of_path is not None
 
@@ -141,7 +145,7 @@ def _chooses(runner: RunnerSection) -> bool:
 def _stored(
     scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerSection], ids: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """What was measured before, where that is all there would be to do."""
+    """Return earlier results if they cover everything."""
     writes = any(one.predictions_path or one.metrics_path for one in profiles)
     several = scene.request.epoch is None and any(map(_chooses, profiles))
     if scene.request.retest or writes or several:
@@ -153,7 +157,7 @@ def _stored(
 
 
 def _rows(done: ConfigResult, profiles: Sequence[RunnerSection]) -> Rows:
-    """Metrics by epoch; of several profiles their names begin with the profile's."""
+    """Return metrics by epoch, prefixed with the profile's name if there are several."""
     found: Rows = {}
     for one in profiles:
         before = f"{one.name}/" if len(profiles) > 1 else ""

@@ -1,7 +1,7 @@
-"""`train`: choose the run, on rank 0 and for all, then train it. `amend`: give it the changed code.
+"""Subcommands `train` (choose the run on rank 0, then train it) and `amend` (record changed code in it).
 
-For changes that do not touch what was trained: a comment, a plot, another test. Allowed in every state but
-running, for code that takes the run's newest epoch.
+`amend` is for changes that do not affect the training: a comment, a plot, another test. It works in every
+state but running, for code that can load the run's newest epoch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NAMED_RANKS = 8
 
 
 def train(scene: Scene) -> int:
-    """Train, and return the exit code. Raises what choosing and training raise."""
+    """Train and return the exit code. Raises errors of the choice and of the training."""
     epoch = rewind_of(scene.request)
     with current_or_new_session() as session:
         program = scene.made()
@@ -69,29 +69,29 @@ def train(scene: Scene) -> int:
         job.name = program.name or scene.origin.name
         if scene.config is not None:
             Unread(scene.config, scene.request.strict_config).report_all(session.peers)
-        # Only now, so that a program that cannot be built leaves no run.
+        # Only now: a program that cannot be built leaves no run behind.
         runner = program.runner(job, make(), **_options(scene))
         return code_of_result(runner.train(session, epoch))
 
 
 def _trained_by_itself(scene: Scene, program: Program, where: str, epoch: int | None) -> int:
-    """Let the program's own `train` do it, in the run's directory; what it calls of ours has our options."""
+    """Call the program's own `train` in the run directory, with the options of the command line."""
     program.name = program.name or scene.origin.name
     program.max_epochs = scene.limits(program)["max_epochs"]
     program.options_of_verb = _options(scene)
     given: dict[str, Any] = {"where": where, "resume_from_epoch": epoch}
     taken = inspect.signature(program.train).parameters.values()
-    if not any(one.kind is one.VAR_KEYWORD for one in taken):  # a `train` of its own may take none of them
+    if not any(one.kind is one.VAR_KEYWORD for one in taken):  # an overridden `train` may accept none of them
         given = {name: value for name, value in given.items() if name in {one.name for one in taken}}
     result = program.train(**given)
     return code_of_result(result) if isinstance(result, RunResult) else 0
 
 
 def train_configuration(scene: ConfiguredScene) -> int:
-    """Train, and return the exit code. Raises what choosing and training raise."""
+    """Train and return the exit code. Raises errors of the choice and of the training."""
     runner, epoch = scene.runner, rewind_of(scene.request)
     if epoch is not None and runner.kind == LOCAL_TRAIN and not read_launch_env().launched:
-        raise UsageError(f"--epoch does not reach the processes of {LOCAL_TRAIN}: start them by torchrun")
+        raise UsageError(f"--epoch is not supported with {LOCAL_TRAIN}: start the processes with torchrun")
     with scene.processes() as peers:
         choice = _choose(scene, scene.limits(), peers)
     if choice is None:
@@ -99,7 +99,7 @@ def train_configuration(scene: ConfiguredScene) -> int:
     new: list[Path] = []
 
     def make() -> str:
-        """Make the run when everything that can be wrong beforehand was looked at."""
+        """Create the run after all checks have passed."""
         best = None if runner.keep_best is None else (runner.keep_best.metric, runner.keep_best.mode)
         with scene.processes() as peers:
             path = _make(scene, choice, runner.name, best, peers, peers.size)
@@ -111,7 +111,7 @@ def train_configuration(scene: ConfiguredScene) -> int:
     try:
         done = run_config(scene.config, [runner.name], run_dir=make, job_options=options, strict=strict)
     except BaseException:
-        for run in new:  # a new run goes again in which nothing has begun
+        for run in new:  # delete a new run in which nothing has begun
             if standing(run).word == "created":
                 shutil.rmtree(run, ignore_errors=True)
                 with suppress(OSError):
@@ -124,7 +124,7 @@ _Choice = tuple[TrainRequest, Chosen]
 
 
 def _choose(scene: BaseScene, limits: Mapping[str, Any], peers: Peers) -> _Choice | None:
-    """What is asked for, and the run, chosen on rank 0 for all; None, which is said, where it is over."""
+    """Choose the run on rank 0 for all ranks; None, after a message, if it is finished."""
     check_alike(scene.identity, peers)
     request = scene.request
     start = TrainRequest(
@@ -139,7 +139,7 @@ def _choose(scene: BaseScene, limits: Mapping[str, Any], peers: Peers) -> _Choic
     )
     chosen = Chosen(**decide(peers, "run", lambda: asdict(choose_to_train(start, scene.known()))))
     if chosen.action == "over":
-        say(f"run {chosen.run}: finished already ({chosen.reason})")
+        say(f"run {chosen.run}: already finished ({chosen.reason})")
         return None
     return start, chosen
 
@@ -147,7 +147,7 @@ def _choose(scene: BaseScene, limits: Mapping[str, Any], peers: Peers) -> _Choic
 def _make(
     scene: BaseScene, choice: _Choice, name: str, best: tuple[str, str] | None, peers: Peers, ranks: int
 ) -> str:
-    """Rank 0: make the run, or note that this start goes on with it; all are told where it is."""
+    """On rank 0: create the run, or record that this launch continues it; returns its path on all ranks."""
     start, chosen = choice
     note = ProgramRecord(
         program=name,
@@ -165,24 +165,24 @@ def _make(
 
 
 def check_alike(identity: Identity, peers: Peers) -> None:
-    """Refuse ranks of other code or configuration before anything is made; raises UsageError on all."""
-    told = peers.exchange("code and configuration of the program", asdict(identity))
+    """Raise UsageError on all ranks if they have different code or configuration."""
+    ids = peers.exchange("code and configuration of the program", asdict(identity))
     words = {"code_id": "other code", "config_id": "another configuration"}
     differing = [
-        f"rank {rank} has {' and '.join(text for name, text in words.items() if one[name] != told[0][name])}"
-        for rank, one in enumerate(told)
-        if one != told[0]
+        f"rank {rank} has {' and '.join(text for name, text in words.items() if one[name] != ids[0][name])}"
+        for rank, one in enumerate(ids)
+        if one != ids[0]
     ]
     if differing:
         more = f"; {len(differing) - _NAMED_RANKS} more" if len(differing) > _NAMED_RANKS else ""
         raise UsageError(
-            f"the ranks would not run the same: {'; '.join(differing[:_NAMED_RANKS])}{more} than rank 0: "
+            f"ranks differ: {'; '.join(differing[:_NAMED_RANKS])}{more} than rank 0: "
             "start all ranks with the same source and configuration"
         )
 
 
 def _options(scene: Scene) -> dict[str, Any]:
-    """What JobRunner is told beside what the class says."""
+    """Return options of JobRunner besides those of the class."""
     options: dict[str, Any] = {"code": scene.origin.code_option}
     limit = scene.request.time_limit
     if limit is None and scene.profile is not None:
@@ -195,36 +195,36 @@ def _options(scene: Scene) -> dict[str, Any]:
 
 
 Fit = Callable[[Path, str], None]
-"""Loads an epoch of a run, by its name, into what the code makes now."""
+"""Loads an epoch of a run, by its name, into the objects of the current code."""
 
 
 class CannotBuildError(UsageError):
-    """What train builds could not be built, so nothing is known of the epoch."""
+    """The objects of a training could not be built, so the epoch was not checked."""
 
 
 _OF_THE_CONFIGURATION = ("config", "config_files", "config_id", "overrides")
 
 
 def amend(scene: BaseScene, fit: Fit) -> int:
-    """Record it, and say both ids. Raises UsageError, DirectoryInUseError, StorageError.
+    """Record the changed code in the run and print both ids.
 
-    `fit` raises where the epoch cannot be loaded.
+    `fit` raises if the epoch cannot be loaded. Raises UsageError, DirectoryInUseError, StorageError.
     """
     runs = scene.runs()
     if not runs:
-        raise UsageError("there is no run to amend: train first")
+        raise UsageError("no run exists yet to amend: train first")
     run = scene.store.find(scene.request.run_id) if scene.request.run_id else runs[-1]
     stands = standing(run.path)
     if stands.word == "running":
-        raise DirectoryInUseError(f"{run.id} is running: its code can be amended when it has ended")
+        raise DirectoryInUseError(f"{run.id} is running: amend its code after it has ended")
     old, new = run.note.code_id, scene.identity.code_id
     snapshot = scene.snapshot
     if snapshot is None or new is None:
         title = scene.request.config if scene.program is None else scene.program.__name__
-        raise UsageError(f"{title} has no source to look at (code = False): there is no code to record")
+        raise UsageError(f"{title} has no source to record (code = False)")
     if scene.identity.config_id != run.note.config_id:
         raise UsageError(
-            f"the configuration is not that of {run.id}, and only code can be amended: train makes a new run"
+            f"the configuration differs from that of {run.id}, and only code can be amended: train a new run"
         )
     if scene.identity_of(run).code_id == new:
         raise UsageError(f"nothing to amend: the code is that of {run.id}, {new[:SHORT]}")
@@ -240,7 +240,7 @@ def amend(scene: BaseScene, fit: Fit) -> int:
 
 
 def _check_fit(run: ProgramRun, fit: Fit) -> None:
-    """Refuse code that would be of no use to `test` and `eval`; a run without an epoch takes any."""
+    """Raise UsageError for code that cannot load the newest epoch; a run without epochs takes any code."""
     try:
         opened = open_checkpoint(run.path)
     except RelayError:
@@ -252,13 +252,13 @@ def _check_fit(run: ProgramRun, fit: Fit) -> None:
     except Exception as error:
         text = " ".join(str(error).split())
         raise UsageError(
-            f"{run.id} cannot be amended: the changed code does not take its epoch {opened.epoch} "
-            f"({type(error).__name__}: {text:.500}); train makes a new run"
+            f"{run.id} cannot be amended: the changed code cannot load its epoch {opened.epoch} "
+            f"({type(error).__name__}: {text:.500}): train a new run"
         ) from error
 
 
 def _record(run: ProgramRun, scene: BaseScene, snapshot: Snapshot) -> int:
-    """Archive the source and note it as one more start's, that trained nothing; returns its number."""
+    """Archive the source as that of another attempt that trained nothing; returns its number."""
     before = captures(run.path)
     code = Capturing(RunDirectory(run.path), scene.origin.code_option, None).record_code(snapshot, say)
     attempt = before[-1]["number"] + 1 if before else 0

@@ -65,7 +65,7 @@ def test_flm_9_and_10_a_run_is_tested_while_it_trains_killed_and_continued(
     assert (stands.word, stands.epoch) == ("interrupted", 1) and "killed" in stands.why
     (tmp_path / "go").touch()
     again = script("train", "--max-epochs", "3")
-    assert again.rc == 0 and "goes on" in again.out and "killed" in again.out
+    assert again.rc == 0 and "continued" in again.out and "killed" in again.out
     assert standing(script.run).word == "finished", "its newest epoch has no result"
     assert script("test").rc == 0
     assert [row["epoch"] for row in torchrelay.metric_rows(script.run, "test")] == [1, 3]
@@ -290,7 +290,7 @@ def test_flm_14_the_example_has_all_verbs_in_25_lines(
     assert script("train", "--max-epochs", "2").rc == 0
     (run,) = (script.path.parent / "runs" / "line").iterdir()
     assert script("train", "--max-epochs", "3").rc == 0
-    assert "goes on" not in script("train", "--max-epochs", "3").out
+    assert "continued" not in script("train", "--max-epochs", "3").out
     tested = script("test", "--epoch", "best")
     assert tested.rc == 0 and "accuracy" in tested.out
     assert torchrelay.metric_rows(run, "test")[0]["accuracy"] > 0.5

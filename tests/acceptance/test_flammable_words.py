@@ -52,10 +52,10 @@ def test_status_says_what_train_does(line: Script) -> None:
     """A run that was trained to a lower limit than the class says goes on, and `status` says so."""
     assert line("train", "--max-epochs", "1").rc == 0
     told = line("status", "--check")
-    assert told.rc == 1 and "goes on" in told.out and "max_epochs raised" in told.out
+    assert told.rc == 1 and "continues" in told.out and "max_epochs raised" in told.out
     assert line("train").rc == 0
     told = line("status", "--check")
-    assert told.rc == 0 and f"refused, {line.run.name} has trained this code already" in told.out
+    assert told.rc == 0 and f"refused, {line.run.name} has already trained this code" in told.out
 
 
 def test_a_comment_stays_when_a_run_begins_again(line: Script) -> None:
@@ -146,7 +146,7 @@ def test_files_of_eval_are_no_source(line: Script) -> None:
     assert "added: link.txt" in line("status").out
     assert line("eval", "source/link.txt", "source/result.json").rc == 0
     told = line("eval", "source/sample.txt", "source/there.json")
-    assert told.rc == 2 and "is among the source of" in told.err, "a file of the run is not replaced"
+    assert told.rc == 2 and "is part of the source of" in told.err, "a file of the run is not replaced"
     status = line("status")
     assert "code: unchanged" in status.out and "added" not in status.out
     assert line("test").rc == 0 and newest_result(line.run) is not None
@@ -236,7 +236,7 @@ def test_amend_refuses_code_that_does_not_take_the_epoch(line: Script, text: str
     before = read_note(line.run)
     line.more(text)
     told = line("amend")
-    assert told.rc == 2 and "does not take its epoch 1" in told.err and tells in told.err
+    assert told.rc == 2 and "cannot load its epoch 1" in told.err and tells in told.err
     assert "Traceback" not in told.err and read_note(line.run) == before
 
 
@@ -253,7 +253,7 @@ def test_a_changed_source_is_not_retrained(line: Script) -> None:
     assert line("train", "--max-epochs", "1").rc == 0
     line.more("tail = 1")
     told = line("train", "--retrain")
-    assert told.rc == 2 and "there is none: train without it makes a new run" in told.err
+    assert told.rc == 2 and "there is none: train without it to create a new run" in told.err
     assert line.run.is_dir() and not (line.run.parent / ".retrained").exists()
 
 

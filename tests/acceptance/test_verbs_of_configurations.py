@@ -75,7 +75,7 @@ def test_flm_1_and_3_train_of_a_configuration_refuses_continues_and_begins_anew(
     assert first.rc == 0 and ": new (no run yet)" in first.out, first
     again = project("train", *SHORT)
     assert again.rc == 2 and "--force" in again.err and "--retrain" in again.err
-    assert "goes on (max_epochs raised)" in project("train", "--max-epochs", "2").out
+    assert "continued (max_epochs raised)" in project("train", "--max-epochs", "2").out
     project.change("config.yaml", "epochs: 3", "epochs: 2")  # the file's limit is no part of it either
     assert project("train").rc == 2
     (run,) = project.runs
@@ -140,7 +140,7 @@ def test_flm_5_eval_of_a_configuration_reads_by_the_reader_and_writes_whole_file
     rows = [json.loads(one) for one in (project.folder / "out/test.csv.jsonl").read_text().splitlines()]
     assert [row["index"] for row in rows] == list(range(23)) and all(0 < row["click"] < 1 for row in rows)
     missing = project("eval", "nowhere.csv", "out.jsonl")
-    assert missing.rc == 2 and "there is no nowhere.csv" in missing.err
+    assert missing.rc == 2 and "nowhere.csv does not exist" in missing.err
     assert project("eval", "one.csv").rc == 2
     (project.folder / "closed").write_text("")
     closed = project("eval", "data/test.csv", "closed/out.jsonl")
@@ -164,11 +164,13 @@ def test_flm_7_status_and_amend_of_a_configuration(project: Project) -> None:
     assert project("amend", *SHORT).rc == 2  # nothing to amend
     project.change("model.py", "nn.ReLU()", "nn.ReLU(), nn.Linear(hidden, hidden)")
     refused = project("amend", *SHORT)
-    assert refused.rc == 2 and "does not take its epoch 1" in refused.err and "Traceback" not in refused.err
+    assert refused.rc == 2 and "cannot load its epoch 1" in refused.err and "Traceback" not in refused.err
     (project.folder / "data/train.csv").rename(project.folder / "moved.csv")
     refused = project("amend", *SHORT)
     assert (
-        refused.rc == 2 and "its data too, cannot be built here" in refused.err and "train.csv" in refused.err
+        refused.rc == 2
+        and "model and data cannot be built here" in refused.err
+        and "train.csv" in refused.err
     )
     assert project("status", "--check").rc == 1
 
@@ -229,7 +231,7 @@ def test_archived_code_replaces_no_source_of_another_folder(project: Project) ->
     (run,) = project.runs
     project.change("model.py", "import torch", "import torch  # changed")
     told = project("eval", "--run", run, "data/test.csv", "table.json")
-    assert told.rc == 2 and "is among the source of" in told.err
+    assert told.rc == 2 and "is part of the source of" in told.err
     assert (project.folder / "table.json").read_text() == "[1]"
     assert project("eval", "--run", run, "data/test.csv", "cfg/table.json").rc == 0
 
@@ -246,21 +248,21 @@ def test_amend_of_a_configuration_loads_the_optimizer_too(project: Project) -> N
         "def build_optimizer(self, context, model):\n        return torch.optim.Rprop(model.parameters())",
     )
     told = project("amend", *words)
-    assert told.rc == 2 and "does not take its epoch 1" in told.err, told
+    assert told.rc == 2 and "cannot load its epoch 1" in told.err, told
 
 
 def test_status_of_a_configuration_says_what_train_does(project: Project) -> None:
     """A limit that the configuration raises is one `train` goes on with; nothing imports torch for it."""
     assert project("train", *SHORT).rc == 0
     told = project("status")
-    assert "goes on with" in told.out and "max_epochs raised" in told.out
+    assert "continues" in told.out and "max_epochs raised" in told.out
     assert "refused" in project("status", *SHORT).out
     code = "import sys; from torchrelay.tools.cli.main import main\n"
     code += "try: main(['status', '-m', 'config.yaml'])\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 0 and "goes on with" in done.stdout, done.stderr
+    assert done.returncode == 0 and "continues" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -269,8 +271,8 @@ def test_status_of_a_configuration_says_what_train_does(project: Project) -> Non
         (["train"], "Give a PROGRAM, or a configuration"),
         (["test", "-m", "config.yaml", "-o", "mode=[train1]"], "no runner of its mode infers"),
         (["train", "-m", "config.yaml", "--force", "--retrain"], "not allowed with"),
-        (["status", "-m", "two.yaml"], "here there is train1, train2: choose it by -o mode=[train1]"),
-        (["train", "-m", "config.yaml", "--runs", "one"], "is one run, of `torchrelay run`"),
+        (["status", "-m", "two.yaml"], "but there is train1, train2: choose one with -o mode=[train1]"),
+        (["train", "-m", "config.yaml", "--runs", "one"], "is a single run of `torchrelay run`"),
     ],
 )
 def test_mistakes_with_verbs_of_configurations_make_nothing(

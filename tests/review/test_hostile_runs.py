@@ -134,7 +134,7 @@ def test_a_damaged_note_stops_no_verb_of_the_other_runs(
         assert told.rc == (2 if words == ["amend"] else 0), (words, told)
         assert "Traceback" not in told.err
         if words[-1] != good.name or words[0] == "status":
-            assert told.err.count(f"{bad.name} is passed over: ") == 1, (words, told.err)
+            assert told.err.count(f"{bad.name} is skipped: ") == 1, (words, told.err)
     for words in (["status", "--run", bad.name], ["test", "--run", bad.name]):
         told = script(*words)
         assert told.rc not in (-1, 0) and f"{bad}/program.json is not" in told.err, (words, told)

@@ -166,7 +166,7 @@ def test_sng_9_an_epoch_of_a_plain_job_needs_its_model(tmp_path, capsys, monkeyp
     for more, text in (
         ([], "was not archived: code=False: pass --model"),
         (["--model", "made_here:nothing"], "has no callable nothing"),
-        (["--model", "elsewhere:model"], "there is no module elsewhere"),
+        (["--model", "elsewhere:model"], "module elsewhere not found"),
         (["--model", "made_here"], "expected module:name"),
         (["--model", "made_here:text"], "returned 'x'"),
         (["--model", "made_here:model"], "pass inputs="),

@@ -239,7 +239,7 @@ def test_running_values_are_seen_while_they_run() -> None:
     [
         ("TORCHRELAY_LOG_EVERY_N_SECS", "soon", "a number of seconds"),
         ("TORCHRELAY_LOG_EVERY_N_SECS", "nan", "a number of seconds"),
-        ("TORCHRELAY_LOG_LEVEL", "loud", "it is info, or warning"),
+        ("TORCHRELAY_LOG_LEVEL", "loud", "expected info, or warning"),
     ],
 )
 def test_a_wrong_setting_is_one_line(

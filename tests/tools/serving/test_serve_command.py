@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ((), "pass --model module:function"),
         (("--model", "served"), "expected module:name"),
         (("--model", "served:nothing"), "has no callable nothing"),
-        (("--model", "nowhere:make"), "there is no module nowhere"),
+        (("--model", "nowhere:make"), "module nowhere not found"),
         (("--model", "json:dumps"), "TypeError"),
         ((*MODEL, "--blob", "other"), "give --blob"),
         ((*MODEL, "--epoch", "7"), "there is no epoch 7"),
