@@ -84,7 +84,7 @@ def _full_dcp(where: Path) -> str:
             dcp.load(_state(0.0), checkpoint_id=path, no_dist=True)
         except BaseException:
             silent += 1
-    return f"save said nothing in {silent} of 10; these do not load" if silent else "save raised, 10 of 10"
+    return f"no error from {silent} of 10 saves; these do not load" if silent else "save raised, 10 of 10"
 
 
 def _full_ours(where: Path) -> str:
@@ -159,7 +159,7 @@ def _bit_dcp(where: Path) -> str:
         dcp.load(state, checkpoint_id=where, no_dist=True)
     except BaseException as error:
         return f"load raised {_short(error)}"
-    return "loads" if torch.equal(state["large"], _state()["large"]) else "loads other numbers, says nothing"
+    return "loads" if torch.equal(state["large"], _state()["large"]) else "loads other numbers, no error"
 
 
 def _bit_ours(where: Path) -> str:
@@ -196,7 +196,7 @@ def _own_dcp(where: Path) -> str:
     dist.destroy_process_group()
     if int(right.min()) == 2:
         return "each rank has its own"
-    return f"of 2 ranks {int(right[0])} has its own tensor, {int(right[1])} its own number; nothing is said"
+    return f"of 2 ranks {int(right[0])} has its own tensor, {int(right[1])} its own number; no error"
 
 
 def _own_ours(where: Path) -> str:
@@ -246,7 +246,7 @@ def _strided_dcp(where: Path) -> str:
         dcp.load({"w": tensor}, checkpoint_id=where)
     except BaseException as error:
         return f"save raised {_short(error)}"
-    return "comes back" if bool((tensor.to_local() == before).all()) else "other numbers come back"
+    return "is restored" if bool((tensor.to_local() == before).all()) else "other numbers come back"
 
 
 def _strided_ours(where: Path) -> str:
@@ -261,7 +261,7 @@ def _strided_ours(where: Path) -> str:
         job.stop_when(torchrelay.max_epochs(1))
         torchrelay.JobRunner(job, where).train(session)
     found = torchrelay.open_checkpoint(where).load_tensors("w")["w"]
-    return "comes back" if torch.equal(found, torch.arange(8.0)) else "other numbers come back"
+    return "is restored" if torch.equal(found, torch.arange(8.0)) else "other numbers come back"
 
 
 # Metadata come from somebody else
@@ -323,7 +323,7 @@ def _hole_dcp(where: Path) -> str:
     except BaseException as error:
         return f"load raised {_short(error)}"
     holes = int((state["w"] == -99).any(dim=1).sum())
-    return f"loads; {holes} of 6 rows keep what they were, nothing is said" if holes else "loads"
+    return f"loads; {holes} of 6 rows keep their old values; no error" if holes else "loads"
 
 
 def _three_files(where: Path) -> None:
@@ -365,9 +365,9 @@ def _hole_ours(where: Path) -> str:
 
 CASES = (
     Case("full", "a file cannot be written to its end (quota, full disk)", 1, _full_dcp, _full_ours),
-    Case("second", "the second save into a place does not end", 1, _second_dcp, _second_ours),
+    Case("second", "the second save into a directory does not finish", 1, _second_dcp, _second_ours),
     Case("bit", "one bit of a stored tensor is flipped", 1, _bit_dcp, _bit_ours),
-    Case("own", "two ranks have state of their own under one name", 2, _own_dcp, _own_ours),
+    Case("own", "two ranks have different state under one name", 2, _own_dcp, _own_ours),
     Case(
         "hole",
         "one of three files of a tensor is missing (DCP: its Hugging Face reader)",
