@@ -71,7 +71,7 @@ CEILINGS: dict[str, int] = {
     "metadata": 105,
     "checkpoint": 685,
     "models": 58,
-    "runners": 287,
+    "runners": 215,
     "tools": 47,
 }
 """How many findings a folder may have: they only shrink, and a folder without an entry has none."""
