@@ -1,6 +1,6 @@
-"""What both managers are: faces of one engine, in the words of Caffe2's checkpoint managers.
+"""Provide the base class of both checkpoint managers, with the method names of Caffe2's managers.
 
-Those verbs that do work return a group for `session.run`; the others answer at once.
+Methods that do work return a group for `session.run`; the others return their result directly.
 """
 
 from __future__ import annotations
@@ -30,52 +30,48 @@ if TYPE_CHECKING:
 
 DB_TYPE = "torchrelay"
 Work = TaskGroup | SessionGroup
-"""What `session.run` takes."""
+"""A group that `session.run` accepts."""
 
 
 class Manager:
     """Base of the managers; use CheckpointManager or MultiNodeCheckpointManager.
 
-    `db_prefix` is the directory of the checkpoints, or a URL (`s3://bucket/run`). A manager may be used for
-    several runs, one after another; the nodes it was first initialised with stay the same.
+    A manager may serve several runs, one after another. The nodes of the first `init` stay fixed.
 
-    `keep_last` epochs are kept, every `keep_every`-th one, and the best by a metric, `keep_best=("val/acc",
-    "max")` or `("val/acc", "max", 3)` (None of all: all epochs); the newest that can be resumed from stays in
-    any case. Only the newest `keep_optimizer_last` of these keep their optimizer, the others can be loaded
-    but not resumed from.
-
-    `asynchronous=True`: within a run a save returns when nothing can reach what it saves any more, and
-    is written and committed behind the training, one at a time. Then `staging_limit` bytes per process
-    are staged at most (None: half of its share of the free memory), and `verify_staging` says how much
-    of what was copied behind the training is compared: "samples", or "full".
-
-    Tensors that have not changed since the epoch before are referenced there instead of written again, as
-    long as at most 8 older tries and half of each are in use; with `reuse=False` every epoch stands alone.
-    Looking for them holds the training up, so asynchronous saves write all unless `reuse=True`.
-
-    `include` and `exclude` are patterns of leaves (`"debug"`, `"*.inv_freq"`): saved is what the former mean
-    (None: everything) and the latter do not. What is left out stays, after a load, as the program made it;
-    a run that left it out resumes only with the same exception. Random states are always saved.
-
-    `share_reads=True` is for several hosts and a storage that is slower than the network between them: of
-    tensors that all nodes load whole, 8 MiB and more together, each host reads a share and sends it to the
-    others, which verify it. All processes need the same setting, else each host reads everything, as without.
-
-    Parameters and optimizer state are compared between their replicas, all bytes at the first save and every
-    `compare_every` epochs (10), samples otherwise; a difference fails the save and names the tensors.
-
-    A second job on the same place is kept out by names that cannot be created twice; a start tries that, and
-    refuses a place where it does not hold (UsageError). `single_writer="external"` says that something else
-    makes sure that never more than one job, or command that tags or pins, writes there; nothing is tried
-    then.
-
-    `tier=Tier(near="/local/nvme/run")` saves to a quick local directory, acknowledged as `local`, and sends
-    what is saved there to `db_prefix` behind the training, where it is `replicated`; see `Tier`.
-
-    A load of all nodes may meet another program than the one that saved. A blob that is new begins as the
-    program made it; one that is not registered any more is left out. Each is said in a line, and
-    `resume_strict=True` refuses instead. `rename={"old.": "new."}` finds stored leaves by their names of
-    today, those in optimizers too. Leaves that `resume_exclude` names stay as made where they do not fit.
+    Args:
+        db_prefix: directory or URL (`s3://bucket/run`) of the checkpoints.
+        metadata_handler: object that is notified of commits and chooses where to resume; None: the log
+            decides.
+        keep_last: number of newest epochs to keep. Without any `keep_*` option all epochs are kept.
+        keep_every: also keep every epoch whose number is a multiple of this.
+        keep_best: also keep the best by a metric: `("val/acc", "max")`, or `("val/acc", "max", 3)` for three.
+            The newest epoch that can be resumed from is always kept.
+        keep_optimizer_last: number of kept epochs that keep their optimizer; others can be loaded, not
+            resumed.
+        takeover_secs: seconds without a heartbeat after which another job may take the directory over.
+        asynchronous: write and commit in the background. A save returns once training can no longer change
+            the
+            saved bytes; one save is in flight at a time.
+        staging_limit: bytes per process that asynchronous saves may stage; None: half of its share of free
+            memory.
+        verify_staging: which of the bytes staged in the background are compared: "samples" or "full".
+        reuse: reference tensors that have not changed since the previous epoch instead of writing them again.
+            None: only for synchronous saves, because the comparison delays training. At most 8 older attempts
+            are referenced, each while half of it is in use.
+        include: patterns of leaves to save (`"debug"`, `"*.inv_freq"`); None: all. Random states always are.
+        exclude: patterns of leaves to leave out; a resume needs the same patterns and keeps the program's
+            values.
+        share_reads: for several hosts: each reads a share of tensors that all nodes load (8 MiB and more in
+            all) and sends it to the others, which verify it. Give all processes the same value.
+        compare_every: epochs between full comparisons of replicas (10); other saves compare samples. A
+            difference fails the save and names the tensors.
+        single_writer: "external" skips the check that the storage keeps a second writer out (UsageError where
+            it does not). Something else must then ensure that one job at a time writes, tags or pins there.
+        tier: local directory to save to first, `Tier(near="/local/nvme/run")`, with background upload to
+            `db_prefix`; see `Tier`.
+        rename: new names by stored names for loads, `{"old.": "new."}`, in optimizers too.
+        resume_exclude: patterns of leaves that keep the program's value where the stored one does not fit.
+        resume_strict: raise for blobs that are new or no longer registered, instead of a warning.
     """
 
     def __init__(
@@ -126,13 +122,13 @@ class Manager:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether saves of a run go on behind the training."""
+        """Whether saves of a run are written in the background."""
         return self.engine.background is not None
 
-    # Who
+    # Job and nodes
 
     def bind(self, job: Job, *, default_name: str | None = None) -> None:
-        """Serve this job (called `default_name` if it has no name); another's directory is refused."""
+        """Serve this job (`default_name` if it has no name); raise UsageError for another job's directory."""
         self.engine.bind(job.name or default_name)
 
     def stored_name(self, node: str) -> str:
@@ -140,6 +136,7 @@ class Manager:
         return node
 
     def _check_nodes(self, nodes: Sequence[str] | None) -> tuple[str, ...]:
+        """The stored names of these nodes; raises UsageError for an empty list or repetitions."""
         names = tuple(check_node_name(name) for name in nodes or ())
         if not names:
             raise UsageError(
@@ -150,7 +147,7 @@ class Manager:
         return names
 
     def take_replicated(self) -> list[Position]:
-        """Positions that came from the near place to `db_prefix` since the last time; on rank 0."""
+        """Positions uploaded to `db_prefix` since the last call; on rank 0."""
         return self.engine.ledger.take_replicated()
 
     def _use_nodes(self, nodes: Sequence[str] | None) -> bool:
@@ -165,12 +162,12 @@ class Manager:
         self.engine.stored_names = {name: self.stored_name(name) for name in names}
         return first
 
-    # What Caffe2's managers do
+    # Methods of Caffe2's managers
 
     def set_params(
         self, nodes: Sequence[str], path_prefix: str | None = None, path_type: str | None = None
     ) -> None:
-        """Tell the handler where this job keeps its checkpoints; None keeps an earlier value."""
+        """Pass to the handler where this job keeps its checkpoints; None keeps an earlier value."""
         self._path_prefix = self._path_prefix if path_prefix is None else path_prefix
         self._path_type = self._path_type if path_type is None else path_type
         if self.metadata_handler is not None:
@@ -183,7 +180,7 @@ class Manager:
             )
 
     def get_resume_from_epoch_id(self, user_epoch: int | None = None) -> int | None:
-        """The handler's answer to the user's wish; without a handler the wish itself."""
+        """The epoch to resume from: the handler's choice, or `user_epoch` without a handler."""
         if self.metadata_handler is None:
             return user_epoch
         return self.metadata_handler.last_epoch(user_epoch=user_epoch)
@@ -197,8 +194,7 @@ class Manager:
     ) -> Work:
         """Fix the checkpoint set: the names that the nodes hold now, or those of an epoch.
 
-        `path_prefix` is another directory to look up that epoch in. The set of the first call is kept: later
-        calls return an empty group.
+        `path_prefix` is another directory that has this epoch. Later calls return an empty group.
         """
         _check_path_type(path_type)
         self._use_nodes(nodes)
@@ -212,19 +208,19 @@ class Manager:
         )
 
     def note(self, facts: Facts) -> None:
-        """What the manifest of the next save shall remember of the run."""
+        """Set the facts that the manifest of the next save stores."""
         self._facts = facts
 
     def save(self, epoch: int | Position) -> Work:
         """Save all nodes as `epoch`; the group ends when the epoch is committed and acknowledged.
 
-        Of an asynchronous manager in a run it ends before: `settle` tells whether it was committed.
+        An asynchronous save of a run ends earlier; `settle` returns whether it was committed.
         """
         position = epoch if isinstance(epoch, Position) else Position(epoch)
         return SessionGroup(f"checkpoint save {position}", lambda session: self._save(session, position))
 
     def _save(self, session: Session, position: Position) -> None:
-        """Outside of a run the directory is let go again at once."""
+        """Save at a position; outside of a run, release the directory afterwards."""
         ledger = self.engine.ledger
         in_run = ledger.in_run
         try:
@@ -237,11 +233,11 @@ class Manager:
                 ledger.close()
 
     def settle(self) -> Iterator[Outcome]:
-        """Wait for the save in flight, if there is one, and tell what became of it; see `Engine.settle`."""
+        """Wait for the save in flight, if any, and return its outcome; see `Engine.settle`."""
         return self.engine.settle()
 
     def finish(self, session: Session) -> None:
-        """Return when nothing is in flight and nothing is being deleted; see `Engine.finish`."""
+        """Return when no save is in flight and all pending deletions are done; see `Engine.finish`."""
         self.engine.finish(session)
 
     def load(self, epoch: int, path_prefix: str | None = None, path_type: str | None = None) -> Work:
@@ -254,7 +250,7 @@ class Manager:
         return SessionGroup(f"checkpoint load {epoch}", lambda session: engine.load_epoch(session, epoch))
 
     def go_on_at(self, nodes: Sequence[str], target: Target) -> Work:
-        """Load a proved position, also one inside of an epoch, as `init` and `load` do an epoch."""
+        """Load a verified position, also one within an epoch, as `init` and `load` do for an epoch."""
         self._use_nodes(nodes)
         position = target.position
         return SessionGroup(
@@ -262,7 +258,7 @@ class Manager:
         )
 
     def load_blobs_from_checkpoint(self, blob_names: Sequence[str], epoch: int) -> Work:
-        """Load what of these names the epoch has; the others are ignored."""
+        """Load those of these names that the epoch has; ignore the others."""
         return SessionGroup(
             f"checkpoint partial load {epoch}",
             lambda session: self.engine.load_blobs(session, blob_names, epoch, strict=False),
@@ -271,13 +267,13 @@ class Manager:
     def load_blobs_locally(
         self, nodes: Sequence[str], blob_names: Sequence[str], epoch: int | None, session: Session
     ) -> bool:
-        """Load names of an epoch into this session, also such as other nodes saved (`node:name`).
+        """Load names of an epoch into this session, also those of other nodes (`node:name`).
 
-        False, with nothing changed and a warning that says why, when the epoch is not committed, has nothing
-        of a name, or lacks a shard that holds it.
+        Returns False, changes nothing and warns if the epoch is not committed, lacks a name, or lacks a
+        shard.
         """
         if epoch is None:
-            raise UsageError("give the epoch to load blobs from")
+            raise UsageError("no epoch to load blobs from: give epoch=")
         self._use_nodes(nodes or [place.name for place in session.nodes])
         return self.engine.load_blobs(session, blob_names, epoch, strict=True)
 
@@ -296,7 +292,7 @@ class Manager:
         return [f"{self.engine.storage.url}/{one}" for one in shard_paths(manifest, self.stored_name(node))]
 
     def blob_list(self) -> list[str]:
-        """The names that the nodes of this process save, sorted; UsageError before `init` has fixed them."""
+        """The names that the nodes of this process save, sorted; raises UsageError before `init`."""
         return self.engine.names()
 
     def check_db_exists(self, epoch: int) -> bool:
@@ -304,19 +300,19 @@ class Manager:
         return self.engine.ledger.view().find(epoch) is not None
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
-        """Whether a save may be tried now, by the handler; without one always."""
+        """Whether the handler allows a save now; True without a handler."""
         if self.metadata_handler is None:
             return True
         return bool(self.metadata_handler.cp_accessible(epoch))
 
     def write_checkpoint_metadata(self, epoch: int) -> None:
-        """Tell the handler that an epoch is saved."""
+        """Notify the handler that an epoch is saved."""
         if self.metadata_handler is not None:
             self._tell_holder(self.metadata_handler)
             self.metadata_handler.write(epoch=epoch)
 
     def report_checkpoint_stats(self, action: str) -> None:
-        """Give the handler the seconds of the last save or load by logical path."""
+        """Pass the seconds of the last save or load by logical path to the handler."""
         if self.metadata_handler is not None:
             self._tell_holder(self.metadata_handler)
             self.metadata_handler.report(action, self.engine.last_stats(action))
@@ -326,6 +322,7 @@ class Manager:
         stats.update(self.engine.last_stats())
 
     def _note_holder(self) -> None:
+        """Remember the current holder of the log, on rank 0."""
         ledger = self.engine.ledger
         if ledger.writer is not None:
             view, base = ledger.writer.view, ledger.writer.view.current.base
@@ -338,7 +335,7 @@ class Manager:
             )
 
     def _tell_holder(self, handler: MetadataHandler) -> None:
-        """Say as whom the log is held, or was for a save by hand, to a handler that wants to know."""
+        """Pass the log's current or last holder to a handler that has `opened`."""
         self._note_holder()
         opened = getattr(handler, "opened", None)
         if opened is not None and self._holder is not None:
@@ -349,9 +346,9 @@ class Manager:
 
 
 def check_handler(handler: Any, *of_caffe2: Any) -> MetadataHandler | None:
-    """The handler; raises UsageError for what cannot be one, and for a `db_type` in Caffe2's place.
+    """The handler, checked; raises UsageError for a wrong type and for Caffe2's `db_type` argument.
 
-    `of_caffe2` is what stands behind it there.
+    `of_caffe2` are the positional arguments after it.
     """
     if not of_caffe2 and (
         handler is None or (isinstance(handler, MetadataHandler) and not isinstance(handler, type))
@@ -359,45 +356,72 @@ def check_handler(handler: Any, *of_caffe2: Any) -> MetadataHandler | None:
         return handler
     if isinstance(handler, str):
         raise UsageError(
-            f"metadata_handler is {handler!r:.80}: leave Caffe2's db_type out, files are safetensors; "
-            "a handler is given as metadata_handler=..."
+            f"invalid metadata_handler {handler!r:.80}: expected an object, not Caffe2's db_type (files "
+            "are always safetensors); give it as metadata_handler=..."
         )
     if of_caffe2:
-        raise UsageError("the handler is the last argument by place: give what follows by its name")
+        raise UsageError("too many positional arguments: give those after metadata_handler by keyword")
     raise UsageError(
-        f"metadata_handler is {handler!r:.80}; it is an object with set_params, last_epoch, write, report "
-        "and cp_accessible"
+        f"invalid metadata_handler {handler!r:.80}: expected an object with set_params, last_epoch, "
+        "write, report and cp_accessible"
     )
 
 
 def get_ckpt_filename(node_name: str, epoch: int) -> str:
-    """The logical name of a node's part of an epoch, `node.epoch`, as Caffe2 named its file."""
+    """Return the logical name of a node's part of an epoch, as Caffe2 named its file.
+
+    Args:
+        node_name: name of the node.
+        epoch: number of the epoch.
+
+    Returns:
+        `node.epoch`.
+
+    Example:
+        >>> get_ckpt_filename("trainer_0", 3)
+        'trainer_0.3'
+    """
     return f"{check_node_name(node_name)}.{epoch}"
 
 
 def db_name(epoch: int, node_name: str, db_prefix: str | Path, path_prefix: str | Path | None = None) -> str:
-    """The same below a directory: `db_prefix/node.epoch`, or below `path_prefix` where that is given."""
+    """Return the logical path of a node's part of an epoch below a directory or URL.
+
+    Args:
+        epoch: number of the epoch.
+        node_name: name of the node.
+        db_prefix: directory or URL of the checkpoints.
+        path_prefix: used instead of `db_prefix` if given.
+
+    Returns:
+        `db_prefix/node.epoch`.
+
+    Example:
+        >>> db_name(3, "trainer_0", "s3://bucket/run")
+        's3://bucket/run/trainer_0.3'
+    """
     return joined(str(db_prefix if path_prefix is None else path_prefix), get_ckpt_filename(node_name, epoch))
 
 
 def _check_path_type(path_type: str | None) -> None:
+    """Raise UsageError for a path type: it is only passed to the handler, by `set_params`."""
     if path_type is not None:
         raise UsageError(
-            f"path_type is {path_type!r:.80}; leave it out: path_prefix is a directory, or a URL that names "
-            "its storage (s3://bucket/run). A handler is told a path_type by set_params"
+            f"invalid path_type {path_type!r:.80}: leave it out; path_prefix is a directory, or a URL "
+            "that names its storage (s3://bucket/run)"
         )
 
 
 def _background_of(asynchronous: bool, staging_limit: int | None, verify: str) -> Background | None:
-    """The background of an asynchronous manager; raises UsageError for values that cannot be."""
+    """The background of an asynchronous manager, or None; raises UsageError for invalid values."""
     if type(asynchronous) is not bool:
-        raise UsageError(f"asynchronous is {asynchronous!r:.80}; it is True or False")
+        raise UsageError(f"invalid asynchronous={asynchronous!r:.80}: expected True or False")
     if staging_limit is not None and (type(staging_limit) is not int or staging_limit < 0):
-        raise UsageError(f"staging_limit is {staging_limit!r:.80}; it is a number of bytes, or None")
+        raise UsageError(f"invalid staging_limit={staging_limit!r:.80}: expected a number of bytes, or None")
     if staging_limit is not None and not asynchronous:
-        raise UsageError("staging_limit is for asynchronous saves: give asynchronous=True too")
+        raise UsageError("staging_limit needs asynchronous=True")
     if verify not in ("samples", "full"):
-        raise UsageError(f"verify_staging is {verify!r:.80}; it is 'samples' or 'full'")
+        raise UsageError(f"invalid verify_staging={verify!r:.80}: expected 'samples' or 'full'")
     if not asynchronous:
         return None
     from torchrelay.checkpoint.save.background import Background

@@ -1,4 +1,4 @@
-"""Managers of checkpoints: of one run, of several nodes; what they are given; uploads of the last epoch."""
+"""Define the public checkpoint managers, their options, and the builder of upload tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,19 @@ if TYPE_CHECKING:
 
 
 class CheckpointManager(Manager):
-    """Stores its job's only node under `node_name`, whatever the job calls it."""
+    """Save and load a job's only node, stored as `node_name` whichever name the job gives it.
+
+    Args:
+        db_prefix: directory or URL (`s3://bucket/run`) of the checkpoints.
+        node_name: name under which the node is stored.
+        metadata_handler: object that is notified of commits and chooses where to resume; None: the log
+            decides.
+
+    The other options are those of `MultiNodeCheckpointManager`.
+
+    Example:
+        manager = CheckpointManager("runs/a/checkpoints", "trainer_0", keep_last=3)
+    """
 
     def __init__(
         self,
@@ -40,7 +52,7 @@ class CheckpointManager(Manager):
         self.node_name = check_node_name(node_name)
 
     def stored_name(self, node: str) -> str:
-        """The one name."""
+        """Return `node_name`, for every node."""
         return self.node_name
 
     def _check_nodes(self, nodes: Sequence[str] | None) -> tuple[str, ...]:
@@ -53,13 +65,36 @@ class CheckpointManager(Manager):
         return names
 
     def get_ckpt_db_name(self, node: str, epoch: int) -> str | None:
-        """The logical name `prefix/node_name.epoch`, asked by either name of the node."""
+        """Return the logical path of the node's part of an epoch.
+
+        Args:
+            node: the stored name, or the job's name of the node.
+            epoch: number of the epoch.
+
+        Returns:
+            `prefix/node_name.epoch`; None for any other node.
+
+        Example:
+            >>> CheckpointManager("runs/a", "trainer_0").get_ckpt_db_name("trainer_0", 3)
+            'runs/a/trainer_0.3'
+        """
         if node != self.node_name and (self._nodes is None or node not in self._nodes):
             return None
         return db_name(epoch, self.node_name, self.db_prefix)
 
     def files(self, node: str, epoch: int) -> list[str]:
-        """The committed files of an epoch, asked by either name of the node; none for any other name."""
+        """List the committed files of an epoch of the current branch.
+
+        Args:
+            node: the stored name, or the job's name of the node.
+            epoch: number of the epoch.
+
+        Returns:
+            Paths or URLs; empty for any other node, and for an epoch that is not committed.
+
+        Example:
+            paths = manager.files("trainer_0", epoch=3)
+        """
         return super().files(node, epoch) if self.get_ckpt_db_name(node, epoch) else []
 
 
@@ -70,27 +105,40 @@ CheckpointManager.__init__.__signature__ = _own.replace(  # type: ignore[attr-de
         *(one for one in _base.parameters.values() if one.kind is one.KEYWORD_ONLY),
     ]
 )
-"""As it is shown: the options are those of `Manager`."""
+"""The signature with the keyword options of `Manager`."""
 
 
 class MultiNodeCheckpointManager(Manager):
-    """Saves and loads all nodes of a job, each under its own name, as one epoch.
+    """Save and load all nodes of a job, each under its own name, as one epoch.
 
-    An epoch exists once every node's part is durable and the log has its commit record; without a
-    handler nothing else is needed to find it again.
+    An epoch exists once every node's part is durable and the log has its commit record. The options are
+    described in the base class, `checkpoint.manager.base.Manager`.
+
+    Args:
+        db_prefix: directory or URL (`s3://bucket/run`) of the checkpoints.
+        metadata_handler: object that is notified of commits and chooses where to resume; None: the log
+            decides.
+
+    Example:
+        manager = MultiNodeCheckpointManager("s3://bucket/run", keep_last=3, asynchronous=True)
     """
 
 
 class ManagerOptions(TypedDict, total=False):
-    """Options of the managers that a JobRunner hands on; None is the manager's own default.
+    """Options that a JobRunner passes to its manager; None is the manager's default.
 
-    `keep_last`, `keep_every`, `keep_best`, `keep_optimizer_last`: what is kept. `asynchronous`,
-    `staging_limit` (bytes), `verify_staging`: saves behind the training. `reuse`: whether unchanged
-    leaves are referred to. `include`, `exclude`: which leaves are saved. `share_reads`: whether hosts
-    read for each other. `compare_every`: epochs between comparisons of all bytes of the replicas.
-    `single_writer`: who sees to it that one job writes. `tier`: a near place before the checkpoints' own.
-    `rename`: names of today by names in older epochs. `resume_exclude`: leaves that stay as the program made
-    them where they do not fit any more. `resume_strict`: refuse blobs that are new or gone.
+    Attributes:
+        keep_last, keep_every, keep_best, keep_optimizer_last: which epochs are kept.
+        asynchronous, staging_limit, verify_staging: saves in the background; `staging_limit` is in bytes.
+        reuse: whether unchanged leaves are referenced instead of written.
+        include, exclude: patterns of the leaves to save.
+        share_reads: whether hosts read for each other.
+        compare_every: epochs between full comparisons of replicas.
+        single_writer: who ensures that only one job writes.
+        tier: local directory with background upload to the checkpoints' own.
+        rename: new names by stored names.
+        resume_exclude: patterns of leaves that keep the program's value where the stored one does not fit.
+        resume_strict: raise for blobs that are new or no longer registered.
     """
 
     keep_last: int | None
@@ -123,16 +171,27 @@ def check_options(owner: str, given: Iterable[str], others: Iterable[str] = ()) 
 
 
 class UploadTaskGroupBuilder:
-    """Builds the group that uploads an epoch; called once, after the loop and before `download`.
+    """Base class for tasks that upload the last epoch, after the loop and before `download`.
 
-    Subclass it. Errors of the group propagate: the job fails before `download` and `exit`.
+    Implement `build`. An error in the group fails the job before `download` and `exit` run.
     """
 
     def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
-        """Return the tasks that upload `epoch`, the newest committed one.
+        """Return the tasks that upload an epoch; called once per run.
 
-        `checkpoint_manager` is the runner's manager (None when it has none); `manager.files(node, epoch)`
-        lists what a node committed.
+        Args:
+            epoch: the newest committed epoch.
+            checkpoint_manager: the runner's manager, or None; its `files(node, epoch)` lists a node's files.
+
+        Returns:
+            The group of tasks to run.
+
+        Example:
+            class Upload(UploadTaskGroupBuilder):
+                def build(self, epoch, checkpoint_manager):
+                    with TaskGroup() as group:
+                        ...  # tasks that copy checkpoint_manager.files(node, epoch)
+                    return group
         """
         raise NotImplementedError(
             "subclass UploadTaskGroupBuilder and implement build(epoch, checkpoint_manager)"

@@ -1,6 +1,6 @@
-"""The engine under the managers: the state of all nodes of a job, in and out of one directory.
+"""Save and load the state of all nodes of a job in one directory: the engine of the managers.
 
-Every verb is called by all processes of the session in the same order.
+Every method is called by all processes of the session in the same order.
 """
 
 from __future__ import annotations
@@ -54,21 +54,28 @@ if TYPE_CHECKING:
 
 States = tuple[NodeState, ...]
 Members = dict[str, dict[str, SetMember]]
-"""By the hosted node what it saves, by name."""
+"""What each hosted node saves, by name."""
 
 
 class Engine:
-    """Saves and loads. `ledger` is the directory's log, `retaining` lets epochs go, as `keeping` says.
+    """Saves and loads the nodes of a session.
 
-    With a `background`, saves of a run go on in it after `save` has returned; see `settle`.
-    `selection` says which leaves are saved.
-    `reuse`: leaves with the bytes of the epoch before are referenced instead of written again; None: without
-    a `background` alone, because looking for them holds the training up.
-    `compare_every`: epochs between comparisons of all bytes of the replicas (10).
-    `share_reads`: what all nodes load is read by one host each and sent to the others.
-    `tier`: a near place before `prefix`, which follows it.
-    `resume`: what a load of all may make of a program that has changed. `say` gets a line for each change;
-    None: a warning of rank 0.
+    Args:
+        prefix: directory or URL of the checkpoints.
+        keeping: which epochs retention keeps.
+        takeover_secs: seconds without a heartbeat after which another job may take the directory over.
+        background: writes saves of a run after `save` has returned; see `settle`. None: saves are
+            synchronous.
+        reuse: reference unchanged leaves instead of writing them; None: only without a background.
+        selection: which leaves are saved.
+        share_reads: have one host read what all nodes load, and send it to the others.
+        compare_every: epochs between full comparisons of replicas (10).
+        single_writer: "external" skips the check that a second writer is kept out.
+        tier: local directory with background upload to `prefix`.
+        resume: what a load of all may change where the program differs from the one that saved.
+
+    `ledger` is the session's log, `retaining` applies `keeping`. `say` gets a line per change; None: rank 0
+    warns.
     """
 
     def __init__(
@@ -91,7 +98,7 @@ class Engine:
         self.say: Callable[[str], None] | None = None
         for name, value in (("reuse", reuse), ("share_reads", share_reads)):
             if value is not None and type(value) is not bool:
-                raise UsageError(f"{name} is {value!r:.80}; it is True, False or None")
+                raise UsageError(f"invalid {name}={value!r:.80}: expected True, False or None")
         self.share_reads = bool(share_reads)
         looking = background is None if reuse is None else reuse
         self.single_writer = check_single_writer(single_writer)
@@ -101,7 +108,7 @@ class Engine:
         self.stored_names: dict[str, str] = {}
         self._members: Members | None = None
         self._registered: frozenset[str] = frozenset()
-        """The blobs that some node of the job has registered."""
+        """Names of blobs registered by any node of the job."""
         self._made_by_init: tuple[str, ...] = ()
         self._demoted: set[str] = set()
         self._structures = Structures()
@@ -115,7 +122,7 @@ class Engine:
         self._unsaved = Unsaved(selection)
         self._told_changes: set[str] = set()
 
-    # Whom it serves
+    # Job and nodes
 
     def bind(self, job_name: str | None) -> None:
         """Serve the job of this name; None stands for the name of the directory."""
@@ -134,7 +141,7 @@ class Engine:
         return other
 
     def _saved(self, session: Session) -> dict[str, NodePlace]:
-        """By the nodes that are saved: their places under stored names, numbered among themselves."""
+        """The saved nodes: their places under stored names, numbered among themselves."""
         named = [place for place in session.nodes if place.name in self.stored_names] or session.nodes
         return {
             place.name: replace(place, name=self._stored(place.name), rank=number, world_size=len(named))
@@ -142,6 +149,7 @@ class Engine:
         }
 
     def _stored(self, node: str) -> str:
+        """The stored name of a node."""
         return self.stored_names.get(node, node)
 
     # The checkpoint set
@@ -154,7 +162,7 @@ class Engine:
     def seal(self, session: Session) -> None:
         """Fix the set: the names that the hosted nodes hold now.
 
-        Raises BlobError on all processes for an object that no later start could make again.
+        Raises BlobError on all processes for an object that a later launch could not recreate.
         """
 
         def look(place: NodePlace, workspace: Workspace, members: dict[str, SetMember]) -> set[str]:
@@ -171,9 +179,9 @@ class Engine:
     def _fix(
         self, session: Session, look: Callable[[NodePlace, Workspace, dict[str, SetMember]], set[str]]
     ) -> None:
-        """Fix what hosted nodes hold now, and tell all processes.
+        """Fix what hosted nodes hold now, and send it to all processes.
 
-        Of a node that is saved `look` adds what else it saves, and returns the names that `init` made.
+        For a saved node `look` adds what else it saves, and returns the names that `init` made.
         """
         watch_steps()
         found: Members = {}
@@ -194,14 +202,14 @@ class Engine:
         self._members = found
 
     def _check_placed(self, place: NodePlace, workspace: Workspace) -> None:
-        """Refuse tensors that `init` sharded: a resume skips it, and trains on with whole ones."""
+        """Raise for tensors that `init` sharded: a resume skips `init` and would use unsharded ones."""
         placed = self._structures.placed(place.name, NodeStructure(built_by_program(workspace)))
         if names := [name for name in placed if self.selection.saves(name)]:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise BlobError(
-                f"{', '.join(names[:3])}{more} of {place} was sharded, or gathered, in init, which a resume "
-                "skips: call fully_shard, parallelize_module and the like where the job is built or in "
-                "@job.setup"
+                f"{', '.join(names[:3])}{more} of {place} was sharded, or gathered, in init, which a "
+                "resume skips: call fully_shard, parallelize_module and the like where the job is built "
+                "or in @job.setup"
             )
 
     def seal_like(self, session: Session, epoch: int, prefix: str | None = None) -> None:
@@ -210,6 +218,7 @@ class Engine:
         self._seal_like(session, ledger.prove(session.peers, epoch).manifest)
 
     def _seal_like(self, session: Session, manifest: Manifest) -> None:
+        """Fix the set to the blobs of a manifest and those registered now."""
 
         def look(place: NodePlace, workspace: Workspace, members: dict[str, SetMember]) -> set[str]:
             registered = dict(members)
@@ -237,11 +246,11 @@ class Engine:
     def save(self, session: Session, position: Position, facts: Facts) -> None:
         """Save all nodes at a position; returns once it is committed and acknowledged.
 
-        With a background, within a run, it returns once nothing that the training does can reach what is
-        saved; an earlier save is waited for first, and `settle` tells what became of either.
+        With a background, within a run, it returns once training can no longer change the saved bytes. It
+        waits for an earlier save first; `settle` returns the outcome of both.
 
-        Raises SaveFailedError, StorageError or BlobError on all processes alike; nothing is committed
-        then. FencedError when another job has taken the directory over.
+        Raises SaveFailedError, StorageError or BlobError on all processes; nothing is committed then. Raises
+        FencedError when another job has taken the directory over.
         """
         self.wait()
         if self.ledger.holding is None:
@@ -250,8 +259,9 @@ class Engine:
             self.seal(session)
         if not (self._registered or self._made_by_init or self.ledger.in_run):
             raise UsageError(
-                "nothing is registered in the session's workspaces, so this would save random states alone: "
-                "give torchrelay.Checkpointer or JobRunner the blobs, or make them by session.workspace()"
+                "nothing is registered in the session's workspaces, so only random states would be "
+                "saved: pass the blobs to torchrelay.Checkpointer or JobRunner, or make them by "
+                "session.workspace()"
             )
         self.ledger.wait_for_room(session.peers)
         self.retaining.delete_left()
@@ -275,6 +285,7 @@ class Engine:
         self.retaining.now(session.peers)
 
     def _job(self, session: Session, states: States, position: Position, facts: Facts) -> SaveJob:
+        """The job that writes these states at a position."""
         return SaveJob(
             self.storage,
             session.peers,
@@ -292,12 +303,12 @@ class Engine:
         )
 
     def check_place(self) -> None:
-        """Raise LostDirectoryError where the directory of the checkpoints is not there any more."""
+        """Raise LostDirectoryError if the directory of the checkpoints has disappeared."""
         if isinstance(self.storage, Placed):
             self.storage.check_place()
 
     def prepare(self, session: Session) -> None:
-        """Note what the program has built, and get memory for saves, before anything is loaded or trained."""
+        """Record the program's state before a load, and allocate memory for saves."""
         for place in session.local_nodes:
             built = built_by_program(session.workspace(place.name))
             self._structures.began(place.name, NodeStructure(built), orders_of(built))
@@ -307,14 +318,14 @@ class Engine:
             touch_buffers(self.storage, session)
 
     def wait(self, *, unguarded: bool = False) -> None:
-        """Return when no save is in flight; `unguarded`: nor do registered objects wait for one."""
+        """Return when no save is in flight; `unguarded`: also when no registered object waits for one."""
         if self.background is not None:
             self.background.wait(unguarded=unguarded)
 
     def settle(self) -> Iterator[Outcome]:
-        """Wait for the save in flight; what became of it, and of earlier ones nobody asked about.
+        """Wait for the save in flight; return its outcome and earlier outcomes not returned yet.
 
-        Retention follows behind the training, with the next save or at the end. Talks to nobody.
+        Retention follows in the background, at the next save or at the end. Sends no messages.
         """
         self.wait()
         for outcome in self.background.take_outcomes() if self.background is not None else []:
@@ -323,20 +334,20 @@ class Engine:
             yield outcome
 
     def finish(self, session: Session) -> None:
-        """Return when nothing is in flight and what retention gave up is deleted. All processes together.
+        """Return when no save is in flight and all pending deletions are done. All processes together.
 
         Raises FencedError on all when another job has taken the directory over.
         """
         self.wait(unguarded=True)
         if self.background is not None:
             self.retaining.behind()
-            self.ledger.finish_deletions()  # hosts are told of what is gone, where each has files of its own
+            self.ledger.finish_deletions()  # with per-host directories, hosts are notified of deleted files
         if self.ledger.drain(session.peers):
             self.retaining.now(session.peers)
         self.retaining.end(session.peers)
 
     def _capture(self, session: Session) -> tuple[States, Exception | None]:
-        """The hosted nodes, or what kept this process from listing them: that is told to all later."""
+        """The state of the hosted nodes, or the error of listing them, which is reported to all later."""
         members = self._members or {}
         states: list[NodeState] = []
         saved = self._saved(session)
@@ -344,7 +355,7 @@ class Engine:
             for place in session.local_nodes:
                 stored, names = self._stored(place.name), members.get(place.name, {})
                 known = (names, self._demoted, self._structures)
-                if place.name not in saved:  # it is compared, and need not be such that it could be saved
+                if place.name not in saved:  # compared only, so it need not be fit to be saved
                     with suppress(Exception):
                         states.append(capture(session, place, stored, *known, self.selection, self._resumes))
                     continue
@@ -364,10 +375,9 @@ class Engine:
         return not matches_any(name, self.resume.exclude)
 
     def _demote(self, names: frozenset[str], *, say: bool) -> None:
-        """Leaves that differ are kept per node from now on; said once, by one process.
+        """Keep leaves that differ per node from now on; one process warns, once.
 
-        Not gradients: each save finds anew whether those of its window differ. Which parameters an optimizer
-        has follows from the leaves that a node owns: nobody needs to say it.
+        Gradients are not demoted, because each save checks again whether those of its window differ.
         """
         names = frozenset(name for name in names if not name.startswith(GRADIENTS))
         self._demoted |= names
@@ -377,7 +387,7 @@ class Engine:
         if names and say:
             warn(
                 f"{', '.join(sorted(names))} {'differs' if len(names) == 1 else 'differ'} between nodes: "
-                "saved once per node from now on (scope rank); register it with scope='rank' to say so",
+                "saved per node from now on; register with scope='rank' to avoid this warning",
                 stacklevel=2,
             )
 
@@ -390,10 +400,9 @@ class Engine:
 
     @undisturbed()
     def load(self, session: Session, target: Target) -> None:
-        """Load a proved position.
+        """Load a verified position.
 
-        Random states and gradients wait in `take_streams` and `take_gradients` for the runner to restore
-        them, last.
+        The runner restores random states and gradients last, from `take_streams` and `take_gradients`.
         """
         from torchrelay.checkpoint.load.resume import LoadJob, load_all
 
@@ -415,7 +424,7 @@ class Engine:
             self._reuse.loaded(target.manifest)
 
     def _tell_changes(self, session: Session, lines: Sequence[str]) -> None:
-        """Say what a load made of a program that has changed, once; all processes have the same lines."""
+        """Report once what a load changed because the program differs; all processes have the same lines."""
         lines = [line for line in lines if line not in self._told_changes]
         self._told_changes.update(lines)
         if self.say is not None:
@@ -426,7 +435,7 @@ class Engine:
                 warn(line, stacklevel=2)
 
     def go_on_at(self, session: Session, target: Target) -> None:
-        """Fix the set like that of a proved position, where it is not fixed, and load that position."""
+        """Fix the set to that of a verified position, if not yet fixed, and load that position."""
         if self._members is None:
             self._seal_like(session, target.manifest)
         self.load(session, target)
@@ -442,9 +451,9 @@ class Engine:
         return gradients
 
     def load_blobs(self, session: Session, names: Sequence[str], epoch: int, *, strict: bool) -> bool:
-        """Load some blobs into the workspaces; False, changing nothing, when they are not all there.
+        """Load some blobs into the workspaces; False, changing nothing, if any is missing.
 
-        A warning says why. With `strict=False` names that the epoch lacks are ignored.
+        Warns with the reason. With `strict=False` names that the epoch lacks are ignored.
         """
         self.wait()
         entry = self.ledger.find_or_none(session.peers, epoch)
@@ -462,23 +471,25 @@ class Engine:
 
     @staticmethod
     def _nothing_loaded(session: Session, why: str) -> bool:
+        """Warn that nothing was loaded; returns False."""
         if session.peers.rank == 0:
             warn(f"nothing was loaded: {why}", stacklevel=3)
         return False
 
-    # Telling
+    # Statistics
 
     def _took(self, action: str, stats: NodeStats) -> None:
-        self._stats.pop(action, None)  # the last one stands last
+        """Keep the times of a save or load as the newest."""
+        self._stats.pop(action, None)  # the newest is last
         self._stats[action] = stats
 
     def last_stats(self, action: str | None = None) -> NodeStats:
-        """The times of the last save or load, or of whatever was last; empty when there was none."""
+        """The times of the last save or load, or of the last action of either kind; empty without one."""
         last = next(reversed(self._stats), "") if action is None else action
         return self._stats.get(last, NodeStats([]))
 
     def names(self) -> list[str]:
-        """What the hosted nodes save, by its names, sorted; raises UsageError before these are fixed."""
+        """The names that the hosted nodes save, sorted; raises UsageError before they are fixed."""
         if self._members is None:
             raise UsageError("the names are not fixed yet: run manager.init(nodes) first")
         saved = self.stored_names or self._members

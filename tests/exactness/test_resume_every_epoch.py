@@ -80,7 +80,7 @@ def test_batch_norm_without_broadcast_resumes_every_ranks_own_buffers(story_of: 
     files = [story.folder / f"own buffers.warnings-{rank}.json" for rank in range(world)]
     told = [one for file in files for one in json.loads(file.read_text())]
     assert len(told) == 1
-    assert "sgd.model.norm.running_mean" in told[0] and "scope rank" in told[0]
+    assert "sgd.model.norm.running_mean" in told[0] and "per node" in told[0]
     assert "num_batches_tracked" not in told[0], "what is alike stays replicated"
 
 

@@ -460,7 +460,7 @@ def test_deadlines_that_are_refused(deadline: object) -> None:
 def test_handlers_that_are_none(tmp_path: Path) -> None:
     """A class, or an object without the five methods, is refused; a manager is given its handler itself."""
     for wrong in (SqlHandler, "sqlite:///x.db"):
-        with pytest.raises(UsageError, match="metadata_handler is"):
+        with pytest.raises(UsageError, match="invalid metadata_handler"):
             JobRunner(Job("told"), tmp_path / "run", metadata_handler=wrong)  # type: ignore[arg-type]
     handler = SqlHandler("sqlite:///x.db")
     assert isinstance(handler, MetadataHandler)
