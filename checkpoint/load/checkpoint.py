@@ -1,8 +1,7 @@
-"""Any epoch of any run, without the job: look at it, load some of it.
+"""Open any epoch of any run without its job, to inspect it or load parts of it.
 
-Opening proves the log record and the manifest (of `last` and `best` also that all files are there and as
-long as they were); a load proves the headers of the files it needs and every block it reads, and reads
-nothing else.
+Opening verifies the log record and the manifest; for `last` and `best` also the presence and size of all
+files. A load verifies the headers of the files it needs and every block it reads, and reads nothing else.
 """
 
 from __future__ import annotations
@@ -64,13 +63,28 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open an epoch of a run directory or of a manager's `db_prefix`; reads no tensor.
 
-    `epoch` is a number, `"last"`, `"best"` (by `best=("val/acc", "max")`, or what the run said), or
-    `"7,branch=0"` for an epoch that a rewind abandoned. `last` and `best` mean the newest, or best,
-    epoch that is not damaged, with a warning that says what was used instead of what; a number means
-    exactly that epoch. `verify="headers"` takes tensors as the storage gives them: what was damaged on the
-    disk or on its way is then loaded in silence; a resume of a run never does that. Raises UsageError,
-    UnknownEpochError (listing what there is), DamagedError, NoProvableEpochError, StorageError or
-    FormatError.
+    Args:
+        where: run directory, `db_prefix` (also a URL), or storage.
+        epoch: a number, `"last"`, `"best"`, or `"7,branch=0"` for an epoch that a rewind abandoned. `last`
+            and `best` skip damaged epochs, with a warning; a number means exactly that epoch.
+        branch: number of the branch, instead of `branch=` in `epoch`.
+        best: metric and direction for `epoch="best"`, `("val/acc", "max")`; None: the one that the run names.
+        verify: "full" verifies every block that is read; "headers" trusts the tensor bytes of the storage, so
+            that damaged ones are loaded silently.
+
+    Returns:
+        The open checkpoint.
+
+    Raises:
+        UsageError: `where`, `best` or another argument is invalid.
+        UnknownEpochError: no such epoch; the message lists those that exist.
+        DamagedError, FormatError: the epoch is damaged, or of an unknown format.
+        NoProvableEpochError: no epoch is undamaged.
+        StorageError: the storage failed.
+
+    Example:
+        ckpt = open_checkpoint("runs/hello", "best", best=("val/acc", "max"))
+        ckpt.load({"model": model})
     """
     wish = wanted(epoch, branch)
     verifying = verifies(verify)
@@ -86,7 +100,7 @@ def open_checkpoint(
 
 
 class Checkpoint:
-    """One committed epoch. `notices` says what was used instead of what, and why."""
+    """One committed epoch. `notices` lists replacements of damaged epochs, with the reasons."""
 
     def __init__(
         self,
@@ -112,27 +126,27 @@ class Checkpoint:
 
     @property
     def position(self) -> Position:
-        """Where in the run it was taken; `position.epoch` is the epoch's number."""
+        """Position of the save; `position.epoch` is the epoch's number."""
         return self.entry.position
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch, also after `epoch="best"` or "last"."""
+        """Number of the epoch, also after `epoch="best"` or "last"."""
         return self.entry.position.epoch
 
     @property
     def epochs(self) -> tuple[int, ...]:
-        """The epochs that the run had when this was opened; `open_checkpoint(RUN, n)` opens each."""
+        """Epochs that the run had when this was opened; `open_checkpoint(RUN, n)` opens each."""
         return tuple(entry.position.epoch for entry in whole_epochs(self._view))
 
     @property
     def branch(self) -> int:
-        """The branch it was committed on."""
+        """The branch that the epoch was committed on."""
         return self.entry.branch
 
     @property
     def facts(self) -> Facts:
-        """Metrics, stop verdicts, totals and seed as they were when it was saved."""
+        """Metrics, stop verdicts, totals and seed at the time of the save."""
         return self.manifest.facts
 
     @property
@@ -142,12 +156,12 @@ class Checkpoint:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes that saved it, in the order of their ranks."""
+        """Nodes that saved it, in the order of their ranks."""
         return self.manifest.world.nodes
 
     @property
     def leaves(self) -> tuple[LeafInfo, ...]:
-        """Every leaf of every blob; a name occurs twice where nodes have different leaves of that name."""
+        """Every leaf of every blob; a name occurs twice if nodes have different leaves of that name."""
         return tuple(leaf_info(self.manifest, leaf) for leaf in self.manifest.leaves)
 
     @property
@@ -159,7 +173,7 @@ class Checkpoint:
     def bytes_read(self) -> int:
         """Bytes read from storage since this was opened, records, manifests and headers included.
 
-        Bytes that a load has verified before it read them into place count once.
+        Bytes that a load verifies first and then reads into place count once.
         """
         return self._storage.bytes_read - self._checked
 
@@ -176,18 +190,30 @@ class Checkpoint:
     ) -> LoadResult:
         """Load blobs into objects: modules, optimizers, tensors, objects with `load_state_dict`.
 
-        Everything is compared before anything changes; `strict` demands that both sides have the same
-        leaves. `rename={"model.encoder.": "encoder."}` changes stored names first. `nodes` says whose value
-        is taken of leaves that differ between nodes: one node's, or, by blob, a node's. Leaves of the objects
-        that `exclude` names (a name with all below it, or a pattern) stay as they are and count as no
-        difference. Floating-point tensors whose type is another one than the object's are converted if
-        `dtype` says that type: for all, or by pattern of the new names. With `atomic` all bytes are verified
-        before the first object changes, and again while they are read into it; without, they are read at
-        once, and damage raises PartiallyLoadedError. So does a storage that fails between the two. Objects
-        that are JSON values are not changed: use `value`. Modules get memory for what is on the meta device,
-        and buffers that they had not made yet.
-        Raises UsageError, also for a pattern of `exclude` that matches nothing unless `strict` is False,
-        BlobError with all differences, DamagedError or StorageError.
+        All names, shapes and types are compared before any object changes. Modules on the meta device, and
+        buffers not created yet, get memory. Objects that are JSON values are not changed: use `value`.
+
+        Args:
+            objects: the objects by blob name.
+            strict: raise unless both sides have the same leaves.
+            rename: new names by stored names, such as `{"model.encoder.": "encoder."}`; applied first.
+            nodes: whose value to take of leaves that differ between nodes: a node's name, or a name per blob.
+            atomic: verify all bytes before the first object changes, and again while they are read. False:
+                read once; damage then raises PartiallyLoadedError.
+            exclude: names (with all below) or patterns of leaves of the objects to leave as they are.
+            dtype: type, or types by pattern of the new names, to which floating-point tensors are converted.
+
+        Returns:
+            Names of the loaded, missing and unexpected leaves, and the bytes read.
+
+        Raises:
+            UsageError: an argument is invalid, or, when strict, a pattern of `exclude` matches nothing.
+            BlobError: names, shapes or types differ; lists all differences.
+            DamagedError, StorageError: stored bytes are wrong or unreadable; no object has changed.
+            PartiallyLoadedError: reading failed after objects had changed.
+
+        Example:
+            open_checkpoint("runs/hello").load({"model": model}, exclude="model.head")
         """
         before = self.bytes_read
         with undisturbed(), self._naming_damage():
@@ -206,17 +232,17 @@ class Checkpoint:
         return replace(result, bytes_read=self.bytes_read - before)
 
     def __getitem__(self, name: str) -> TensorHandle:
-        """A tensor that is read when it is asked for, whole or in part: `ckpt["model.weight"][10:20]`.
+        """A tensor that is read on demand, whole or in part: `ckpt["model.weight"][10:20]`.
 
-        `trainer_1:name` is a node's own. Raises UsageError for a name that is no tensor.
+        `trainer_1:name` is a node's own. Raises UsageError for a name that is not a tensor's.
         """
         if not isinstance(name, str):
-            raise UsageError(f"a tensor is asked for by its name, not by {name!r:.60}")
+            raise UsageError(f"invalid name {name!r:.60}: expected the name of a tensor")
         node, leaf = split_name(name, self.manifest.world.names)
         row = find_row(self.manifest, leaf, node)
         if self.manifest.leaves[row].kind != "tensor":
-            raise UsageError(f"{name!r} is a value, not a tensor: ask for value({name!r})")
-        check_owned(self.manifest, leaf, node)  # says which node to ask for
+            raise UsageError(f"{name!r} is a value, not a tensor: use value({name!r})")
+        check_owned(self.manifest, leaf, node)  # raises with the nodes to choose from
         check_kept(self._reader, self.entry, [leaf])
         return TensorHandle(self._reader, leaf, node, self._naming_damage)
 
@@ -230,21 +256,31 @@ class Checkpoint:
         strict: bool = True,
         nodes: Nodes = None,
     ) -> dict[str, torch.Tensor]:
-        """Load tensors by name or glob (`model.encoder`, `model.*.weight`, `trainer_1:rng.torch`).
+        """Load tensors by name or glob.
 
-        A tensor that differs between nodes is taken of the node that `nodes` says (`"trainer_0"`, or by blob
-        `{"ema": "trainer_0"}`), with one warning that names these tensors; without it that is an error. None
-        is left out but random states, which only patterns that begin with `rng` mean.
+        Tied names give one tensor. Random states are loaded only by patterns that begin with `rng`.
 
-        Tied names give one tensor. `dtype` converts floating-point tensors only: all of them, or by
-        pattern of their new names, `{"encoder.*": torch.bfloat16}`, the first that fits; each must
-        mean a leaf. With `strict` a pattern that matches nothing is an error.
+        Args:
+            patterns: such as `model.encoder` (with all below), `model.*.weight`, `trainer_1:rng.torch`.
+            rename: new names by stored names.
+            device: where the tensors are made.
+            dtype: type, or types by pattern of the new names, `{"encoder.*": torch.bfloat16}`; the first
+                match counts, and each pattern must match. Only floating-point tensors are converted.
+            strict: raise for a pattern that matches nothing.
+            nodes: whose value to take of tensors that differ between nodes, `"trainer_0"` or by blob `{"ema":
+                "trainer_0"}`; one warning names them. Without it they raise UsageError.
+
+        Returns:
+            Tensors by their new names.
+
+        Example:
+            weights = ckpt.load_tensors("model.*", dtype=torch.bfloat16)
         """
         chosen = choose(self.manifest, patterns, "tensor", strict=strict, nodes=nodes)
         places = dict(chosen)
         if len(places) != len(chosen):
             raise UsageError(
-                f"{patterns!r} means tensors of several nodes under one name: load them one by one"
+                f"{patterns!r} matches tensors of several nodes under one name: load them one by one"
             )
         names = renamed_all(places, rename)
         wanted_names = {new: (name, places[name]) for new, name in names.items()}
@@ -256,22 +292,24 @@ class Checkpoint:
             if own:
                 some = ", ".join(f"{name} of {node}" for name, node in list(own.items())[:5])
                 more = f", ... ({len(own)} in all)" if len(own) > 5 else ""
-                warnings.warn(f"taken of what differs between nodes: {some}{more}", stacklevel=2)
+                warnings.warn(
+                    f"loaded one node's value of what differs between nodes: {some}{more}", stacklevel=2
+                )
         return loaded
 
     def load_saved(
         self, objects: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
     ) -> LoadResult:
-        """As `load`, for the program that saved: what it keeps out of its saves stays as it made it.
+        """Load into the objects of the program that saved; leaves left out of its saves stay unchanged.
 
-        These are leaves that `include` and `exclude` of the save left out. A warning names them.
+        These are the leaves that `include` and `exclude` of the save left out. A warning names them.
         """
         kept = self.absent(objects, self.facts.selection, rename)
         if kept:
             more = f", {len(kept) - 4} more" if len(kept) > 4 else ""
             warn(
-                f"{', '.join(kept[:4])}{more} stay as the program made them: epoch {self.epoch} was saved "
-                "without them (`exclude`)",
+                f"{', '.join(kept[:4])}{more} stay as the program made them: epoch {self.epoch} was "
+                "saved without them (`exclude`)",
                 stacklevel=2,
             )
         return self.load(objects, strict=strict, rename=rename, exclude=kept)
@@ -279,7 +317,7 @@ class Checkpoint:
     def absent(
         self, objects: Mapping[str, Any], selection: Selection, rename: Mapping[str, str] | None = None
     ) -> list[str]:
-        """The leaves of objects that a selection (by stored names) leaves out and that are not here."""
+        """The leaves of objects that a selection (by stored names) leaves out and the epoch lacks."""
         back = {new: old for old, new in (rename or {}).items()}
         left_out = {
             leaf.name: name
@@ -290,7 +328,7 @@ class Checkpoint:
         return [name for name, old in left_out.items() if old not in stored]
 
     def value(self, name: str) -> Any:
-        """A value, such as `total`, a part of a container, `ema.step`, or a node's own, `trainer_1:total`."""
+        """Return a value (`total`), part of a container (`ema.step`), or a node's own (`trainer_1:total`)."""
         node, leaf = split_name(name, self.manifest.world.names)
         if node is not None:
             check_owned(self.manifest, leaf, node)
@@ -300,22 +338,21 @@ class Checkpoint:
     def load_values(
         self, patterns: str | Sequence[str] = "*", *, strict: bool = True, nodes: Nodes = None
     ) -> dict[str, Any]:
-        """Values by name or glob, as `load_tensors` chooses; keys are the names without the node."""
+        """Load values by name or glob, chosen as in `load_tensors`; keys are names without the node."""
         found: dict[str, Any] = {}
         for name, node in choose(self.manifest, patterns, "value", strict=strict, nodes=nodes):
             if name in found:
-                raise UsageError(f"{patterns!r} means several nodes' {name!r}: load them one by one")
+                raise UsageError(f"{patterns!r} matches {name!r} of several nodes: load them one by one")
             with self._naming_damage():
                 found[name] = load_value(self._reader, self.entry, name, node)
         return found
 
     @contextmanager
     def _naming_damage(self) -> Iterator[None]:
-        """Damage that shows while reading is told with its epoch, and what to do."""
+        """Add the epoch and a remedy to DamagedError raised while reading."""
         try:
             yield
         except DamagedError as error:
             raise DamagedError(
-                f"epoch {self.position} in {self._storage.url} is damaged: {error}; open another epoch, or "
-                "restore the file from a copy"
+                f"epoch {self.position} in {self._storage.url} is damaged: {error}; open another epoch"
             ) from error

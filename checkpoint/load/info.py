@@ -1,15 +1,13 @@
-"""What can be known of an epoch without reading a tensor: what lists show, blobs, upstream stages.
+"""Describe an epoch without reading tensors: tables for lists, blobs, and upstream stages.
 
-A thousand manifests are looked at in the time that a dozen take to be read. Sound because the bytes are the
-committed ones (their digest is compared) and canonical: keys stand in order, and within a string a quotation
-mark has a backslash before it, so that a key is found by its text.
+Manifests are searched as text instead of parsed, so that lists of thousands of epochs are quick. This is
+sound because their digest is verified and their JSON is canonical: keys are ordered, and quotation marks in
+strings are escaped. The content is not validated as a load validates it.
 
-For people who look: the bytes are proved by their digest, what they say is not checked as a load checks it.
+A manifest is read once, because committed files never change.
 
-A manifest is read once, for what is committed never changes.
-
-Every checkpoint of such a run has a value `upstream.lineage` with a record per stage, by the path of aliases
-that leads there (`expert`, `expert/encoder`), and the tensors kept of a stage as `upstream.<alias>.<blob>`.
+A checkpoint of a run with upstream stages has a value `upstream.lineage` with a record per stage, by path of
+aliases (`expert`, `expert/encoder`), and the tensors kept of a stage as `upstream.<alias>.<blob>`.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ _decoder = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class Glance:
-    """Nodes that took part, bytes of the files of the epoch's own try, what is remembered of the run."""
+    """Nodes that took part, bytes of the files of the epoch's own attempt, and facts of the run."""
 
     nodes: int
     own_bytes: int
@@ -71,15 +69,15 @@ class Glance:
 
 
 def glance(storage: Storage, entry: CommittedPosition) -> Glance:
-    """Look at the manifest that a log entry names; raises DamagedError unless it is that very file."""
+    """Read the summary of the manifest of a log entry; raises DamagedError if its digest differs."""
     data = codec.read_bytes(storage, entry)
     return _seen_in(data.decode("utf-8", "replace"), f"manifest of {entry.try_name}")
 
 
 def glance_or_notes(storage: Storage, entry: CommittedPosition) -> Glance:
-    """The same, for lists alone: of a large manifest only the size is compared, if its save left notes.
+    """Like `glance`, for lists: a large manifest with notes from its save is compared by size only.
 
-    What `stats.json` notes, metrics of all facts alone, is proved by nothing. Raises as `glance` does.
+    The notes in `stats.json` are not verified and have only the metrics. Raises as `glance` does.
     """
     if entry.manifest_bytes > LARGE_BYTES and (noted := _noted(storage, entry)) is not None:
         codec.check_size(storage, entry)
@@ -88,6 +86,7 @@ def glance_or_notes(storage: Storage, entry: CommittedPosition) -> Glance:
 
 
 def _noted(storage: Storage, entry: CommittedPosition) -> Glance | None:
+    """The summary in the notes of a save; None without notes."""
     try:
         data = storage.read_range(stats_path(entry.try_name), 0, LARGE_BYTES + 1)
         said: Any = json.loads(data) if len(data) <= LARGE_BYTES else None
@@ -98,6 +97,7 @@ def _noted(storage: Storage, entry: CommittedPosition) -> Glance | None:
 
 
 def _seen_in(text: str, what: str) -> Glance:
+    """The summary in the text of a manifest."""
     facts, end = _object(text, "facts", 0, what)
     stamp, end = _object(text, "format", end, what)
     canonical_json.check_stamp(stamp.values, what=what)
@@ -113,12 +113,12 @@ def _seen_in(text: str, what: str) -> Glance:
 
 
 def _object(text: str, key: str, start: int, what: str) -> tuple[Fields, int]:
-    """The first object called so from `start` on, and where it ends."""
+    """The first JSON object under this key from `start` on, and where it ends."""
     opening = f',"{key}":'
     at = text.find(opening + "{", max(start, 0))
     try:
         if at < 0:
-            raise ValueError("it has none")
+            raise ValueError("missing")
         value, end = _decoder.raw_decode(text, at + len(opening))
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{what} is damaged: {key}: {error}") from error
@@ -126,9 +126,9 @@ def _object(text: str, key: str, start: int, what: str) -> tuple[Fields, int]:
 
 
 class BlobLine(NamedTuple):
-    """A blob or leaf: `shape` is None for what is no single tensor, `bytes` are those of one node.
+    """A blob or leaf; `shape` is None unless it is a single tensor, `bytes` are those of one node.
 
-    `sources` are the numbers of the tries in which its bytes lie, 0 for the epoch's own.
+    `sources` are the numbers of the attempts whose files hold its bytes, 0 for the epoch's own.
     """
 
     name: str
@@ -143,13 +143,13 @@ class BlobLine(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochTable:
-    """What a manifest says of an epoch; the columns of its leaves lie behind."""
+    """Summary of a manifest; the columns of its leaves are parsed on demand."""
 
     facts: Facts
     nodes: tuple[str, ...]
     hosts: tuple[str, ...]
     blobs: Mapping[str, tuple[str, str]]
-    """Name to kind and scope."""
+    """Kind and scope by name."""
     _leaves: TableColumns = field(repr=False)
 
     @cached_property
@@ -159,27 +159,28 @@ class EpochTable:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Blob to its bytes on one node: a leaf that several nodes have counts once, an alias not at all."""
+        """Bytes of each blob on one node: a leaf of several nodes counts once, an alias not at all."""
         return self._summed(self._leaves.words("blob"))
 
     @cached_property
     def leaf_sizes(self) -> Mapping[str, int]:
-        """Leaf to its bytes on one node."""
+        """Bytes of each leaf on one node."""
         return self._summed(self._names)
 
     def blob_lines(self, names: Collection[str]) -> Iterator[BlobLine]:
-        """These blobs, in the manifest's order."""
+        """A line for each of these blobs, in the manifest's order."""
         rows = self._rows(self._leaves.words("blob"), names)
         for name in filter(names.__contains__, self.blobs):
             yield self._line(name, *self.blobs[name], rows.get(name, ()), self.sizes.get(name, 0))
 
     def leaf_lines(self, names: Collection[str]) -> Iterator[BlobLine]:
-        """These leaves, in the manifest's order."""
+        """A line for each of these leaves, in the manifest's order."""
         kinds, scopes = self._leaves.words("kind"), self._leaves.words("scope")
         for name, rows in self._rows(self._names, names).items():
             yield self._line(name, kinds[rows[0]], scopes[rows[0]], rows, self.leaf_sizes.get(name, 0))
 
     def _line(self, name: str, kind: str, scope: str, rows: Sequence[int], nbytes: int) -> BlobLine:
+        """The line of a blob or leaf that has these rows."""
         single = rows and self._names[rows[0]] == name and kind == "tensor"
         dtypes, sources, shapes = self._columns
         return BlobLine(
@@ -194,6 +195,7 @@ class EpochTable:
         )
 
     def _rows(self, column: Sequence[str], names: Collection[str]) -> dict[str, list[int]]:
+        """Row numbers by name."""
         found: dict[str, list[int]] = {}
         for row, name in enumerate(column):
             if name in names:
@@ -201,6 +203,7 @@ class EpochTable:
         return found
 
     def _summed(self, column: Sequence[str]) -> Mapping[str, int]:
+        """Bytes by the names of a column."""
         sizes: dict[str, int] = defaultdict(int)
         aliases = {row for row, _ in self._leaves.fields.items("alias_of")}
         seen: set[str] = set()
@@ -213,20 +216,22 @@ class EpochTable:
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
+        """The names of all rows."""
         return self._leaves.names("name")
 
     @cached_property
     def _columns(self) -> tuple[tuple[str, ...], tuple[int, ...], tuple[Json, ...]]:
+        """Names, sizes and sources of all rows, parsed once."""
         return self._leaves.words("dtype"), self._leaves.numbers("try"), self._leaves.each("shape")
 
 
 def largest(sizes: Mapping[str, int], names: Sequence[str], count: int) -> set[str]:
-    """So many of these names, those with the most bytes."""
+    """The `count` names with the most bytes."""
     return set(names if len(names) <= count else nlargest(count, names, key=lambda one: sizes.get(one, 0)))
 
 
 def read_table(storage: Storage, entry: CommittedPosition) -> EpochTable:
-    """Read what a log entry names; raises DamagedError unless the manifest is that very file."""
+    """Read the table of a log entry; raises DamagedError if the manifest's digest differs."""
     data, what = codec.read_bytes(storage, entry), manifest_path(entry.try_name)
     try:
         with undisturbed():
@@ -236,6 +241,7 @@ def read_table(storage: Storage, entry: CommittedPosition) -> EpochTable:
 
 
 def _table(fields: Fields, what: str) -> EpochTable:
+    """Build the table from the fields of a manifest."""
     canonical_json.check_stamp(fields.values.get("format"), what=what)
     words = fields.texts("words")
     blobs, world = TableColumns(fields.fields("blobs"), words), fields.fields("world")
@@ -251,7 +257,7 @@ def _table(fields: Fields, what: str) -> EpochTable:
 
 @dataclass(frozen=True)
 class LeafInfo:
-    """A leaf: `kind` `tensor` or `value`, `dtype` and `shape` of tensors, logical `bytes`, who has it."""
+    """A leaf: `kind` is `tensor` or `value`; `dtype` and `shape` of tensors, logical `bytes`, its nodes."""
 
     name: str
     kind: str
@@ -283,9 +289,9 @@ class BlobInfo:
 
     @cached_property
     def digest(self) -> str:
-        """A digest (hex) of the content, equal for equal content however many nodes wrote it.
+        """Digest (hex) of the content, equal for equal content however many nodes wrote it.
 
-        Reads shard headers, no tensors. Of content that differs between nodes it is that of all nodes.
+        Reads shard headers, no tensors. If content differs between nodes, it covers that of all nodes.
         """
         hashed = xxhash.xxh3_128()
         for name in self.leaves:
@@ -295,20 +301,21 @@ class BlobInfo:
 
 
 class Blobs(Mapping[str, BlobInfo]):
-    """Blob name to what is known of it; an unknown name is an error that names the nearest."""
+    """Mapping of blob names to `BlobInfo`; an unknown name raises with the closest name."""
 
     def __init__(self, reader: LeafReader) -> None:
         self._reader = reader
-        # Without the gradients of a position, which nobody registered.
+        # without the gradients of a position, which no program registers
         self._rows = {blob.name: blob for blob in reader.manifest.blobs if blob.name != GRADIENTS}
 
     def __getitem__(self, name: str) -> BlobInfo:
         if name not in self._rows:
-            raise UnknownNameError(f"there is no blob {name!r}{nearest(name, self._rows)}")
+            raise UnknownNameError(f"no blob {name!r}{nearest(name, self._rows)}")
         return _blob_info(self._rows[name], self._leaves.get(name, []), self._reader)
 
     @cached_property
     def _leaves(self) -> dict[str, list[LeafRow]]:
+        """Leaves by blob."""
         found: dict[str, list[LeafRow]] = {}
         for leaf in self._reader.manifest.leaves:
             found.setdefault(leaf.blob, []).append(leaf)
@@ -328,13 +335,13 @@ class Blobs(Mapping[str, BlobInfo]):
 
 
 class UnknownNameError(UsageError, KeyError):
-    """A KeyError too, so that `get` and `in` behave as for any mapping."""
+    """Raised for an unknown name; a KeyError too, so that `get` and `in` work."""
 
     __str__ = UsageError.__str__
 
 
 def leaf_info(manifest: Manifest, leaf: LeafRow) -> LeafInfo:
-    """A row of the manifest for people."""
+    """Describe a row of the manifest."""
     return LeafInfo(
         leaf.name,
         leaf.kind,
@@ -349,6 +356,7 @@ def leaf_info(manifest: Manifest, leaf: LeafRow) -> LeafInfo:
 
 
 def _blob_info(blob: BlobRow, leaves: Sequence[LeafRow], reader: LeafReader) -> BlobInfo:
+    """Describe a blob by its leaves."""
     own = next((leaf for leaf in leaves if blob.kind == "tensor" and leaf.name == blob.name), None)
     sizes = {leaf.name: leaf.nbytes for leaf in leaves if leaf.alias_of is None}
     return BlobInfo(
@@ -365,12 +373,13 @@ def _blob_info(blob: BlobRow, leaves: Sequence[LeafRow], reader: LeafReader) -> 
 
 
 def _names(manifest: Manifest, leaves: Sequence[LeafRow]) -> tuple[str, ...]:
+    """The names of these leaves, aliases included."""
     numbers = sorted({number for leaf in leaves for number in manifest.nodes_of(leaf)})
     return tuple(manifest.world.names[number] for number in numbers)
 
 
 def _owners(manifest: Manifest, name: str) -> list[str | None]:
-    """The nodes whose own content a leaf has; one None for content that all share."""
+    """The nodes with their own content of a leaf; one None for content that all share."""
     rows = [manifest.leaves[row] for row in manifest.rows[name]]
     if len(rows) == 1 and rows[0].scope not in ("rank", "host"):
         return [None]
@@ -378,13 +387,14 @@ def _owners(manifest: Manifest, name: str) -> list[str | None]:
 
 
 def _content(reader: LeafReader, name: str, node: str | None) -> bytes:
+    """Digest of the content of a leaf, as bytes."""
     if reader.spec(name, node).kind == "value":
         return dumps(reader.value_json(name, node))
     return bytes.fromhex(reader.digest(name, node))
 
 
 def records_in(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The records of all stages by path of aliases; empty where a run was built on none."""
+    """Records of all upstream stages by path of aliases; empty without any."""
     if LINEAGE not in checkpoint.blobs or checkpoint.blobs[LINEAGE].kind != "value":
         return {}
     found = checkpoint.value(LINEAGE)
@@ -392,7 +402,7 @@ def records_in(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 class UpstreamStage:
-    """A stage that a run was built on, as an epoch of the run knows it. Nothing of the stage is opened."""
+    """A stage that a run was built on, as recorded in an epoch of the run. Opens nothing of the stage."""
 
     def __init__(self, checkpoint: Checkpoint, path: str, records: Mapping[str, Any]) -> None:
         self._checkpoint = checkpoint
@@ -406,12 +416,12 @@ class UpstreamStage:
 
     @property
     def run_id(self) -> str | None:
-        """Which run it was; None where that was not known."""
+        """Identity of the stage's run; None if unknown."""
         return self.record.get("run_id")
 
     @property
     def epoch(self) -> int:
-        """The epoch that was taken."""
+        """The epoch of the stage that was used."""
         return int(self.record["epoch"])
 
     @property
@@ -421,19 +431,19 @@ class UpstreamStage:
 
     @property
     def blobs(self) -> tuple[str, ...]:
-        """The blobs of the stage that this checkpoint keeps, by the names that they had there."""
+        """Blobs of the stage that this checkpoint keeps, by their names in the stage."""
         names = self._checkpoint.blobs
         return tuple(name[len(self._prefix) :] for name in names if name.startswith(self._prefix))
 
     def load_tensors(self, patterns: str | Sequence[str] = "*", **options: Any) -> dict[str, torch.Tensor]:
-        """Kept tensors by their names in the stage; options are those of `Checkpoint.load_tensors`."""
+        """Load kept tensors by their names in the stage; options as in `Checkpoint.load_tensors`."""
         given = [patterns] if isinstance(patterns, str) else list(patterns)
         found = self._checkpoint.load_tensors([self._prefix + one for one in given], **options)
         return {name.removeprefix(self._prefix): tensor for name, tensor in found.items()}
 
 
 class Upstreams(Mapping[str, UpstreamStage]):
-    """Alias to stage; an unknown alias is an error that names the nearest."""
+    """Mapping of aliases to stages; an unknown alias raises with the closest one."""
 
     def __init__(
         self, checkpoint: Checkpoint, above: str = "", records: Mapping[str, Any] | None = None
@@ -444,7 +454,7 @@ class Upstreams(Mapping[str, UpstreamStage]):
 
     def __getitem__(self, alias: str) -> UpstreamStage:
         if alias not in list(self):
-            raise UnknownNameError(f"this run was built on no stage {alias!r:.80}{nearest(str(alias), self)}")
+            raise UnknownNameError(f"no stage {alias!r:.80} in this run{nearest(str(alias), self)}")
         return UpstreamStage(self._checkpoint, self._head + alias, self._records)
 
     def __iter__(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Leaves and blobs by name or pattern; a wrong name gets suggestions."""
+"""Find leaves and blobs by name or pattern, with suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -17,38 +17,37 @@ from torchrelay.jobs.cluster import GRADIENTS, RANDOM_STATES
 from torchrelay.records import dataclass
 
 Nodes = str | Mapping[str, str] | None
-"""Whose value is taken of what differs between nodes: one node's, or that of a node per stored blob."""
+"""Node whose value is taken of leaves that differ: one for all, or one per stored blob."""
 
 _NEIGHBOURS = 1000
 
 
 def split_name(name: str, nodes: Iterable[str]) -> tuple[str | None, str]:
-    """`trainer_1:total` as (node, name); None for the node of a plain name.
+    """Split `trainer_1:total` into (node, name); the node is None for a plain name.
 
-    Node names may hold colons, blob names do not: the last colon divides. Raises UsageError for an
-    unknown node.
+    Node names may contain colons, blob names do not: the last colon divides. Raises UsageError for an unknown
+    node.
     """
     node, colon, rest = name.rpartition(":")
     if not colon:
         return None, name
     known = list(nodes)
     if node not in known:
-        raise UsageError(f"{name!r}: there is no node {node!r}{nearest(node, known)}")
+        raise UsageError(f"{name!r}: no node {node!r}{nearest(node, known)}")
     return node, rest
 
 
 def find_row(manifest: Manifest, name: str, node: str | None = None) -> int:
     """The row of a leaf as `node` has it, aliases followed.
 
-    Without a node a leaf that differs between nodes is ambiguous unless only one node has it. Raises
-    UsageError naming what there is.
+    Raises UsageError, listing alternatives, for an unknown name, and without a node for one that differs.
     """
     rows = manifest.rows.get(name)
     if rows is None and any(blob.name == name for blob in manifest.blobs):
         remedy = f"load it into an object, or ask for {name + '.*'!r}"
-        raise UsageError(f"{name!r} is a blob and no leaf by itself: {remedy}")
+        raise UsageError(f"{name!r} is a blob, not a single leaf: {remedy}")
     if rows is None:
-        raise UsageError(f"there is no leaf {name!r}{nearest(name, manifest.rows)}")
+        raise UsageError(f"no leaf {name!r}{nearest(name, manifest.rows)}")
     if len(rows) > 1:
         rows = _of_node(manifest, name, rows, node)
     leaf = manifest.leaves[rows[0]]
@@ -56,7 +55,7 @@ def find_row(manifest: Manifest, name: str, node: str | None = None) -> int:
 
 
 def holder_of(manifest: Manifest, row: int, node: str | None) -> int | None:
-    """The number of the node whose own value is meant; None for a leaf whose owners have one value."""
+    """The number of the node whose own value is chosen; None for a leaf that is the same on all owners."""
     leaf = manifest.leaves[row]
     layout = manifest.layouts[leaf.layout]
     if not isinstance(layout, PerNode):
@@ -65,7 +64,7 @@ def holder_of(manifest: Manifest, row: int, node: str | None) -> int | None:
         if len(layout.nodes) == 1:
             return layout.nodes[0]
         raise UsageError(
-            f"{leaf.name!r} has a value of its own on every node: ask for {own_names(manifest, leaf, layout)}"
+            f"{leaf.name!r} has a different value on each node: use {own_names(manifest, leaf, layout)}"
         )
     number = manifest.world.number.get(node)
     if leaf.scope == "host" and number is not None and number < len(manifest.world.host_of):
@@ -74,44 +73,41 @@ def holder_of(manifest: Manifest, row: int, node: str | None) -> int | None:
         number = here[0] if here else None  # the lowest on that host
     if number is None or number not in layout.members:
         raise UsageError(
-            f"{node!r} has no {leaf.name!r} of its own; there is {own_names(manifest, leaf, layout)}"
+            f"{node!r} has no {leaf.name!r} of its own; available: {own_names(manifest, leaf, layout)}"
         )
     return number
 
 
 def is_owned(manifest: Manifest, name: str, node: str | None) -> bool:
-    """Whether a node of the epoch owns a leaf. Of one on a mesh any node may have a place without content."""
+    """Whether a node of the epoch owns a leaf. On a mesh any node may have a part, possibly empty."""
     number = manifest.world.number.get(node or "")
     rows = [manifest.leaves[row] for row in manifest.rows[name]]
     return any(leaf.scope == "sharded" or number in manifest.owners_of(leaf) for leaf in rows)
 
 
 def check_owned(manifest: Manifest, name: str, node: str | None) -> None:
-    """Raise UsageError, naming what there is, where it is not clear whose leaf is meant.
-
-    That is where a node is given that owns no such leaf, or none is given and several own one.
-    """
+    """Raise UsageError if `node` owns no such leaf, or none is given and several own different ones."""
     row = find_row(manifest, name, node)
     holder_of(manifest, row, node)
     if node in manifest.world.number and not is_owned(manifest, name, node):
         leaf = manifest.leaves[row]
         there = own_names(manifest, leaf, manifest.layouts[leaf.layout])
-        raise UsageError(f"{node!r} has no {name!r} of its own; there is {there}")
+        raise UsageError(f"{node!r} has no {name!r} of its own; available: {there}")
 
 
 def whose(manifest: Manifest, name: str) -> str:
-    """What a refusal says of a leaf that some nodes of the epoch own and others do not; empty for others."""
+    """Part of a message that names the owners of a leaf that only some nodes have; empty for others."""
     rows = [manifest.leaves[row] for row in manifest.rows.get(name, ())]
     numbers = sorted({number for leaf in rows for number in manifest.owners_of(leaf)})
     if not numbers or len(numbers) == len(manifest.world.nodes):
         return ""
     owners = [manifest.world.nodes[number] for number in numbers]
     some = ", ".join(owners[:4]) + (f", ... ({len(owners)} nodes)" if owners[4:] else "")
-    return f"it belongs to {some}: say whose leaves to load, such as nodes={owners[0]!r}"
+    return f"it belongs to {some}: choose a node, such as nodes={owners[0]!r}"
 
 
 def several_owners(manifest: Manifest, name: str) -> tuple[str, ...]:
-    """The nodes that have a value of their own of a leaf; empty where one value is for all who have it."""
+    """Nodes with different values of a leaf; empty if all owners have the same."""
     rows = manifest.rows[name]
     layout = manifest.layouts[manifest.leaves[rows[0]].layout]
     if len(rows) == 1 and not (isinstance(layout, PerNode) and len(layout.nodes) > 1):
@@ -122,9 +118,9 @@ def several_owners(manifest: Manifest, name: str) -> tuple[str, ...]:
 
 
 def node_for(manifest: Manifest, name: str, nodes: Nodes) -> str | None:
-    """The node whose value of a leaf is meant; None where the leaf has one value.
+    """The node whose value of a leaf is taken; None if it has one value.
 
-    Raises UsageError, naming `nodes=`, where it has several and nobody said whose is meant.
+    Raises UsageError if it has several and `nodes` chooses none.
     """
     owners = several_owners(manifest, name)
     if not owners:
@@ -134,27 +130,27 @@ def node_for(manifest: Manifest, name: str, nodes: Nodes) -> str | None:
 
 
 def checked_nodes(nodes: Nodes) -> Nodes:
-    """The option as users give it; UsageError for what it cannot be."""
+    """The option `nodes`, checked; raises UsageError."""
     named = [*nodes, *nodes.values()] if isinstance(nodes, Mapping) else [] if nodes is None else [nodes]
     if not all(isinstance(one, str) for one in named):
         raise UsageError(
-            f"nodes={nodes!r:.80}: give the name of one node, or that of a node for each blob, such as "
+            f"invalid nodes={nodes!r:.80}: expected the name of a node, or one for each blob, such as "
             "nodes={'model': 'trainer_0'}"
         )
     return nodes
 
 
 def node_of(manifest: Manifest, name: str, nodes: Nodes) -> str | None:
-    """What `nodes` says of a leaf."""
+    """The node that `nodes` chooses for a leaf."""
     return nodes.get(manifest.leaves[manifest.rows[name][0]].blob) if isinstance(nodes, Mapping) else nodes
 
 
 def check_decided(manifest: Manifest, names: Iterable[str], nodes: Nodes) -> None:
-    """Raise UsageError for nodes that are not there, and for leaves with several values without a choice."""
+    """Raise UsageError for unknown nodes, and for leaves with several values and no chosen node."""
     for node in nodes.values() if isinstance(nodes, Mapping) else [nodes]:
         if node is not None and node not in manifest.world.names:
             known = manifest.world.names
-            raise UsageError(f"nodes={node!r}: there is no such node{nearest(str(node), known)}")
+            raise UsageError(f"nodes={node!r}: no such node{nearest(str(node), known)}")
     if len(manifest.world.names) == 1:
         return
     unsaid = [name for name in names if node_of(manifest, name, nodes) is None]
@@ -163,10 +159,10 @@ def check_decided(manifest: Manifest, names: Iterable[str], nodes: Nodes) -> Non
         return
     some = ", ".join(map(repr, list(differing)[:4]))
     more = f", ... ({len(differing)} leaves)" if len(differing) > 4 else ""
-    has = "have values of their own" if len(differing) > 1 else "has a value of its own"
+    has = "have different values" if len(differing) > 1 else "has a different value"
     owners = next(iter(differing.values()))
     raise UsageError(
-        f"{some}{more} {has} on each of {len(owners)} nodes: say whose to take, such as nodes={owners[0]!r}"
+        f"{some}{more} {has} on each of {len(owners)} nodes: choose one, such as nodes={owners[0]!r}"
     )
 
 
@@ -177,9 +173,9 @@ def own_names(manifest: Manifest, leaf: LeafRow, layout: Layout) -> str:
 
 
 def nearest_directory(path: Path) -> str:
-    """The middle of a message: a neighbour of a path that is not there whose name is nearly its own.
+    """Part of a message: a directory with a similar name beside a path that does not exist.
 
-    Looks at the first of very many neighbours alone.
+    Looks at a limited number of neighbours.
     """
     with suppress(OSError, ValueError), os.scandir(path.parent) as beside:
         some = islice(beside, _NEIGHBOURS)
@@ -190,7 +186,7 @@ def nearest_directory(path: Path) -> str:
 
 
 def _names_directory(one: os.DirEntry[str]) -> bool:
-    """False also where nobody can look, as at a link to itself: its neighbours may be meant."""
+    """Whether the path is a directory; False if it cannot be read, such as a link to itself."""
     try:
         return one.is_dir()
     except OSError:
@@ -198,6 +194,7 @@ def _names_directory(one: os.DirEntry[str]) -> bool:
 
 
 def _of_node(manifest: Manifest, name: str, rows: tuple[int, ...], node: str | None) -> tuple[int, ...]:
+    """The rows of a leaf that `node` has."""
     number = manifest.world.number.get(node) if node is not None else None
     found = tuple(row for row in rows if number in manifest.nodes_of(manifest.leaves[row]))
     if found:
@@ -205,20 +202,20 @@ def _of_node(manifest: Manifest, name: str, rows: tuple[int, ...], node: str | N
     nodes = sorted({n for row in rows for n in manifest.nodes_of(manifest.leaves[row])})
     some = ", ".join(f"{manifest.world.names[n]}:{name}" for n in nodes[:4])
     raise UsageError(
-        f"{name!r} is not the same leaf on all nodes: ask for {some}{', ...' if nodes[4:] else ''}"
+        f"{name!r} differs in kind or form between nodes: use {some}{', ...' if nodes[4:] else ''}"
     )
 
 
 NOWHERE = ""
-"""The new name of what belongs nowhere."""
+"""The new name of leaves that are dropped."""
 
 
 @dataclass(frozen=True)
 class Below:
-    """A renaming that takes what lies at or below `prefix`, puts it below `into`, and drops all else.
+    """A renaming that moves what is at or below `prefix` to below `into`, and drops all else.
 
-    Prefixes end at dots: `sub_1` takes `sub_1.weight`, never `sub_10.weight`. An empty one takes all.
-    `rename` is of names below the prefix: with `encoder` for a prefix `{"conv": "c"}` makes
+    Prefixes end at dots: `sub_1` matches `sub_1.weight`, not `sub_10.weight`. An empty one matches all.
+    `rename` applies to names below the prefix: with prefix `encoder`, `{"conv": "c"}` makes
     `encoder.conv.weight` into `<into>.c.weight`.
     """
 
@@ -237,17 +234,17 @@ class Below:
 
 
 Rename = Mapping[str, str] | Below
-"""Whole names or dotted beginnings of them (`head`), or dotted parts that end with a dot (`encoder.`)."""
+"""Whole names, dotted beginnings of them (`head`), or dotted parts that end with a dot (`encoder.`)."""
 
 Chosen = tuple[str, str | None]
-"""A leaf's name and the node whose own is meant."""
+"""A leaf's name and the node whose value is chosen."""
 
 
 def pattern_list(patterns: str | Sequence[str]) -> list[str]:
-    """Patterns as a list; raises UsageError for anything but a text or texts."""
+    """Patterns as a list; raises UsageError unless they are one or more strings."""
     given = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(given, Sequence | Set) or not all(isinstance(one, str) for one in given):
-        raise UsageError(f"{patterns!r:.80} is no name or pattern: give one, or a list of them")
+        raise UsageError(f"invalid {patterns!r:.80}: expected a name, a pattern, or a list of them")
     return list(given)
 
 
@@ -256,17 +253,16 @@ def choose(
 ) -> list[Chosen]:
     """Leaves of a kind that match any pattern, each once, in the order of the patterns.
 
-    `model.encoder` stands for that leaf or all below it, `*`, `?` and `[...]` for any text, and
-    `trainer_1:` in front for what that node has. `nodes` says whose value is meant of leaves that have
-    several. Random states, of which every node has its own, are meant only by patterns that begin with `rng`.
-    A pattern that matches nothing is an error unless `strict` is False. Raises UsageError, naming `nodes=`,
-    for leaves with several values of which nobody said which: none is left out.
+    `model.encoder` matches that leaf or all below it; `*`, `?` and `[...]` match any text; `trainer_1:` in
+    front restricts to a node's own. Random states match only patterns that begin with `rng`. `nodes` chooses
+    the node of leaves with several values. Raises UsageError for leaves with several values and no chosen
+    node, and, when strict, for a pattern that matches nothing.
     """
     nodes = checked_nodes(nodes)
     found: dict[Chosen, None] = {}
     for pattern in pattern_list(patterns):
         node, text = split_name(pattern, manifest.world.names)
-        gradients = text.startswith(GRADIENTS)  # those of a position are meant by their name alone
+        gradients = text.startswith(GRADIENTS)  # leaves of a position match their exact name only
         matching = [
             name
             for name in manifest.rows
@@ -284,7 +280,7 @@ def choose(
         else:
             chosen = [(name, node) for name in matching if _has(manifest, name, node)]
             if matching and not chosen:
-                check_owned(manifest, matching[0], node)  # says which node to ask for
+                check_owned(manifest, matching[0], node)  # raises with the nodes to choose from
         if not chosen and strict:
             raise UsageError(f"no {kind} matches {pattern!r}{_instead(manifest, text, kind)}")
         found.update(dict.fromkeys(chosen))
@@ -292,15 +288,17 @@ def choose(
 
 
 def renamed(name: str, rename: Rename | None) -> str:
-    """The new name: the first entry that fits is applied, once.
+    """The new name: the first entry that matches is applied, once.
 
-    `head` fits `head` and `head.weight`, never `header`; `encoder.` fits `encoder.weight` and, where no
-    part before it fits, `model.encoder.weight`.
+    `head` matches `head` and `head.weight`, not `header`; `encoder.` matches `encoder.weight` and, if no
+    earlier part matches, `model.encoder.weight`.
     """
     if isinstance(rename, Below):
         return rename.of(name)
     if rename is not None and not isinstance(rename, Mapping):
-        raise UsageError(f'rename is {rename!r}; give new names by old ones, such as {{"ema": "model"}}')
+        raise UsageError(
+            f'invalid rename={rename!r}: expected new names by old ones, such as {{"ema": "model"}}'
+        )
     for old, new in (rename or {}).items():
         if name == old or name.startswith(old if old.endswith(".") else f"{old}."):
             return new + name[len(old) :] if new else name[len(old) :].removeprefix(".")
@@ -311,10 +309,9 @@ def renamed(name: str, rename: Rename | None) -> str:
 
 
 def without_prefix(names: Iterable[str], prefix: str, plain: Callable[[str], str] = str) -> dict[str, str]:
-    """The names by what is left of them without a prefix, of what `plain` makes of them.
+    """Names by their remainder after a prefix; `plain` converts them first.
 
-    Raises UsageError for a prefix that no name begins with (most likely a misspelt one), and where nothing
-    of a name is left, or the same of two.
+    Raises UsageError for a prefix that no name begins with, an empty remainder, and a duplicate one.
     """
     known, found = list(names), dict[str, str]()
     if known and not any(name.startswith(prefix) for name in known):
@@ -322,30 +319,32 @@ def without_prefix(names: Iterable[str], prefix: str, plain: Callable[[str], str
     for name in known:
         new = plain(name).removeprefix(prefix)
         if not new or found.setdefault(new, name) != name:
-            raise UsageError(f"prefix={prefix!r} leaves {name!r} without a name of its own: choose another")
+            raise UsageError(
+                f"prefix={prefix!r} leaves {name!r} with an empty or duplicate name: choose another"
+            )
     return found
 
 
 def check_exclude_used(names: Iterable[str], patterns: Iterable[str]) -> None:
-    """Raise UsageError for a pattern of `exclude` that no name matches: what it was to keep would change."""
+    """Raise UsageError for a pattern of `exclude` that matches no name."""
     known = list(names)
     for pattern in patterns:
         if not any(matches(name, pattern) for name in known):
             raise UsageError(
-                f"exclude={pattern!r} matches no leaf, neither of the checkpoint nor of the objects"
-                f"{nearest(pattern, known)}; strict=False lets such patterns pass"
+                f"exclude={pattern!r} matches no leaf of the checkpoint or the "
+                f"objects{nearest(pattern, known)}; strict=False ignores such patterns"
             )
 
 
 def renamed_all(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
-    """New name to old; raises UsageError where two would become one, or one would have no name."""
+    """Old names by new name; raises UsageError for duplicate and empty new names."""
     if rename is None:
         return {name: name for name in names}
     return names_apart(((name, renamed(name, rename)) for name in names), rename)
 
 
 def names_apart(pairs: Iterable[tuple[str, str]], rename: Rename | None) -> dict[str, str]:
-    """The same of pairs of old and new names."""
+    """The same for pairs of old and new names."""
     found: dict[str, str] = {}
     for name, new in pairs:
         if (not new and rename) or found.setdefault(new, name) != name:
@@ -355,6 +354,7 @@ def names_apart(pairs: Iterable[tuple[str, str]], rename: Rename | None) -> dict
 
 
 def _has(manifest: Manifest, name: str, node: str | None) -> bool:
+    """Whether a node has a leaf."""
     try:
         check_owned(manifest, name, node)
     except UsageError:
@@ -363,17 +363,18 @@ def _has(manifest: Manifest, name: str, node: str | None) -> bool:
 
 
 def _instead(manifest: Manifest, text: str, kind: str) -> str:
-    """The end of a message: what bears the name and is of another kind, else what was probably meant."""
+    """End of a message: a match of another kind, else the closest name."""
     others = [name for name in manifest.rows if matches(name, text)]
     if not others:
-        return nearest(text, _near(manifest, kind))
+        return nearest(text, _candidates(manifest, kind))
     some = ", ".join(map(repr, others[:4])) + (f", ... ({len(others)} leaves)" if others[4:] else "")
     found, verb = ("value", "load_values") if kind == "tensor" else ("tensor", "load_tensors")
     are = f"are {found}s" if others[1:] else f"is a {found}"
-    return f": {some} {are} (read by {verb})"
+    return f": {some} {are} (use {verb})"
 
 
-def _near(manifest: Manifest, kind: str) -> list[str]:
+def _candidates(manifest: Manifest, kind: str) -> list[str]:
+    """Candidates for a suggestion."""
     own = {
         f"{manifest.world.names[node]}:{leaf.name}"
         for leaf in manifest.leaves

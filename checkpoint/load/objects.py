@@ -1,4 +1,4 @@
-"""Loading parts of one epoch into objects, tensors and values, without a session."""
+"""Load parts of one epoch into objects, tensors and values, without a session."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from torchrelay.records import dataclass
 
 @dataclass(frozen=True)
 class _NamedLeaf:
-    """A stored leaf under the name that the objects know it by."""
+    """A stored leaf under its name in the objects."""
 
     spec: LeafSpec
     stored: str
@@ -71,7 +71,7 @@ class _NamedLeaf:
 
 @dataclass(frozen=True)
 class _Wish:
-    """What is wanted of a load of objects; see `Checkpoint.load`."""
+    """Options of a load of objects; see `Checkpoint.load`."""
 
     strict: bool
     rename: Rename | None
@@ -92,7 +92,7 @@ def load_objects(
     exclude: Collection[str] = (),
     dtype: Cast = None,
 ) -> tuple[LoadResult, int]:
-    """Load into objects, see `Checkpoint.load`; also how many bytes were verified before they were read."""
+    """Load into objects, see `Checkpoint.load`; also returns the bytes verified before they were read."""
     objects = checked_objects(objects)
     wish = _Wish(strict, rename, checked_nodes(nodes), tuple(exclude), checked_cast(dtype))
     (found, plan), in_place = planned(
@@ -113,7 +113,7 @@ def load_objects(
 
 
 def _in_place(reader: LeafReader, entry: CommittedPosition, objects: Mapping[str, Any]) -> InPlace:
-    """The tensors that are blobs by themselves and that nothing need be asked about."""
+    """Tensors that are blobs by themselves and can be read straight into place."""
     manifest = reader.manifest
     times = Counter(map(attrgetter("blob"), manifest.leaves))
     found: list[LeafRow] = []
@@ -134,7 +134,7 @@ _BLOBS = ("tensor", "parameter")
 def _plan(
     reader: LeafReader, entry: CommittedPosition, objects: Mapping[str, Any], in_place: InPlace, wish: _Wish
 ) -> tuple[dict[str, _NamedLeaf], Restoration]:
-    """The stored leaves of all objects that are not in place, and what to do."""
+    """The stored leaves of all objects that are not in place, and how to restore them."""
     settled, rename = in_place.tensors, wish.rename
     rest = in_place.rest(objects)
     found = _find(reader, rest, wish, settled)
@@ -159,7 +159,7 @@ def _plan(
         return selection.why_absent(name) or whose(reader.manifest, name)
 
     def same_content(one: str, other: str) -> bool:
-        known = [found.get(name) for name in (one, other)]  # what is in place has its stored name
+        known = [found.get(name) for name in (one, other)]  # leaves in place keep their stored names
         sources = [
             (a.stored, a.node) if a else (name, None) for a, name in zip(known, (one, other), strict=True)
         ]
@@ -181,13 +181,13 @@ def _plan(
 
 
 def _excluded(manifest: Manifest, objects: Mapping[str, Any], wish: _Wish) -> list[str]:
-    """The leaves that stay as they are; raises UsageError for a pattern that means none, when strict."""
+    """The leaves to leave unchanged; when strict, raises UsageError for a pattern that matches none."""
     renaming = Renaming(manifest, wish.rename)
     left = {renaming.name(one) for one in manifest.leaves if renaming.excludes(one, wish.exclude)}
     here = leaf_names(objects)
     if wish.strict:
         stored = map(renaming.name, manifest.leaves)
-        owners = (renamed(one, wish.rename) for one in renaming.parameters)  # whose state it may be
+        owners = (renamed(one, wish.rename) for one in renaming.parameters)  # its parameter
         check_exclude_used([*stored, *owners, *here], wish.exclude)
     return [*left, *(one for one in here if matches_any(one, wish.exclude))]
 
@@ -199,7 +199,7 @@ def load_tensors(
     device: str | torch.device | None,
     dtype: Cast,
 ) -> dict[str, torch.Tensor]:
-    """Read tensors, by their new names; names of one stored tensor get one tensor."""
+    """Read tensors, by their new names; tied names get one tensor."""
     check_kept(reader, entry, [name for name, _ in wanted.values()])
     fresh: dict[tuple[int, int | None], torch.Tensor] = {}
     reads: list[LeafRead] = []
@@ -218,7 +218,7 @@ def load_tensors(
 
 
 def load_value(reader: LeafReader, entry: CommittedPosition, name: str, node: str | None) -> Any:
-    """Read one value, with the tensors inside it; a dotted name may lead into a container (`ema.step`)."""
+    """Read one value, with the tensors inside it; a dotted name may refer into a container (`ema.step`)."""
     rows, leaves = reader.manifest.rows, reader.manifest.leaves
     for outer in reversed(dotted_prefixes(name)) if name not in rows else ():
         if outer in rows and leaves[rows[outer][0]].role == "value":
@@ -235,21 +235,21 @@ def load_value(reader: LeafReader, entry: CommittedPosition, name: str, node: st
 
 
 def check_kept(reader: LeafReader, entry: CommittedPosition, names: Iterable[str]) -> None:
-    """Refuse leaves whose files retention has removed; raises UsageError."""
+    """Raise UsageError for leaves whose files retention has deleted."""
     for name in names:
         for row in reader.manifest.rows.get(name, ()):
             group = reader.manifest.leaves[row].group
             if group not in entry.groups and row not in reader.manifest.values:
                 raise UsageError(
-                    f"{name!r} of epoch {entry.position} is gone: retention removed the files of group "
-                    f"{group!r}; choose a newer epoch, or keep more"
+                    f"{name!r} of epoch {entry.position} is gone: retention deleted the files of group "
+                    f"{group!r}; choose a newer epoch"
                 )
 
 
 def _find(
     reader: LeafReader, objects: Mapping[str, Any], wish: _Wish, settled: Collection[str]
 ) -> dict[str, _NamedLeaf]:
-    """The stored leaves that are of the objects' blobs once they are renamed; others are `settled`."""
+    """The stored leaves that belong to the objects' blobs after renaming, without those in `settled`."""
     manifest, nodes = reader.manifest, wish.nodes
     names = _names(Renaming(manifest, wish.rename), objects, wish)
     check_decided(manifest, names.values(), nodes)
@@ -266,7 +266,7 @@ def _find(
         declared = manifest.leaves[manifest.rows[stored][0]]
         node = node_for(manifest, stored, nodes)
         row = find_row(manifest, stored, node)
-        holder_of(manifest, row, node)  # says which nodes have it
+        holder_of(manifest, row, node)  # raises with the nodes that have it
         source = first.setdefault(manifest.leaves[row].name, new)
         blob = blob_of(new, objects) or declared.blob
         found[new] = _NamedLeaf(_spec(manifest, row, stored, new, blob, source), stored, node)
@@ -277,7 +277,7 @@ def _find(
 
 
 def _inner_unrenamed(found: Mapping[str, _NamedLeaf], json: Mapping[str, Any]) -> dict[str, _NamedLeaf]:
-    """Tensors inside values back under their stored names, by which the values refer to them."""
+    """Restore the stored names of tensors inside values, by which the values refer to them."""
     new_names = {one.stored: new for new, one in found.items()}
     back = {
         new_names[stored]: (stored, found[tree].spec.blob)
@@ -305,7 +305,7 @@ def _inner_unrenamed(found: Mapping[str, _NamedLeaf], json: Mapping[str, Any]) -
 
 
 def _names(renaming: Renaming, objects: Mapping[str, Any], wish: _Wish) -> dict[str, str]:
-    """New name to stored one of the leaves that are meant; raises UsageError where two would become one."""
+    """Stored names by new name of the chosen leaves; raises UsageError for duplicates."""
     manifest, rename = renaming.manifest, wish.rename
     found: dict[str, str] = {}
     for stored in of_objects(manifest.rows, objects) if rename is None else manifest.rows:
@@ -321,10 +321,7 @@ def _names(renaming: Renaming, objects: Mapping[str, Any], wish: _Wish) -> dict[
 
 
 def _spec(manifest: Manifest, number: int, stored: str, name: str, blob: str, source: str) -> LeafSpec:
-    """A stored leaf by its new name; `source` is the first of the names that share its bytes.
-
-    What it is it says itself: a view of a parameter is none.
-    """
+    """A stored leaf under its new name; `source` is the first of the names that share its bytes."""
     row, own = manifest.leaves[number], manifest.leaves[manifest.rows[stored][0]]
     layout = manifest.layouts[row.layout]
     alias = None if source == name else source
@@ -349,9 +346,9 @@ def _spec(manifest: Manifest, number: int, stored: str, name: str, blob: str, so
 def _check_blobs(
     reader: LeafReader, objects: Mapping[str, Any], found: Mapping[str, _NamedLeaf], rename: Rename | None
 ) -> None:
-    """Refuse an object of which nothing at all is stored: most likely a misspelt name."""
+    """Raise for an object of which nothing is stored: most likely a misspelt name."""
     known = {blob.name for blob in reader.manifest.blobs} | {one.spec.blob for one in found.values()}
     for name in objects:
         if name not in known:
             there = [renamed(blob.name, rename) for blob in reader.manifest.blobs]
-            raise UsageError(f"there is no blob {name!r}{nearest(name, there)}")
+            raise UsageError(f"no blob {name!r}{nearest(name, there)}")

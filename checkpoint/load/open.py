@@ -1,4 +1,4 @@
-"""From what a user calls a checkpoint to a storage, a log and a proved entry."""
+"""Resolve a path, URL or storage and an epoch to a storage, a log and a verified entry."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CheckpointLocation:
-    """Where checkpoints lie, and the metric that the run there calls best, if it said one."""
+    """A storage with checkpoints, and the metric that its run uses for `best`, if any."""
 
     storage: CountingStorage
     best: Best | None = None
 
     @property
     def url(self) -> str:
-        """For messages."""
+        """The URL, for messages."""
         return self.storage.url
 
 
 def place_of(where: str | os.PathLike[str] | Storage) -> CheckpointLocation:
-    """A run directory (it has `checkpoints/`), a `db_prefix`, or a storage.
+    """Find the checkpoints of a run directory (it has `checkpoints/`), a `db_prefix`, or a storage.
 
-    Raises UsageError for what is none of them.
+    Raises UsageError for anything else.
     """
     if isinstance(where, Storage):
         return CheckpointLocation(CountingStorage(where))
     if not isinstance(where, (str, os.PathLike)):
-        raise UsageError(f"{where!r} is no path: give a run directory")
+        raise UsageError(f"invalid path {where!r}: expected a run directory")
     if isinstance(where, str) and is_url(where) and not where.startswith(FILE):
         here = storage_of(where, "the place")
         for one in (here, storage_of(joined(where, "checkpoints"), "the place")):
@@ -54,7 +54,7 @@ def place_of(where: str | os.PathLike[str] | Storage) -> CheckpointLocation:
                 return CheckpointLocation(CountingStorage(one), None if one is here else _best_at(here))
         raise UsageError(f"{where} holds no checkpoints: give the prefix that the manager was given")
     if where == "":
-        raise UsageError("an empty text names no run: give a run directory")
+        raise UsageError("an empty text is not a path: give a run directory")
     path = Path(where.removeprefix(FILE) if isinstance(where, str) else where)
     there = is_directory(path)
     if not there:
@@ -76,6 +76,7 @@ def place_of(where: str | os.PathLike[str] | Storage) -> CheckpointLocation:
 
 
 def _meant(path: Path) -> str:
+    """Part of a message for `RUN EPOCH` given as one path."""
     run, at, epoch = str(path).rpartition("@")
     if at and run and Path(run).is_dir():
         return f" (did you mean {run}, and {epoch!r} as the epoch?)"
@@ -83,6 +84,7 @@ def _meant(path: Path) -> str:
 
 
 def _best_at(run: Storage) -> Best | None:
+    """The metric for `best` of a run directory."""
     try:
         said = json.loads(run.read_range("run.json", 0, run.stat("run.json") or 0)).get("best")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -94,19 +96,19 @@ def _best_at(run: Storage) -> Best | None:
 
 
 def best_of_run(run: Path) -> Best | None:
-    """The metric in `run.json`; a file that is odd or absent says nothing."""
+    """The metric in `run.json`; None for a file that is malformed or absent."""
     return _best_at(LocalStorage(run))
 
 
 def proved_entry(
     place: CheckpointLocation, view: LogView, wish: EpochQuery, best: Best | None, say: Say
 ) -> Proof:
-    """The epoch that is meant, its manifest proved.
+    """The chosen epoch, with its manifest verified.
 
-    An explicit epoch is never replaced: DamagedError, StorageError, or UnknownEpochError; whether its
-    files are there shows when they are needed. Of `last` and `best` the files must all be there and as
-    long as they were; else the next one is taken, and that is said; NoProvableEpochError if none is
-    left. Where an epoch cannot be looked at (I/O), StorageError: an older one would hide that.
+    A number is never replaced: it raises DamagedError, StorageError or UnknownEpochError; its files are
+    checked when they are read. `last` and `best` need all files present and of the right size; otherwise the
+    next epoch is taken and reported. Raises NoProvableEpochError if none is left, and StorageError for an
+    epoch that cannot be checked, because an older one would hide that.
     """
     if wish.explicit:
         return prove(place.storage, named_entry(view, wish, place.url), want=())
@@ -122,8 +124,8 @@ def proved_entry(
         reasons.append(f"epoch {entry.position} is damaged: {proof.reason}")
     if reasons:
         raise NoProvableEpochError(
-            f"no epoch in {place.url} is whole: {'; '.join(reasons)}. An epoch that is asked for by its "
-            "number gives what is left of it"
+            f"every epoch in {place.url} is damaged: {'; '.join(reasons)}. Give an epoch's number to "
+            "load what is left of it"
         )
     raise UnknownEpochError(f"nothing is committed in {place.url} yet")
 
@@ -131,27 +133,27 @@ def proved_entry(
 def candidates(
     place: CheckpointLocation, view: LogView, wish: EpochQuery, best: Best | None, say: Say
 ) -> Sequence[CommittedPosition]:
-    """What `last` or `best` may mean, in that order; nothing is proved. Empty where nothing is committed.
+    """Candidates for `last` or `best`, best first, not verified. Empty without commits.
 
-    Raises UsageError where no metric says what "best" is, UnknownEpochError where no epoch has a value of it.
+    Raises UsageError without a metric for "best", UnknownEpochError if no epoch has a value of it.
     """
     line = [entry for entry in whole_epochs(view, wish.branch) if entry.healthy]
     if wish.word == "last" or not line:
         return line
     chosen = best or place.best
     if chosen is None:
-        raise UsageError(
-            'epoch="best" needs a metric, and the run names none: give best=("val/acc", "max") here, '
-            "or when it is trained (in a configuration: `keep_best`)"
-        )
+        raise UsageError('epoch="best" needs a metric, and the run names none: give best=("val/acc", "max")')
     if len(chosen) != 2 or chosen[1] not in ("min", "max"):
-        raise UsageError(f'best={chosen!r} is no metric and direction: give for example ("val/acc", "max")')
+        raise UsageError(
+            f'invalid best={chosen!r}: expected a metric and a direction, such as ("val/acc", "max")'
+        )
     return _by_metric(place, line, chosen, say)
 
 
 def _by_metric(
     place: CheckpointLocation, line: Sequence[CommittedPosition], best: Best, say: Say
 ) -> Sequence[CommittedPosition]:
+    """Epochs with a value of the metric, best first."""
     name, mode = best
     found: dict[str, float] = {}
     known: set[str] = set()
@@ -159,24 +161,23 @@ def _by_metric(
         try:
             metrics = glance(place.storage, entry).metrics
         except OSError as error:
-            say(f"epoch {entry.position} is left out of the choice of the best one: {error}")
+            say(f"epoch {entry.position} is skipped when choosing the best one: {error}")
             continue
         known.update(metrics)
         if name in metrics:
             found[entry.try_name] = metrics[name]
     ordered = best_first(line, found, mode)
     if not ordered:
-        there = ", ".join(sorted(known)) or "none at all"
+        there = ", ".join(sorted(known)) or "no metric"
         raise UnknownEpochError(
-            f"no epoch in {place.url} has a value of metric {name!r}; there is {there}; "
-            "best=(METRIC, 'max' or 'min') of JobRunner or open_checkpoint says another (in a "
-            "configuration: `keep_best`)"
+            f"no epoch in {place.url} has a value of metric {name!r} (found: {there}); choose another by "
+            "best=(METRIC, 'max' or 'min') of JobRunner or open_checkpoint"
         )
     return ordered
 
 
 def read_log(place: CheckpointLocation) -> LogView:
-    """The log of a place; raises UnknownEpochError where nothing is committed."""
+    """Read the log of a location; raises UnknownEpochError if nothing is committed."""
     view = open_log(place.storage)
     if view.empty:
         raise UnknownEpochError(f"nothing is committed in {place.url} yet")

@@ -210,7 +210,7 @@ def test_alf_8_without_strict_it_is_reported(runs: Path, tmp_path: Path) -> None
         ({"low": Upstream("a", keep="modle")}, (), "did you mean 'model'"),
         ({"low": Upstream("a", keep="trainer_0:rng.torch")}, (), "one node's own"),
         ({"lineage": "a"}, (), "is taken"),
-        ({"low": Upstream("a", keep=3)}, (), "no name or pattern"),  # type: ignore[arg-type]
+        ({"low": Upstream("a", keep=3)}, (), "expected a name, a pattern"),  # type: ignore[arg-type]
         ({"low": ""}, (), "give a run"),
         ("a", (), "give runs by alias"),
     ],
@@ -235,8 +235,8 @@ def test_alf_8_slips_are_told_with_what_was_meant(
     ("options", "told"),
     [
         ({"prefix": "x"}, "give into= as well"),
-        ({"rename": "x"}, "give new names by old ones"),
-        ({"exclude": 3}, "no name or pattern"),
+        ({"rename": "x"}, "new names by old ones"),
+        ({"exclude": 3}, "expected a name, a pattern"),
         ({"into": "x", "include_optimizer": True}, "leave into= out"),
     ],
 )

@@ -120,9 +120,9 @@ def test_old_epochs_lose_their_optimizer(tmp_path: Path) -> None:
     old = open_checkpoint(run, 3)
     assert not old.entry.resumable
     assert len(old.load_tensors("model")) == 2
-    with pytest.raises(UsageError, match="retention removed"):
+    with pytest.raises(UsageError, match="retention deleted"):
         old.load_tensors("optimizer")
-    with pytest.raises(UsageError, match="retention removed"):
+    with pytest.raises(UsageError, match="retention deleted"):
         old["optimizer.state.model.weight.momentum_buffer"]
     with LocalSession() as session, pytest.raises(UsageError, match="cannot be resumed from"):
         JobRunner(counting_job(6), run, resume_from_epoch=3).train(session)

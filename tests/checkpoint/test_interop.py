@@ -149,13 +149,13 @@ def test_of_tied_names_the_one_that_the_module_has_first_is_written(tmp_path):
 def test_no_tensor_with_several_values_is_left_out(run, tmp_path, blobs):
     """An export that would have to choose between nodes is refused with `nodes=`, which takes one's."""
     with pytest.raises(
-        UsageError, match=r"'own' has a value of its own on each of 2 nodes.*nodes='trainer_0'"
+        UsageError, match=r"'own' has a different value on each of 2 nodes.*nodes='trainer_0'"
     ):
         export_checkpoint(run, tmp_path / "m.pt", to="torch", blobs=blobs)
     done = export_checkpoint(run, tmp_path / "m.pt", to="torch", blobs=blobs, nodes="trainer_1")
     assert done.nodes == {"own": "trainer_1"}
     assert torch.load(tmp_path / "m.pt", weights_only=True)["own"].tolist() == [1.0, 1.0]
-    with pytest.raises(UsageError, match="nodes='trainer_7': there is no such node"):
+    with pytest.raises(UsageError, match="nodes='trainer_7': no such node"):
         export_checkpoint(run, tmp_path / "n.pt", to="torch", blobs=blobs, nodes="trainer_7")
 
 

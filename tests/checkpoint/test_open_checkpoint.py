@@ -172,7 +172,7 @@ def test_places_without_checkpoints_are_refused_by_name(tmp_path):
     odd = {
         "loop": "looked at: Too many levels",
         "x" * 300: "looked at: File name too long",
-        "a\0b": "no path",
+        "a\0b": "invalid path",
     }
     for where, why in odd.items():
         with pytest.raises(UsageError, match=why):
@@ -245,7 +245,7 @@ def test_what_is_not_needed_may_be_gone(run):
     assert filled(model, 3)
     with pytest.raises(DamagedError, match=r"optim.*missing"):
         ckpt.load_tensors("extra.m")
-    with pytest.raises(NoProvableEpochError, match="by its number"):
+    with pytest.raises(NoProvableEpochError, match="an epoch's number"):
         open_checkpoint(run)
 
 
@@ -261,17 +261,17 @@ def test_values_of_one_node_are_addressed_by_its_name(run):
         ckpt.value("trainer_l:mine")
     with pytest.raises(UsageError, match="did you mean 'total'"):
         ckpt.value("totl")
-    with pytest.raises(UsageError, match=r"'model' is a blob and no leaf by itself: .*'model\.\*'"):
+    with pytest.raises(UsageError, match=r"'model' is a blob, not a single leaf: .*'model\.\*'"):
         ckpt.value("model")
     assert ckpt.load_values("t*") == {"total": 102}
     assert ckpt.load_values(["total", "trainer_1:mine"]) == {"total": 102, "mine": "trainer_1 of 2"}
     assert ckpt.load_values(["total", "mine"], nodes="trainer_1") == {"total": 102, "mine": "trainer_1 of 2"}
     with pytest.raises(
-        UsageError, match=r"'mine' has a value of its own on each of 2 nodes.*nodes='trainer_0'"
+        UsageError, match=r"'mine' has a different value on each of 2 nodes.*nodes='trainer_0'"
     ):
         ckpt.load_values()
     for nodes in (["trainer_1"], [], 1):
-        with pytest.raises(UsageError, match="give the name of one node"):
+        with pytest.raises(UsageError, match="expected the name of a node"):
             ckpt.load_values(["total", "mine"], nodes=nodes)
 
 
@@ -287,7 +287,7 @@ def test_of_several_values_one_is_taken_by_its_node_and_none_is_left_out(tmp_pat
     ema = torch.nn.BatchNorm1d(3)
     names = {"w": "weight", "mean": "running_mean"}
     told = (
-        r"'ema\.mean' has a value of its own on each of 2 nodes: say whose to take, such as nodes='trainer_0'"
+        r"'ema\.mean' has a different value on each of 2 nodes: choose one, such as nodes='trainer_0'"
     )
     for pattern in ("ema.*", "ema", ["ema.w", "ema.mean"], "*"):
         with pytest.raises(UsageError, match=told):
@@ -303,7 +303,7 @@ def test_of_several_values_one_is_taken_by_its_node_and_none_is_left_out(tmp_pat
     assert ema.running_mean.eq(1).all()
     assert result.nodes == {"ema.running_mean": "trainer_1"}
     with pytest.raises(
-        UsageError, match="nodes='trainer_l': there is no such node; did you mean 'trainer_1'"
+        UsageError, match="nodes='trainer_l': no such node; did you mean 'trainer_1'"
     ):
         ckpt.load_tensors("ema.*", nodes="trainer_l")
 
