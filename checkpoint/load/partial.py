@@ -1,8 +1,7 @@
-"""Loading some blobs of an epoch into the hosted nodes' workspaces: for evaluation, without training.
+"""Load some blobs of an epoch into the hosted nodes' workspaces: for evaluation, without training.
 
-A name, or a pattern, without a node means all nodes that have it. `node:name` is a node's own value: where
-that node is hosted here it goes into its workspace as `name`; elsewhere into every hosted workspace under the
-full name.
+A name or pattern without a node means all nodes that have it. `node:name` is a node's own value. It is loaded
+as `name` where that node is hosted in this process, else into every hosted workspace under its full name.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from torchrelay.records import dataclass
 
 @dataclass(frozen=True)
 class _Plan:
-    """Leaves for one workspace; `node` is whose they are, None of a common value.
+    """Leaves for one workspace; `node` is their owner, None for a value that all share.
 
-    Names that keep their names share a plan, so that what they share becomes one. `blob` is called `target`.
+    Leaves that keep their names share a plan, so that tied tensors become one. `blob` is loaded as `target`.
     """
 
     workspace: Workspace
@@ -65,10 +64,10 @@ def load_some(
     *,
     strict: bool,
 ) -> tuple[str | None, NodeStats]:
-    """Load; why not, with nothing changed anywhere, when a name or a shard that holds it is not there.
+    """Load the names; returns the reason if a name or a shard is missing, with nothing changed anywhere.
 
-    All processes verify what they load before any of them changes an object. With `strict=False` unknown
-    names are left out.
+    All processes verify what they load before any of them changes an object. `strict=False` ignores unknown
+    names.
     """
     clock = Clock()
     reader = LeafReader(storage, manifest, options=options_of(session))
@@ -84,7 +83,7 @@ def load_some(
         try:
             for workspace, blob, target, node, leaves in _joined(parts):
                 plans.append(_plan(workspace, reader, leaves, blob, target, node))
-                for read in plans[-1].restoration.reads:  # a missing file shows now, not half-way
+                for read in plans[-1].restoration.reads:  # reports a missing file before anything is read
                     reader.digest(read.leaf, node)
         except MissingShardError as error:
             return str(error)
@@ -112,16 +111,16 @@ def load_some(
 
 
 _Part = tuple[Workspace, str, str, str | None, Collection[str]]
-"""A workspace, the blob that is asked for and what it is called there, and whose leaves it gets."""
+"""A workspace, the requested blob, its name there, and the node that owns the leaves."""
 
 
 def _parts(
     session: Session, manifest: Manifest, name: str, stored_name: Callable[[str], str], *, strict: bool
 ) -> list[_Part]:
-    """What the hosted nodes get of a name; raises UsageError where the epoch has nothing of it, or several.
+    """What the hosted nodes get of a name; raises UsageError if the epoch lacks it, or it has several values.
 
-    A name without a node means all nodes that have it. Where the session has other nodes than the epoch, its
-    nodes get what has one value, too.
+    A name without a node means all nodes that have it. If the session has other nodes than the epoch, they
+    get the leaves that have one value.
     """
     stored = {stored_name(place.name): place.name for place in session.local_nodes}
     node, blob = split_name(name, manifest.world.names)
@@ -129,7 +128,7 @@ def _parts(
     if not leaves:
         if strict:
             known = dict.fromkeys([*(one.name for one in manifest.blobs), *manifest.rows])
-            raise UsageError(f"there is no blob or leaf {blob!r}{nearest(blob, known)}")
+            raise UsageError(f"no blob or leaf {blob!r}{nearest(blob, known)}")
         return []
     hosted = node is not None and node in stored
     places = [stored[node]] if hosted and node is not None else list(stored.values())
@@ -140,7 +139,7 @@ def _parts(
         mine = [leaf for leaf in leaves if is_owned(manifest, leaf, own)]
         owned = set(mine)
         rest = [] if node is not None or alike else [leaf for leaf in leaves if leaf not in owned]
-        if mine:  # of its own blob a node takes no other's leaves
+        if mine:  # a node does not load other nodes' leaves of its own blob
             rest = [leaf for leaf in rest if not several_owners(manifest, leaf)]
         for leaf in rest:
             check_owned(manifest, leaf, None)
@@ -155,7 +154,7 @@ def _parts(
 
 
 def _joined(parts: Sequence[_Part]) -> list[_Part]:
-    """The same, with all leaves that keep their names in one part for each workspace and node."""
+    """The parts, with all leaves that keep their names merged into one part per workspace and node."""
     joined: dict[tuple[int, str | None], dict[str, None]] = {}
     found: list[_Part] = []
     for workspace, blob, target, node, leaves in parts:
@@ -178,6 +177,7 @@ def _plan(
     target: str,
     node: str | None,
 ) -> _Plan:
+    """Plan the load of a part into a workspace."""
     specs, values = {}, {}
     for leaf in leaves:
         row = find_row(reader.manifest, leaf, node)
@@ -194,13 +194,13 @@ def _plan(
     owners = {owner for spec in specs.values() for owner in (spec.blob, *dotted_prefixes(spec.blob))}
     registered = {name: entry.target for name, entry in entries.items() if entry.blob is not None}
     objects = registered if owners.intersection(registered) else {}
-    for leaf, spec in specs.items():  # a tensor of a container that nobody holds here comes alone
+    for leaf, spec in specs.items():  # a tensor of a container that is not registered here is loaded alone
         above = () if spec.blob in objects or spec.blob in specs else reader.manifest.rows.get(spec.blob, ())
         if above and reader.manifest.leaves[above[0]].role == "value":
             specs[leaf] = replace(spec, blob=leaf)
     options = RestoreOptions(
         strict=False,
-        untouched=[name for name in objects if name not in owners],  # they name parameters
+        untouched=[name for name in objects if name not in owners],  # they contain names of parameters
         late_buffers=True,
         exclude=None,
         same_content=lambda one, other: reader.same_content((one, node), (other, node)),
@@ -209,6 +209,7 @@ def _plan(
 
 
 def _install(loading: Loading, plans: Sequence[_Plan]) -> None:
+    """Put loaded values into the workspaces."""
     loading.second()
     for plan in plans:
         created: dict[str, Any] = plan.restoration.finish()
@@ -217,4 +218,5 @@ def _install(loading: Loading, plans: Sequence[_Plan]) -> None:
 
 
 def _renamed(name: str, plan: _Plan) -> str:
+    """The name of a stored leaf in the workspace."""
     return plan.target + name.removeprefix(plan.blob) if name.startswith(plan.blob) else name

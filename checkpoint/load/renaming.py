@@ -1,13 +1,13 @@
-"""An epoch under other names than it was saved under, and for a program that has changed since.
+"""Map the stored names of an epoch to the current ones, and find what changed in the program since the save.
 
-The name of a parameter occurs in the names of its optimizer state, and in the list of its parameter group.
+Names of parameters also occur in the names of optimizer state and in its lists of parameter groups.
 
-    a blob that is new                  begins as the program made it
-    a blob that nobody registers now    is left out, of later saves too
-    a name that has changed             is found by its old one, where `rename` says so
-    leaves that do not fit any more     stay as the program made them, where `exclude` names them
+- A blob that is new keeps the value that the program gave it.
+- A blob that is not registered any more is left out, of later saves too.
+- A blob with a new name is found by its old one, if `rename` maps it.
+- Leaves that `exclude` names and that do not fit any more keep the program's value.
 
-Each is reported in one line. Everything else that differs is refused before an object changes.
+Each is reported in one line. Any other difference raises before an object changes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from torchrelay.records import Json, dataclass
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What a load did: leaf names by the names that the objects know, and bytes read, headers included.
+    """Result of a load: leaf names as the objects have them, and bytes read, headers included.
 
-    `misshapen` are those that both sides have in different forms, where the load was to skip them.
-    `nodes` has, for each leaf that differs between nodes, whose value was taken.
+    `misshapen` are leaves that both sides have in different forms, if the load skips them. `nodes` has the
+    node whose value was taken, for each leaf that differs between nodes.
     """
 
     loaded: tuple[str, ...]
@@ -48,12 +48,13 @@ class LoadResult:
 
 
 def checked_objects(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """The objects, and those with state inside containers, by blob name; raises UsageError for no mapping."""
+    """Objects by blob name, with the stateful ones inside containers; raises UsageError unless a mapping."""
     if not isinstance(objects, Mapping) or not all(issubclass(kind, str) for kind in set(map(type, objects))):
         raise UsageError(
-            f'give the objects by blob name, load({{"model": model}}), not {type(objects).__name__}'
+            f"invalid objects of type {type(objects).__name__}: expected a mapping by blob name, "
+            '{"model": model}'
         )
-    one_each = {type(value): value for value in objects.values()}  # of very many tensors none is asked alone
+    one_each = {type(value): value for value in objects.values()}  # one per type: there may be many
     held = {kind for kind, value in one_each.items() if is_container(value)}
     containers = [(name, value) for name, value in objects.items() if type(value) in held] if held else []
     inside = {inner: found for name, value in containers for inner, found in objects_inside(value, name)}
@@ -70,9 +71,9 @@ def blob_of(name: str, objects: Collection[str]) -> str | None:
 
 
 def of_objects(names: Iterable[str], objects: Mapping[str, Any]) -> list[str]:
-    """The leaf names that belong to some object, in their order.
+    """Those leaf names that belong to some object, in their order.
 
-    Few of many are found by looking for what begins like them, not by asking every name.
+    Finds the names below few objects by binary search instead of testing every name.
     """
     if not objects:
         return []
@@ -84,12 +85,12 @@ def of_objects(names: Iterable[str], objects: Mapping[str, Any]) -> list[str]:
 
 
 _FEW = 64
-"""Names per object from which on a scan for beginnings, quadratic but in C, costs less."""
+"""Names per object above which scanning for prefixes, quadratic but in C, is quicker."""
 
 
 @dataclass(frozen=True)
 class Renaming:
-    """The leaves of an epoch under other names, those of today; `blobs` are registered now."""
+    """The leaves of an epoch under their current names; `blobs` are those registered now."""
 
     manifest: Manifest
     rename: Rename | None = None
@@ -97,11 +98,11 @@ class Renaming:
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """The names that optimizer state may be called after."""
+        """The names that occur in names of optimizer state."""
         return frozenset(leaf.name for leaf in self.manifest.leaves if leaf.role == "parameter")
 
     def name(self, leaf: LeafRow) -> str:
-        """What a stored leaf is called today."""
+        """The current name of a stored leaf."""
         if leaf.role == "gradient" and leaf.name != leaf.blob:
             return f"{leaf.blob}.{renamed(leaf.name.removeprefix(f'{leaf.blob}.'), self.rename)}"
         if leaf.role in OF_POSITION:
@@ -112,29 +113,29 @@ class Renaming:
         if parameter:
             state = state_prefix(leaf.blob)
             return f"{renamed(state, self.rename)}{renamed(parameter, self.rename)}{key}"
-        if leaf.name == leaf.blob:  # a rule for what lies below a blob is one for the blob
+        if leaf.name == leaf.blob:  # a rule for leaves below a blob is one for the blob
             return renamed(f"{leaf.name}.", self.rename).removesuffix(".")
         return renamed(leaf.name, self.rename)
 
     def owner(self, leaf: LeafRow) -> tuple[str, str]:
-        """The parameter that a leaf of optimizer state belongs to, and the rest of its name; or nothing."""
+        """The parameter that a leaf of optimizer state belongs to, and the rest of its name; else empty."""
         if leaf.group != OPTIM_GROUP:
             return "", leaf.name
         return owner_of(leaf.name, leaf.blob, self.parameters)
 
     @cached_property
     def today(self) -> dict[str, str]:
-        """Stored names to new ones."""
+        """Current names by stored name."""
         return {old: name for name, old in self.stored.items()}
 
     @cached_property
     def stored(self) -> dict[str, str]:
-        """New names to stored ones; raises UsageError where two leaves would get one name."""
+        """Stored names by current name; raises UsageError if two leaves would get one name."""
         return names_apart(((leaf.name, self.name(leaf)) for leaf in self.manifest.leaves), self.rename)
 
     @cached_property
     def renamed_manifest(self) -> Manifest:
-        """The manifest as if the epoch had been saved under the names of today; keys in files stay."""
+        """The manifest as if the epoch had been saved under the current names; keys in files stay."""
         new = self.today
         kinds = {blob.name: blob for blob in self.manifest.blobs}
         leaves, blobs = [], dict[str, BlobRow]()
@@ -154,7 +155,7 @@ class Renaming:
         return replace(self.manifest, leaves=tuple(leaves), blobs=tuple(blobs.values()), facts=facts)
 
     def value(self, stored: str, json: Json) -> Json:
-        """A stored value with the names of today in it."""
+        """A stored value with current names in it."""
         if self.is_group(stored):
             return self.group(json)
         return renamed_references(json, self.today)
@@ -166,18 +167,18 @@ class Renaming:
         return leaf.group == OPTIM_GROUP and last == PARAMS and head.startswith(groups_prefix(leaf.blob))
 
     def group(self, names: Sequence[str]) -> list[str]:
-        """Such a list with the names of today."""
+        """Such a list with current names."""
         return [renamed(name, self.rename) for name in names]
 
     def excludes(self, leaf: LeafRow, patterns: Collection[str]) -> bool:
-        """Whether patterns, of the names of today, mean a leaf, or the parameter that it is state of."""
+        """Whether patterns of current names match a leaf, or the parameter that it is state of."""
         parameter, _ = self.owner(leaf)
         names = [self.name(leaf), *([renamed(parameter, self.rename)] if parameter else [])]
         return any(matches_any(name, patterns) for name in names)
 
 
 def owner_of(name: str, blob: str, parameters: Collection[str]) -> tuple[str, str]:
-    """The parameter that a leaf of an optimizer is state of, and the rest of its name; or nothing."""
+    """The parameter that an optimizer's leaf is state of, and the rest of its name; else empty."""
     state = state_prefix(blob)
     rest = name.removeprefix(state)
     end = len(rest) if name.startswith(state) else 0
@@ -188,14 +189,14 @@ def owner_of(name: str, blob: str, parameters: Collection[str]) -> tuple[str, st
 
 
 def renamed_manifest(manifest: Manifest, rename: Mapping[str, str], blobs: Iterable[str]) -> Manifest:
-    """The manifest under the names of today; see `Renaming`."""
+    """The manifest under current names; see `Renaming`."""
     return Renaming(manifest, rename, frozenset(blobs)).renamed_manifest if rename else manifest
 
 
 def excluded_leaves(manifest: Manifest, patterns: Collection[str]) -> Callable[[str], bool]:
-    """Whether a leaf, stored or of an object, is among what patterns mean.
+    """A test whether a leaf, stored or of an object, matches the patterns.
 
-    The state that an optimizer has of a parameter goes with the parameter.
+    Optimizer state of a parameter matches with the parameter.
     """
     renaming = Renaming(manifest)
     stored = {leaf.name for leaf in manifest.leaves if renaming.excludes(leaf, patterns)}
@@ -203,14 +204,14 @@ def excluded_leaves(manifest: Manifest, patterns: Collection[str]) -> Callable[[
 
 
 _MADE_ANEW = ("tensor", "parameter", "value")
-"""Roles of a blob's own leaf of which a load can make the blob without an object."""
+"""Roles of a blob's own leaf from which a load can create the blob without an object."""
 _LATE = ("optimizer",)
 """The role of state that an optimizer has only after its first step."""
 
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """What a resume may make of differences; see `ManagerOptions`."""
+    """How a resume treats differences; see `ManagerOptions`."""
 
     rename: Mapping[str, str] = field(default_factory=dict)
     exclude: tuple[str, ...] = ()
@@ -218,22 +219,24 @@ class ResumeOptions:
 
 
 def resume_options_of(rename: Any, exclude: Patterns, strict: Any) -> ResumeOptions:
-    """What the arguments `rename`, `resume_exclude` and `resume_strict` ask for; raises UsageError."""
+    """Check the arguments `rename`, `resume_exclude` and `resume_strict`; raises UsageError."""
     names = {} if rename is None else rename
     if not isinstance(names, Mapping) or not all(
         isinstance(one, str) for pair in names.items() for one in pair
     ):
-        raise UsageError(f'rename is {rename!r:.80}; give new names by old ones, such as {{"old.": "new."}}')
+        raise UsageError(
+            f'invalid rename={rename!r}: expected new names by old ones, such as {{"old.": "new."}}'
+        )
     if strict is not None and type(strict) is not bool:
-        raise UsageError(f"resume_strict is {strict!r:.80}; it is True or False")
+        raise UsageError(f"invalid resume_strict={strict!r:.80}: expected True or False")
     return ResumeOptions(dict(names), tuple(pattern_list(exclude or ())), bool(strict))
 
 
-# Blobs that are new or gone
+# New and removed blobs
 
 
 def new_blobs(manifest: Manifest, objects: Mapping[str, Any]) -> list[str]:
-    """The registered objects of which the epoch has nothing, and not because its save left them out."""
+    """Registered objects that the epoch lacks, without those that its save left out."""
     stored = {blob.name for blob in manifest.blobs}
     absent = {name for name in objects if name not in stored}
     if not absent:
@@ -245,18 +248,18 @@ def new_blobs(manifest: Manifest, objects: Mapping[str, Any]) -> list[str]:
 
 
 def gone_blobs(manifest: Manifest, registered: Collection[str]) -> frozenset[str]:
-    """The stored blobs that nobody registers any more, and that `init` did not make either."""
+    """Stored blobs that are not registered any more and were not made by `init`."""
     rows = (row for blob in manifest.blobs for row in manifest.rows.get(blob.name, ()))
     remade = {leaf.name for leaf in map(manifest.leaves.__getitem__, rows) if leaf.role in _MADE_ANEW}
     made = manifest.facts.made_by_init
-    if made is not None:  # else an earlier version saved: what can be made anew may have been made by init
+    if made is not None:  # else saved by an earlier version: what can be recreated may have been made by init
         remade = {name for name in remade if blob_of(name, registered)}.union(made)
     of_position = {leaf.blob for leaf in manifest.leaves if leaf.role in OF_POSITION}
     return frozenset(blob.name for blob in manifest.blobs).difference(registered, remade, of_position)
 
 
 def may_be_renamed(manifest: Manifest, gone: str, new: str, objects: Mapping[str, Any]) -> bool:
-    """Whether what is stored of a blob consists of the same sorts of leaves as a registered one."""
+    """Whether a stored blob has the same kinds of leaves as a registered one."""
     stored = {leaf.role for leaf in manifest.leaves if leaf.blob == gone}
     here = {str(leaf.role) for leaf in leaves_of(objects) if leaf.blob == new}
     return stored.difference(_LATE) == here.difference(_LATE)
@@ -264,27 +267,27 @@ def may_be_renamed(manifest: Manifest, gone: str, new: str, objects: Mapping[str
 
 @dataclass
 class LoadChanges:
-    """What a load found changed, on one node or on all."""
+    """Changes of the program that a load found, on one node or on all."""
 
     new: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
     excluded: set[str] = field(default_factory=set)
     buffers: dict[str, str] = field(default_factory=dict)
-    """Buffers that differed between the nodes of the epoch, which are others now, and the first of these."""
+    """Buffers that differed between the epoch's nodes and are loaded on others; and the first such node."""
     retyped: set[str] = field(default_factory=set)
-    """Containers of another type than what was saved, which no load changes into that."""
+    """Containers of another type than the saved ones; a load does not change the type."""
     renamed: dict[str, str] = field(default_factory=dict)
-    """The one blob that is gone, and the one that is new, where they may be one."""
+    """The only removed blob and the only new one, if one may be the other renamed."""
     unsaved: set[str] = field(default_factory=set)
-    """The nodes that no save takes."""
+    """Nodes that are not saved."""
 
     def to_json(self) -> Json:
-        """For the other processes."""
+        """The changes as JSON, to send to other processes."""
         return {name: sorted(one) if isinstance(one, set) else one for name, one in vars(self).items()}
 
     @staticmethod
     def of_all(parts: Iterable[Json]) -> LoadChanges:
-        """What all nodes found; a blob is gone if no node has it any more."""
+        """Merge the changes of all nodes; a blob is gone if no node has it any more."""
         found, told = LoadChanges(), list(parts)
         for part in told:
             for name, one in part.items():
@@ -293,28 +296,33 @@ class LoadChanges:
         return found
 
     def lines(self, position: Position) -> list[str]:
-        """A line for each blob, and one each for what is excluded, others' buffers, and unsaved nodes."""
+        """A line for each blob, and one each for exclusions, others' buffers, and unsaved nodes."""
         excluded, buffers = _some(self.excluded), _some(self.buffers)
         owners = ", ".join(sorted(set(self.buffers.values())))
         renamed = ""
         if len(self.new) == len(self.gone) == 1 and set(self.renamed) == self.gone:
-            renamed = f". If it has another name now, give rename={self.renamed}"
+            renamed = f". If it was renamed, give rename={self.renamed}"
         return [
             *(f"blob {name!r} is not in epoch {position}: it begins as the program made it" for name in
               sorted(self.new)),
-            *(f"blob {name!r} of epoch {position} is not registered any more: it is left out, of later saves "
-              f"too{renamed}" for name in sorted(self.gone)),
-            *(f"{name!r} was saved as a value of another type or form than the registered one, which stays "
-              f"as the program made it: ctx[{name!r}] has what was saved" for name in sorted(self.retyped)),
+            *(
+                f"blob {name!r} of epoch {position} is not registered any more: it is left out, of later "
+                f"saves too{renamed}" for name in sorted(self.gone)),
+            *(
+                f"{name!r} was saved with another type or form than the registered one, which stays as "
+                f"the program made it: ctx[{name!r}] has the saved value" for name in sorted(self.retyped)),
             *([f"not loaded from epoch {position}, because resume_exclude names it or its "
                f"parameter: {excluded}"]
               if excluded else []),
-            *([f"buffers that differed between the nodes of epoch {position}: each node takes its own, a new "
-               f"one those of {owners} ({buffers})"] if buffers else []),
-            *([f"{_some(self.unsaved)}: not saved (nodes_to_checkpoint), so only replicated blobs are loaded "
-               "there, and the rest, random streams too, begins as in a new run"] if self.unsaved else []),
+            *([
+                f"buffers that differed between the nodes of epoch {position}: each node loads its own, "
+                f"a new one those of {owners} ({buffers})"] if buffers else []),
+            *([
+                f"{_some(self.unsaved)}: not saved (nodes_to_checkpoint), only replicated blobs are "
+                "loaded there; all else, random streams too, begins as new"] if self.unsaved else []),
         ]  # fmt: skip
 
 
 def _some(names: Collection[str]) -> str:
+    """The first names, for a message."""
     return ", ".join(sorted(names)[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")

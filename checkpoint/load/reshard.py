@@ -1,11 +1,15 @@
-"""What each node takes from an epoch: what it owns, what all share, or what a policy makes of the others'.
+"""Decide what each node loads from an epoch: what it owns, what all share, or what a policy makes of it.
 
-A leaf has the set of nodes that own it; the layout says which. On the nodes of the epoch every node takes
-what it owns and nothing else. On other nodes a leaf that all owned alike is for all. Of any other the
-`reshard` policy of its blob decides: "error" (the default) refuses, "drop" leaves it as the program made
-it, "by_rank" lets known nodes take theirs and leaves new ones as they are, and a callable
-`policy(values, place)` makes a value from those of its owners. What only makes sense together (an
-optimizer, an object's state, a value with the tensors inside) is decided together.
+A leaf has a set of nodes that own it, as the layout states. On the nodes of the epoch every node takes what
+it owns and nothing else. On other nodes a leaf that all owned alike is loaded by all. For any other leaf the
+`reshard` policy of its blob decides:
+
+- "error" (default): raise.
+- "drop": keep the program's value.
+- "by_rank": nodes of the epoch load theirs, new ones keep the program's value.
+- a callable `policy(values, place)`: makes a value from those of the owners.
+
+Leaves that belong together (an optimizer, an object's state, a value with its tensors) are decided together.
 """
 
 from __future__ import annotations
@@ -30,48 +34,48 @@ from torchrelay.records import dataclass
 
 @dataclass
 class Assigned:
-    """What one node takes: stored leaves, their values, and what is left as it is."""
+    """What one node loads: stored leaves, their values, and what stays unchanged."""
 
     rows: dict[str, LeafRow] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
-    """Leaves that stay as the program made them."""
+    """Leaves that keep the program's value."""
     offered: set[str] = field(default_factory=set)
-    """Those of `rows` that lie on a mesh of other nodes: objects may have them here, and need not."""
+    """Those of `rows` that are on a mesh of other nodes: objects may have them here or not."""
     may_lack: set[str] = field(default_factory=set)
-    """Blobs of which this node may have leaves that the epoch lacks, as their policy says."""
+    """Blobs of which this node may have leaves that the epoch lacks, by their policy."""
     random: list[str] = field(default_factory=list)
     gradients: dict[str, LeafRow] = field(default_factory=dict)
     lost_gradients: bool = False
-    """Whether gradients of the window that was open belong to nodes that are not here."""
+    """Whether gradients of the open window belong to nodes that are absent here."""
     computed: dict[str, Any] = field(default_factory=dict)
     """Blobs that a policy made from those of all nodes."""
     nodes: dict[str, str] = field(default_factory=dict)
-    """Leaves of which another node's value is taken, and whose: buffers, on a node that has none."""
+    """The node whose value is taken, by leaf: buffers, on a node that has none."""
     buffers: dict[str, str] = field(default_factory=dict)
     """Buffers that differed between the nodes of the epoch, and the first of these."""
     excluded: set[str] = field(default_factory=set)
-    """Leaves of other nodes that were asked to be left out: nobody decides about them."""
+    """Excluded leaves of other nodes, for which no policy is applied."""
     foreign: dict[str, str] = field(default_factory=dict)
-    """Leaves that are others' alone, and whose they are."""
+    """Owners of leaves that only other nodes have."""
 
     def why_absent(self, name: str) -> str:
-        """Why a leaf that an object here has is not for this node; empty where the epoch lacks it."""
+        """Why a leaf that an object here has is not loaded on this node; empty if the epoch lacks it."""
         if name not in self.foreign:
             return ""
         return (
-            f"it belongs to {self.foreign[name]} alone: reshard='by_rank' where the blob is registered "
-            "leaves it here as the program made it"
+            f"it belongs to {self.foreign[name]} alone: register the blob with reshard='by_rank' to keep "
+            "the program's value here"
         )
 
 
 def same_nodes(manifest: Manifest, nodes: Sequence[str]) -> bool:
-    """Whether these are the nodes of the epoch, whatever their order."""
+    """Whether these are the nodes of the epoch, in any order."""
     return set(nodes) == set(manifest.world.nodes)
 
 
 def blobs_of_absent_nodes(manifest: Manifest, nodes: Sequence[str]) -> set[str]:
-    """The blobs with leaves that not all nodes shared, and of which an owner is no node of this job."""
+    """Blobs with leaves that not all nodes shared, and with an owner that is absent from this job."""
     if same_nodes(manifest, nodes):
         return set()
     here = {number for name, number in manifest.world.number.items() if name in nodes}
@@ -96,9 +100,8 @@ def assign(
 ) -> Assigned:
     """Decide for one node; raises UsageError that names every blob without a policy for these nodes.
 
-    `place` and `nodes` have the names under which nodes are stored; `anywhere` are the blobs that some
-    node has registered. Nobody takes anything of the blobs `without`, and other nodes than those of the
-    epoch nothing of what is wholly `excluded`.
+    `place` and `nodes` use stored node names; `anywhere` are the blobs that some node has registered. Blobs
+    in `without` are not loaded at all. Other nodes than those of the epoch skip what is wholly `excluded`.
     """
     choice = _Choice(manifest, place, tuple(nodes), members, reader, anywhere)
     found = choice.found
@@ -135,7 +138,7 @@ def assign_replicated(
     reader: LeafReader,
     without: Collection[str] = (),
 ) -> Assigned:
-    """Decide for a node that no save takes: it gets what is replicated, all else stays as it is."""
+    """Decide for a node that is not saved: it loads replicated leaves, all else stays unchanged."""
     choice = _Choice(manifest, place, (), members, reader, frozenset())
     for unit in _units(manifest):
         if choice.blob_of(unit[0]) not in without:
@@ -145,7 +148,7 @@ def assign_replicated(
 
 
 def _units(manifest: Manifest) -> Iterator[list[str]]:
-    """The names of leaves that only make sense together."""
+    """Groups of leaf names that belong together."""
     first = {name: manifest.leaves[rows[0]] for name, rows in manifest.rows.items()}
     trees = {name for name, leaf in first.items() if leaf.kind == "value"}
     found: dict[str, list[str]] = {}
@@ -162,7 +165,7 @@ def _units(manifest: Manifest) -> Iterator[list[str]]:
 
 @dataclass
 class _Choice:
-    """What one node takes, in the making; see `assign`."""
+    """Builds the assignment of one node; see `assign`."""
 
     manifest: Manifest
     place: NodePlace
@@ -172,7 +175,7 @@ class _Choice:
     anywhere: frozenset[str]
     found: Assigned = field(default_factory=Assigned)
     refused: dict[str, str] = field(default_factory=dict)
-    """Blob to one of its leaves."""
+    """One leaf of each blob."""
 
     def blob_of(self, name: str) -> str:
         """The blob of a leaf."""
@@ -192,7 +195,7 @@ class _Choice:
         self._take_value(leaf)
 
     def take_gradient(self, leaf: LeafRow, *, own: int | None, here: bool) -> None:
-        """On the nodes of the epoch each takes its own; on others what all had alike, or all take none."""
+        """Take a gradient: each node of the epoch its own, others one that all had alike, or none."""
         if own is not None if here else self.manifest.is_shared(leaf):
             self.found.gradients[leaf.name] = leaf
             self._take_value(leaf)
@@ -200,6 +203,7 @@ class _Choice:
             self.found.lost_gradients = True
 
     def _take_value(self, leaf: LeafRow) -> None:
+        """Take the value of a leaf."""
         if leaf.kind == "value" and leaf.alias_of is None:
             known = self.place.name in self.manifest.world.number
             value = self.reader.value_json(leaf.name, self.place.name if known else None)
@@ -224,7 +228,7 @@ class _Choice:
             self.found.foreign.setdefault(leaf.blob, whose)
 
     def take_replicated(self, unit: Sequence[str]) -> None:
-        """Take leaves that belong together if all nodes of the epoch had one content and it is registered."""
+        """Take leaves that belong together if all nodes of the epoch had equal content."""
         leaves = [self._first(name) for name in unit]
         member = self.members.get(leaves[0].blob)
         alike = all(leaf.scope == "replicated" and self.manifest.is_shared(leaf) for leaf in leaves)
@@ -238,7 +242,7 @@ class _Choice:
             self.found.kept.update(unit)
 
     def decide(self, unit: Sequence[str]) -> None:
-        """Decide on leaves that belong together, where the nodes are others than those of the epoch."""
+        """Decide on leaves that belong together, if the nodes differ from those of the epoch."""
         leaves = [self.manifest.leaves[self.manifest.rows[name][0]] for name in unit]
         if all(map(self.manifest.is_shared, leaves)):
             for leaf in leaves:
@@ -262,9 +266,9 @@ class _Choice:
             self._take_own(own)
 
     def _decide_unregistered(self, own: Mapping[str, int | None]) -> None:
-        """Nobody could say a policy of what `init` made: it stays with its owners, if all are here.
+        """Leave what `init` made, which has no policy, to its owners, if all are present.
 
-        Of what other nodes register, and nobody made in `init`, they take care.
+        What other nodes register, and `init` did not make, those nodes decide.
         """
         blob, made = self.blob_of(next(iter(own))), self.manifest.facts.made_by_init
         if blob in self.anywhere and made is not None and blob not in made:
@@ -276,6 +280,7 @@ class _Choice:
             self._refuse(list(own))
 
     def _take_own(self, own: Mapping[str, int | None]) -> None:
+        """Take this node's own rows."""
         for name, row in own.items():
             if row is None:
                 self.found.kept.add(name)
@@ -283,9 +288,9 @@ class _Choice:
                 self.take(self.manifest.leaves[row])
 
     def _only_buffers_differ(self, leaves: Sequence[LeafRow]) -> bool:
-        """Whether all that differs are buffers of a module that all nodes have, or copies of such.
+        """Whether all differing leaves are buffers of a module that all nodes have, or copies of such.
 
-        Of these every node has a value of its own only because its batches were others: running statistics.
+        Such buffers are running statistics, which differ only because each node had other batches.
         """
         everybody = len(self.manifest.world.nodes)
         return all(
@@ -295,7 +300,7 @@ class _Choice:
         )
 
     def _is_buffer(self, leaf: LeafRow) -> bool:
-        """Whether a leaf is a buffer of a module, or a copy of one: it ends like its name, in its form."""
+        """Whether a leaf is a buffer of a module, or a copy: its name ends alike and the form is equal."""
         ends = leaf.name.split(".")
         return leaf.role == "buffer" or any(
             (".".join(ends[at:]), leaf.dtype, leaf.shape) in self._buffers for at in range(1, len(ends))
@@ -303,11 +308,12 @@ class _Choice:
 
     @cached_property
     def _buffers(self) -> set[tuple[str, str | None, tuple[int, ...]]]:
+        """Name, dtype and shape of the buffers of all modules."""
         buffers = [leaf for leaf in self.manifest.leaves if leaf.role == "buffer"]
         return {(leaf.name[len(leaf.blob) + 1 :], leaf.dtype, leaf.shape) for leaf in buffers}
 
     def _take_own_or_first(self, leaves: Sequence[LeafRow]) -> None:
-        """Every node takes its own value, a node that is new the one of the first owner."""
+        """Take this node's own value, or, on a new node, that of the first owner."""
         for leaf in leaves:
             own = self.own_row(self.manifest.rows[leaf.name])
             if not self.manifest.is_shared(leaf):
@@ -317,10 +323,11 @@ class _Choice:
             self.take(leaf if own is None else self.manifest.leaves[own])
 
     def _compute(self, leaf: LeafRow, policy: Any) -> None:
+        """Have the policy make a leaf from the values of its owners."""
         if leaf.name != leaf.blob or leaf.role in ("state", "subclass"):
             raise UsageError(
-                f"blob {leaf.blob!r}: a reshard callable can make tensors and plain values, "
-                f"not {leaf.name!r}; use one of {', '.join(RESHARD_POLICIES)}"
+                f"blob {leaf.blob!r}: a reshard callable can make tensors and plain values, not "
+                f"{leaf.name!r}; use one of {', '.join(RESHARD_POLICIES)}"
             )
         try:
             values = {node: _content(leaf, self.reader, node) for node in self._owners(leaf.name)}
@@ -333,25 +340,28 @@ class _Choice:
         self.found.computed[leaf.name] = policy(values, self.place)
 
     def _owners(self, name: str) -> list[str]:
+        """Names of the nodes that own a leaf."""
         return owner_names(self.manifest, name)
 
     def _refuse(self, unit: Sequence[str]) -> None:
+        """Note leaves without a policy, for the error."""
         shared = (name for name in unit if not self.manifest.is_shared(self._first(name)))
         name = next(shared, unit[0])
         self.refused.setdefault(self._first(name).blob, name)
 
     def _first(self, name: str) -> LeafRow:
+        """The first row of a leaf."""
         return self.manifest.leaves[self.manifest.rows[name][0]]
 
 
 def owner_names(manifest: Manifest, name: str) -> list[str]:
-    """The names of the nodes that own a leaf, in the order of their ranks."""
+    """Names of the nodes that own a leaf, in the order of their ranks."""
     found = {node for row in manifest.rows[name] for node in manifest.owners_of(manifest.leaves[row])}
     return [manifest.world.nodes[node] for node in sorted(found)]
 
 
 def _content(leaf: LeafRow, reader: LeafReader, node: str) -> Any:
-    """The value or tensor of one old node."""
+    """The value or tensor of one node of the epoch."""
     if leaf.kind == "value":
         return reader.value(leaf.name, node)
     spec = reader.spec(leaf.name, node)
@@ -363,8 +373,9 @@ def _content(leaf: LeafRow, reader: LeafReader, node: str) -> Any:
 def _refusal(
     manifest: Manifest, nodes: Sequence[str], refused: Mapping[str, str], anywhere: Collection[str]
 ) -> str:
+    """The message about all blobs without a policy."""
     told, nowhere = [], sorted(refused.keys() - anywhere)
-    leave = f"; where no node registers it, leave it out: resume_exclude={nowhere}" if nowhere else ""
+    leave = f"; if no node registers it, leave it out: resume_exclude={nowhere}" if nowhere else ""
     for blob, leaf in sorted(refused.items()):
         owners = owner_names(manifest, leaf)
         some = ", ".join(owners[:4]) + (f", ... ({len(owners)} nodes)" if owners[4:] else "")
@@ -372,7 +383,6 @@ def _refusal(
     return (
         f"the epoch was saved by {len(manifest.world.nodes)} nodes, and now there are {len(nodes)}, "
         f"{', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''}. Not all nodes share blob "
-        f"{', '.join(told)}: say what shall become of it where it is registered: reshard='by_rank' gives "
-        "nodes theirs and leaves new ones as the program made them; 'drop' or a callable do otherwise (the "
-        f"default 'error' refuses){leave}"
+        f"{', '.join(told)}: register it with a policy, such as reshard='by_rank': nodes load their own, "
+        f"new ones keep the program's value{leave}"
     )

@@ -1,4 +1,4 @@
-"""Loading an epoch into the hosted nodes: everything is checked before any object changes.
+"""Load an epoch into the hosted nodes; everything is checked before any object changes.
 
 All processes check first and agree; only then bytes are read, verified on arrival, and installed.
 """
@@ -63,7 +63,7 @@ from torchrelay.records import Json, dataclass
 
 
 class RenamedReader(LeafReader):
-    """Reads an epoch by the names of today."""
+    """Reads an epoch under its current names."""
 
     def __init__(self, reader: LeafReader, renaming: Renaming) -> None:
         self._stored = reader
@@ -77,7 +77,7 @@ class RenamedReader(LeafReader):
         return self._stored.plan(replace(read, leaf=old.get(read.leaf, read.leaf)) for read in reads)
 
     def value_json(self, leaf: str, node: str | None = None) -> Json:
-        """A value in its typed form, with the names of today in it."""
+        """A value in its typed form, with current names in it."""
         old = self._renaming.stored.get(leaf, leaf)
         return self._renaming.value(old, self._stored.value_json(old, node))
 
@@ -88,7 +88,7 @@ class RenamedReader(LeafReader):
 
 @dataclass(frozen=True)
 class LoadJob:
-    """What a load works on, in this process."""
+    """Options and context of a load in this process."""
 
     storage: Storage
     session: Session
@@ -96,35 +96,35 @@ class LoadJob:
     stored_name: Callable[[str], str]
     members: Mapping[str, Mapping[str, SetMember]]
     registered: frozenset[str]
-    """The blobs that some node of the job has registered."""
+    """Names of blobs registered by any node of the job."""
     saved: frozenset[str]
-    """The nodes that saves take; the others begin as the program makes them, but for what is replicated."""
+    """Nodes that are saved; others load only what is replicated."""
     selection: Selection = EVERYTHING
-    """What the saves of this run take; what they leave out, and the epoch lacks, stays as it is."""
+    """The leaves that saves of this run take; others that the epoch lacks stay unchanged."""
     share_reads: bool = False
     """Whether what all nodes load is read by one host each; see `load/reads/shared_reads`."""
     resume: ResumeOptions = field(default_factory=ResumeOptions)
-    """What may be made of a program that has changed."""
+    """How differences of the program are treated."""
 
     @property
     def manifest(self) -> Manifest:
-        """What the epoch consists of."""
+        """The manifest of the epoch."""
         return self.target.manifest
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes of the job that are saved, under the names of the directory."""
+        """Stored names of the job's nodes that are saved."""
         return tuple(self.stored_name(one.name) for one in self.session.nodes if one.name in self.saved)
 
     @property
     def anywhere(self) -> frozenset[str]:
-        """Those of them that count for all nodes: none where the epoch has a place for each node's own."""
+        """The registered blobs of any node; empty if the epoch stores what each node registered."""
         return frozenset() if same_nodes(self.manifest, self.nodes) else self.registered
 
 
 @dataclass
 class _NodeLoad:
-    """One hosted node on its way."""
+    """The load of one hosted node."""
 
     place: NodePlace
     stored: str
@@ -137,9 +137,9 @@ class _NodeLoad:
     learning_rates: Callable[[], None]
     new_generators: list[str] = field(default_factory=list)
     turned: list[str] = field(default_factory=list)
-    """Parameters that lie in another order than they were saved in."""
+    """Parameters whose memory order differs from the saved one."""
     relearning: list[str] = field(default_factory=list)
-    """Parameters whose `requires_grad` was another one than the program had given them."""
+    """Parameters whose saved `requires_grad` differs from the program's."""
     clock: Clock = field(default_factory=Clock)
     bytes: int = 0
 
@@ -151,8 +151,8 @@ class _NodeLoad:
 def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradients], NodeStats, LoadChanges]:
     """Load everything; returns random states, gradients and times, by node, and what has changed.
 
-    Raises the same error on all processes: before anything changed where names, shapes, dtypes or
-    policies do not fit, PartiallyLoadedError after.
+    Raises the same error on all processes: before any change if names, shapes, dtypes or policies do not fit,
+    PartiallyLoadedError after.
     """
     reader = LeafReader(job.storage, job.manifest, job.target.shards, options_of(job.session))
     if job.resume.rename:
@@ -174,13 +174,13 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradient
 
     try:
         answers = together(job.session.peers, "load: check", check)
-    except UsageError:  # a BlobError, or that nobody says what other nodes get
+    except UsageError:  # a BlobError, or a blob without a policy for these nodes
         if not job.resume.exclude:
             raise
         answers = together(job.session.peers, "load: check", lambda: check(job.resume.exclude))
     shared = agreed(job.session, reader, rows, [ranges for ranges, _ in answers])
     changes = LoadChanges.of_all(one for _, one in answers)
-    size = sum(leaf.nbytes for leaf in job.manifest.leaves)  # no node reads more than everything
+    size = sum(leaf.nbytes for leaf in job.manifest.leaves)  # more than the whole epoch is never read
 
     def read() -> dict[str, Any]:
         _read_all(job, reader, loads, shared)
@@ -202,32 +202,33 @@ def load_all(job: LoadJob) -> tuple[dict[str, RandomStreams], dict[str, Gradient
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 warn(text.format(", ".join(names[:3]) + more), stacklevel=2)
-    reader.shards.forget()  # the target may be kept as long as the run
+    reader.shards.forget()  # the target may live as long as the run
     streams = {load.place.name: load.streams for load in loads}
     gradients = {load.place.name: load.gradients for load in loads}
     return streams, gradients, NodeStats(NodeTimes(**row) for part in times for row in part), changes
 
 
 _TOLD = {
-    "requires_grad": "requires_grad of {} is as it was saved, and not as the program built it; to change "
-    "it, set it at the top of an epoch's task. DistributedDataParallel averages gradients only of parameters "
-    "that required them when it was made",
-    "turned": "the memory order of {} is as the program built it, and not as a task or init had changed it "
-    "before the save: steps may round otherwise. Call model.to(memory_format=...) where the model is built "
-    "or in @job.setup, before DistributedDataParallel: behind it, its next gradients would be wrong",
+    "requires_grad": "requires_grad of {} is as it was saved, and not as the program built it; to "
+    "change it, set it at the top of an epoch's task. DistributedDataParallel "
+    "averages only gradients of parameters that required them when it was constructed",
+    "turned": "the memory order of {} is as the program built it, and not as a task or init had "
+    "changed it before the save: steps may round differently. Call "
+    "model.to(memory_format=...) where the model is built or in @job.setup, before "
+    "DistributedDataParallel wraps it: later, its next gradients would be wrong",
     "new_generators": "{} begins as the program made it: the node is new",
 }
-"""What a load says once of the names that any process found."""
+"""Warnings of a load about names that any process found, each reported once."""
 
 
 def _prepare(job: LoadJob, reader: LeafReader, place: NodePlace, exclude: tuple[str, ...]) -> _NodeLoad:
-    """Plan the load of one node; leaves that `exclude` means stay as they are."""
+    """Plan the load of one node; leaves that match `exclude` stay unchanged."""
     stored = job.stored_name(place.name)
     members = job.members.get(place.name, {})
     clock = Clock()
     with clock.spent("prove"):
         entries = job.session.workspace(place.name).entries()
-        # Names that nobody registered are made anew: their tensors may have another shape by now.
+        # Values that are not registered are recreated, because their tensors may have another shape.
         registered = {
             name: one.target for name, one in entries.items() if one.blob is not None and name in members
         }
@@ -278,6 +279,7 @@ def _assigned(
     changes: LoadChanges,
     excluded: Callable[[str], bool],
 ) -> Assigned:
+    """What the node loads, with the buffers that it takes from others."""
     without = changes.gone | job.target.lost_blobs
     if place.name not in job.saved:
         changes.unsaved.add(place.name)
@@ -289,7 +291,7 @@ def _assigned(
 def _gradients(
     job: LoadJob, place: NodePlace, objects: Mapping[str, Any], assigned: Assigned, kept: Collection[str]
 ) -> Gradients:
-    """Those of the window that was open; a warning where they belong to other nodes."""
+    """Gradients of the open window; a warning if they belong to other nodes."""
     if assigned.lost_gradients and place.rank == 0:
         warn(
             f"epoch {job.manifest.position} was saved in an open window, whose gradients differ between "
@@ -302,7 +304,7 @@ def _gradients(
 
 
 def _changes(job: LoadJob, registered: Mapping[str, Any]) -> LoadChanges:
-    """The blobs that are new or gone. What a node that is not here owned alone is not gone: see `assign`."""
+    """New and removed blobs. What only an absent node owned does not count as removed: see `assign`."""
     changes = LoadChanges()
     if not job.resume.strict:
         changes.new.update(new_blobs(job.manifest, registered))
@@ -316,7 +318,7 @@ def _changes(job: LoadJob, registered: Mapping[str, Any]) -> LoadChanges:
 
 
 def _check_computed(place: NodePlace, entries: Mapping[str, Entry], computed: Mapping[str, Any]) -> None:
-    """Refuse what reshard callables gave for objects that others hold too, where these cannot become it."""
+    """Raise for results of reshard callables that do not fit objects which others hold too."""
     for name, value in computed.items():
         held = entries[name].target
         if isinstance(held, torch.Tensor):
@@ -328,8 +330,8 @@ def _check_computed(place: NodePlace, entries: Mapping[str, Entry], computed: Ma
                 form(one) if isinstance(one, torch.Tensor) else type(one).__name__ for one in (value, held)
             )
             raise UsageError(
-                f"blob {name!r} of {place}: its reshard callable gave a {gave}, and a {has} is registered: "
-                "return one of that form"
+                f"blob {name!r} of {place}: its reshard callable returned a {gave}, but a {has} is "
+                "registered: return one of that form"
             )
 
 
@@ -339,7 +341,10 @@ def _read_all(
     loads: Sequence[_NodeLoad],
     shared: tuple[SharedReads, frozenset[str]] | None,
 ) -> None:
-    """Shared reads come first: nothing before them may keep one process from the others' broadcasts."""
+    """Read into all objects.
+
+    Shared reads come first: an error before them would leave others in a broadcast.
+    """
     changed = shared is not None
     come: frozenset[str] = frozenset()
     try:
@@ -370,25 +375,25 @@ def _read_all(
                     held = workspace.entries()[name].target
                     workspace.set_loaded(name, change_container(held, value) if is_container(held) else value)
     except PeerError:
-        raise  # another process is lost: that says more than what became of the objects
+        raise  # a lost process is the more important error
     except RelayError as error:
         if not changed:
             raise
         raise PartiallyLoadedError(
-            f"loading epoch {job.manifest.position} failed after objects had changed: {error}; load another "
-            "epoch before you use them, or restore the file from a copy and load this one again"
+            f"loading epoch {job.manifest.position} failed after objects had changed: {error}; load "
+            "another epoch before you use them"
         ) from error
 
 
 def node_of(job: LoadJob, stored: str) -> str | None:
-    """The node whose own values are meant; None for one that the epoch does not know."""
+    """The stored node of the same name; None for a node that the epoch lacks."""
     return stored if stored in job.manifest.world.number else None
 
 
 def _streams(
     job: LoadJob, reader: LeafReader, assigned: Assigned, place: NodePlace, stored: str
 ) -> RandomStreams:
-    """The node's own random states; a node that is new derives its streams."""
+    """The node's own random states; a new node derives its streams."""
     manifest, found = job.manifest, dict[str, bytes]()
     try:
         for name in (name for name in assigned.random if name.startswith(f"{RNG_BLOB}.")):
@@ -400,7 +405,7 @@ def _streams(
     except StorageError as error:
         raise type(error)(
             f"epoch {manifest.position} in {job.storage.url} cannot be loaded, nothing was changed: "
-            f"{error}; choose another epoch, or restore the file from a copy"
+            f"{error}; choose another epoch"
         ) from error
     seed = manifest.facts.seed  # without one, all nodes agree on the number of the run
     seed = seed if seed is not None else int(manifest.job_uuid.replace("-", "")[:15], 16)
@@ -408,7 +413,7 @@ def _streams(
 
 
 def spec_of_row(row: LeafRow, manifest: Manifest) -> LeafSpec:
-    """A stored leaf as planning and checks know it."""
+    """A stored leaf in the form that planning and checks use."""
     layout = manifest.layouts[row.layout]
     return LeafSpec(
         row.name, row.blob, Role(row.role), row.group, "tensor" if row.kind == "tensor" else "value",

@@ -1,15 +1,14 @@
-"""Stored tensors: handles that are not read yet, and loads into live objects, all of them or none.
+"""Load stored tensors: lazy handles, and atomic loads into live objects.
 
-weight = open_checkpoint("runs/hello")["model.weight"]
-weight.shape, weight.dtype          # nothing is read
-weight[10:20]                       # only the blocks that hold these rows, each verified
+    weight = open_checkpoint("runs/hello")["model.weight"]
+    weight.shape, weight.dtype  # nothing is read
+    weight[10:20]               # only the blocks that hold these rows, each verified
 
-First every block that is needed is verified where it lies, in the page cache, and forgotten again: damage
-shows before an object has changed. Then the bytes are read into their places and verified once more as they
-pass. If they are wrong now, the storage changed between the two reads, and the error says so. What has no
-plain CPU memory of its own, on a device or not contiguous, passes through 16 MiB.
+An atomic load has two passes. The first verifies every needed block, so that damage shows before an object
+changes. The second reads the bytes into place and verifies them again; an error then means that the storage
+changed in between. Tensors without contiguous CPU memory are read through a buffer of 16 MiB.
 
-A far storage would send everything twice; what is read from there is kept until all of it has come.
+Bytes of a remote storage are transferred once and kept until all are verified.
 """
 
 from __future__ import annotations
@@ -43,16 +42,15 @@ Fill = Callable[[int, int, memoryview], None]
 """Fills memory with the bytes [start, stop) of a tensor."""
 Interval = tuple[int, int]
 BATCH = 16 * BLOCK
-"""Rows of which only a part is wanted are read together up to this size."""
+"""Rows that are wanted in part are read together up to this size."""
 
 
 def read_box(
     fill: Fill, shape: Sequence[int], box: Sequence[Interval], dtype: torch.dtype, itemsize: int
 ) -> torch.Tensor:
-    """The part `box` (one half-open interval per dimension) of a tensor, in fresh CPU memory.
+    """Read the part `box` (one half-open interval per dimension) of a tensor into new CPU memory.
 
-    Rows longer than a digest block are read one by one, shorter ones together and then cut, so that
-    hardly a block is read without need.
+    Rows longer than a digest block are read one by one; shorter ones are read together and then cut.
     """
     extents = [stop - start for start, stop in box]
     fresh = torch.empty((*extents, itemsize), dtype=torch.uint8)
@@ -64,7 +62,7 @@ def read_box(
 
 
 def _fill(fill: Fill, out: torch.Tensor, shape: Sequence[int], box: Sequence[Interval], base: int) -> None:
-    """Fill contiguous bytes; `base` is where the tensor of `shape` begins."""
+    """Fill contiguous bytes; `base` is the offset of the tensor of `shape`."""
     row = math.prod(shape[1:])
     start, stop = box[0]
     inner = tuple(box[1:])
@@ -86,7 +84,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 class TensorHandle:
-    """One tensor of an epoch, as `node` has it. Indexing and `read` give tensors in fresh memory."""
+    """A tensor of an epoch that is not read yet. Indexing and `read` return tensors in new memory."""
 
     def __init__(self, reader: LeafReader, name: str, node: str | None, guard: Guard) -> None:
         row = reader.spec(name, node)
@@ -102,30 +100,30 @@ class TensorHandle:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise UsageError(f"{self.name} has no dimension, so no length: read() it")
+            raise UsageError(f"{self.name} is 0-dimensional and has no length: use read()")
         return self.shape[0]
 
     def read(
         self, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """All of it, verified; `dtype` converts floating-point tensors only.
+        """Read all of it, verified; `dtype` converts floating-point tensors only.
 
-        Raises DamagedError or StorageError for what the storage has.
+        Raises DamagedError or StorageError if stored bytes are wrong or unreadable.
         """
         whole = self.read_box([(0, extent) for extent in self.shape])
         return whole.to(device=device, dtype=dtype if whole.is_floating_point() else None)
 
     def read_box(self, box: list[Interval]) -> torch.Tensor:
-        """One half-open interval per dimension, verified. Raises as `read` does."""
+        """Read a part, one half-open interval per dimension, verified. Raises as `read` does."""
         return read_box(self.fill, self.shape, box, self.dtype, self._element.itemsize)
 
     def fill(self, start: int, stop: int, memory: memoryview) -> None:
-        """Fill 1-D memory with its bytes [start, stop), row-major, verified. Raises as `read` does."""
+        """Fill 1-D memory with the bytes [start, stop), row-major, verified. Raises as `read` does."""
         with self._guard():
             self._reader.read_range(self.name, start, stop, memory, self._node)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """A part by integers and slices, as of a tensor; only whole blocks that hold it are read."""
+        """Read a part by integers and slices, as of a tensor; only the blocks that hold it."""
         keys = self._full(key if isinstance(key, tuple) else (key,))
         box, then = zip(*map(_interval, keys), strict=True) if keys else ((), ())
         part = self.read_box(list(box))
@@ -136,26 +134,29 @@ class TensorHandle:
         dots = [place for place, one in enumerate(keys) if one is Ellipsis]
         missing = len(self.shape) - (len(keys) - len(dots))
         if len(dots) > 1 or missing < 0:
-            raise UsageError(f"{self.name} has {len(self.shape)} dimensions: it has no part {list(keys)}")
+            raise UsageError(f"{self.name} has {len(self.shape)} dimensions: invalid index {list(keys)}")
         at = dots[0] if dots else len(keys)
         found = (*keys[:at], *[slice(None)] * missing, *keys[at + len(dots) :])
         return tuple(self._checked(one, extent) for one, extent in zip(found, self.shape, strict=True))
 
     def _checked(self, one: Any, extent: int) -> Any:
+        """One integer or slice, checked against its dimension."""
         if isinstance(one, slice):
             try:
                 start, stop, step = one.indices(extent)
             except (TypeError, ValueError) as error:
-                raise UsageError(f"{self.name}: {one} is no slice: {error}") from None
+                raise UsageError(f"{self.name}: invalid slice {one}: {error}") from None
             if step < 1:
-                raise UsageError(f"{self.name}: {one} steps backwards: flip what you read")
+                raise UsageError(f"{self.name}: {one} has a negative step: flip the result instead")
             return slice(start, max(start, stop), step)
         try:
             number = operator.index(one)
         except TypeError:
-            raise UsageError(f"{self.name} is indexed by integers and slices, not by {one!r:.60}") from None
+            raise UsageError(
+                f"{self.name}: invalid index {one!r:.60}: expected integers and slices"
+            ) from None
         if not -extent <= number < extent:
-            raise UsageError(f"{self.name}: {number} is outside of a dimension of {extent}")
+            raise UsageError(f"{self.name}: index {number} is out of range for a dimension of {extent}")
         return number % extent
 
 
@@ -167,19 +168,21 @@ def _interval(key: Any) -> tuple[Interval, Any]:
 
 
 Cast = torch.dtype | Mapping[str, torch.dtype] | None
-"""A floating-point type, or types by pattern of which the first that fits counts; None changes nothing."""
+"""A floating-point type, or types by pattern, first match; None keeps the stored type."""
 
 
 def checked_cast(dtype: Cast) -> Cast:
-    """The same; raises UsageError for anything that is no floating-point type."""
+    """The type or types, checked; raises UsageError unless floating-point."""
     for one in dtype.values() if isinstance(dtype, Mapping) else [] if dtype is None else [dtype]:
         if not isinstance(one, torch.dtype) or not one.is_floating_point:
-            raise UsageError(f"dtype={one!r}: give a floating-point type of torch, such as torch.bfloat16")
+            raise UsageError(
+                f"invalid dtype={one!r}: expected a floating-point type of torch, such as torch.bfloat16"
+            )
     return dtype
 
 
 def check_types_used(names: Iterable[str], dtype: Cast) -> None:
-    """Raise UsageError for a pattern that means none of the names: most likely a misspelt one."""
+    """Raise UsageError for a pattern that matches no name."""
     known = list(dict.fromkeys(names)) if isinstance(dtype, Mapping) else []
     for pattern in dtype if isinstance(dtype, Mapping) else ():
         if not any(matches(name, pattern) for name in known):
@@ -187,51 +190,51 @@ def check_types_used(names: Iterable[str], dtype: Cast) -> None:
 
 
 def cast_of(name: str, dtype: Cast) -> torch.dtype | None:
-    """The type for a name; None where it stays what it is."""
+    """The type for a name; None to keep its type."""
     if not isinstance(dtype, Mapping):
         return dtype
     return next((one for pattern, one in dtype.items() if matches(name, pattern)), None)
 
 
 def cast(tensor: torch.Tensor, name: str, dtype: Cast) -> torch.Tensor:
-    """The tensor in its new type; only floating-point tensors are converted."""
+    """Convert a floating-point tensor to its new type; others are returned unchanged."""
     wanted = cast_of(name, dtype)
     return tensor.to(wanted) if wanted is not None and tensor.is_floating_point() else tensor
 
 
 def checked_device(device: str | torch.device | None) -> str | torch.device | None:
-    """The same; raises UsageError for one that torch does not know or this machine lacks."""
+    """The device, checked; raises UsageError if torch or this machine lacks it."""
     if device is None:
         return None
     try:
         torch.empty(0, device=device)
-    except Exception as error:  # AssertionError, RuntimeError, TypeError: it depends on the device
+    except Exception as error:  # the device decides whether it is AssertionError, RuntimeError or TypeError
         reason = str(error).partition("\n")[0].partition(". ")[0]
-        raise UsageError(
-            f"device={device!r} cannot be used here ({reason}): give 'cpu', or another"
-        ) from error
+        raise UsageError(f"device={device!r} cannot be used here ({reason}): use 'cpu'") from error
     return device
 
 
 AT_ONCE = 16 << 20
-"""Bytes beyond the destinations that pass at a time where a tensor's own memory cannot be read into; with
-what the threads need for slabs these are less than 64 MiB."""
+"""Bytes of the buffer for tensors that cannot be read into directly.
+
+With the slabs of all threads this stays below 64 MiB.
+"""
 PIECE = AT_ONCE // 2
 
 
 class LeafSource(Protocol):
-    """Where leaves come from: an epoch, or a file of blobs."""
+    """Source of leaves: an epoch, or a file of blobs."""
 
     @property
     def options(self) -> ReadOptions:
-        """How its files are read."""
+        """Options for reading its files."""
 
     @property
     def is_far(self) -> bool:
-        """Whether each request takes its time, and each byte a way over the network."""
+        """Whether each request has a high latency and bytes come over the network."""
 
     def plan(self, reads: Sequence[LeafRead]) -> ReadPlan:
-        """What it takes to fill all destinations; raises UsageError and DamagedError, reads no block."""
+        """Plan the reads of all destinations; raises UsageError and DamagedError, reads no block."""
 
 
 @dataclass(frozen=True)
@@ -243,13 +246,13 @@ class TensorRead:
     node: str | None = None
 
     def into(self, memory: memoryview, target: LocalTarget | None = None) -> LeafRead:
-        """The read of all of it, or of the boxes of `target`, into this memory."""
+        """Read all of it, or the boxes of `target`, into this memory."""
         return LeafRead(self.stored, memory, self.node, target or self.read.target)
 
 
 @dataclass(frozen=True)
 class TensorColumns:
-    """Very many tensors that are read together: `check` verifies their blocks, `fill` reads into memories."""
+    """Many tensors that are read together: `check` verifies their blocks, `fill` reads into memory."""
 
     in_place: InPlace = NOTHING
     check: Callable[[], int] = lambda: 0
@@ -257,16 +260,18 @@ class TensorColumns:
 
 
 class _Way(Enum):
+    """How a tensor is read."""
+
     TWO_PASSES = "verified, then read into place"
-    STAGED = "read beside, then copied"
+    STAGED = "read into a buffer, then copied"
     STRAIGHT = "read into place"
 
 
 class Loading:
     """A load of these tensors: `first`, then `second`.
 
-    Without `atomic` everything is read straight into place by `second`. So it is where no block is to be
-    verified; then `first` only looks whether the file is still the one that was opened.
+    If not `atomic`, or if no block is to be verified, `second` reads straight into place. Without blocks to
+    verify, `first` only checks that the file is unchanged since it was opened.
     """
 
     def __init__(
@@ -295,16 +300,16 @@ class Loading:
 
     @property
     def _live(self) -> bool:
-        """Whether objects of the user change while the bytes come."""
+        """Whether the user's objects change during the reads."""
         return bool(self._columns.in_place.tensors or self._direct or self._passing)
 
     @cached_property
     def _into_place(self) -> ReadPlan:
-        """One plan for both passes: for very many tensors it costs more than they do."""
+        """One plan for both passes: for many tensors planning costs more than the reads."""
         return self._source.plan([one.into(memory_of(one.read.memory())) for one in self._direct])
 
     def first(self) -> None:
-        """Do whatever can fail without an object being changed.
+        """Do everything that can fail without changing an object.
 
         Raises BlobError, DamagedError or StorageError.
         """
@@ -324,7 +329,7 @@ class Loading:
             self._copies = [(live, fresh) for _, live, fresh in found]
 
     def second(self) -> None:
-        """Put everything into its place; raises PartiallyLoadedError where the storage fails now."""
+        """Put everything into place; raises PartiallyLoadedError if the storage fails."""
         if self._way is _Way.STAGED:
             with torch.no_grad():
                 self._columns.in_place.put(self._beside)
@@ -342,10 +347,10 @@ class Loading:
             self._columns.fill(self._columns.in_place.memories)
 
     def _check_apart(self) -> None:
-        """Refuse objects that share memory in part: the leaf that is read last would overwrite the other."""
+        """Raise for objects that share part of their memory: the later read would overwrite the earlier."""
         in_place, others = self._columns.in_place, [one for one in self._wanted if one.read.live is not None]
         blobs = {one.read.spec.name: one.read.spec.blob for one in others}
-        if len(set(blobs.values())) + len(in_place.tensors) < 2:  # one object is as its program built it
+        if len(set(blobs.values())) + len(in_place.tensors) < 2:  # a single object cannot conflict
             return
         live = {one.read.spec.name: one.read.live for one in others if one.read.live is not None}
         storages = [*in_place.plain.storages, *(one.untyped_storage() for one in live.values())]
@@ -356,20 +361,21 @@ class Loading:
         for name, (other, _) in overlaps_of(live).items():
             if blobs[name] != blobs[other]:
                 raise BlobError(
-                    f"{name} and {other} share memory here and are two leaves of the checkpoint; nothing was "
-                    f"changed. Load one of them: exclude=[{name!r}]"
+                    f"{name} and {other} share memory here and are two leaves of the checkpoint; nothing "
+                    f"was changed. Load one of them: exclude=[{name!r}]"
                 )
 
     def _read(self, reads: Sequence[LeafRead]) -> None:
+        """Read tensors through the buffer."""
         if reads:
             self._source.plan(reads).read(self._source.options)
 
 
 @contextmanager
 def naming_what_changed(*, live: bool, verified: bool = False) -> Iterator[None]:
-    """Turn our errors into PartiallyLoadedError where what is read goes into `live` memory.
+    """Raise PartiallyLoadedError instead of our errors, for reads into `live` memory.
 
-    `verified` says that the same bytes were right a moment before.
+    `verified`: the same bytes were verified just before.
     """
     try:
         yield
@@ -380,14 +386,14 @@ def naming_what_changed(*, live: bool, verified: bool = False) -> Iterator[None]
         if verified:
             why = "the storage changed or failed between the verification of all bytes and their use"
         raise PartiallyLoadedError(
-            f"{why}: {error}; the given objects may hold new and old content now: load them again before you "
-            "use them, from another epoch or copy if this one stays damaged"
+            f"{why}: {error}; the objects may hold a mix of old and new content: load them again before "
+            "you use them"
         ) from error
 
 
 @dataclass(frozen=True)
 class _LiveBox:
-    """A box of a live tensor, and what of the stored leaf belongs into it."""
+    """A box of a live tensor, and the part of the stored leaf that fills it."""
 
     wanted: TensorRead
     live: torch.Tensor
@@ -395,10 +401,12 @@ class _LiveBox:
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return prod(self.target.shape) * self.live.element_size()
 
 
 def _batches(passing: Mapping[TensorRead, torch.Tensor]) -> Iterator[list[_LiveBox]]:
+    """Groups of boxes that fit in the buffer together."""
     batch: list[_LiveBox] = []
     for piece in (piece for one, live in passing.items() for piece in _pieces(one, live)):
         if batch and sum(one.nbytes for one in batch) + piece.nbytes > AT_ONCE:
@@ -410,6 +418,7 @@ def _batches(passing: Mapping[TensorRead, torch.Tensor]) -> Iterator[list[_LiveB
 
 
 def _pieces(wanted: TensorRead, live: torch.Tensor) -> Iterator[_LiveBox]:
+    """The boxes of a tensor, cut to the size of the buffer."""
     target = wanted.read.target or whole_target(tuple(live.shape))
     for box in _boxes(live):
         shape = tuple(stop - start for start, stop in box)
@@ -417,7 +426,7 @@ def _pieces(wanted: TensorRead, live: torch.Tensor) -> Iterator[_LiveBox]:
 
 
 def runs_of(live: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Parts of a tensor of at most PIECE bytes, in order, each with its first byte of the whole in order."""
+    """Parts of a tensor of at most PIECE bytes, in order, each with its offset in the whole."""
     at = 0
     for box in _boxes(live):
         part = live[_slices(box)]
@@ -426,7 +435,7 @@ def runs_of(live: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _boxes(live: torch.Tensor) -> Iterator[Bounds]:
-    """Cut along the first dimensions, so that each is one run of bytes where the whole lies in order."""
+    """Cut along the first dimensions, so that each box is one contiguous run of bytes."""
     pending: list[Bounds] = [whole(tuple(live.shape))] if live.numel() else []
     while pending:
         box = pending.pop()
@@ -438,11 +447,12 @@ def _boxes(live: torch.Tensor) -> Iterator[Bounds]:
 
 
 def _slices(box: Bounds) -> tuple[slice, ...]:
+    """The box as slices."""
     return tuple(slice(*side) for side in box)
 
 
 def _windows(target: LocalTarget, box: Bounds) -> Iterator[Window]:
-    """What of a target lies in a box of it, as windows of a destination that is this box."""
+    """The parts of a target that intersect a box, as windows of a destination that is this box."""
     for window in target.windows:
         if (part := intersect(window.place, box)) is None:
             continue

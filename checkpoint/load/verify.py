@@ -1,26 +1,23 @@
-"""Verification of an epoch and its shard files before loads, by one process or by all together.
+"""Verify an epoch and its shard files before a load, in one process or in all together.
 
-Opening proves: size and SHA-256 of the header, whose file it is, and that it holds exactly the keys,
-dtypes and shapes that the manifest's layouts put there (at least these, in a file of an earlier try).
-What it holds need not be checked again where another process of the same proof has done so: the header has
-the same SHA-256, and so the same bytes.
-Whatever reads through a ShardSet reads proved headers and verified blocks.
+    record     names the manifest, with its size and SHA-256.
+    manifest   names the shards, with sizes and the SHA-256 of headers. Layouts cover every leaf.
+    header     states keys, dtypes, shapes and blocks. It must hold what the layouts assign to the file.
+    blocks     match the digests in the header (level `full`).
 
-    record    says which manifest: its size and SHA-256
-    manifest  says which shards: their sizes and the SHA-256 of their headers; layouts cover every leaf
-    header    says which keys, dtypes, shapes and blocks; it must hold what the layouts put there
-    blocks    (level `full`) have the digests that the header states
+Opening a file verifies the size and SHA-256 of its header, its identity and its content: exactly the keys
+that the manifest assigns to it (at least these, in a file of an earlier attempt). The content need not be
+checked again if another process of the same verification did. All reads through a ShardSet have verified
+headers and blocks. Level `sizes` stops before the headers: files exist and have the expected length.
 
-Level `sizes` stops before the headers: files are there and as long as the manifest says.
+A mismatch is damage only when it is seen twice. An I/O error, a permission or an unknown format version is
+`unknown` and does not make the epoch damaged.
 
-A mismatch counts as damage only when it is seen twice. What could not be looked at is `unknown`: an I/O
-error, a permission, a format of another version. It says nothing about the epoch.
+One host may see less than exists (a stale cache, a lost mount). In a job with several hosts damage counts
+only if the lowest rank of a second host confirms it.
 
-A host may see less than there is (a stale cache, a mount that is gone). So where a job has several
-hosts, damage counts once a second host has seen it too: the lowest rank of another host looks again.
-
-A log that calls an epoch healthy only says that nobody has found it damaged yet. So whoever lets old
-epochs go looks first, past what he remembers, at what is to remain.
+The log calls an epoch healthy as long as no damage was found. Before old epochs are deleted, those that
+remain must therefore be verified again.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
 
 
 Holder = tuple[int, int, str]
-"""(try, node, group), numbers as in the manifest: whose files."""
+"""(attempt, node, group), numbers as in the manifest: identifies the owner of files."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class HeldFiles:
     headers: tuple[ShardHeader, ...]
 
     def with_key(self, key: str) -> ShardHeader:
-        """The part that holds a key; opening has made sure that one does: a file of one part is not asked."""
+        """The part that holds a key; opening has verified that one does."""
         if len(self.headers) == 1:
             return self.headers[0]
         return next(header for header in self.headers if key in header.entries)
@@ -79,7 +76,7 @@ class ShardSet:
         self._vouched: Collection[Holder] = ()
 
     def open(self, holder: Holder) -> HeldFiles:
-        """Open and prove the files of a holder; raises DamagedError, FormatError or StorageError."""
+        """Open and verify the files of a holder; raises DamagedError, FormatError or StorageError."""
         if holder not in self.opened:
             vouched = holder in self._vouched
             found = HeldFiles(tuple(self._header(row, vouched) for row in self.manifest.files[holder]))
@@ -89,15 +86,15 @@ class ShardSet:
         return self.opened[holder]
 
     def vouch(self, holders: Collection[Holder]) -> None:
-        """Say that files of this manifest were opened by somebody: what their headers hold is right."""
+        """Mark files as verified by another process: their headers have the right content."""
         self._vouched = holders
 
     def forget(self) -> None:
-        """Let go of what was opened, for many headers are large; asked for again it is opened again."""
+        """Release opened headers, which may be large; they are opened again on demand."""
         self.opened.clear()
 
     def check_sizes(self, holder: Holder) -> None:
-        """Only look whether the files are there and as long as they were; raises DamagedError."""
+        """Check only that the files exist and have the expected length; raises DamagedError."""
         for row in self.manifest.files[holder]:
             path = shard_path(self.manifest, row)
             size = self.storage.stat(path)
@@ -107,11 +104,12 @@ class ShardSet:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes of all headers that were opened."""
+        """Bytes of all opened headers."""
         opened = (row for holder in self.opened for row in self.manifest.files[holder])
         return sum(row.header_bytes for row in opened)
 
     def _header(self, row: ShardRow, vouched: bool) -> ShardHeader:
+        """The verified header of one file."""
         from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
 
         path = shard_path(self.manifest, row)
@@ -125,7 +123,7 @@ class ShardSet:
         return header
 
     def _agrees(self, holder: Holder, found: HeldFiles) -> bool:
-        """Whether one file holds exactly what it should, asked by columns; False says nothing."""
+        """Whether one file holds exactly what it should, compared by columns; False is not conclusive."""
         rows = self.manifest.whole_rows(*holder)
         if rows is None or len(found.headers) > 1:
             return False
@@ -144,6 +142,7 @@ class ShardSet:
         )
 
     def _check_content(self, holder: Holder, found: HeldFiles) -> None:
+        """Raise DamagedError unless the files of a holder have the content that the manifest states."""
         if self._agrees(holder, found):
             return
         tensors, values = self._expected(holder)
@@ -153,7 +152,7 @@ class ShardSet:
             raise DamagedError(f"{path} and its parts hold a key twice")
         for key, leaf in tensors.items():
             if key not in stored:
-                raise DamagedError(f"{path} does not hold {key}, which the manifest puts there")
+                raise DamagedError(f"{path} does not hold {key}, which the manifest assigns to it")
             form = stored[key].form(key)
             if form.dtype != leaf.dtype or form.shape != leaf.shape:
                 raise DamagedError(
@@ -164,9 +163,10 @@ class ShardSet:
             raise DamagedError(f"{path} does not hold the value {missing[0]}")
         odd = sorted((stored.keys() - tensors.keys()) | (found.values.keys() - values))
         if odd and holder[0] == 0:
-            raise DamagedError(f"{path} holds {odd[0]}, which the manifest does not know")
+            raise DamagedError(f"{path} holds {odd[0]}, which the manifest does not list")
 
     def _expected(self, holder: Holder) -> tuple[dict[str, LeafRow], set[str]]:
+        """Leaves by key, and names of values, that a holder's files must have."""
         tensors: dict[str, LeafRow] = {}
         values: set[str] = set()
         for row, keys in self.manifest.stored_keys(*holder):
@@ -179,7 +179,7 @@ class ShardSet:
 
 
 def holders_of(manifest: Manifest, rows: Sequence[int]) -> Iterator[Holder]:
-    """Whose files hold the bytes of leaf rows, each once; rows of values in the manifest need none."""
+    """The holders of the bytes of leaf rows, each once; values in the manifest need none."""
     seen: set[Holder] = set()
     looked_at: set[tuple[object, ...]] = set()
     for row in rows:
@@ -205,7 +205,7 @@ T = TypeVar("T")
 
 
 def seen_twice(look: Callable[[], T]) -> T:
-    """Look again before damage or an I/O error is believed: the bytes may have changed on their way."""
+    """Look again before damage or an I/O error is believed: bytes may have changed during the transfer."""
     try:
         return look()
     except FormatError:
@@ -224,7 +224,7 @@ Level = Literal["sizes", "headers", "full"]
 
 
 class VerificationStatus(Enum):
-    """What a proof came to."""
+    """Result of a verification."""
 
     PROVED = "proved"
     DAMAGED = "damaged"
@@ -233,9 +233,9 @@ class VerificationStatus(Enum):
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the work this process does: part `number` of `of`, of nodes side by side.
+    """The part of the work of this process: `number` of `of` parts, of consecutive nodes.
 
-    On a mesh of other extents a rank mostly loads from these very files, which are open by then.
+    On a mesh of other extents a rank then mostly loads from files that it has already opened.
     """
 
     number: int = 0
@@ -252,9 +252,9 @@ ALL = Share()
 
 @dataclass(frozen=True)
 class Proof:
-    """The outcome for one entry, the reason where it is not `proved`, and what was opened on the way.
+    """Result of verifying one entry, the reason unless `proved`, and the files opened on the way.
 
-    `holders` are those whose headers are opened by all shares of the proof together.
+    `holders` are those whose headers are opened by all shares of the verification together.
     """
 
     entry: CommittedPosition
@@ -271,11 +271,11 @@ class Proof:
 
     @property
     def told(self) -> str:
-        """The outcome and its reason, for people."""
+        """Result and reason, for messages."""
         return f"epoch {self.entry.position} is {self.outcome.value} ({self.reason})"
 
     def check(self) -> tuple[Manifest, ShardSet]:
-        """The manifest and the opened shards; raises DamagedError or StorageError unless proved."""
+        """The manifest and the opened shards; raises DamagedError or StorageError unless verified."""
         if self.manifest is not None and self.shards is not None and self.proved:
             return self.manifest, self.shards
         kind = DamagedError if self.outcome is VerificationStatus.DAMAGED else StorageError
@@ -290,11 +290,10 @@ def prove(
     level: Level = "headers",
     share: Share = ALL,
 ) -> Proof:
-    """Prove a log entry's epoch, or the part of it that holds the leaves `want`.
+    """Verify a log entry's epoch, or the part of it that holds the leaves `want`.
 
-    Nothing is raised for what is wrong with the epoch: see `Proof.outcome`. Names in `want` that the
-    epoch does not have are ignored here, as are groups of files that retention has removed; whoever
-    asks for them says so.
+    Damage does not raise: see `Proof.outcome`. Names in `want` that the epoch lacks, and groups of files that
+    retention has deleted, are ignored here; the caller reports them.
     """
     try:
         manifest = seen_twice(lambda: codec.read(storage, entry))
@@ -319,6 +318,7 @@ def prove(
 
 
 def _look_at(shards: ShardSet, holder: Holder, level: Level) -> None:
+    """Verify one holder's files to a level."""
     if level == "sizes":
         seen_twice(lambda: shards.check_sizes(holder))
         return
@@ -328,6 +328,7 @@ def _look_at(shards: ShardSet, holder: Holder, level: Level) -> None:
 
 
 def _wanted_rows(manifest: Manifest, want: Collection[str] | None) -> list[int]:
+    """Rows of the wanted leaves."""
     if want is None:
         return list(range(len(manifest.leaves)))
     names = set(want)
@@ -336,14 +337,14 @@ def _wanted_rows(manifest: Manifest, want: Collection[str] | None) -> list[int]:
 
 
 FULL_PROOF_SECS = 24 * 3600.0
-"""How long ranks wait for those that still read all bytes of their share."""
+"""Seconds that ranks wait for others that still read all bytes of their share."""
 
 
 @dataclass(frozen=True)
 class JointProof:
-    """What all processes agree on; `manifest` is there where the epoch is proved.
+    """Result that all processes agree on; `manifest` is set if the epoch is verified.
 
-    `shards` are the files that this process has opened for its share: a load need not open them again.
+    `shards` are the files that this process opened for its share; a load need not open them again.
     """
 
     outcome: VerificationStatus
@@ -354,7 +355,7 @@ class JointProof:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one rank saw of a share."""
+    """What one rank found in its share."""
 
     rank: int
     outcome: VerificationStatus
@@ -373,15 +374,15 @@ def prove_together(
     level: Level = "headers",
     host: str | None = None,
 ) -> JointProof:
-    """Prove an entry's manifest and shards to a level; all processes get the worst outcome and its reason.
+    """Verify an entry's manifest and shards to a level; all processes get the worst result and its reason.
 
-    Damage counts for all, so that all fall back together; what a rank could not read, or what only one
-    of several hosts misses, is unknown for all, unless another saw damage. `host` is this machine's name.
+    Damage counts for all, so that all fall back together. What a rank could not read, or what only one of
+    several hosts misses, is unknown for all, unless another saw damage. `host` is this machine's name.
     """
     deadline_secs = FULL_PROOF_SECS if level == "full" else None
     proof = prove(storage, entry, level=level, share=Share(peers.rank, peers.size))
     told = peers.exchange(
-        f"prove epoch {entry.position}",
+        f"verify epoch {entry.position}",
         [proof.outcome.value, proof.reason, host or socket.gethostname()],
         deadline_secs=deadline_secs,
     )
@@ -390,7 +391,7 @@ def prove_together(
     if damaged and len({one.host for one in seen}) > 1:
         mine = [one.rank for one in damaged if _witness(seen, one) == peers.rank]
         answers = peers.exchange(
-            f"prove epoch {entry.position} again",
+            f"verify epoch {entry.position} again",
             _look_again(storage, entry, level, mine, peers.size),
             deadline_secs=deadline_secs,
         )
@@ -399,12 +400,13 @@ def prove_together(
 
 
 def _worst(peers: Peers, seen: Sequence[_Seen], proof: Proof) -> JointProof:
+    """Make the joint result from what all ranks found."""
     for outcome in (VerificationStatus.DAMAGED, VerificationStatus.UNKNOWN):
         for one in seen:
             if one.outcome is outcome:
                 return JointProof(outcome, one.reason if peers.size == 1 else str(one))
     if proof.shards is not None:
-        proof.shards.vouch(proof.holders)  # each was opened by one of us
+        proof.shards.vouch(proof.holders)  # each share was opened by one of the ranks
     return JointProof(VerificationStatus.PROVED, "", proof.manifest, proof.shards)
 
 
@@ -416,7 +418,7 @@ def _witness(seen: Sequence[_Seen], damaged: _Seen) -> int:
 def _look_again(
     storage: Storage, entry: CommittedPosition, level: Level, shares: Sequence[int], size: int
 ) -> list[list[Any]]:
-    """Prove the shares of others, until one proves damaged: more would change nothing."""
+    """Verify the shares of others, until one is damaged."""
     found: list[list[Any]] = []
     for rank in shares:
         proof = prove(storage, entry, level=level, share=Share(rank, size))
@@ -427,6 +429,7 @@ def _look_again(
 
 
 def _judged(seen: Sequence[_Seen], damaged: Sequence[_Seen], again: dict[int, Any]) -> JointProof:
+    """Combine the first results with those of the second look."""
     for one in damaged:
         outcome, _ = again.get(one.rank, (None, ""))
         if outcome == VerificationStatus.DAMAGED.value:
@@ -437,7 +440,9 @@ def _judged(seen: Sequence[_Seen], damaged: Sequence[_Seen], again: dict[int, An
     first = damaged[0]
     witness = seen[_witness(seen, first)]
     outcome, reason = again[first.rank]
-    what = "sees no damage" if outcome == VerificationStatus.PROVED.value else f"could not tell: {reason}"
+    what = (
+        "sees no damage" if outcome == VerificationStatus.PROVED.value else f"could not verify it: {reason}"
+    )
     return JointProof(
         VerificationStatus.UNKNOWN, f"{first}, but rank {witness.rank} on {witness.host} {what}"
     )
@@ -445,7 +450,7 @@ def _judged(seen: Sequence[_Seen], damaged: Sequence[_Seen], again: dict[int, An
 
 @dataclass(frozen=True)
 class Target:
-    """A proved position, ready to be loaded; until then `shards` has the files open that were proved here."""
+    """A verified position, ready to be loaded; `shards` has the opened files until then."""
 
     entry: CommittedPosition
     manifest: Manifest
@@ -453,12 +458,12 @@ class Target:
 
     @property
     def position(self) -> Position:
-        """Where in the run it was taken."""
+        """Position of the save."""
         return self.entry.position
 
     @property
     def lost_blobs(self) -> frozenset[str]:
-        """The blobs of which retention has removed files."""
+        """Blobs of which retention has deleted files."""
         if self.entry.resumable:
             return frozenset()
         left = self.entry.groups
@@ -466,5 +471,5 @@ class Target:
 
     @property
     def facts(self) -> Facts:
-        """What the manifest remembers of the run."""
+        """Facts of the run in the manifest."""
         return self.manifest.facts

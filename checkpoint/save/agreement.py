@@ -1,11 +1,8 @@
-"""What all processes agree on before an epoch is written: which leaves nodes have, which differ.
+"""Have all processes agree on the leaves of an epoch before it is written, and compare replicas.
 
-Nodes with the same leaves form a class. Processes exchange digests of their nodes' leaves; only a
-digest that was never seen before (at the first save, or when a class changes) is explained, by the
-lowest process that has it. All processes know the same digests, so they agree on what to explain.
-
-Digests are exchanged at every save, so a change on one node is seen by all. What follows from the same
-digests of all nodes is the same, and is given back as the same objects.
+Nodes with the same leaves form a class. Processes exchange digests of their nodes' leaves at every save, so
+each sees a change on any node. The specs of a digest that is new (at the first save, or when a class changes)
+are sent by the lowest process that has it. Equal digests of all nodes give the same objects again.
 """
 
 from __future__ import annotations
@@ -52,12 +49,12 @@ if TYPE_CHECKING:
 
 
 _REMEMBERED = 4
-"""Plans: a save that refers to older bytes asks twice."""
+"""Number of cached plans: a save that references older bytes asks twice."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Answered:
-    """A plan and what was asked. Classes and scopes are compared by identity: they never change."""
+    """A plan and its arguments. Classes and scopes are compared by identity: they never change."""
 
     classes: tuple[NodeClass, ...]
     scopes: Mapping[str, str]
@@ -66,13 +63,13 @@ class _Answered:
     plan: SavePlan
 
     def to(self, classes: object, scopes: object, hosts: tuple[int, ...], referenced: frozenset[str]) -> bool:
-        """Whether this was asked."""
+        """Whether the plan was made for these arguments."""
         same = self.classes is classes and self.scopes is scopes
         return same and self.hosts == hosts and self.referenced == referenced
 
 
 class RepeatedPlans:
-    """Remembers the last few plans; anything that is not the same object is asked anew."""
+    """Caches the last few plans; arguments are compared by identity."""
 
     def __init__(self) -> None:
         self._answered: Recent[_Answered] = Recent(_REMEMBERED)
@@ -102,22 +99,22 @@ class Described:
 
     @cached_property
     def leaves_digest(self) -> str:
-        """That of the leaves alone."""
+        """Digest of the leaves, without scopes."""
         return leaves_digest(self.specs)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) over everything that a plan depends on: the leaves, and scopes but the usual one."""
+        """SHA-256 (hex) over everything that a plan depends on: the leaves, and scopes except the default."""
         return canonical_json.sha256(canonical_json.dumps([self.leaves_digest, unusual(self.scopes)]))
 
 
 _Members = dict[str, tuple[int, ...]]
-"""Digest to the ranks of the nodes that have it."""
+"""Ranks of the nodes that have a digest."""
 _Answer = tuple[_Members, dict[str, Described], tuple[NodeClass, ...], Mapping[str, str]]
 
 
 class SpecExchange:
-    """Remembers the classes and plans of earlier saves; one per engine."""
+    """Caches the classes and plans of earlier saves; one per engine."""
 
     def __init__(self) -> None:
         self.plans = RepeatedPlans()
@@ -128,11 +125,11 @@ class SpecExchange:
         self._confirmed: str | None = None
 
     def confirmed(self, plan: SavePlan) -> bool:
-        """Whether all processes, when they last told of their leaves, said to have agreed on this plan."""
+        """Whether all processes stated, in the last exchange, that they agreed on this plan."""
         return plan.hash == self._confirmed
 
     def agree(self, plan: SavePlan) -> None:
-        """All processes have compared this plan."""
+        """Note that all processes have compared this plan."""
         self._agreed = plan.hash
 
     def classes(
@@ -140,10 +137,10 @@ class SpecExchange:
     ) -> tuple[tuple[NodeClass, ...], Mapping[str, str]]:
         """The classes of all nodes (`names` by rank), and the scope of every leaf by its name.
 
-        Raises SaveFailedError, naming leaf and nodes, where replicas of a leaf are not alike.
+        Raises SaveFailedError, naming leaf and nodes, if replicas of a leaf differ in form.
         """
         self._mine = {state.rank: self._described(state) for state in states}
-        # Counted from the process's own rank: processes that are alike then post the very same.
+        # Counted from the process's own rank: processes with equal leaves then send equal messages.
         told = [[rank - peers.rank, described.digest] for rank, described in self._mine.items()]
         answers = peers.exchange("save: leaves", [told, self._agreed])
         posted = [part for part, _ in answers]
@@ -160,36 +157,38 @@ class SpecExchange:
             if (unlike := shared_unlike(classes)) and peers.rank == 0:
                 some = ", ".join(f"{name} with {other}" for name, other in list(unlike.items())[:3])
                 warn(
-                    f"some ranks share {some}, and others do not: a resume makes two tensors of it on all; "
-                    "share it on all ranks, or on none",
+                    f"some ranks share {some}, and others do not: share it on all ranks or on none, "
+                    "because a resume makes two tensors of it on all",
                     stacklevel=2,
                 )
             self._last = members, dict(self._known), classes, scopes
         return self._last[2], self._last[3]
 
     def _described(self, state: NodeState) -> Described:
-        """A node's leaves and scopes; what is as it was stays the same object."""
+        """A node's leaves and scopes; the same object if unchanged."""
         described = Described(state.specs, state.scopes)
         known = self._mine.get(state.rank)
         return known if known == described else described
 
     def _same(self, known: Mapping[str, Described]) -> bool:
+        """Whether the classes are those of the last save."""
         return known.keys() == self._known.keys() and all(known[one] is self._known[one] for one in known)
 
     def _learn(self, peers: Peers, posted: list[Any], mine: Mapping[str, Described]) -> None:
+        """Parse what all processes sent."""
         first: dict[str, int] = {}
         for process, part in enumerate(posted):
             for _, digest in part:
                 first.setdefault(digest, process)
         self._explain(peers, first, mine, everybody=all(posted))
-        self._known.update(mine)  # of values, which are as long as they are now
+        self._known.update(mine)  # of values, with their current length
 
     def _explain(
         self, peers: Peers, first: Mapping[str, int], mine: Mapping[str, Described], *, everybody: bool
     ) -> None:
-        """Hear of classes that are new, from the lowest process that has each.
+        """Receive the specs of new classes, each from the lowest process that has it.
 
-        One class alone is known to all where `everybody` has a node that is saved.
+        Nothing is sent if there is one class and `everybody` has a node that is saved.
         """
         unknown = [digest for digest in first if digest not in self._known]
         if (len(first) == 1 and everybody) or not unknown:
@@ -201,11 +200,12 @@ class SpecExchange:
 
 
 def _class(ranks: tuple[int, ...], described: Described) -> NodeClass:
-    """With the digest of what was understood here, so that who understands otherwise has another plan."""
+    """A node class with the digest of the received leaves, so that a misread one gives another plan."""
     return NodeClass.known(ranks, described.specs, described.leaves_digest)
 
 
 def _members(by_rank: Mapping[int, str]) -> _Members:
+    """The ranks of each class."""
     members: dict[str, list[int]] = {}
     for rank in sorted(by_rank):
         members.setdefault(by_rank[rank], []).append(rank)
@@ -213,7 +213,7 @@ def _members(by_rank: Mapping[int, str]) -> _Members:
 
 
 def class_json(described: Described) -> dict[str, Any]:
-    """A class as it travels: a mesh, whose nodes may be thousands, once for all leaves on it."""
+    """A class as JSON, with each mesh once for all leaves on it."""
     specs = described.specs
     meshes = {spec.sharding.digest: spec.sharding for spec in specs if spec.sharding is not None}
     number = {mesh: index for index, mesh in enumerate(meshes)}
@@ -234,12 +234,13 @@ def class_json(described: Described) -> dict[str, Any]:
 
 
 def _mesh(json: Any) -> Mesh:
+    """A mesh from JSON."""
     nodes, extents, placements, rule = json
     return Mesh(tuple(nodes), tuple(extents), placements_of(placements) or (), rule)
 
 
 def class_of(one: Mapping[str, Any]) -> Described:
-    """What `class_json` told."""
+    """The leaves and scopes in the JSON of `class_json`."""
     meshes = [_mesh(json) for json in one["meshes"]]
     specs = tuple(
         LeafSpec(
@@ -257,7 +258,7 @@ def class_of(one: Mapping[str, Any]) -> Described:
 
 
 def _merged_scopes(parts: Any) -> dict[str, str]:
-    """The scope of each name; where one node says `rank`, it is `rank` for all."""
+    """The scope of each name; if one node states `rank`, it is `rank` for all."""
     merged: dict[str, str] = {}
     for part in parts:
         for name, scope in part.items():
@@ -266,6 +267,7 @@ def _merged_scopes(parts: Any) -> dict[str, str]:
 
 
 def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names: Sequence[object]) -> None:
+    """Raise SaveFailedError if replicas of a leaf differ in form."""
     seen: dict[str, tuple[tuple[object, ...], int, LeafSpec]] = {}
     for node_class in classes if len(classes) > 1 else ():
         for leaf in node_class.leaves:
@@ -276,13 +278,13 @@ def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names:
                 one, other = _told(first[2], leaf), _told(leaf, first[2])
                 raise SaveFailedError(
                     f"{leaf.name!r} is replicated, but it is {one} on {names[first[1]]} and {other} on "
-                    f"{names[node_class.nodes[0]]}: make it alike on all ranks, or register blob "
+                    f"{names[node_class.nodes[0]]}: make it equal on all ranks, or register blob "
                     f"{leaf.blob!r} with scope='rank'"
                 )
 
 
 def _told(leaf: LeafSpec, other: LeafSpec) -> str:
-    """What a leaf is, as far as another one may be something else."""
+    """Describe a leaf by what distinguishes it from another one."""
     parts = [str(leaf)]
     if leaf.role is not other.role:
         parts.append(f"{leaf.role} of the {leaf.group} group")
@@ -296,24 +298,25 @@ def _told(leaf: LeafSpec, other: LeafSpec) -> str:
 
 
 def all_listed(peers: Peers, topic: str, failed: Exception | None) -> None:
-    """Raise on all processes what kept one from listing its leaves."""
+    """Raise on all processes the error that kept one from listing its leaves."""
     together(peers, topic, lambda: _check(failed))
 
 
 def _check(failed: Exception | None) -> None:
+    """Raise SaveFailedError for an error of any process."""
     if failed is not None:
         raise failed
 
 
 class ReplicaCheck:
-    """Compares replicas save after save, whole every `every` epochs; knows which modules DDP keeps alike."""
+    """Compares replicas at every save, fully every `every` epochs; caches which buffers DDP broadcasts."""
 
     def __init__(self, every: int = WHOLE_EVERY) -> None:
         self._every = every
         self._first = True
-        """Nothing was found alike yet."""
+        """Nothing was found equal yet."""
         self._owed = False
-        """A comparison of all bytes was due and not made, because the save had failed before."""
+        """A full comparison was due but not made, because the save had failed before."""
         self._broadcast = BroadcastBuffers()
 
     def run(
@@ -323,13 +326,15 @@ class ReplicaCheck:
         *,
         failed: Exception | None = None,
     ) -> tuple[frozenset[str], WholeBytes | None]:
-        """Return the leaves that are `rank` from now on, because they differ, and what is left to compare.
+        """Compare replicas across ranks; returns the leaves to demote to scope `rank`, and a full comparison.
 
-        `forced` are blobs whose scope `replicated` the user fixed. Of parameters and optimizer state samples
-        are compared now; where all their bytes are due on any process, these are left for before the commit,
-        but for parts that two meshes of the same form hold alone. Raises SaveFailedError, naming leaves and
-        nodes, where a difference must not be; on all processes what `failed` on one, which has no leaves to
-        tell of.
+        Parameters and optimizer state are compared by samples here. If a full comparison is due on any
+        process, the returned object makes it before the commit; parts that only two meshes of the same form
+        hold are compared here. `forced` are blobs whose scope the user fixed as `replicated`; `failed` is an
+        error of this process.
+
+        Raises SaveFailedError on all processes: for `failed` of one, and, with leaf and node names, for
+        replicas that must be equal and are not.
         """
         if len(job.places) == 1:
             all_listed(job.peers, "save: boundary", failed)
@@ -374,6 +379,7 @@ class ReplicaCheck:
     def _samples(
         self, job: SaveJob, shards: Mapping[int, Sequence[MeshParts]]
     ) -> dict[int, list[dict[str, str]]]:
+        """Digests of samples, by node."""
         return {
             state.rank: [
                 digests_of(leaves, Mode.SAMPLES)
@@ -386,6 +392,7 @@ class ReplicaCheck:
         }
 
     def _whole_bytes(self, job: SaveJob, shards: Mapping[int, Sequence[MeshParts]]) -> WholeBytes:
+        """The full comparison that is left for before the commit."""
         groups = {
             state.rank: [
                 [leaf for leaf in self._compared(state) if fails_when_different(leaf)],
@@ -396,10 +403,12 @@ class ReplicaCheck:
         return WholeBytes(job, groups, self._compared_whole)
 
     def _compared_whole(self, alike: bool) -> None:
+        """Note the result of a full comparison."""
         self._owed = False
         self._first = self._first and not alike
 
     def _compared(self, state: NodeState) -> list[Leaf]:
+        """The leaves of a node that are compared."""
         broadcast = self._broadcast.among(state)
         return [
             leaf for leaf in state.leaves.values() if is_compared(leaf, state.scopes[leaf.name], broadcast)
@@ -407,10 +416,10 @@ class ReplicaCheck:
 
 
 class BroadcastBuffers:
-    """Which leaves are buffers that DDP sends around, found by their memory, whatever they are registered in.
+    """Finds buffers that DDP broadcasts, by their memory, in any registered object.
 
-    To look for living DDP objects walks the heap. That is done when other objects are saved than before,
-    and when replicas differ: a module may be wrapped later.
+    A search for living DDP objects walks the heap. It is made when other objects are saved than before, and
+    when replicas differ, because a module may be wrapped later.
     """
 
     def __init__(self) -> None:
@@ -418,7 +427,7 @@ class BroadcastBuffers:
         self._modules: dict[int, list[weakref.ref[nn.Module]]] = {}
 
     def among(self, state: NodeState) -> frozenset[str]:
-        """The names of these leaves, of a node that is about to be compared."""
+        """The names of these buffers among the leaves of a node, cached."""
         modules = [one for one in state.objects.values() if isinstance(one, nn.Module)]
         before = [ref() for ref in self._modules.get(state.rank, ())]
         if len(before) != len(modules) or any(a is not b for a, b in zip(before, modules, strict=True)):
@@ -433,7 +442,7 @@ class BroadcastBuffers:
         return frozenset(leaf.name for leaf in buffers if _memory(leaf.content) in sent)
 
     def agree(self, job: SaveJob, verdict: ReplicaVerdict) -> ReplicaVerdict:
-        """The verdict without what DDP sends around on any process, which differs by design."""
+        """The verdict without buffers that DDP broadcasts on any process, which differ by design."""
         different = verdict.demote.union(verdict.failures)
         if not different:
             return verdict
@@ -449,5 +458,5 @@ class BroadcastBuffers:
 
 
 def _memory(content: Any) -> tuple[int, torch.Size] | None:
-    """Where a tensor lies, and as what."""
+    """Address and shape of a tensor."""
     return (content.data_ptr(), content.shape) if isinstance(content, torch.Tensor) else None

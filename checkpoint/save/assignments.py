@@ -1,4 +1,4 @@
-"""What a plan says: every leaf with its layout, and who writes what of it. Pure."""
+"""Represent a save plan: every leaf with its layout, and the parts that each node writes. Pure."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def sorted_leaves(leaves: Iterable[LeafSpec]) -> list[LeafSpec]:
 
 
 def same(leaf: LeafSpec) -> tuple[object, ...]:
-    """Equal for leaves that are one leaf on several nodes.
+    """Key that is equal for leaves that are one leaf on several nodes.
 
-    The size of a value may differ between them, and with what else a tensor is shared.
+    The size of a value and the aliases of a tensor may differ between them.
     """
     mesh = leaf.sharding
     described = (leaf.group, leaf.alias_of, leaf.kind, leaf.role, leaf.dtype, leaf.shape)
@@ -52,14 +52,16 @@ def same(leaf: LeafSpec) -> tuple[object, ...]:
 
 
 def leaves_digest(leaves: Sequence[LeafSpec]) -> str:
-    """SHA-256 (hex) over all of a node's leaves that a plan depends on, in whatever order they are listed.
+    """SHA-256 (hex) over all of a node's leaves that a plan depends on, in any order.
 
-    Of canonical JSON: the names, sorted; the number of each leaf's form; and the forms in the order of first
-    use, with the digests of their meshes. The blob is null in a form where the leaf is its blob. Of the size
-    of a value counts whether a manifest can hold it. Raises UsageError for what is no canonical JSON.
+    It covers canonical JSON of the sorted names, the number of each leaf's form, and the forms in order of
+    first use, with the digests of their meshes. The blob is null in a form where the leaf is its blob. Of a
+    value's size it covers whether a manifest can hold it. Raises UsageError for values without canonical
+    JSON.
     """
     ordered = sorted_leaves(leaves)
-    # Looked up by identity, for each takes long to compare; told by digest, for several objects may be equal.
+    # Looked up by identity, because comparing is slow; the digest is used, because several objects may be
+    # equal.
     distinct = {id(leaf.sharding): leaf.sharding for leaf in ordered}
     meshes = {key: "" if mesh is None else mesh.digest for key, mesh in distinct.items()}
     numbers: dict[tuple[Any, ...], int] = {}
@@ -100,7 +102,7 @@ class NodeClass:
 
     @classmethod
     def known(cls, nodes: tuple[int, ...], leaves: tuple[LeafSpec, ...], digest: str) -> NodeClass:
-        """The class of leaves whose digest is known already."""
+        """The class of leaves whose digest is computed already."""
         made = cls(nodes, leaves)
         made.__dict__["digest"] = digest  # where `cached_property` keeps it
         return made
@@ -114,7 +116,7 @@ class Assignment:
     first: int
     last: int
     inline: bool = False
-    """A small replicated value: it goes into the manifest, not into a shard."""
+    """A small replicated value, stored in the manifest instead of a shard."""
     box: Bounds | None = None
     """The part of a sharded leaf; `first` and `last` then only count its elements."""
 
@@ -138,7 +140,7 @@ class Assignment:
 
 
 class PlannedLeaf(NamedTuple):
-    """A leaf, its scope, and the number of its layout. There are many, hence a named tuple."""
+    """A leaf, its scope, and the number of its layout. A named tuple, because there are many."""
 
     leaf: LeafSpec
     scope: str
@@ -162,7 +164,7 @@ class SavePlan:
     def assignments(self, node: int) -> tuple[Assignment, ...]:
         """What a node writes, in the order of the rows; aliases are written under their first name only.
 
-        Asked again it gives the same objects.
+        Repeated calls return the same objects.
         """
         if node not in self._assigned:
             self._assigned[node] = tuple(self._assign(node))
@@ -170,9 +172,11 @@ class SavePlan:
 
     @cached_property
     def _assigned(self) -> dict[int, tuple[Assignment, ...]]:
+        """Cache of `assignments`."""
         return {}
 
     def _assign(self, node: int) -> list[Assignment]:
+        """Compute `assignments`."""
         found = []
         for row in self._rows_of(node):
             planned = self.rows[row]
@@ -186,9 +190,9 @@ class SavePlan:
         return found
 
     def files(self, node: int) -> dict[str, tuple[Assignment, ...]]:
-        """What a node writes into its files, per group; values that go into the manifest are left out.
+        """What a node writes into its files, per group, without values stored in the manifest.
 
-        Asked again it gives the same objects.
+        Repeated calls return the same objects.
         """
         if node not in self._files:
             self._files[node] = self._filed(node)
@@ -196,9 +200,11 @@ class SavePlan:
 
     @cached_property
     def _files(self) -> dict[int, dict[str, tuple[Assignment, ...]]]:
+        """Cache of `files`."""
         return {}
 
     def _filed(self, node: int) -> dict[str, tuple[Assignment, ...]]:
+        """Compute `files`."""
         groups: dict[str, list[Assignment]] = {}
         for assignment in self.assignments(node):
             if not assignment.inline:
@@ -206,7 +212,7 @@ class SavePlan:
         return {group: tuple(found) for group, found in sorted(groups.items())}
 
     def tensors(self, node: int, group: str) -> Entries:
-        """How a node's file describes the tensors that `files` has it write, in that order; without data."""
+        """Header entries of the tensors of a node's file, in the order of `files`; without data."""
         if (node, group) not in self._described:
             found = [one for one in self.files(node)[group] if one.leaf.kind == "tensor"]
             self._described[node, group] = described(
@@ -218,11 +224,12 @@ class SavePlan:
 
     @cached_property
     def _described(self) -> dict[tuple[int, str], Entries]:
+        """Cache of `tensors`."""
         return {}
 
     @cached_property
     def writers(self) -> frozenset[tuple[int, str]]:
-        """Node and group of every file that is written: what `files` says of all nodes together."""
+        """Node and group of every file that is written, of all nodes."""
         return frozenset(
             (node, group)
             for (layout, group), leaves in self._stored.items()
@@ -232,7 +239,7 @@ class SavePlan:
 
     @cached_property
     def total_bytes(self) -> int:
-        """What all nodes together write, headers aside: what is split or alike counts once."""
+        """Bytes that all nodes together write, without headers; split or replicated bytes count once."""
         found = 0
         for (number, _), leaves in self._stored.items():
             layout = self.layouts[number]
@@ -242,7 +249,7 @@ class SavePlan:
 
     @cached_property
     def largest_share(self) -> int:
-        """A bound of the bytes that any one node writes; near to them but for small shards with replicas."""
+        """Upper bound of the bytes that any one node writes; loose only for small replicated shards."""
         found: Counter[int] = Counter()
         for layout in self.layouts:
             if isinstance(layout, Split):
@@ -254,7 +261,7 @@ class SavePlan:
 
     @cached_property
     def _stored(self) -> dict[tuple[int, str], list[LeafSpec]]:
-        """The leaves that lie in shards, by the number of their layout and their group."""
+        """Leaves stored in shards, by the number of their layout and their group."""
         found: dict[tuple[int, str], list[LeafSpec]] = defaultdict(list)
         inline = self.inline_rows
         for row, (leaf, _, layout) in enumerate(self.rows):
@@ -264,7 +271,7 @@ class SavePlan:
 
     @cached_property
     def leaf_rows(self) -> tuple[LeafRow, ...]:
-        """The rows as a manifest has them."""
+        """The rows of the manifest."""
         rows = [
             (
                 leaf.name, leaf.blob, leaf.kind, leaf.role._value_, leaf.dtype, leaf.shape, leaf.nbytes,
@@ -277,16 +284,16 @@ class SavePlan:
 
     @property
     def is_listed(self) -> bool:
-        """Whether somebody asked for `leaf_rows` before."""
+        """Whether `leaf_rows` is cached."""
         return "leaf_rows" in self.__dict__
 
     @cached_property
     def value_rows(self) -> tuple[int, ...]:
-        """The rows of values."""
+        """Row numbers of values."""
         return tuple(row for row, (leaf, _, _) in enumerate(self.rows) if leaf.kind == "value")
 
     def rows_with(self, sizes: Mapping[int, int]) -> tuple[LeafRow, ...]:
-        """`leaf_rows` with the values of these rows as long as they are now."""
+        """`leaf_rows` with the current sizes of the values in these rows."""
         other = {row: size for row, size in sizes.items() if self.leaf_rows[row].nbytes != size}
         if not other:
             return self.leaf_rows
@@ -295,7 +302,7 @@ class SavePlan:
 
     @cached_property
     def blob_rows(self) -> tuple[BlobRow, ...]:
-        """The blobs, as their leaves tell of them."""
+        """The blobs, inferred from their leaves."""
         members: dict[str, list[PlannedLeaf]] = {}
         for planned in self.rows:
             members.setdefault(planned[0].blob, []).append(planned)
@@ -303,28 +310,30 @@ class SavePlan:
 
     @cached_property
     def inline_rows(self) -> dict[int, str]:
-        """The rows whose values lie in the manifest, with their names."""
+        """The names of values stored in the manifest, by row."""
         values = ((row, self.rows[row]) for row in self.value_rows)
         return {row: one.leaf.name for row, one in values if one.inline and one.leaf.alias_of is None}
 
     @cached_property
     def _unsplit(self) -> tuple[int, ...]:
+        """Rows of leaves that are not split."""
         return tuple(r for r, p in enumerate(self.rows) if not isinstance(self.layouts[p.layout], Split))
 
     def _rows_of(self, node: int) -> list[int]:
+        """The rows that a node may write."""
         split = [row for lay in self.layouts if isinstance(lay, Split) for row in lay.items_of(node)]
         return sorted({*self._unsplit, *split})
 
 
 def _writing(layout: Layout, leaves: Sequence[LeafSpec]) -> Iterable[Iterable[int]]:
-    """The nodes that store something of leaves, in sets."""
+    """Sets of nodes that store something of leaves."""
     if isinstance(layout, Mesh):
         return layout.writing([leaf.name for leaf in leaves], map(_FORM, leaves))
     return (layout.writers,)
 
 
 def _share_of_each(layout: Layout, leaves: Sequence[LeafSpec]) -> tuple[tuple[int, ...], int]:
-    """The nodes that store leaves of a layout that is no byte string, and the most bytes that one stores."""
+    """The nodes that store leaves of an unsplit layout, and the most bytes that one stores."""
     if isinstance(layout, Split):
         return (), 0
     if isinstance(layout, Mesh):
@@ -339,7 +348,7 @@ def _share_of_each(layout: Layout, leaves: Sequence[LeafSpec]) -> tuple[tuple[in
 
 
 def _split_shares(split: Split, leaves: Sequence[LeafSpec]) -> dict[int, int]:
-    """The bytes that each node writes of a byte string of leaves."""
+    """Bytes that each node writes of the joined bytes of split leaves."""
     starts = (0, *accumulate([leaf.nbytes for leaf in leaves]))
     widths = [*map(item_bytes, leaves), 0]
     places = [starts[item] + element * widths[item] for item, element in split.cuts]
@@ -350,7 +359,7 @@ _FORM = attrgetter("shape", "nbytes")
 
 
 def _blob_row(name: str, leaves: Sequence[PlannedLeaf]) -> tuple[str, str, str]:
-    """A blob that is a leaf itself is a tensor or a value, unless only an object can take that leaf."""
+    """The row of a blob: a tensor or value if it is a single leaf that needs no object, else stateful."""
     first, scope, _ = leaves[0]
     if len(leaves) == 1 and first.name == name and first.kind == "tensor":
         return (name, "tensor", scope)
@@ -361,6 +370,7 @@ def _blob_row(name: str, leaves: Sequence[PlannedLeaf]) -> tuple[str, str, str]:
 
 
 def _boxes(leaf: LeafSpec, mesh: Mesh, node: int) -> list[Assignment]:
+    """The boxes of a sharded leaf that a node writes."""
     boxes = mesh.stored_by(node, leaf.name, leaf.shape, item_bytes(leaf))
     return [Assignment(leaf, 0, volume(box), box=box) for box in boxes]
 
@@ -376,16 +386,18 @@ def elements(leaf: LeafSpec) -> int:
 
 
 CUT_BYTES = 1 << 20
-"""Leaves are cut at multiples of this from their start: digest blocks then fall on the same bytes
-however many nodes write, so a leaf's digest does not depend on the cut."""
+"""Leaves are cut at multiples of this many bytes.
+
+Digest blocks then begin at the same bytes however many nodes write, so a leaf's digest does not depend on it.
+"""
 
 
 def cuts_between(sizes: Sequence[int], item_bytes: Sequence[int], shares: int, cut: int) -> tuple[Cut, ...]:
     """Cut leaves of `sizes` bytes into `shares` runs; `shares` + 1 cuts from the start to the end.
 
-    Every cut is the candidate nearest to its ideal (total * i / shares): multiples of `cut` bytes
-    inside leaves of at least `cut` bytes, and the ends of leaves. Each share therefore differs from
-    the ideal share by at most the larger of `cut` and the largest leaf that is not cut.
+    Each cut is the candidate nearest to its ideal (total * i / shares). Candidates are multiples of `cut`
+    bytes in leaves of at least `cut` bytes, and the ends of leaves. Each share therefore differs from the
+    ideal by at most the larger of `cut` and the largest leaf that is not cut.
     """
     ends = (0, *accumulate(sizes))
     total, number, found = ends[-1], 1, [(0, 0)]
@@ -405,7 +417,7 @@ def cuts_between(sizes: Sequence[int], item_bytes: Sequence[int], shares: int, c
 
 
 def _nearest(ideals: range, size: int, step: int, shares: int) -> list[int]:
-    """The multiples of `step` bytes, or the end of an item, nearest to ideals; of two equally near the lower.
+    """The multiples of `step` bytes, or the end of an item, nearest to ideals; the lower one of a tie.
 
     Ideals are bytes times `shares`, which are whole numbers: every rank computes the same.
     """

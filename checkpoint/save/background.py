@@ -1,4 +1,4 @@
-"""Asynchronous saves of an engine: at most one at a time, in one thread that stands by."""
+"""Run asynchronous saves of an engine: at most one at a time, in one reused thread."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from torchrelay.metadata.statistics import NodeStats
 from torchrelay.records import dataclass
 
 SAVES, STANDS_BY = "torchrelay save", "torchrelay (no save)"
-"""Names of the thread, for people who look at stacks."""
+"""Names of the thread, shown in stack traces."""
 BESIDE_TRAINING = 1
-"""Writers of a file while the training goes on: more would take the processor from it."""
+"""Threads that write a file during training: more would slow the training down."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a save: its times, or the error that all processes have alike."""
+    """Result of a save: its times, or the error, which is the same on all processes."""
 
     position: Position
     stats: NodeStats | None = None
@@ -46,17 +46,17 @@ class Outcome:
 
 
 class Background:
-    """Stages at the boundary, copies, writes and commits in its thread; keeps outcomes until asked.
+    """Stages synchronously; copies, writes and commits in its thread; keeps outcomes until taken.
 
-    `staging_limit` bytes of this process are staged at most (None: half of its share of the memory that
-    is free when first asked); what is more is written before the boundary returns.
+    At most `staging_limit` bytes of this process are staged (None: half of its share of the memory that is
+    free at the first save); the remaining bytes are written before `begin` returns.
     """
 
     def __init__(self, staging_limit: int | None, verify: Verify) -> None:
         self.staging_limit = staging_limit
         self.verify = verify
         self.blocking: set[str] = set()
-        """Blobs that somebody wrote behind the gate's back."""
+        """Blobs that were written without waiting at the gate."""
         self._arena = Arena()
         self._standby = Worker(SAVES, STANDS_BY)
         self._guards = gate.Guards()
@@ -65,15 +65,15 @@ class Background:
         self._flight: _Flight | None = None
         self._line: tuple[Peers, Peers] | None = None
 
-    # At the start
+    # Startup
 
     def prepare(self, session: Session) -> None:
-        """Touch the memory that the first save will likely need, while nobody waits for it yet."""
+        """Allocate memory that the first save will likely need, before training begins."""
         self._standby.ready()
         self._reserve(session, likely_bytes(session))
 
     def _reserve(self, session: Session, nbytes: int) -> Block | None:
-        """Memory for so many bytes, if there is room for them now."""
+        """Memory for so many bytes, or None without room for them now."""
         if self.staging_limit is None:
             self.staging_limit = free_share(session) // 2
         if nbytes > self.staging_limit:
@@ -83,7 +83,7 @@ class Background:
         except MemoryError:
             return None
 
-    # At a boundary
+    # Capture
 
     def begin(
         self,
@@ -94,15 +94,15 @@ class Background:
         whole: WholeBytes | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Copy what must be copied now and go on in the background; an earlier save is waited for first.
+        """Copy what must be copied now, then continue in the background; waits for an earlier save first.
 
-        `whole` are bytes of replicas that are to be compared before the save is written; `before` is done
-        as `aside` does it, in time also where this returns only when the save is written.
-        Does not raise what happens to this process alone: the background tells it to all.
+        `whole` is a full comparison to make before the save is written. `before` runs as in `aside`, also if
+        this returns only after the write. Errors of this process alone do not raise here: the background
+        reports them to all processes.
         """
         self.wait()
         job = replace(job, peers=self._peers(session))
-        # Known from now on: what interrupts this process leaves no gate that nobody opens.
+        # set first: an interrupt of this process then leaves no gate closed for ever
         flight = self._flight = _Flight(job, plan, clock, whole, self._standby, before)
         try:
             with clock.spent("stage"):
@@ -127,35 +127,36 @@ class Background:
                 flight.on_disk.wait()
 
     def aside(self, work: Callable[[], None]) -> None:
-        """Do something small behind the training, before the save in flight writes; else at once.
+        """Run some small work in the background before the save in flight writes; at once without one.
 
-        What it raises there fails the save.
+        An error in it fails the save.
         """
         if self._flight is None or not self._flight.takes(work):
             work()
 
     def _pieces_of(self, plan: SavePlan, nodes: Sequence[int]) -> Pieces:
-        """What the hosted nodes stage; laid out once for saves of the same plan."""
+        """The pieces that the hosted nodes stage; cached for saves of the same plan."""
         if self._pieces is None or not self._pieces.belong_to(plan, nodes):
             self._pieces = pieces_of(plan, nodes)
         return self._pieces
 
     def _peers(self, session: Session) -> Peers:
-        """The processes on the background's own line, opened at the first save of a session."""
+        """The processes on the background's own connection, opened at the first save of a session."""
         if self._line is None or self._line[0] is not session.peers:
             self._line = (session.peers, session.peers.apart())
         return self._line[1]
 
     def _ended(self, outcome: Outcome) -> None:
+        """Keep the outcome of a save."""
         self._outcomes.append(outcome)
 
-    # Later
+    # Waiting
 
     def wait(self, *, unguarded: bool = False) -> None:
-        """Return when nothing is in flight; outcomes are kept. Talks to nobody.
+        """Return when no save is in flight; outcomes are kept. Sends no messages.
 
-        `unguarded`: registered objects are as they were, as loads and whoever goes on with them expect, and
-        no thread stands by.
+        `unguarded`: also remove the gates from registered objects, as loads and users of the objects expect,
+        and stop the thread.
         """
         flight = self._flight
         if flight is not None:
@@ -170,14 +171,14 @@ class Background:
             self._standby.stop()
 
     def take_outcomes(self) -> list[Outcome]:
-        """What became of the saves that ended since the last time, in their order."""
+        """Outcomes of the saves that ended since the last call, in order."""
         taken = list(self._outcomes)
         self._outcomes.clear()
         return taken
 
 
 class _Flight:
-    """One save on its way."""
+    """One save in flight."""
 
     def __init__(
         self,
@@ -199,6 +200,8 @@ class _Flight:
         self._begins, self._begun = threading.Lock(), False
 
     def start(self, ended: Callable[[Outcome], None]) -> None:
+        """Run in the background thread; `ended` gets the outcome."""
+
         def run() -> None:
             runtime.behind()
             self._go.wait()
@@ -210,16 +213,16 @@ class _Flight:
 
         try:
             self._over = self._standby.submit(run)
-        except BaseException:  # an interrupt, perhaps when it was handed over: nobody would wait for it
+        except BaseException:  # an interrupt, perhaps during the handover: no process would wait for it
             self._given_up = True
             self._go.set()
             raise
         self._go.set()
-        if self._over is None:  # no more threads in this process, but the others are on their way
+        if self._over is None:  # this process has no more threads, but the others have begun
             ended(self._outcome())
 
     def takes(self, work: Callable[[], None]) -> bool:
-        """Whether the thread, which has not begun, does this first."""
+        """Add work for the thread to do first; False if it has begun."""
         with self._begins:
             takes = self._over is not None and not self._begun
             if takes:
@@ -227,13 +230,14 @@ class _Flight:
         return takes
 
     def join(self) -> None:
+        """Wait for the end."""
         if self._over is not None:
             self._go.set()
             with runtime.waiting():
                 self._standby.wait(self._over)
 
     def _outcome(self) -> Outcome:
-        """Copy, write and commit; lets go of all leaves, here, for that takes as long as to list them."""
+        """Copy, write and commit; releases all leaves here, because that takes as long as listing them."""
         job = replace(self.job, written=self._written)
         del self.job
         try:
@@ -251,7 +255,7 @@ class _Flight:
                 self.stage.forget()
 
     def _do_aside(self) -> Exception | None:
-        """All of it; what the first raised. The copies are made in any case, for somebody waits for them."""
+        """Run all added work; returns the first error. Copies follow in any case, because training waits."""
         failed = None
         while self._aside:
             try:
@@ -261,7 +265,7 @@ class _Flight:
         return failed
 
     def _copy(self) -> None:
-        """Make the late copies; a failure is kept, because the others must hear of it in their turn."""
+        """Make the late copies; an error is kept, to be reported to the others in their order."""
         if self.failed is not None:
             return
         also = self.whole.hash_rest if self.whole is not None else lambda: None
@@ -272,7 +276,7 @@ class _Flight:
             self.failed = error
 
     def _written(self) -> None:
-        """Called when the pieces are on the disk: only what was at the boundary may count."""
+        """Called when the pieces are on disk: raises if a source changed while it was copied."""
         if self.failed is not None:
             raise self.failed
         if self.stage is not None:

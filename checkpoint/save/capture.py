@@ -1,9 +1,8 @@
-"""What a node's blobs are at the moment of a save, by reference, and what is left out.
+"""Capture a node's blobs at the moment of a save, by reference, and warn of what is left out.
 
-Nothing is believed of an earlier save: every leaf is compared with what was found then, and whatever
-differs is described anew. What did not change is given back as the same object, so that all that follows
-from it (digests, classes, the plan) is recognised by identity. How long a small value is decides nothing
-(a counter grows from 9 to 10): its spec stays, and the manifest is told the true size when it is written.
+Every leaf is compared with its spec of the last save, and described again if it differs. Unchanged specs stay
+the same objects, so that all that depends on them (digests, classes, the plan) is cached by identity. The
+length of a small value may change without a new spec; the manifest gets the true size at the write.
 """
 
 from __future__ import annotations
@@ -59,22 +58,22 @@ from torchrelay.jobs.workspace import Workspace
 from torchrelay.records import dataclass
 
 Relations = tuple[list[list[int]], dict[str, tuple[str, int]], dict[str, str]]
-"""The parameters in each group of the optimizers, by identity, what shares memory in part, and arrays."""
+"""Parameters in each group of the optimizers, by identity, partial overlaps of memory, and arrays."""
 Order = tuple[int, ...] | None
 _SHORT = (type(None), bool, int, float)
-"""JSON that is short whatever its value: how long decides nothing."""
+"""JSON that is short for any value, so that its length decides nothing."""
 
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """The leaves of a node: what each is like, in order, and whose it is. Never changed once made."""
+    """Specs and owners of a node's leaves, in order. Immutable."""
 
     specs: tuple[LeafSpec, ...]
     scopes: Mapping[str, str]
 
 
 class Structures:
-    """Remembers the last structure of each hosted node; holds no tensors."""
+    """Caches the last structure of each hosted node; holds no tensors."""
 
     def __init__(self) -> None:
         self._last: dict[str, Structure] = {}
@@ -84,7 +83,7 @@ class Structures:
         self._shown: dict[str, frozenset[str]] = {}
 
     def of(self, node: str, leaves: Sequence[Leaf], scopes: Mapping[str, str]) -> Structure:
-        """The structure of a node's leaves: the very same object where nothing changed.
+        """The structure of a node's leaves: the same object if nothing changed.
 
         Raises BlobError for placements and dtypes that have no stored form.
         """
@@ -95,12 +94,12 @@ class Structures:
         return last
 
     def began(self, node: str, start: NodeStructure, orders: Mapping[str, Order]) -> None:
-        """Keep what the program has built, and how it lay, before anything was loaded or trained."""
+        """Keep what the program built, with memory order, before anything was loaded or trained."""
         self._starts[node], self._orders[node] = start, orders
         self._last.pop(node, None)
 
     def overlaps(self, node: str, leaves: Sequence[Leaf]) -> dict[str, tuple[str, int]]:
-        """How those leaves that shared memory in part when the program had built them share it now."""
+        """Current overlaps of those leaves that shared part of their memory when the program built them."""
         start = self._starts.get(node)
         if start is None or not start.overlaps:
             return {}
@@ -109,40 +108,40 @@ class Structures:
         return overlaps_of({name: one for name, one in shared.items() if not isinstance(one, Value)})
 
     def has_arrays(self, node: str) -> bool:
-        """Whether the program has built numpy arrays as blobs."""
+        """Whether the program built numpy arrays as blobs."""
         return node in self._starts and bool(self._starts[node].arrays)
 
     def changes(self, node: str, now: NodeStructure, wanted: Callable[[str], bool]) -> list[str]:
-        """How `now` differs from what was built, in `wanted` leaves; nothing where nobody looked then."""
+        """Differences of `now` from what was built, in `wanted` leaves; empty if not recorded."""
         start = self._starts.get(node)
         found = start.differences(now) if start else ()
         return [f"{name} {text}" for name, text in found if wanted(name)]
 
     def placed(self, node: str, now: NodeStructure) -> list[str]:
-        """The tensors that were sharded, or gathered, since the program had built them."""
+        """Tensors that were sharded, or gathered, since the program built them."""
         start = self._starts.get(node)
         return start.placed(now) if start else []
 
     def is_rehearsed(self, node: str, structure: Structure, relations: Relations) -> bool:
-        """Whether a load of these leaves was found to fit, whosever they are, so related."""
+        """Whether a load of these leaves, of any node and with these relations, was found to fit."""
         specs, known = self._rehearsed.get(node, ((), None))
         return known == relations and _same(structure.specs, specs)
 
     def rehearsed(self, node: str, structure: Structure, relations: Relations) -> None:
-        """A load of these leaves fits; the first ones stand for what the objects have from their start."""
+        """Note that a load of these leaves fits; the first ones stand for the initial objects."""
         self._rehearsed[node] = structure.specs, relations
         self._shown.setdefault(node, _wrappers(structure.specs))
 
     def loaded(self, node: str, wrappers: frozenset[str]) -> None:
-        """A load found place for these wrapper subclasses."""
+        """Note wrapper subclasses that a load found a place for."""
         self._shown[node] = wrappers
 
     def shown(self, node: str) -> frozenset[str] | None:
-        """The wrapper subclasses that objects have from their start; None while nothing was listed."""
+        """Wrapper subclasses that objects had initially; None before the first listing."""
         return self._shown.get(node)
 
     def start_over(self) -> None:
-        """Other objects come: nothing is known of them."""
+        """Forget everything, because other objects follow."""
         self._rehearsed.clear()
         self._shown.clear()
         self._starts.clear()
@@ -150,13 +149,14 @@ class Structures:
 
 
 def _wrappers(specs: Sequence[LeafSpec]) -> frozenset[str]:
+    """Wrapper subclasses in these specs."""
     return frozenset(spec.name for spec in specs if spec.role is Role.SUBCLASS)
 
 
 def _described(
     leaves: Sequence[Leaf], known: tuple[LeafSpec, ...], built: Mapping[str, Order]
 ) -> tuple[LeafSpec, ...]:
-    """A spec per leaf; that of the same place at the last save where it says the same."""
+    """A spec per leaf; the same object as at the last save if equal."""
     if len(leaves) != len(known):
         by_name = {spec.name: spec for spec in known}
         return tuple(_spec(leaf, by_name.get(leaf.name), built) for leaf in leaves)
@@ -164,6 +164,7 @@ def _described(
 
 
 def _spec(leaf: Leaf, known: LeafSpec | None, built: Mapping[str, Order]) -> LeafSpec:
+    """The spec of a leaf."""
     if known is not None and _unchanged(leaf, known):
         return known
     found = spec_of(leaf)
@@ -175,14 +176,14 @@ def _spec(leaf: Leaf, known: LeafSpec | None, built: Mapping[str, Order]) -> Lea
 
 
 def _small_values(found: LeafSpec, known: LeafSpec) -> bool:
-    """Whether two values differ only in how long they are, and neither is too long for a manifest."""
+    """Whether two values differ only in length, and both are short enough for a manifest."""
     if found.kind != "value" or max(found.nbytes, known.nbytes) > VALUE_LIMIT_BYTES:
         return False
     return replace(found, nbytes=known.nbytes) == known
 
 
 def _unchanged(leaf: Leaf, known: LeafSpec) -> bool:
-    """Whether a leaf is as described, as far as a look tells. False too for what is to be described anew."""
+    """Whether a leaf visibly matches its spec. False also means that it must be described again."""
     content = leaf.content
     if isinstance(content, Value):
         alike = type(content.json) in _SHORT and known.kind == "value" and known.nbytes <= VALUE_LIMIT_BYTES
@@ -206,12 +207,13 @@ def _unchanged(leaf: Leaf, known: LeafSpec) -> bool:
 
 
 def _same(one: tuple[LeafSpec, ...], other: tuple[LeafSpec, ...]) -> bool:
+    """Whether two specs are equal."""
     return len(one) == len(other) and all(map(is_, one, other))
 
 
 @dataclass(frozen=True)
 class NodeState:
-    """A hosted node at the boundary. `place` carries the name under which the node is stored."""
+    """A hosted node at the moment of a save. `place` has the name under which the node is stored."""
 
     place: NodePlace
     leaves: Mapping[str, Leaf]
@@ -219,7 +221,7 @@ class NodeState:
     scopes: Mapping[str, str]
     objects: Mapping[str, Any]
     names: Mapping[int, str] = field(default_factory=dict)
-    """The leaf names of the parameters, by id; empty where nobody looked."""
+    """Names of the leaves of parameters, by id; empty if not recorded."""
 
     @property
     def rank(self) -> int:
@@ -227,11 +229,11 @@ class NodeState:
         return self.place.rank
 
     def piece(self, assignment: Assignment) -> torch.Tensor | memoryview:
-        """What this node writes of a tensor."""
+        """The bytes of a tensor that this node writes."""
         return self.tensor(assignment)
 
     def tensor(self, assignment: Assignment) -> torch.Tensor:
-        """That part where it lies: all of a tensor, a flat range of elements, or a box of its shard."""
+        """That part without a copy: a whole tensor, a flat range of elements, or a box of its shard."""
         spec, tensor = assignment.leaf, self.leaves[assignment.leaf.name].content
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{spec.name} is a value")
@@ -253,13 +255,12 @@ def capture(
 ) -> NodeState:
     """List the leaves of a hosted node, its random states included; tensors are not copied.
 
-    `structures` are those of earlier saves. Random states are listed whatever the `selection` says.
-    `resumes` says of a leaf that a resume loads it.
+    `structures` are those of earlier saves. Random states are listed for any `selection`. `resumes` is a test
+    whether a resume loads a leaf. Leaves of a new structure are rehearsed, so that nothing is saved that a
+    resume would refuse.
 
-    Leaves of a new structure are rehearsed: what a resume would refuse is not saved.
-
-    Raises BlobError for what cannot be stored or resumed (with its path) and SaveFailedError for a
-    name of the set that is gone.
+    Raises BlobError, with the path, for what cannot be stored or resumed, and SaveFailedError for a missing
+    name of the set.
     """
     workspace = session.workspace(place.name)
     objects = _objects(workspace, place, members)
@@ -269,7 +270,7 @@ def capture(
     gradients = gradient_leaves(objects, names, selection.saves, learning)
     leaves = [*select(listed, objects, selection), *gradients, *random_leaves(session.streams(place.name))]
     structure = structures.of(place.name, leaves, scopes_of(leaves, members, objects, demoted))
-    # What `ctx[name] = ...` has put in the place of an array may be of another form.
+    # The value that `ctx[name] = ...` put in place of an array may have another form.
     arrays = arrays_of(built_by_program(workspace)) if structures.has_arrays(place.name) else {}
     relations = groups_of(objects), structures.overlaps(place.name, leaves), arrays
     if not structures.is_rehearsed(place.name, structure, relations):
@@ -303,7 +304,7 @@ def capture(
 
 
 def check_whole(state: NodeState) -> None:
-    """Refuse shards of a node, by BlobError, where not all nodes are saved: nobody would have the rest."""
+    """Raise BlobError for shards of a node if not all nodes are saved: the others would be missing."""
     shards = [spec.name for spec in state.specs if spec.sharding is not None]
     shards += [
         blob
@@ -313,12 +314,12 @@ def check_whole(state: NodeState) -> None:
     if shards:
         raise BlobError(
             f"{shards[0]} of {state.place} is in shards, and nodes_to_checkpoint leaves out other nodes: "
-            "name all nodes, or leave nodes_to_checkpoint out"
+            "leave nodes_to_checkpoint out"
         )
 
 
 def _objects(workspace: Workspace, place: NodePlace, members: Mapping[str, SetMember]) -> dict[str, Any]:
-    """What the set's names hold; raises SaveFailedError for one that is gone."""
+    """The objects of the set's names; raises SaveFailedError for one that is missing."""
     gone = [name for name in members if name not in workspace]
     if gone:
         raise SaveFailedError(
@@ -332,7 +333,7 @@ def _objects(workspace: Workspace, place: NodePlace, members: Mapping[str, SetMe
 
 
 def built_by_program(workspace: Workspace) -> dict[str, Any]:
-    """The registered objects that every start builds in the same way, whatever it resumes from."""
+    """Registered objects that every launch builds in the same way, wherever it resumes from."""
     return {
         name: entry.target
         for name, entry in workspace.entries().items()
@@ -341,7 +342,7 @@ def built_by_program(workspace: Workspace) -> dict[str, Any]:
 
 
 def _as_started(workspace: Workspace, members: Mapping[str, SetMember]) -> dict[str, Any]:
-    """The registered objects as a later start makes them: what is of another kind now, as it was given."""
+    """Registered objects as a later launch makes them: replaced ones as originally given."""
     found: dict[str, Any] = {}
     for name, entry in workspace.entries().items():
         if name in members and entry.blob is not None:
@@ -351,18 +352,18 @@ def _as_started(workspace: Workspace, members: Mapping[str, SetMember]) -> dict[
 
 
 def _check_local(leaf: Leaf, spec: LeafSpec, mesh: Mesh, place: NodePlace) -> None:
-    """Every rank computes from placements alone what the others have: it must be so."""
+    """Raise BlobError unless the local part has the shape that its placements imply."""
     if isinstance(leaf.content, Value):
         return
     expected = mesh.local_shape(spec.shape, place.rank)
     local = local_of(leaf.content)
     if tuple(local.shape) == expected or (expected is None and local.numel() == 0):
         return
-    wanted = "none, for it is not in the mesh" if expected is None else f"{list(expected)}"
+    wanted = "none, because it is not in the mesh" if expected is None else f"{list(expected)}"
     raise SaveFailedError(
         f"the local part of {leaf.name!r} on rank {place.rank} has shape {list(local.shape)}; by its "
-        f"placements it has {wanted}: make the tensor with distribute_tensor or fully_shard, on a mesh of "
-        "the job's ranks"
+        f"placements it has {wanted}: make the tensor with distribute_tensor or fully_shard, on a mesh "
+        "of the job's ranks"
     )
 
 
@@ -381,7 +382,7 @@ def random_leaves(streams: RandomStreams) -> list[Leaf]:
 
 
 class Unsaved:
-    """Remembers what was told."""
+    """Warns once about what is not saved."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
@@ -391,7 +392,7 @@ class Unsaved:
         self._looked_at_parameters = False
 
     def patterns(self, session: Session, states: Sequence[NodeState], position: Position) -> None:
-        """Warn of patterns that mean no leaf of any node, when optimizers have state."""
+        """Warn of patterns that match no leaf of any node, once optimizers have state."""
         if self._looked_at_patterns or position.epoch == 0:
             return
         self._looked_at_patterns = True
@@ -404,7 +405,7 @@ class Unsaved:
             warn(text, stacklevel=2)
 
     def late_names(self, session: Session, place: NodePlace, members: Mapping[str, SetMember]) -> None:
-        """Warn of names that came too late to be saved."""
+        """Warn of names created too late to be saved."""
         late = [
             name for name in newcomers(session.workspace(place.name), members) if name not in self._told_names
         ]
@@ -412,18 +413,18 @@ class Unsaved:
             self._told_names.update(late)
             warn(
                 f"{', '.join(map(repr, late))} appeared on {place} after init and will not be saved: "
-                "create it in the init group, or register it as a blob",
+                "register it as a blob",
                 stacklevel=2,
             )
 
     def training(self, session: Session, place: NodePlace, state: NodeState) -> None:
-        """Warn of optimizers and parameters that the program trains, and that no leaf is of."""
+        """Warn of optimizers and parameters that are trained but not saved."""
         held = (entry.target for entry in session.workspace(place.name).entries().values())
         unsaved = list(unsaved_optimizers(state.names, held, state.leaves.values(), self._told_optimizers))
         self._told_optimizers.update(optimizer for optimizer, _ in unsaved)
         said = [
-            f"{type(optimizer).__name__}, which trains {name}, is no blob: its state is not saved, and a "
-            "resumed run begins without it. Register it: blobs=dict(..., optimizer=optimizer)"
+            f"{type(optimizer).__name__}, which trains {name}, is not a blob: its state is not saved, "
+            "and a resumed run begins without it. Register it: blobs=dict(..., optimizer=optimizer)"
             for optimizer, name in unsaved
         ]
         left_out = [] if self._looked_at_parameters else self._left_out(state)
@@ -431,15 +432,15 @@ class Unsaved:
         if left_out:
             more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
             said.append(
-                f"{', '.join(left_out[:3])}{more}: trained by a registered optimizer, and left out by the "
-                "state_dict() of its module, so it is not saved, and a resumed run begins with what the "
-                "program builds. Register it as a blob of its own"
+                f"{', '.join(left_out[:3])}{more}: trained by a registered optimizer, but absent from "
+                "the state_dict() of its module, so it is not saved, and a resume begins with its "
+                "initial value. Register it as a separate blob"
             )
         for text in said if session.peers.rank == 0 else ():
             warn(text, stacklevel=2)
 
     def _left_out(self, state: NodeState) -> list[str]:
-        """Parameters of optimizers that the own `state_dict` of a registered module does not show."""
+        """Parameters of optimizers that are absent from the `state_dict` of a registered module."""
         optimizers = [value for value in state.objects.values() if isinstance(value, Optimizer)]
         absent = {
             name: one
@@ -454,6 +455,6 @@ class Unsaved:
 
 
 def groups_of(objects: Mapping[str, Any]) -> list[list[int]]:
-    """Which parameters are in which group of which optimizer, by identity."""
+    """Parameters in each group of each optimizer, by identity."""
     optimizers = [one for one in objects.values() if isinstance(one, Optimizer)]
     return [list(map(id, group[PARAMS])) for one in optimizers for group in one.param_groups]

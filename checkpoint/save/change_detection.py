@@ -1,14 +1,13 @@
-"""Whether memory has the bytes of an epoch, or was written meanwhile, by digests of parts.
+"""Detect which tensors changed since an epoch, or during a copy, by comparing digests of blocks.
 
-The files of an epoch are shared out between the processes as they were written, so together they know
-all of it. After a load they are found in the headers of its files.
+The files of an epoch are divided between the processes as they were written, so together they cover it. After
+a load their digests come from the headers of its files.
 
-Nothing is referenced by an epoch whose bytes were not hashed in full: where a save allows it, a long part
-that begins as it did is presumed unchanged, and what is left of it is hashed beside the write, before the
-commit (`ChangeScan.each_left`). What differs costs little: a part ends at
-its first bytes or its first block that differ, and many small parts of which a sample changed to the last
-one are taken to have changed, all of them, without a look. Parts of more than a block are shared between
-a few threads: hashing lets the interpreter go, and one core reads memory slower than several.
+Every referenced byte is hashed in full before the commit. If a save allows it, a long part whose first bytes
+match is assumed unchanged, and the rest is hashed in parallel with the write (`ChangeScan.each_left`).
+Changed tensors cost little: a part ends at its first difference, and if every one of a sample of small parts
+changed, all small ones count as changed without hashing. Parts of more than a block are divided between a few
+threads.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class LeafRange(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownFile:
-    """A file, and what it holds: parts with the digests of their blocks, one after another.
+    """A file and its parts, one after another, with the digests of their blocks.
 
-    `rank` is the node that compares them with its own. A part is None where nobody ever refers to it.
+    `rank` is the node that compares them with its own memory. A part that is never referenced is None.
     """
 
     rank: int
@@ -61,10 +60,10 @@ class KnownFile:
     parts: tuple[LeafRange | None, ...]
     digests: tuple[bytes, ...]
     probes: Mapping[LeafRange, bytes] = field(default_factory=dict)
-    """The digests of the first `PROBE` bytes of long parts that this process wrote, or has seen unchanged."""
+    """Digests of the first `PROBE` bytes of long parts that this process wrote or found unchanged."""
 
     def of(self, leaves: Collection[str], probes: Mapping[tuple[int, LeafRange], bytes]) -> KnownFile:
-        """The same file, for these leaves only; `probes` are found out since, by rank and part."""
+        """The same file, restricted to these leaves; `probes` were computed since, by rank and part."""
         both = zip(self.parts, self.digests, strict=True)
         kept = [(part, digests) for part, digests in both if part is not None and part.leaf in leaves]
         parts = tuple(part for part, _ in kept)
@@ -75,17 +74,17 @@ class KnownFile:
 
 @dataclass(frozen=True)
 class OwnFiles:
-    """The files that this process answers for; `lost` are leaves whose files cannot be read."""
+    """The files that this process compares; `lost` are leaves whose files cannot be read."""
 
     files: tuple[KnownFile, ...] = ()
     lost: frozenset[str] = frozenset()
 
 
 def known_of(storage: Storage, manifest: Manifest, nodes: Sequence[str], hosted: Iterable[int]) -> OwnFiles:
-    """What the headers of an epoch's files say of the parts that the hosted nodes answer for.
+    """Digests, from file headers, of the parts of an epoch that the hosted nodes compare.
 
-    `nodes` are the names of today's nodes. A node answers for what it wrote; what nodes that are gone
-    wrote is shared out between all.
+    `nodes` are the current nodes. A node compares what it wrote; the files of absent nodes are divided
+    between all.
     """
     number_of = {name: rank for rank, name in enumerate(nodes)}
     mine, here = {}, set(hosted)
@@ -108,7 +107,7 @@ def known_of(storage: Storage, manifest: Manifest, nodes: Sequence[str], hosted:
 
 
 def _parts_of(manifest: Manifest, nodes: Iterable[int]) -> Iterator[tuple[int, LeafRow, LeafRange, str]]:
-    """What these nodes store of tensors: number of the node, leaf, part, and its key."""
+    """Tensor parts stored by these nodes: number of the node, leaf, part, and its key."""
     numbers = sorted(nodes)
     for row, leaf in enumerate(manifest.leaves):
         if leaf.kind == "tensor" and leaf.alias_of is None and leaf.role not in OF_POSITION:
@@ -118,6 +117,7 @@ def _parts_of(manifest: Manifest, nodes: Iterable[int]) -> Iterator[tuple[int, L
 
 
 def _held(manifest: Manifest, row: int, leaf: LeafRow, number: int) -> Iterator[tuple[LeafRange, str]]:
+    """Parts and keys of a leaf that a node stores."""
     layout, width = manifest.layouts[leaf.layout], leaf.item_bytes
     if isinstance(layout, Mesh):
         for box in layout.stored_by(number, leaf.name, leaf.shape, width):
@@ -156,14 +156,16 @@ class _Headers:
 
 
 MANY_BLOCKS = 8
-"""Hashed at a time once the first block is as it was."""
+"""Bytes hashed at a time once the first block is unchanged."""
 LOOKERS = 4
-"""Threads that hash parts of more than a block, at most one for each core. Shorter ones take as long in
-Python as in hashing, and threads would only wait for one another."""
+"""Threads that hash parts of more than a block, at most one per core.
+
+Shorter parts take as long in Python as in hashing, and threads would wait for each other.
+"""
 SMALL_BYTES = 64 << 10
-"""A part below this costs as much to look at as to write."""
+"""A part below this costs as much to compare as to write."""
 MANY_SMALL = 512
-"""So many small parts are looked at whatever a sample says."""
+"""So many small parts are compared regardless of the sample."""
 SAMPLE = 64
 
 _Short = tuple[int, LeafRange, bytes]
@@ -171,41 +173,41 @@ _Short = tuple[int, LeafRange, bytes]
 PartKey = tuple[int, str, int, int, Bounds | None]
 """Rank, leaf, first, last and box of a part."""
 TensorOf = Callable[[int, LeafRange], "torch.Tensor | None"]
-"""What a hosted node has of a part's leaf: all of it, or the box; None where it has no such part."""
+"""A hosted node's tensor of a part's leaf: all of it, or the box; None without such a part."""
 
 
 def lookers() -> int:
-    """Threads that hash long parts of one process."""
+    """Number of threads that hash long parts in one process."""
     return min(LOOKERS, os.cpu_count() or 1)
 
 
 @dataclass
 class ChangeScan:
-    """The leaves of which a part is not as it was, or not where it was.
+    """The leaves of which a part has changed or is stored elsewhere.
 
-    `digests` are those of what is in memory, of the first blocks of a part or of all.
+    `digests` are those of the memory, of the first blocks of a part or of all.
     """
 
     changed: set[str] = field(default_factory=set)
     digests: dict[PartKey, bytes] = field(default_factory=dict)
     probes: dict[tuple[int, LeafRange], bytes] = field(default_factory=dict)
-    """The digests of the first bytes of long parts that are as they were, and of which none was known."""
+    """Digests of the first bytes of unchanged long parts that had none."""
     presumed: list[_Long] = field(default_factory=list)
-    """Long parts that begin as they did, of which no more was looked at."""
+    """Long parts whose first bytes match and whose rest is not hashed yet."""
 
     def each_left(self, leaves: Collection[str]) -> Iterator[Callable[[], None]]:
-        """What is left to hash of what was presumed of these leaves, a few blocks each; by any thread."""
+        """The pending hashes of these leaves, a few blocks each; any thread may call them."""
         for one in self.presumed:
             if one.part.leaf in leaves:
                 yield from (partial(one.hash, start, stop) for _, start, stop in one.steps)
 
     def not_as_presumed(self, leaves: Collection[str]) -> set[str]:
-        """Those of the leaves of which a part is not as it was, or was not hashed to its end."""
+        """Those of the leaves of which a part changed, or was not hashed to its end."""
         presumed = {one.part.leaf for one in self.presumed if not one.is_as_it_was}
         return presumed.intersection(leaves)
 
     def add(self, rank: int, part: LeafRange, own: bytes, *, same: bool) -> bool:
-        """Note what a look at a part has shown; returns whether it is as it was."""
+        """Note the result for a part; returns whether it is unchanged."""
         if own:
             self.digests[rank, part.leaf, part.first, part.last, part.box] = own
         if not same:
@@ -219,10 +221,10 @@ def look(
     turn: int,
     presume: Callable[[str], bool] | None = None,
 ) -> ChangeScan:
-    """Compare what files hold with memory. Another `turn` takes another sample.
+    """Compare files with memory. Another `turn` takes another sample.
 
-    Where `presume` allows it of a leaf, a long part of it counts as unchanged if it begins as it did; what is
-    left to hash of it the findings tell.
+    Where `presume` allows it for a leaf, a long part with matching first bytes counts as unchanged; the
+    result lists what remains to be hashed.
     """
     found = ChangeScan()
     small: list[_Short] = []
@@ -236,7 +238,7 @@ def look(
             elif part.nbytes <= BLOCK:
                 _look_at_short(found, tensor_of, file.rank, part, digests)
             elif one := _begun(found, tensor_of, file.rank, part, digests, file.probes.get(part)):
-                # What a device sends is copied in the stream of the thread that asks.
+                # A transfer from a device runs in the stream of the calling thread.
                 later = presume is not None and presume(part.leaf) and one.begins_alike and one.flat.is_cpu
                 (found.presumed if later else long).append(one)
     _look_at_long(found, long)
@@ -254,13 +256,14 @@ def look(
 def _look_at_short(
     found: ChangeScan, tensor_of: TensorOf, rank: int, part: LeafRange, digests: bytes
 ) -> bool:
+    """Compare a part of at most a block."""
     flat = _elements(tensor_of(rank, part), part, digests)
     own = b"" if flat is None else block_digests(dtypes.stored_bytes(flat, part.leaf))
     return found.add(rank, part, own, same=flat is not None and own == digests)
 
 
 def _elements(tensor: torch.Tensor | None, part: LeafRange, digests: bytes) -> torch.Tensor | None:
-    """The elements of a part, in a row where they are some of a tensor; None where there are not as many."""
+    """The elements of a part, contiguous if they are some of a tensor; None if the count differs."""
     count = part.last - part.first
     if tensor is None or part.last > tensor.numel():
         return None
@@ -278,21 +281,21 @@ class _Long:
     flat: torch.Tensor
     digests: bytes
     begins_alike: bool = False
-    """Its first bytes were known, and are as they were."""
+    """Its first bytes had a digest, and match."""
     own: dict[int, bytes] = field(default_factory=dict)
-    """By first block, the digests of what is in memory."""
+    """Digests of the memory, by first block."""
     differs: bool = False
 
     @property
     def steps(self) -> Iterator[tuple[_Long, int, int]]:
-        """First one block, then several at a time: what has changed shows mostly in the first."""
+        """First one block, then several at a time: most changes show in the first."""
         count = len(self.digests) // SIZE
         yield self, 0, 1
         for start in range(1, count, MANY_BLOCKS):
             yield self, start, min(start + MANY_BLOCKS, count)
 
     def hash(self, start: int, stop: int) -> None:
-        """Look at some blocks, unless another one is known to differ."""
+        """Hash some blocks, unless another one is known to differ."""
         if self.differs:
             return
         width = BLOCK // self.flat.element_size()
@@ -324,9 +327,9 @@ class _Long:
 def _begun(
     found: ChangeScan, tensor_of: TensorOf, rank: int, part: LeafRange, digests: bytes, probe: bytes | None
 ) -> _Long | None:
-    """A long part that is to be hashed; None where all is said already.
+    """A long part that is to be hashed; None if the result is known already.
 
-    `probe` is the digest of its first bytes, and tells what differs.
+    `probe` is the digest of its first bytes; if it differs, the part has changed.
     """
     whole = tensor_of(rank, part)
     tensor = _elements(whole, part, digests)
@@ -340,12 +343,12 @@ def _begun(
     one.begins_alike = probe is not None
     if whole.is_contiguous():
         return one
-    _look_at_long(found, [one])  # at once: it is a copy, and many of them would not find room
+    _look_at_long(found, [one])  # copied now: there is no room for many copies
     return None
 
 
 def _look_at_long(found: ChangeScan, long: list[_Long]) -> None:
-    """Hash all of them, and note what it shows."""
+    """Hash all of them, and note the results."""
 
     def work(steps: Iterator[tuple[_Long, int, int]]) -> None:
         for one, start, stop in steps:
@@ -374,7 +377,7 @@ def digest(tensor: torch.Tensor, verify: Verify) -> int:
     if tensor.is_cpu:
         for memory in _memories(tensor.data_ptr(), nbytes, verify):
             hashed.update(memory)
-    else:  # only what is hashed leaves the device
+    else:  # only the hashed bytes leave the device
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         for first, last in stretches(nbytes, verify):
             hashed.update(memory_of(flat[first:last].cpu()))
@@ -382,7 +385,7 @@ def digest(tensor: torch.Tensor, verify: Verify) -> int:
 
 
 def stretches(nbytes: int, verify: Verify) -> Iterator[tuple[int, int]]:
-    """Where the stretches lie: the first and the last bytes are always among them."""
+    """Ranges to hash: the first and the last bytes are always included."""
     size = SAMPLE_BYTES // STRETCHES
     if verify == "full" or nbytes <= SAMPLE_BYTES:
         yield 0, nbytes
@@ -394,9 +397,9 @@ def stretches(nbytes: int, verify: Verify) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=1 << 13)
 def _memories(address: int, nbytes: int, verify: Verify) -> tuple[ctypes.Array[ctypes.c_ubyte], ...]:
-    """The stretches of memory at an address, which are looked at only while a tensor lies there.
+    """Stretches of memory at an address; read only while a tensor is there.
 
-    Remembered, for the same tensors are asked about at every save.
+    Cached, because each save asks for the same tensors.
     """
     return tuple(
         (ctypes.c_ubyte * (last - first)).from_address(address + first)
@@ -405,7 +408,7 @@ def _memories(address: int, nbytes: int, verify: Verify) -> tuple[ctypes.Array[c
 
 
 def parts_by_key(assignments: Sequence[Assignment]) -> dict[str, LeafRange]:
-    """Random states, gradients and values are left out: nobody refers to them."""
+    """The parts by key, without random states, gradients and values, which are never referenced."""
     found = [one for one in assignments if one.leaf.kind == "tensor" and one.leaf.role not in OF_POSITION]
     parts = [LeafRange(one.leaf.name, one.first, one.last, one.nbytes, one.box) for one in found]
     return dict(zip(format_keys([one.key for one in found]), parts, strict=True))

@@ -1,9 +1,8 @@
-"""Shards become an epoch: reports of writers, the manifest, the record. Whether there is room.
+"""Turn written shards into an epoch: reports of writers, the manifest, the record; check free space.
 
-A row of few texts: ten thousand of them cost rank 0 little to decode, and the garbage collector nothing.
-
-What the manifest says of the leaves depends on the plan alone: of a new plan it is checked and encoded
-while rank 0 waits for the shards of the others.
+Reports are rows of few strings, which rank 0 decodes quickly even for ten thousand nodes. What the manifest
+states of leaves depends on the plan only: for a new plan it is checked and encoded while rank 0 waits for the
+shards of the others.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TryIdentity:
-    """Which job, position and try a manifest is of."""
+    """Job, position and attempt that a manifest is of."""
 
     job_uuid: str
     job_name: str
@@ -51,9 +50,9 @@ class TryIdentity:
 
 
 def world_of(places: Sequence[NodePlace]) -> EpochNodes:
-    """The world as a manifest keeps it, from the places of all nodes in rank order.
+    """The nodes as a manifest stores them, from the places of all nodes in rank order.
 
-    The last one is remembered, so that it is the same object while the places are the same.
+    The last result is cached, so that it is the same object while the places are the same.
     """
     asked = tuple(places)
     return _worlds.get(lambda one: one[0] == asked, lambda: (asked, _world_of(asked)))[1]
@@ -63,6 +62,7 @@ _worlds: Recent[tuple[tuple[NodePlace, ...], EpochNodes]] = Recent(1)
 
 
 def _world_of(places: Sequence[NodePlace]) -> EpochNodes:
+    """Compute `world_of`."""
     hosts = sorted({(place.host_index, place.host) for place in places})
     number = {host: index for index, host in enumerate(hosts)}
     return EpochNodes(
@@ -82,10 +82,10 @@ def compose(
     blobs: Sequence[BlobRow] | None = None,
     sizes: Mapping[int, int] | None = None,
 ) -> Manifest:
-    """The manifest of a try. `values` has the typed form of the plan's inline values, by leaf name.
+    """The manifest of an attempt. `values` has the typed form of the plan's inline values, by leaf name.
 
-    `sizes` are the bytes of values by row, where they may be others than when the plan was made.
-    `blobs` adds blobs without leaves and forced scopes; what it leaves out is inferred from the leaves.
+    `sizes` are the current bytes of values by row. `blobs` adds blobs without leaves and forced scopes; all
+    others are inferred from the leaves.
     """
     return Manifest(
         job_uuid=identity.job_uuid,
@@ -106,23 +106,24 @@ def compose(
 
 
 def _with_said(found: Sequence[BlobRow], said: Sequence[BlobRow]) -> tuple[BlobRow, ...]:
+    """Replace inferred rows of blobs by the given ones."""
     blobs = {blob.name: blob for blob in (*found, *said)}
     return tuple(blobs[name] for name in sorted(blobs))
 
 
 FILE_BYTES = 8 << 10
-"""What a file takes beside its data: its header's padding, its place in the directory."""
+"""Disk space of a file beside its data: padding of the header, directory entry."""
 OWN_FILES = 4
-"""The directory of the try, its manifest, its timings, the record."""
+"""Disk space of the attempt's directory, its manifest, its timings, the record."""
 
 
 def check_room(
     storage: Storage, plan: SavePlan, position: Position, nodes: Collection[int] | None = None
 ) -> None:
-    """Refuse a save that cannot fit: SaveFailedError with the bytes that are needed and those that are free.
+    """Raise SaveFailedError, with needed and free bytes, for a save that cannot fit.
 
-    `nodes`: those that write to this storage (None: all). Says nothing where the storage does not know, and
-    promises nothing: others may write there meanwhile.
+    `nodes` are those that write to this storage (None: all). Passes if the storage does not know its free
+    space; other writers may still fill it meanwhile.
     """
     room = storage.room() if isinstance(storage, SupportsFreeSpace) else None
     if room is None:
@@ -133,38 +134,40 @@ def check_room(
     nbytes = total + files * FILE_BYTES
     if nbytes > free_bytes:
         raise _full(
-            f"No space left for epoch {position} in {storage.url}: it needs {nbytes} bytes, {free_bytes} are "
-            "free; free some space, or keep fewer epochs (keep_last)"
+            f"No space left for epoch {position} in {storage.url}: it needs {nbytes} bytes, {free_bytes} "
+            "are free; free some space, or keep fewer epochs (keep_last)"
         )
     if files > free_files:
         raise _full(
-            f"No space left for epoch {position} in {storage.url}: it needs {files} files, {free_files} can "
-            "be made (inodes); delete files there, or keep fewer epochs (keep_last)"
+            f"No space left for epoch {position} in {storage.url}: it needs {files} files, {free_files} "
+            "can be made (inodes); delete files there, or keep fewer epochs (keep_last)"
         )
 
 
 def _bytes_of(plan: SavePlan, nodes: Collection[int]) -> int:
+    """Bytes that these nodes write."""
     return sum(one.nbytes for node in nodes for one in plan.assignments(node) if not one.inline)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a failure means that there was no room, and so that nothing was created."""
+    """Whether an error means that no space was left, so that nothing was created."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _full(text: str) -> SaveFailedError:
+    """The error for a full storage."""
     error = SaveFailedError(text)
     error.errno = errno.ENOSPC
     return error
 
 
 Row = list[Json]
-"""A report as it travels: see `NodeReport.row`."""
+"""A report as JSON: see `NodeReport.row`."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The files that a node wrote, its values that go into the manifest, and its seconds by phase."""
+    """A node's report: its files, its values for the manifest, and its seconds by phase."""
 
     rank: int
     shards: tuple[ShardRow, ...]
@@ -182,7 +185,7 @@ class NodeReport:
 
 
 def shards_in(rows: Sequence[Row]) -> tuple[ShardRow, ...]:
-    """All files that the rows of reports tell of."""
+    """All files in the rows of reports."""
     words = " ".join([shards for _, shards, _, _ in rows]).split()
     ranks = [rank for rank, shards, _, _ in rows for _ in shards.splitlines()]
     groups, parts, sizes, headers, digests = (words[at::5] for at in range(5))
@@ -196,7 +199,7 @@ def bytes_in(row: Row) -> int:
 
 
 def values_in(rows: Sequence[Row]) -> dict[str, Json]:
-    """All values that go into the manifest, by leaf name."""
+    """All values for the manifest, by leaf name."""
     return {name: value for _, _, values, _ in rows if values for name, value in values.items()}
 
 
@@ -211,11 +214,11 @@ _FILE = columns(ShardRow, "node", "group")
 
 @undisturbed()
 def prepare(job: SaveJob, plan: SavePlan) -> None:
-    """Do what `commit` then finds done for this plan; raises DamagedError for what no reader would accept."""
+    """Compute ahead what `commit` needs for this plan; raises DamagedError if no reader would accept it."""
     unknown = dict.fromkeys(plan.inline_rows.values())
     manifest = _manifest(job, plan, job.position.directory("0" * 12), (), unknown)
     codec.prepare(manifest if job.reuse is None else job.reuse.completed(manifest))
-    _ = plan.writers  # remembered there
+    _ = plan.writers  # cached there
 
 
 def commit(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row]) -> CommittedPosition:
@@ -230,13 +233,13 @@ def commit(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row]) -> Comm
         job.commit(entry)
     except StorageError as error:
         if is_full(error) and not job.known(entry):
-            discard(job, try_name)  # else the full epoch itself would keep every later one from being saved
+            discard(job, try_name)  # else a full disk would fail all later saves
         raise
     return entry
 
 
 def discard(job: SaveJob, try_name: str) -> None:
-    """Give back the space of a try that failed. Every process has reported, so nobody writes there."""
+    """Delete the files of an attempt that failed. Every process has reported, so none writes there."""
     if job.leads:
         with suppress(StorageError):
             for name in job.storage.list(try_directory(try_name)):
@@ -245,7 +248,7 @@ def discard(job: SaveJob, try_name: str) -> None:
 
 
 def _write_manifest(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row]) -> CommittedPosition:
-    """Check that the set of shards is exact, and say durably what the epoch consists of."""
+    """Check that the set of shards is exact, and write the manifest durably."""
     shards = shards_in(rows)
     _check_exact(job, plan, len(rows), shards)
     manifest = _manifest(job, plan, try_name, shards, values_in(rows))
@@ -270,6 +273,7 @@ def _write_manifest(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row]
 def _manifest(
     job: SaveJob, plan: SavePlan, try_name: str, shards: Sequence[ShardRow], values: Mapping[str, Any]
 ) -> Manifest:
+    """The manifest of an attempt from all reports."""
     holding = job.holding
     identity = TryIdentity(
         holding.uuid, holding.job, job.position, holding.branch, holding.generation, try_name
@@ -279,7 +283,7 @@ def _manifest(
 
 
 def _value_sizes(job: SaveJob, plan: SavePlan) -> dict[int, int]:
-    """The bytes of the hosted nodes' values as they are now, by row of the plan."""
+    """Current bytes of the hosted nodes' values, by row of the plan."""
     sizes = {}
     for row in plan.value_rows:
         planned = plan.rows[row]
@@ -291,10 +295,12 @@ def _value_sizes(job: SaveJob, plan: SavePlan) -> dict[int, int]:
 
 
 def _holds(plan: SavePlan, planned: PlannedLeaf, node: int) -> bool:
+    """Whether a node writes a value."""
     return node in plan.layouts[planned.layout].nodes
 
 
 def _check_exact(job: SaveJob, plan: SavePlan, reports: int, shards: Sequence[ShardRow]) -> None:
+    """Raise SaveFailedError unless the shards are exactly those of the plan."""
     wanted = plan.writers
     found = set(map(_FILE, shards))
     if wanted != found or reports != len(job.places):
@@ -305,9 +311,9 @@ def _check_exact(job: SaveJob, plan: SavePlan, reports: int, shards: Sequence[Sh
 
 @dataclass(frozen=True)
 class Apart:
-    """`ranks` write where this process does; the lowest makes the directories there.
+    """Processes that share a directory of their host; the lowest of `ranks` creates directories there.
 
-    `committed` is called in every process when a position is.
+    `committed` is called in every process after each commit.
     """
 
     ranks: tuple[int, ...]

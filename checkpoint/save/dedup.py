@@ -1,19 +1,18 @@
-"""Saving only what has changed: which leaves have the bytes of an earlier epoch, and may refer to it.
+"""Decide which unchanged leaves an epoch may reference in earlier ones instead of writing them.
 
-Whether their bytes are unchanged others have found out; here it is whether the epoch on disk has the
-same leaves for the same nodes, and whether a reference is worth what it keeps:
+`change_detection` finds the unchanged bytes. Here a leaf must also be the same for the same nodes on disk,
+and a reference must be worth what it keeps:
 
-    at most 8 earlier tries                       each must be read and proved with the epoch; those
-                                                  that retention keeps along with them count too
-    at least half of a try's bytes still used     else a try is kept for the sake of a few
-    at least 4 KiB used of a file                 less than what its header takes
+- At most 8 earlier attempts, because each must be read and verified with the epoch; those that retention
+  keeps with them count too.
+- At least half of an attempt's bytes are still in use.
+- At least 4 KiB of a file are in use, because less is cheaper to write than a header to read.
 
-Every process compares what it knows of the epoch on disk with its memory, block by block, and tells
-which leaves differ: a bit each. Of the others rank 0 chooses those that are the same leaves and worth a
-reference, and tells all. Where processes do not know the same epoch all of them write everything.
+Each process sends one bit per leaf that differs. Rank 0 chooses among the others, and sends its choice to
+all. If processes know different epochs, all of them write everything.
 
-In saves that wait, the blocks of long parts that begin as they did are compared beside the write; what
-differs then fails the try (`check_presumed`).
+In synchronous saves the blocks of long parts whose first bytes match are compared during the write; a
+difference then fails the attempt (`check_presumed`).
 """
 
 from __future__ import annotations
@@ -68,12 +67,12 @@ _Holder = tuple[int, int, str]
 
 
 def comparable(plan: SavePlan) -> tuple[str, ...]:
-    """The names of the leaves whose bytes are looked at, in order: tensors that are stored."""
+    """The names of stored tensors, in order, whose bytes are compared."""
     return tuple(sorted({planned.leaf.name for planned in plan.rows if _is_comparable(planned)}))
 
 
 def _is_comparable(planned: PlannedLeaf) -> bool:
-    """Random states and gradients are written always: whoever resumes needs them, and they change."""
+    """False for random states and gradients, which are always written because they change."""
     leaf = planned.leaf
     stored = leaf.kind == "tensor" and leaf.alias_of is None and leaf.nbytes > 0
     return stored and leaf.role.value not in OF_POSITION and planned.scope in _SCOPES
@@ -82,11 +81,10 @@ def _is_comparable(planned: PlannedLeaf) -> bool:
 def same_leaves(
     plan: SavePlan, nodes: Sequence[str], manifest: Manifest, among: Collection[str]
 ) -> frozenset[str]:
-    """Those of the names `among` whose leaves an epoch has exactly as the plan has them.
+    """Those of the names `among` whose leaves an epoch has exactly as the plan does.
 
-    That is: type, shape, role, scope, whether it has a gradient, and nodes, of a sharded leaf its mesh and
-    placements, too; `nodes` are the names of the plan's nodes. A leaf that all nodes of both share is the
-    same, however many nodes there are.
+    Compared are type, shape, role, scope, gradient and nodes, and the mesh and placements of a sharded leaf.
+    `nodes` are the names of the plan's nodes. A leaf that all nodes of both share is the same for any number.
     """
     planned: dict[str, list[PlannedLeaf]] = {}
     for one in plan.rows:
@@ -112,7 +110,7 @@ def _alike(plan: SavePlan, rows: Sequence[PlannedLeaf], nodes: Sequence[str], ma
 
 
 def _places(layout: Layout, names: Sequence[str]) -> list[str]:
-    """Which nodes have a leaf; on a mesh, where in it each of them is, and what is split over them."""
+    """Nodes that have a leaf; on a mesh, the place of each and what is split over them."""
     found = [names[node] for node in layout.nodes]
     if isinstance(layout, Mesh):
         return [repr(layout.extents), repr(layout.placements), *found]
@@ -140,7 +138,7 @@ def _stated(*of_leaf: object) -> list[object]:
 
 @dataclass(frozen=True)
 class EarlierTry:
-    """What counts for the limits: its data bytes, and the tries that stay as long as it is needed."""
+    """Sizes for the limits: data bytes of an attempt, and the attempts that stay while it is needed."""
 
     nbytes: int
     kept_with: frozenset[str]
@@ -151,7 +149,7 @@ def within_limits(
 ) -> frozenset[str]:
     """Those of the unchanged leaves `names` that are worth a reference.
 
-    Leaves in a try that `tries` does not know are written again.
+    Leaves in an attempt that `tries` does not know are written again.
     """
     kept = frozenset(names)
     lying = _places_of(manifest, kept)
@@ -194,7 +192,7 @@ def _keeps(places: Sequence[_LeafFiles], sources: Collection[int], files: Collec
 
 @dataclass(frozen=True, eq=False)
 class _LeafFiles:
-    """The files in which a leaf lies, and how many bytes of it; leaves that lie alike share it."""
+    """The files that hold a leaf, and its bytes in each; shared by leaves in the same files."""
 
     source: int
     stored: tuple[tuple[_Holder, int], ...]
@@ -216,7 +214,7 @@ def _places_of(manifest: Manifest, names: Collection[str]) -> dict[str, list[_Le
 
 
 def _stored(layout: Layout, row: int, leaf: LeafRow) -> Iterator[tuple[_Holder, int]]:
-    """The files that hold a leaf, and how many bytes of it."""
+    """The files that hold a leaf, and its bytes in each."""
     if isinstance(layout, Mesh):
         for node in frozenset[int]().union(*layout.writers(leaf.name, leaf.shape, leaf.item_bytes)):
             boxes = layout.stored_by(node, leaf.name, leaf.shape, leaf.item_bytes)
@@ -227,7 +225,7 @@ def _stored(layout: Layout, row: int, leaf: LeafRow) -> Iterator[tuple[_Holder, 
 
 
 def own_bytes(manifest: Manifest) -> int:
-    """The data bytes that a try itself wrote, headers aside."""
+    """Data bytes that an attempt itself wrote, without headers."""
     return sum(shard.nbytes - shard.header_bytes for shard in manifest.shards if shard.source == 0)
 
 
@@ -241,14 +239,14 @@ def in_bits(names: Collection[str], order: Sequence[str]) -> str:
 
 
 def of_bits(bits: str, order: Sequence[str]) -> frozenset[str]:
-    """The names that `in_bits` has put into these bits."""
+    """The names that `in_bits` has encoded."""
     data = bytes.fromhex(bits)
     names = order[: 8 * len(data)]
     return frozenset(name for index, name in enumerate(names) if data[index // 8] >> index % 8 & 1)
 
 
 def of_any(several: Iterable[str], order: Sequence[str]) -> frozenset[str]:
-    """The names that are in any of several bits; a post of each of thousands of processes costs little."""
+    """The names in any of several bit strings; short messages, because thousands of processes send one."""
     merged = 0
     for bits in set(several):
         merged |= int.from_bytes(bytes.fromhex(bits), "little")
@@ -256,9 +254,9 @@ def of_any(several: Iterable[str], order: Sequence[str]) -> frozenset[str]:
 
 
 _World = tuple[int, tuple[str, ...], tuple[int, ...]]
-"""Processes, names of all nodes, ranks of the hosted ones: who answers for which parts."""
+"""Number of processes, names of all nodes, ranks of the hosted ones: decides who compares which parts."""
 _Table = tuple[Sequence[Assignment], dict[str, LeafRange]]
-"""What a node writes into its files of one group, and which part each key in them is."""
+"""What a node writes into its files of one group, and the part of each key in them."""
 
 
 @dataclass(frozen=True)
@@ -273,24 +271,24 @@ class _Base:
 
 @dataclass
 class _Current:
-    """What is known of the save that is going on."""
+    """State of the save in flight."""
 
     world: _World = (0, (), ())
     referenced: frozenset[str] = frozenset()
     blobs: tuple[BlobRow, ...] = ()
     patience_secs: float = 0.0
-    """How long the others wait for who looks at what is left."""
+    """Seconds that the others wait for threads that hash the remaining blocks."""
     found: ChangeScan = field(default_factory=ChangeScan)
     written: list[KnownFile] = field(default_factory=list)
     tables: dict[int, _Table] = field(default_factory=dict)
-    """By the identity of the assignments."""
+    """Cached by the identity of the assignments."""
     manifest: Manifest | None = None
 
 
 class Reuse:
-    """Remembers what the newest epoch holds, save after save; one per engine.
+    """Remembers the content of the newest epoch between saves; one per engine.
 
-    `view` gives the log as it is now; it is asked on rank 0 only.
+    `view` returns the current log; it is called on rank 0 only.
     """
 
     def __init__(self, storage: Storage, view: Callable[[], LogView]) -> None:
@@ -303,7 +301,7 @@ class Reuse:
         self._tables: dict[int, _Table] = {}
         self._order: tuple[SavePlan, tuple[str, ...]] | None = None
         self._surprising: set[str] = set()
-        """Leaves that were presumed unchanged once and were not: since then they are looked at in time."""
+        """Leaves that were once wrongly assumed unchanged: now hashed before the write."""
         self._turn = 0
 
     def forget(self) -> None:
@@ -311,7 +309,7 @@ class Reuse:
         self._loaded, self._base = None, None
 
     def loaded(self, manifest: Manifest) -> None:
-        """Memory has what this epoch has; its files tell the rest when it is needed."""
+        """Note that memory has the content of this epoch; its headers are read on demand."""
         self._loaded, self._base = manifest, None
 
     # Before the plan
@@ -342,7 +340,7 @@ class Reuse:
         return self._order[1]
 
     def _look(self, job: SaveJob, plan: SavePlan, order: Sequence[str]) -> list[str] | None:
-        """The try that this process compares with, and which leaves differ from it; None without one."""
+        """The attempt to compare with, and which leaves differ from it; None without one."""
         base = self._base = self._base_now()
         if base is None:
             return None
@@ -354,7 +352,7 @@ class Reuse:
         return [base.try_name, in_bits(found.changed | gone | base.known.lost, order)]
 
     def _base_now(self) -> _Base | None:
-        """What to compare with; None without an epoch, or where the nodes are others since."""
+        """The epoch to compare with; None without one, or if the nodes have changed."""
         world = self._current.world
         if self._loaded is not None:
             manifest, self._loaded = self._loaded, None
@@ -363,7 +361,7 @@ class Reuse:
         return self._base if self._base is not None and self._base.world == world else None
 
     def _chosen(self, plan: SavePlan, order: Sequence[str], unchanged: Collection[str]) -> str:
-        """What of the unchanged leaves to refer to, as bits. Rank 0 only."""
+        """The unchanged leaves to reference, as bits. Rank 0 only."""
         base, view = self._base, self._view()
         if base is None or base.manifest is None:
             return ""
@@ -384,7 +382,7 @@ class Reuse:
         return in_bits(within_limits(manifest, names, known), order)
 
     def _sizes(self, manifest: Manifest) -> dict[str, int]:
-        """The data bytes of each try of a manifest, as far as they can be found out."""
+        """Data bytes of each attempt of a manifest, as far as they are available."""
         self._written[manifest.tries[0]] = own_bytes(manifest)
         for name in manifest.tries:
             if name not in self._written:
@@ -399,17 +397,17 @@ class Reuse:
 
     @property
     def patience_secs(self) -> float:
-        """How much longer than for the write the slowest process is waited for; the same on all."""
+        """Extra seconds, beyond the write, to wait for the slowest process; the same on all."""
         return self._current.patience_secs
 
     def each_left(self) -> Iterator[Callable[[], None]]:
-        """What is left to look at of the leaves that are referenced; each may be called by another thread."""
+        """The pending hashes of referenced leaves; any thread may call them."""
         return self._current.found.each_left(self._current.referenced)
 
     def check_presumed(self, peers: Peers, position: Position) -> None:
-        """Raise ChangedAfterAllError on all processes unless what is referenced is as it was on each of them.
+        """Raise ChangedAfterAllError on all processes if any referenced leaf has changed on any of them.
 
-        All remember the leaves, so that each of them surprises once.
+        All remember these leaves, so that each fails a save only once.
         """
         referenced = self._current.referenced
         if not referenced:  # on all of them
@@ -419,14 +417,14 @@ class Reuse:
         names = of_any(peers.exchange("save: presumed leaves", in_bits(differs, order)), order)
         if names:
             self._surprising |= names
-            raise ChangedAfterAllError(f"epoch {position}: {min(names)!r} has changed behind its first bytes")
+            raise ChangedAfterAllError(f"epoch {position}: {min(names)!r} has changed beyond its first bytes")
 
     def let_go(self) -> None:
-        """Keep nothing of the user's memory, whatever became of the save."""
+        """Release all references to the user's memory, after any outcome."""
         self._current.found = ChangeScan()
 
     def digests(self, rank: int, assignment: Assignment) -> bytes | None:
-        """The digests of the first blocks of what a node writes, where they are known already."""
+        """Digests of the first blocks of what a node writes, if computed already."""
         hashed = self._current.found.digests
         if not hashed:
             return None
@@ -434,7 +432,7 @@ class Reuse:
         return hashed.get((rank, name, assignment.first, assignment.last, box))
 
     def wrote(self, rank: int, assignments: Sequence[Assignment], report: ShardReport) -> None:
-        """Remember what a node has written into one file."""
+        """Remember the parts that a node wrote into one file."""
         known = self._current.tables.get(id(assignments)) or self._tables.get(id(assignments))
         if known is None or known[0] is not assignments:
             known = assignments, parts_by_key(assignments)
@@ -445,7 +443,7 @@ class Reuse:
         self._current.written.append(file)
 
     def completed(self, manifest: Manifest) -> Manifest:
-        """The manifest of what was written, with what it refers to. Rank 0 only."""
+        """The manifest of what was written, merged with what it references. Rank 0 only."""
         current, base = self._current, self._base
         if current.referenced and base is not None and base.manifest is not None:
             manifest = replace(manifest, blobs=current.blobs)
@@ -454,7 +452,7 @@ class Reuse:
         return manifest
 
     def committed(self, try_name: str) -> None:
-        """The save is real: the next one is compared with it."""
+        """Note the commit: the next save is compared with this attempt."""
         current = self._current
         kept = self._base.known.files if self._base is not None and current.referenced else ()
         files = [file for one in kept if (file := one.of(current.referenced, current.found.probes)).parts]
@@ -465,14 +463,14 @@ class Reuse:
 
 
 def _by_presence(storage: Storage, files: Sequence[KnownFile]) -> tuple[set[str], list[KnownFile]]:
-    """The leaves whose files are gone or of another length, and the files that are there."""
+    """The leaves whose files are missing or of another length, and the files that exist."""
     there = [file for file in files if storage.stat(file.path) == file.nbytes]
     gone = [file for file in files if file not in there] if len(there) < len(files) else []
     return {part.leaf for file in gone for part in file.parts if part is not None}, there
 
 
 def _tensors(job: SaveJob, plan: SavePlan) -> TensorOf:
-    """What the hosted nodes have, by rank and part; a box only where the plan has it write that box."""
+    """The tensors of the hosted nodes, by rank and part; a box only if the plan writes that box."""
     states = {state.rank: state for state in job.states}
     boxes: dict[int, dict[tuple[str, object], Assignment]] = {}
 

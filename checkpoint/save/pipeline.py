@@ -1,7 +1,7 @@
-"""One save: capture, plan, write, commit, acknowledge. All processes go through it together.
+"""Run one save: capture, plan, write, commit, acknowledge. All processes take part.
 
-Each phase ends with an exchange, so that an error of one process is everybody's error and nothing
-is committed. Only rank 0 touches the log.
+Each phase ends with an exchange, so that an error of one process fails the save on all and nothing is
+committed. Only rank 0 accesses the log.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """What a save works on, in this process."""
+    """Context of a save in this process."""
 
     storage: Storage
     peers: Peers
@@ -73,31 +73,31 @@ class SaveJob:
     position: Position
     facts: Facts
     holding: LeaseInfo
-    """Whose directory this is, and on which branch."""
+    """Job and branch of the directory."""
     commit: Callable[[CommittedPosition], None]
     """Appends the commit record; called on rank 0 only."""
     known: Callable[[CommittedPosition], bool] = lambda entry: True
-    """Whether the log, read anew, may name an entry; asked on rank 0 when its commit failed."""
+    """Reads the log again; whether it may name an entry. Called on rank 0 when its commit failed."""
     make_room: Callable[[], object] = lambda: None
-    """Called on rank 0 before anything is written: returns when what is being deleted is gone."""
+    """Called on rank 0 before anything is written: returns when pending deletions are done."""
     written: Callable[[], None] = lambda: None
-    """Called when the hosted nodes are on the disk; what it raises fails the save of all processes."""
+    """Called when the hosted nodes are on disk; an error fails the save of all processes."""
     reuse: Reuse | None = None
-    """Finds what need not be written again; None writes all."""
+    """Finds unchanged leaves to reference; None writes all."""
     presume: bool = False
-    """What begins as it did may count as unchanged until the shards are written, which `carry_out` checks."""
+    """Treat a tensor as unchanged if its first bytes match; `carry_out` verifies this before the commit."""
     writers: int = WRITERS
     """Threads that write a file."""
     apart: Apart | None = None
-    """Hosts write to directories of their own."""
+    """Set if hosts write to per-host directories."""
 
     @property
     def leads(self) -> bool:
-        """Whether this process makes and gives up directories where it writes."""
+        """Whether this process creates and deletes directories where it writes."""
         return self.peers.rank == (0 if self.apart is None else min(self.apart.ranks))
 
     def of_nodes(self, saved: Mapping[int, NodePlace | None]) -> SaveJob:
-        """The same for some nodes: their places by the rank that they have here, None for the others."""
+        """The same job for some nodes: their places by rank, None for the others."""
         if all(saved.get(place.rank) is not None for place in self.places):
             return self
         states = [replace(one, place=place) for one in self.states if (place := saved[one.rank]) is not None]
@@ -105,7 +105,7 @@ class SaveJob:
         return replace(self, places=places, states=tuple(states))
 
     def with_rank_scope(self, names: set[str]) -> SaveJob:
-        """The same, with these leaves owned by each node; this very job where they are so already."""
+        """The same job with these leaves owned by each node; `self` if they are already."""
         if all(state.scopes.get(name, "rank") == "rank" for state in self.states for name in names):
             return self
         states = tuple(
@@ -119,9 +119,9 @@ class SaveJob:
 
 
 def make_plan(job: SaveJob, exchange: SpecExchange) -> SavePlan:
-    """Compute all owners alone, from the leaves of all nodes; the processes compare only its hash.
+    """Compute the plan on each process, from the leaves of all nodes, and compare its hash.
 
-    The hash that was compared last travels with the leaves, so the same plan needs no further exchange.
+    The hash of the last plan travels with the leaves, so an unchanged plan needs no further exchange.
     """
     try:
         return _planned(job, exchange)
@@ -132,6 +132,7 @@ def make_plan(job: SaveJob, exchange: SpecExchange) -> SavePlan:
 
 
 def _planned(job: SaveJob, exchange: SpecExchange) -> SavePlan:
+    """The plan before its comparison."""
     classes, scopes = exchange.classes(job.peers, job.states, job.places)
     hosts = tuple(place.host_index for place in job.places)
     plan = exchange.plans.plan(classes, scopes, hosts)
@@ -154,7 +155,7 @@ def _planned(job: SaveJob, exchange: SpecExchange) -> SavePlan:
 def save_epoch(
     job: SaveJob, plan: SavePlan, clock: Clock, whole: WholeBytes | None, exchange: SpecExchange
 ) -> NodeStats:
-    """`carry_out`; where leaves that the plan leaves out have changed after all, once more with another."""
+    """Call `carry_out`; repeat it once with a new plan if a leaf assumed unchanged has changed."""
     try:
         with suppress(ChangedAfterAllError):
             return carry_out(job, plan, clock, whole)
@@ -168,10 +169,10 @@ def save_epoch(
 
 
 def carry_out(job: SaveJob, plan: SavePlan, clock: Clock, whole: WholeBytes | None = None) -> NodeStats:
-    """Write, commit and acknowledge; returns where the time went, by node. Only rank 0 knows it.
+    """Write, commit and acknowledge; returns times by node, on rank 0 only.
 
-    `whole` are bytes of replicas that are hashed while the device is busy, and compared before the commit.
-    Raises ChangedAfterAllError on all processes where what was presumed unchanged is not: nothing is
+    `whole` is a full comparison of replicas that is hashed while the device is busy, and compared before the
+    commit. Raises ChangedAfterAllError on all processes if a leaf assumed unchanged has changed; nothing is
     committed then.
     """
     with clock.spent("plan"):
@@ -184,7 +185,7 @@ def carry_out(job: SaveJob, plan: SavePlan, clock: Clock, whole: WholeBytes | No
         if whole is not None:
             whole.compare(job.peers)
     except Exception as error:
-        if is_told(error):  # else somebody may still be writing there
+        if is_told(error):  # else another process may still write there
             discard(job, try_name)
         raise
     begin = time.monotonic()
@@ -201,9 +202,9 @@ def carry_out(job: SaveJob, plan: SavePlan, clock: Clock, whole: WholeBytes | No
 
 
 def _write_stats(job: SaveJob, path: str, stats: NodeStats) -> None:
-    """Timings are no part of the epoch: it is committed already, whatever becomes of them.
+    """Write timings and metrics; an error is only logged, because the epoch is committed already.
 
-    The metrics stand there for lists of epochs whose manifests are large; JSON has no NaN, so it is text.
+    Lists read metrics here if manifests are large. They are texts, because JSON has no NaN.
     """
     metrics = {name: value if isfinite(value) else str(value) for name, value in job.facts.metrics.items()}
     try:
@@ -213,6 +214,8 @@ def _write_stats(job: SaveJob, path: str, stats: NodeStats) -> None:
 
 
 def _make_try(job: SaveJob, plan: SavePlan) -> str:
+    """Create the directory of an attempt; returns its name."""
+
     def make(name: str) -> str:
         job.make_room()
         check_room(job.storage, plan, job.position, None if job.apart is None else job.apart.ranks)
@@ -228,10 +231,10 @@ def _make_try(job: SaveJob, plan: SavePlan) -> str:
 
 
 def _make_others(job: SaveJob, made: str, make: Callable[[str], str]) -> None:
-    """The directories of hosts that do not see rank 0's."""
+    """Create the directories on hosts that do not see rank 0's."""
     others = job.leads and job.peers.rank != 0
     try:
-        together(job.peers, "save: try of each host", lambda: make(made) if others else None)
+        together(job.peers, "save: attempt of each host", lambda: make(made) if others else None)
     except PeerError:
         raise
     except Exception:
@@ -242,7 +245,7 @@ def _make_others(job: SaveJob, made: str, make: Callable[[str], str]) -> None:
 def _write_all(
     job: SaveJob, plan: SavePlan, try_name: str, clock: Clock, whole: WholeBytes | None
 ) -> list[list[Row] | None]:
-    """Every process writes its nodes' shards, syncs them and their directory, and reports to rank 0."""
+    """Write and sync the shards of this process's nodes and their directory, and report to rank 0."""
 
     def store() -> list[Row]:
         rows = [_write_node(job, plan, try_name, state, dict(clock.secs)).row() for state in job.states]
@@ -261,7 +264,7 @@ def _write_all(
 
     def meanwhile() -> None:
         if job.peers.rank == 0 and not plan.is_listed:
-            with suppress(Exception):  # the commit meets it again, and tells
+            with suppress(Exception):  # the commit fails with the same error, and reports it
                 prepare(job, plan)
 
     secs = _patience_secs(plan) + (0.0 if job.reuse is None else job.reuse.patience_secs)
@@ -269,13 +272,14 @@ def _write_all(
 
 
 def _patience_secs(plan: SavePlan) -> float:
-    """How long the slowest node may take: what a very slow disk needs for the largest share."""
+    """Seconds for the slowest node: what a very slow disk needs for the largest share."""
     return patience_secs(plan.largest_share)
 
 
 def _write_node(
     job: SaveJob, plan: SavePlan, try_name: str, state: NodeState, before: dict[str, float]
 ) -> NodeReport:
+    """Write the files of one node."""
     secs = {**before, "hash": 0.0, "write": 0.0, "fsync": 0.0}
     shards: list[ShardRow] = []
     where = try_directory(try_name)
@@ -296,7 +300,7 @@ def _write_node(
 
 
 def _contents(job: SaveJob, plan: SavePlan, state: NodeState, group: str) -> tuple[Entries, dict[str, Any]]:
-    """What a node writes into its file of a group: tensors, and values."""
+    """Tensors and values of a node's file of a group."""
     data: list[torch.Tensor | memoryview] = []
     values: dict[str, Any] = {}
     for assignment in plan.files(state.rank)[group]:
@@ -313,39 +317,41 @@ def _contents(job: SaveJob, plan: SavePlan, state: NodeState, group: str) -> tup
 
 
 def _check_copied(name: str, piece: memoryview, digests: bytes) -> None:
-    """What was copied behind the training must be what was looked at before, as far as that was hashed."""
+    """Raise SaveFailedError if a piece copied in the background differs from its earlier digests."""
     if block_digests(piece[: len(digests) // SIZE * BLOCK]) != digests:
         raise SaveFailedError(
-            f"{name!r} changed while being copied behind the training: call ctx.before_mutation() before "
+            f"{name!r} changed while being copied in the background: call ctx.before_mutation() before "
             "such writes"
         )
 
 
 def _json(leaf: Leaf) -> Any:
+    """The typed form of a value."""
     return leaf.content.json if isinstance(leaf.content, Value) else None
 
 
 def _commit_and_tell(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row]) -> Any:
-    """Commit; returns the entry where other hosts have to know it. Rank 0 only."""
+    """Commit; returns the entry if other hosts need it. Rank 0 only."""
     entry = commit(job, plan, try_name, rows)
     return None if job.apart is None else entry_json(entry)
 
 
 def _times(job: SaveJob, row: Row, more: Mapping[str, float]) -> NodeTimes:
+    """A node's seconds by phase."""
     name = job.places[row[0]].name
     path = f"{job.storage.url}/{name}.{job.position}"
     return NodeTimes(name, path, bytes_in(row), {**secs_in(row), **more})
 
 
 def touch_buffers(storage: Storage, session: Session) -> None:
-    """Make them where a share of the registered tensors is worth direct writes; else a save makes its own."""
+    """Allocate write buffers if the registered tensors are large enough for direct writes."""
     if isinstance(storage, Placed) and sum(_sizes(session)) // len(session.nodes) >= WORTH_IT:
-        with suppress(StorageError):  # a save that finds no memory either says so
+        with suppress(StorageError):  # a save that gets no memory raises by itself
             writer.pool().touch(WRITERS)
 
 
 def _sizes(session: Session) -> Iterator[int]:
-    """Bytes of tensors, of those in containers, and of modules' parameters; nothing else is looked into."""
+    """Bytes of registered tensors, of those in containers, and of modules' parameters."""
     for place in session.local_nodes:
         for name, entry in session.workspace(place.name).entries().items():
             value = entry.value
@@ -358,5 +364,5 @@ def _sizes(session: Session) -> Iterator[int]:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    """None of what no save stores: it says so, and by name."""
+    """Bytes of a tensor; 0 for one that cannot be stored, for which the save raises."""
     return tensor.nbytes if tensor.layout == torch.strided else 0

@@ -1,14 +1,13 @@
-"""Who writes which bytes of an epoch: pure, computed alike by every rank without talking.
+"""Decide which node writes which bytes of an epoch: pure, computed alike by every rank without messages.
 
-Only parameters and optimizer tensors are split between the nodes that replicate them: module buffers
-differ between replicas by design, and values are small. Split leaves form one byte string per replica
-set and group (item size descending, then name), so that a parameter and its optimizer state are spread
-over all replicas. Other replicated leaves are written whole by the first replica, `rank` leaves by
-their node, `host` leaves by the lowest rank of each host that has them. Sharded leaves lie on their mesh,
-whose rule says who stores which box.
+- Parameters and optimizer tensors are split between the nodes that replicate them. They form one byte string
+  per replica set and group (item size descending, then name), so that each is spread over all replicas.
+- Other replicated leaves are written whole by the first replica.
+- `rank` leaves are written by their node, `host` leaves by the lowest rank of each host that has them.
+- Sharded leaves are on a mesh, whose rule decides who stores which box.
 
-Nodes may have different leaves (pipeline stages): a plan is made for node classes, and a replica set is
-every node whose class has an identical leaf.
+Nodes may have different leaves (pipeline stages): a plan is made for node classes, and a replica set is every
+node whose class has an identical leaf.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ Held = tuple["LeafSpec", tuple[int, ...]]
 
 
 def joined(held: Sequence[Held]) -> list[Held]:
-    """Leaves of one name and form that lie on several sub-meshes are replicas: one leaf on one mesh.
+    """Merge replicas of one name and form on several sub-meshes into one leaf on one mesh.
 
     The joined mesh has the sub-meshes, by their first nodes, along a new first dimension. Raises
-    SaveFailedError, naming the leaf, where a node of a mesh does not have it, or sub-meshes overlap.
+    SaveFailedError, naming the leaf, if a node of a mesh lacks it, or sub-meshes overlap.
     """
     distinct = [(id(leaf.sharding), id(nodes)) for leaf, nodes in held]  # many are the same objects
     for leaf, nodes in first_of_each(distinct, held).values():
@@ -71,7 +70,7 @@ def joined(held: Sequence[Held]) -> list[Held]:
 
 
 def _joined_forms(group: Sequence[Held]) -> list[Held]:
-    """Of leaves of one name, those that differ only in the nodes of their mesh are made one."""
+    """Merge leaves of one name that differ only in the nodes of their mesh."""
     found: list[Held] = []
     alike: dict[LeafSpec, list[Held]] = {}
     for leaf, nodes in group:
@@ -84,6 +83,7 @@ def _joined_forms(group: Sequence[Held]) -> list[Held]:
 
 
 def _joined(group: Sequence[Held]) -> Held:
+    """One leaf on the joined mesh."""
     leaf = group[0][0]
     meshes = sorted((leaf.sharding for leaf, _ in group if leaf.sharding), key=lambda mesh: min(mesh.nodes))
     places = tuple(node for mesh in meshes for node in mesh.nodes)
@@ -100,13 +100,13 @@ def _joined(group: Sequence[Held]) -> Held:
 
 
 def check_complete(leaf: LeafSpec, nodes: Sequence[int]) -> None:
-    """Raises SaveFailedError, naming the leaf, where a node of its mesh is not one that has it."""
+    """Raise SaveFailedError, naming the leaf, if a node of its mesh lacks it."""
     mesh = leaf.sharding
     if mesh is not None and (absent := sorted(set(mesh.nodes) - set(nodes))):
         raise SaveFailedError(
             f"{leaf.name!r} is sharded over ranks {list(mesh.nodes)}, but rank "
-            f"{', '.join(map(str, absent))} has no such leaf, or has it placed otherwise: build it with the "
-            "same device mesh and placements on all ranks of the mesh"
+            f"{', '.join(map(str, absent))} lacks it or has other placements: build it with the same "
+            "device mesh and placements on all ranks of the mesh"
         )
 
 
@@ -118,9 +118,9 @@ SPLIT_ROLES = ("parameter", "optimizer")
 class PlanInputs:
     """Everything that decides a plan.
 
-    `scopes` gives the scope of leaves by name (`replicated` where it says nothing), `hosts` the host
-    number of every node. Leaves in `referenced` are unchanged since an earlier try, which keeps them:
-    nobody writes them and they are no rows of the plan.
+    `scopes` is the scope of leaves by name (default `replicated`), `hosts` the host number of every node.
+    Leaves in `referenced` are unchanged since an earlier attempt, which keeps them: they are not written and
+    have no rows.
     """
 
     classes: tuple[NodeClass, ...]
@@ -149,7 +149,7 @@ def plan_classes(
 
 
 def unusual(scopes: Mapping[str, str]) -> dict[str, str]:
-    """Scopes by name but `replicated`, which is what no scope means."""
+    """Scopes by name, without the default `replicated`."""
     return {name: scope for name, scope in scopes.items() if scope != "replicated"}
 
 
@@ -171,6 +171,7 @@ def plan_hash(question: PlanInputs) -> str:
 
 
 def _make(question: PlanInputs, key: str) -> SavePlan:
+    """Compute a plan."""
     held = _holders(question.classes, question.referenced)
     rows = tuple(leaf for leaf, _ in held)
     layouts = _Layouts()
@@ -223,10 +224,9 @@ def _holders(
 
 
 def shared_unlike(classes: Sequence[NodeClass]) -> dict[str, str]:
-    """Leaves that some nodes share with the leaf of the second name, and others keep apart from it.
+    """Leaves that are aliases of the leaf of the second name on some nodes, and separate on others.
 
-    Of those a plan says of no node that they are shared; of others it says it of all, as loads look whether
-    both are there.
+    The plan treats these as separate on all nodes, because loads check that both exist.
     """
     shared = {leaf.name: leaf.same_as for one in classes for leaf in one.leaves if leaf.same_as is not None}
     found: dict[str, str] = {}
@@ -238,10 +238,12 @@ def shared_unlike(classes: Sequence[NodeClass]) -> dict[str, str]:
 
 
 def _splits(leaf: LeafSpec) -> bool:
+    """Whether a leaf is split between its replicas."""
     return leaf.kind == "tensor" and leaf.role.value in SPLIT_ROLES and leaf.alias_of is None
 
 
 def _unsplit_layout(scope: str, nodes: tuple[int, ...], hosts: Sequence[int] | None) -> Layout:
+    """Layout of a leaf that is not split."""
     if scope == "host":
         lowest: dict[int, int] = {}
         for node in nodes:
@@ -251,6 +253,7 @@ def _unsplit_layout(scope: str, nodes: tuple[int, ...], hosts: Sequence[int] | N
 
 
 def _split_layout(nodes: tuple[int, ...], members: list[int], rows: Sequence[LeafSpec], cut: int) -> Split:
+    """Layout of leaves that are split together."""
     widths = {row: item_bytes(rows[row]) for row in members}  # in the order of their names
     order = sorted(members, key=widths.__getitem__, reverse=True)
     cuts = cuts_between([rows[row].nbytes for row in order], [widths[row] for row in order], len(nodes), cut)
@@ -258,7 +261,7 @@ def _split_layout(nodes: tuple[int, ...], members: list[int], rows: Sequence[Lea
 
 
 class _Layouts:
-    """Numbers layouts, an equal one once. Many leaves have the same object, which is then not compared."""
+    """Numbers layouts, equal ones once. Identical objects, which are frequent, are not compared."""
 
     def __init__(self) -> None:
         self.found: list[Layout] = []
@@ -287,9 +290,9 @@ def with_references(
 ) -> Manifest:
     """The manifest with the leaves `names` as `earlier` has them, planned with `referenced=names`.
 
-    Whole leaves are referenced, wherever their bytes are (in tries, too, that `earlier` itself refers
-    to), with the shard rows that hold them. An alias needs its target among the names or in the
-    manifest. `for_all`: what all nodes of `earlier` share, all nodes of the new manifest have.
+    Whole leaves are referenced, also those that `earlier` itself references, with the shard rows that hold
+    them. An alias needs its target among the names or in the manifest. `for_all`: leaves that all nodes of
+    `earlier` share belong to all nodes of the new manifest.
     """
     rows = sorted(row for name in names for row in earlier.rows[name])
     merging = _Merging(manifest, earlier, rows, for_all=for_all)
@@ -297,9 +300,9 @@ def with_references(
 
 
 def restricted(split: Split, nodes: tuple[int, ...], rows: Mapping[int, int]) -> Split:
-    """A split of the rows that are keys of `rows`, under the numbers that `rows` and `nodes` give.
+    """A split reduced to the rows that are keys of `rows`, with the numbers that `rows` and `nodes` give.
 
-    A cut inside a leaf that is left out moves to the next leaf that is kept.
+    A cut inside a removed leaf moves to the next leaf that is kept.
     """
     kept = [item for item, row in enumerate(split.items) if row in rows]
     before = {item: index for index, item in enumerate(kept)}
@@ -310,7 +313,7 @@ def restricted(split: Split, nodes: tuple[int, ...], rows: Mapping[int, int]) ->
 
 
 class _Merging:
-    """Brings rows of an earlier manifest under the numbers of a new one."""
+    """Renumbers rows of an earlier manifest for a new one."""
 
     def __init__(self, manifest: Manifest, earlier: Manifest, rows: list[int], *, for_all: bool) -> None:
         self.for_all = for_all
@@ -323,6 +326,7 @@ class _Merging:
         self.layouts = {old: len(manifest.layouts) + index for index, old in enumerate(layouts)}
 
     def merged(self) -> Manifest:
+        """The merged manifest."""
         leaves = [self._leaf(self.old.leaves[row]) for row in self.rows]
         layouts = [self._layout(self.old.layouts[number]) for number in self.layouts]
         shards = [
@@ -345,9 +349,11 @@ class _Merging:
         )
 
     def _leaf(self, leaf: LeafRow) -> LeafRow:
+        """A renumbered leaf."""
         return leaf._replace(source=self._try(leaf.source), layout=self.layouts[leaf.layout])
 
     def _layout(self, layout: Layout) -> Layout:
+        """A renumbered layout."""
         nodes = tuple(self._node(node) for node in layout.nodes)
         if isinstance(layout, PerNode):
             return PerNode(nodes)
@@ -360,12 +366,13 @@ class _Merging:
         return Split(nodes + more, split.items, split.cuts + split.cuts[-1:] * len(more))
 
     def _newcomers(self, layout: Layout, nodes: tuple[int, ...]) -> tuple[int, ...]:
-        """The new nodes that have what all had before; they hold no bytes of it."""
+        """New nodes that share what all had before; they hold no bytes of it."""
         if not self.for_all or not set(range(len(self.old.world.nodes))) <= set(layout.nodes):
             return ()
         return tuple(node for node in range(len(self.new.world.nodes)) if node not in nodes)
 
     def _needed(self) -> Iterator[ShardRow]:
+        """The renumbered files that hold the leaves."""
         holders: dict[tuple[int, int, str], None] = {}
         seen: set[tuple[object, ...]] = set()
         for row in self.rows:
@@ -386,11 +393,14 @@ class _Merging:
             yield from self.old.files[holder]
 
     def _try(self, number: int) -> int:
+        """The new number of an attempt."""
         return self.tries.setdefault(self.old.tries[number], len(self.tries))
 
     def _node(self, number: int) -> int:
+        """The new number of a node."""
         return self.nodes.setdefault(self.old.world.names[number], len(self.nodes))
 
 
 def _numbering(names: tuple[str, ...]) -> dict[str, int]:
+    """Numbers by name."""
     return {name: number for number, name in enumerate(names)}

@@ -1,14 +1,12 @@
-"""Comparison of replicas: which leaves, when, by samples or whole, and what follows from a difference.
+"""Compare replicas: which leaves, when, by samples or fully, and the result of a difference.
 
-    parameters, optimizer tensors     whole at the first save of a process and every `every` epochs, samples
-                                      between; a difference fails the save
-    module buffers that DDP broadcasts     never: they differ by design
-    other replicated tensors and values    at every save; a difference makes a leaf `rank` for good,
-    (of aliases whose they are)            or fails the save where `replicated` was forced
-    `rank` and `host` leaves               never
+| leaves | compared | a difference | |---|---|---| | parameters, optimizer tensors | fully at a process's
+first save and every `every` epochs, else samples | fails the save | | module buffers that DDP broadcasts |
+never | is expected | | other replicated tensors, values, owners of aliases | at every save | demotes to
+`rank`, or fails if forced | | `rank` and `host` leaves | never | is expected |
 
-Digests are xxh3-128 of the stored bytes. Little is exchanged: a combined digest per node and mesh, and
-details only where these differ.
+Digests are xxh3-128 of the stored bytes. A combined digest per node and mesh is exchanged, and details only
+where these differ.
 """
 
 from __future__ import annotations
@@ -38,14 +36,14 @@ if TYPE_CHECKING:
 
 
 WHOLE_EVERY = 10
-"""Epochs between comparisons of all bytes of parameters and optimizer state, unless said otherwise."""
+"""Default number of epochs between full comparisons of parameters and optimizer state."""
 SAMPLE_BYTES = 64 << 10
 SAMPLES = 4
-"""A sampled tensor is compared in this many stretches, the first and the last bytes among them."""
+"""Number of stretches of a sampled tensor, the first and the last bytes among them."""
 _SAME_BY_CONSTRUCTION = ("parameter", "optimizer")
 
 ByLeaf = Mapping[str, str]
-"""Leaf name to digest (hex)."""
+"""Digest (hex) by leaf name."""
 
 
 class Mode(Enum):
@@ -57,10 +55,10 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class ReplicaVerdict:
-    """What a comparison found.
+    """Result of a comparison.
 
-    `demote` are leaves that become `rank` for good; `failures` says per leaf which nodes have other
-    bytes than most, and any of them fails the save. `due`: some process wants all bytes compared.
+    `demote` are leaves that become `rank` for good. `failures` lists, per leaf, the nodes whose bytes differ
+    from most; any of them fails the save. `due`: some process requests a full comparison.
     """
 
     demote: frozenset[str] = frozenset()
@@ -69,26 +67,26 @@ class ReplicaVerdict:
 
 
 def mode_at(epoch: int, *, first: bool, every: int = WHOLE_EVERY) -> Mode:
-    """Whole at the first save of a process (so also after a restart) and every `every` epochs."""
+    """Full at the first save of a process (so also after a restart) and every `every` epochs."""
     return Mode.WHOLE if first or epoch % every == 0 else Mode.SAMPLES
 
 
 def is_compared(leaf: Leaf | LeafSpec, scope: str, broadcast: Collection[str] = ()) -> bool:
-    """Whether a leaf is compared at all; `broadcast` names the buffers that DDP keeps alike itself.
+    """Whether a leaf is compared at all; `broadcast` names the buffers that DDP broadcasts.
 
-    Of an alias it is whose alias it is: other nodes may have a tensor of its own there.
+    Of an alias its target's name is compared: other nodes may have a separate tensor there.
     """
     told = leaf.alias_of is None or leaf.role.value not in _SAME_BY_CONSTRUCTION
     return scope == "replicated" and told and leaf.name not in broadcast
 
 
 def fails_when_different(leaf: Leaf | LeafSpec, forced: Collection[str] = ()) -> bool:
-    """Whether a difference fails the save: parameters, optimizer state, forced leaves (or their blob)."""
+    """Whether a difference fails the save: parameters, optimizer state, forced leaves or blobs."""
     return leaf.role.value in _SAME_BY_CONSTRUCTION or leaf.name in forced or leaf.blob in forced
 
 
 def digests_of(leaves: Iterable[Leaf], mode: Mode) -> dict[str, str]:
-    """The digests of leaves that are to be compared; `mode` concerns parameters and optimizer tensors."""
+    """Digests of leaves that are to be compared; `mode` concerns parameters and optimizer tensors."""
     return {leaf.name: _digest(leaf, mode) for leaf in leaves}
 
 
@@ -110,7 +108,7 @@ def verdict(digests_by_node: Mapping[int, ByLeaf], forced_replicated: Collection
 
 @dataclass(frozen=True)
 class Lone:
-    """Leaves of a node of which it knows no other holder; hashed only if another node has the same names."""
+    """Leaves with no other known holder; hashed only if another node has the same names."""
 
     names: tuple[str, ...]
     digest: Callable[[Mode], ByLeaf]
@@ -128,12 +126,12 @@ def compare_replicas(
 ) -> ReplicaVerdict:
     """Compare the nodes of all processes; every process gets the same verdict.
 
-    `due`: this process wants all bytes compared, which it tells the others; lone leaves then are.
+    `digest` makes the digests of the nodes that this process hosts, in groups: first leaves that any node may
+    have, then parts of meshes; groups with the same names are the same parts. An error in it raises on all.
+    `due`: this process requests a full comparison; lone leaves are then compared.
 
-    `digest` makes the digests of the nodes that this process hosts, in groups: first what any node may
-    have too, then parts of meshes, a group of the same names being the same parts. Where it raises, all
-    raise. A group travels as two digests, of its names and its content; details follow only for groups
-    that show a difference, and one per leaf set where nodes have different leaves in their first group.
+    A group is sent as two digests, of its names and its content. Details follow only for groups with a
+    difference, and one per leaf set if nodes have different leaves in their first group.
     """
     hosted: dict[int, list[ByLeaf]] = {}
     alone = lone or {}
@@ -169,7 +167,7 @@ def compare_replicas(
     ]  # fmt: skip
     answers = peers.exchange(f"{topic}, in detail", details, deadline_secs=deadline_secs)
     by_node = {node: digests for answer in answers for node, digests in answer}
-    # What any process forces is forced for all: nodes with different leaves know only their own.
+    # Forced by any process counts for all: nodes with different leaves know only their own.
     forced = peers.exchange(f"{topic}, forced", sorted(forced_replicated), deadline_secs=deadline_secs)
     found = verdict(by_node, frozenset(name for answer in forced for name in answer))
     return replace(found, due=wanted)
@@ -206,7 +204,7 @@ def _twins(
 def _asked(groups: Sequence[_Group]) -> frozenset[tuple[int, int]]:
     """The groups whose details are needed: all of one name set with a difference.
 
-    Of first groups with different leaf sets also one per leaf set, for the leaves that these share.
+    For first groups with different leaf sets also one per set, for the leaves that these share.
     """
     alike: dict[tuple[bool, str], list[_Group]] = {}
     for one in groups:
@@ -231,16 +229,19 @@ def _combined(digests: ByLeaf) -> list[str]:
 
 
 def _named(names: Iterable[str]) -> str:
+    """Digest of names."""
     return _hash(canonical_json.dumps(sorted(names)))
 
 
 def _odd_ones(nodes: Mapping[int, str]) -> tuple[int, ...]:
+    """Nodes that differ from the majority."""
     counts = Counter(nodes.values())
     usual = max(counts, key=lambda digest: (counts[digest], digest == nodes[min(nodes)]))
     return tuple(node for node, digest in nodes.items() if digest != usual)
 
 
 def _digest(leaf: Leaf, mode: Mode) -> str:
+    """Digest of one leaf."""
     tensor = leaf.content
     if isinstance(tensor, Value):
         return _hash(canonical_json.dumps(tensor.json))
@@ -254,7 +255,7 @@ def _digest(leaf: Leaf, mode: Mode) -> str:
 
 
 def _samples(tensor: torch.Tensor, name: str) -> list[memoryview]:
-    """Evenly spread stretches, so that only they leave the device."""
+    """Evenly spread stretches; only these leave the device."""
     width, size = tensor.element_size(), tensor.numel()
     count = max(1, SAMPLE_BYTES // SAMPLES // width)
     if size <= count * SAMPLES:
@@ -268,32 +269,33 @@ def _samples(tensor: torch.Tensor, name: str) -> list[memoryview]:
 
 
 def _hash(data: bytes) -> str:
+    """Digest of bytes."""
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
 def checked_every(epochs: int | None) -> int:
-    """The epochs between comparisons of all bytes; raises UsageError."""
+    """Epochs between full comparisons, checked; raises UsageError."""
     if epochs is None:
         return WHOLE_EVERY
     if type(epochs) is int and epochs >= 1:
         return epochs
-    raise UsageError(f"compare_every is {epochs!r:.80}; it is a whole number of epochs from 1")
+    raise UsageError(f"invalid compare_every={epochs!r:.80}: expected a whole number of epochs from 1")
 
 
 @dataclass(frozen=True)
 class MeshParts:
-    """A node's parts of leaves on meshes of one sort; `lone` where no other place of its mesh holds them."""
+    """A node's parts of leaves on meshes of one sort; `lone` if no other place of its mesh holds them."""
 
     leaves: tuple[Leaf, ...]
     lone: bool
 
 
 class WholeBytes:
-    """All bytes of the replicas' parameters and optimizer state, which are compared before the commit.
+    """A full comparison of replicated parameters and optimizer state, made before the commit.
 
-    They are hashed while the shards are written. Of a save behind the training, before that: what may be
-    written before the gate opens at the boundary, the rest before it opens. `groups` are, by node, leaves
-    that are compared together; `compared` hears whether all were alike.
+    They are hashed while the shards are written. In an asynchronous save, unguarded leaves are hashed before
+    the call returns, the others before the gate opens. `groups` are, by node, leaves that are compared
+    together; `compared` is called with whether all were equal.
     """
 
     def __init__(
@@ -312,7 +314,7 @@ class WholeBytes:
         self._compared = compared
 
     def hash_but(self, guarded: Mapping[int, Collection[int]]) -> None:
-        """Hash what does not lie at one of these addresses, by node."""
+        """Hash leaves that are not at one of these addresses, by node."""
         for node, groups in self._left.items():
             later = guarded.get(node, ())
             for group, digests in zip(groups, self._digests[node], strict=True):
@@ -320,14 +322,14 @@ class WholeBytes:
                     _hash_one(leaf.name, group, digests)
 
     def hash_rest(self) -> None:
-        """Hash what is left, and let go of it."""
+        """Hash the remaining leaves, and release them."""
         for hash_one in self.each_left():
             hash_one()
 
     def each_left(self) -> Iterator[Callable[[], None]]:
-        """What `hash_rest` does, leaf by leaf; each may be called by another thread, and is left if it fails.
+        """The steps of `hash_rest`, one per leaf; any thread may call them, and a failed one stays pending.
 
-        Samples of every leaf were copied before by who saves, behind whatever was queued on its device.
+        The save has copied samples of every leaf before, after pending work on its device.
         """
         for node, groups in self._left.items():
             for group, digests in zip(groups, self._digests[node], strict=True):
@@ -335,12 +337,12 @@ class WholeBytes:
                     yield partial(_hash_one, name, group, digests)
 
     def compare(self, peers: Peers, failed: Exception | None = None) -> None:
-        """Raise SaveFailedError, naming leaves and nodes, on all processes alike; `failed` is told to all."""
+        """Raise SaveFailedError, naming leaves and nodes, on all processes; reports `failed` to all."""
 
         def hashed() -> Mapping[int, Sequence[Mapping[str, str]]]:
             if failed is not None:
                 raise failed
-            self.hash_rest()  # nothing is, unless an error came between
+            self.hash_rest()  # nothing is, unless an error occurred before
             return self._digests
 
         verdict = compare_replicas(peers, "save: all bytes of replicas", hashed, self._names)
@@ -350,11 +352,13 @@ class WholeBytes:
 
 
 def _hash_one(name: str, left: dict[str, Leaf], digests: dict[str, str]) -> None:
+    """Hash one leaf."""
     digests.update(digests_of([left[name]], Mode.WHOLE))
     del left[name]
 
 
 def _address(leaf: Leaf) -> int:
+    """Address of a leaf's memory."""
     return 0 if isinstance(leaf.content, Value) else leaf.content.data_ptr()
 
 
@@ -376,9 +380,9 @@ def shared_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: in
 
 
 def lone_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int) -> list[MeshParts]:
-    """A node's parts that no other place of its mesh holds, named by their place, a group per blob and mesh.
+    """A node's parts that no other place of its mesh holds, a group per blob and mesh.
 
-    The same leaf may lie on other sub-meshes of the same form: then its parts there have these names.
+    They are named by their place, because the same leaf may be on other sub-meshes of the same form.
     """
     found: dict[object, list[Leaf]] = {}
     for spec, mesh in _placed(specs, node):
@@ -390,12 +394,14 @@ def lone_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int)
 
 
 def _placed(specs: Sequence[LeafSpec], node: int) -> Iterator[tuple[LeafSpec, Mesh]]:
+    """Sharded leaves with their mesh."""
     for spec in specs:
         if spec.sharding is not None and spec.alias_of is None and node in spec.sharding.place:
             yield spec, spec.sharding
 
 
 def _part(leaf: Leaf, name: str) -> Leaf:
+    """A leaf of a node's part."""
     if isinstance(leaf.content, Value):
         return leaf
     return replace(leaf, name=name, content=local_of(leaf.content))
@@ -404,14 +410,13 @@ def _part(leaf: Leaf, name: str) -> Leaf:
 def told_of_differences(
     position: Position, names: Mapping[int, str], failures: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """The message of a failed save."""
+    """The message of a save that fails because replicas differ."""
     parts = [
         f"{leaf} differs on {', '.join(names[node] for node in nodes)}" for leaf, nodes in failures.items()
     ]
     more = f" and {len(parts) - 5} more" if len(parts) > 5 else ""
     return (
-        f"epoch {position}: replicas are not alike: {'; '.join(parts[:5])}{more}. "
-        "Parameters and optimizer state must be the same on all ranks (wrap the module with "
-        "torchrelay.data_parallel, build it after torchrelay.seed); register what may "
-        "differ with scope='rank'"
+        f"epoch {position}: replicas differ: {'; '.join(parts[:5])}{more}. Parameters and optimizer "
+        "state must be the same on all ranks (wrap the module with torchrelay.data_parallel, build it "
+        "after torchrelay.seed); register what may differ with scope='rank'"
     )

@@ -1,11 +1,10 @@
-"""One save's copies: early ones made at once, late ones in the background, compared before they count.
+"""Copy the pieces of one save: early ones at once, late ones in the background, verified afterwards.
 
-On the CPU a late copy is a plain move of bytes that holds no interpreter lock. On CUDA
-copies run on a stream of their own, which waits for the compute that was queued before; at the gate,
-compute waits for their event.
+On the CPU a late copy is a move of bytes that does not hold the GIL. On CUDA copies run on a separate stream,
+which waits for the compute queued before; at the gate, compute waits for their event.
 
-Module buffers change in forward, averages and counters whenever the program likes; parameters and
-state tensors of stock optimizers change in `step` alone, and before that stands the gate.
+Late copies need tensors that only change in `step`, which waits at the gate: parameters and state of stock
+optimizers. Module buffers change in `forward`, and other tensors at any time.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Copier:
             target.tensor.copy_(torch.frombuffer(view, dtype=torch.uint8))
 
     def begin(self, devices: Collection[torch.device]) -> None:
-        """Mark the moment of the boundary in the compute streams, in the thread that computes."""
+        """Record the moment of the save in the compute streams, in the thread that computes."""
         for device in devices:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
@@ -70,9 +69,9 @@ class Copier:
             self._current = torch.cuda.current_device()
 
     def enter_thread(self) -> None:
-        """Let the calling thread compute where the one of `begin` does.
+        """Set the calling thread to the devices of the thread of `begin`.
 
-        A new thread begins at device 0, where every rank of a host would take memory for nothing.
+        A new thread begins at device 0, where every rank of a host would allocate memory for nothing.
         """
         if self._current is not None:
             torch.cuda.set_device(self._current)
@@ -86,11 +85,11 @@ class Copier:
             target.tensor.copy_(source.detach().reshape(-1).view(torch.uint8), non_blocking=True)
 
     def aside(self, source: torch.Tensor) -> AbstractContextManager[Any]:
-        """Where to look at a source: not behind what the training has queued."""
+        """Context in which to read a source without waiting for compute queued later."""
         return nullcontext() if source.is_cpu else torch.cuda.stream(self._stream(source.device))
 
     def end(self) -> None:
-        """Wait until the late copies are complete, those before one that failed too."""
+        """Wait until the late copies are complete, also after one has failed."""
         for device, stream in self._streams.items():
             event = torch.cuda.Event()
             event.record(stream)
@@ -98,11 +97,12 @@ class Copier:
             event.synchronize()
 
     def let_compute_wait(self) -> None:
-        """Let what the calling thread computes next wait for the copies."""
+        """Make the next compute of the calling thread wait for the copies."""
         for device, event in self._done:
             torch.cuda.current_stream(device).wait_event(event)
 
     def _stream(self, device: torch.device) -> Any:
+        """The copy stream of a device."""
         if device not in self._streams:
             stream = torch.cuda.Stream(device)
             if device in self._ready:
@@ -119,7 +119,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 Find = Callable[[], Any]
-"""Finds the tensor again, as its owner holds it now: of a sharded one the local part."""
+"""Finds the owner's current tensor: of a sharded one the local part."""
 
 
 def late_leaves(
@@ -127,14 +127,16 @@ def late_leaves(
 ) -> dict[str, Find]:
     """The leaves of a node that only registered stock optimizers write, and how to find each again.
 
-    `names` are those of the parameters by id, where they are known; of the optimizers' state only tensors
-    of more bytes than `above_bytes` are looked at.
+    `names` are those of the parameters by id, if known. Optimizer state counts from more than `above_bytes`
+    bytes.
 
-    Left out is what is written elsewhere than in a step that passes the hooks of `torch.optim`:
-    parameters that step inside of backward or in CUDA graphs (`capturable`), inference tensors,
-    subclasses of Tensor other than DTensor, parameters of scripted modules, whose `load_state_dict` takes no
-    gate, weights that a forward pass normalises (`max_norm` of embeddings), and all parameters that an
-    unknown optimizer holds too.
+    Left out is what is written elsewhere than in a step with the hooks of `torch.optim`:
+
+    - parameters that step inside of backward or in CUDA graphs (`capturable`)
+    - inference tensors, and subclasses of Tensor other than DTensor
+    - parameters of scripted modules, whose `load_state_dict` takes no gate
+    - weights that a forward pass normalises (`max_norm` of embeddings)
+    - parameters that an unknown optimizer holds too
     """
     optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
     names = names or parameter_names(objects)
@@ -158,7 +160,7 @@ def late_leaves(
 
 
 def _ungated(objects: Mapping[str, Any]) -> set[int]:
-    """The parameters, by id, that a module writes without a gate: in `load_state_dict` or in `forward`."""
+    """Parameters, by id, that a module writes without a gate: in `load_state_dict` or in `forward`."""
     modules = (value for value in objects.values() if isinstance(value, nn.Module))
     parts = [part for module in modules for part in parts_of(module)]
     found = {id(one) for part in parts if not takes_gate(part) for one in part.parameters()}
@@ -170,7 +172,7 @@ _NORMALISING = (nn.Embedding, nn.EmbeddingBag)
 
 
 def waits_at_the_gate(optimizer: Optimizer) -> bool:
-    """Whether every step of this optimizer passes the pre-step hooks, and nothing else of it writes."""
+    """Whether every step of this optimizer runs the pre-step hooks, and nothing else of it writes."""
     stock = type(optimizer).__module__.startswith("torch.optim.")
     graphs = any(group.get("capturable") for group in optimizer.param_groups)
     hooked = getattr(type(optimizer).step, "hooked", False)
@@ -179,23 +181,25 @@ def waits_at_the_gate(optimizer: Optimizer) -> bool:
 
 
 def _settled(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor, of a sharded one its local part, is its content in order."""
+    """Whether the memory of a tensor, or the local part of a sharded one, is its content in order."""
     memory = _memory_of(tensor)
     return is_plain(memory) and not memory.is_inference()
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or the local part of a sharded one."""
     return memory_of_shard(tensor) if is_sharded(tensor) else tensor
 
 
 def _state_of(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Any:
+    """The current state tensor of a parameter."""
     found = optimizer.state.get(parameter, {}).get(key)
     return _memory_of(found) if isinstance(found, torch.Tensor) else found
 
 
 @dataclass(frozen=True)
 class StagedState(NodeState):
-    """A node whose pieces lie in staging memory, from where they are written."""
+    """A node whose pieces are in staging memory and are written from there."""
 
     staged: Mapping[str, memoryview] = field(default_factory=dict)
     """By the key under which a shard holds the piece."""
@@ -208,15 +212,15 @@ class StagedState(NodeState):
 
 @dataclass(frozen=True, eq=False)
 class LatePiece:
-    """A piece on its way: what it is copied from and to, and what it was at the boundary.
+    """A late copy: source, target, and what the source was at the moment of the save.
 
-    `address` and `nbytes` are those of the whole tensor that `find` finds. `versions` are torch's counts of
-    writes into the source and into the leaf: they see every operation of torch on the tensor (one on a
-    DTensor is not counted in its local part), but neither fused optimizers (which wait at the gate), nor
-    writes through `.data` or numpy; for these there is the digest.
+    `address` and `nbytes` are those of the whole tensor that `find` finds. `versions` are torch's version
+    counters of the source and the leaf. They count every operation of torch on the tensor, except one on a
+    DTensor in its local part, fused optimizers (which wait at the gate), and writes through `.data` or numpy.
+    The digest covers these.
 
-    An owner may hold other memory for a while and the first again (weights swapped for an evaluation):
-    `source` keeps what it held at the boundary, which lies at `begin` as long as nobody resizes it.
+    An owner may swap its memory and swap it back (weights for an evaluation): `source` keeps the memory of
+    the save, which stays at `begin` unless it is resized.
     """
 
     name: str
@@ -233,23 +237,23 @@ class LatePiece:
 
     @property
     def gone(self) -> bool:
-        """Whether the memory of the boundary is no longer there to be copied."""
+        """Whether the memory of the save no longer exists to be copied."""
         return self.source.data_ptr() != self.begin
 
     @property
     def moved(self) -> bool:
-        """Whether the owner holds other memory than at the boundary."""
+        """Whether the owner now holds other memory."""
         now = self.find()
         same = isinstance(now, torch.Tensor) and now.data_ptr() == self.address
         return not same or now.nbytes != self.nbytes
 
     @property
     def counted(self) -> bool:
-        """Whether an operation of torch has written there since the boundary."""
+        """Whether an operation of torch has written there since the save began."""
         return _versions(self.leaf, self.source) != self.versions
 
     def changed(self, verify: Verify) -> bool:
-        """Whether the source is another tensor than at the boundary, or was written."""
+        """Whether the source was replaced or written since the save began."""
         return self.moved or self.counted or digest(self.source, verify) != self.digest
 
 
@@ -268,15 +272,15 @@ class StagedCopies:
         self._passed = False
 
     def close_gate(self) -> None:
-        """From now on, whoever is going to write waits. At the boundary, last."""
+        """Make writers wait from now on; the last step of the synchronous part."""
         self.copier.begin({piece.source.device for piece in self.late if piece.source.is_cuda})
         gate.close(self)
 
     def copy(self, also: Callable[[], None] = lambda: None) -> None:
-        """Make the late copies, do what else must be done before the gate opens, and compare the sources.
+        """Make the late copies, run `also` before the gate opens, and compare the sources.
 
-        Whoever waits there goes on after that, also when this raises. What is written between the comparison
-        and the gate no longer reaches the copies.
+        Waiting threads continue afterwards, also when this raises. Writes after the comparison do not reach
+        the copies.
         """
         try:
             self.copier.enter_thread()
@@ -287,9 +291,9 @@ class StagedCopies:
                     else:
                         self.copier.copy_late(piece.target, piece.source)
             finally:
-                self.copier.end()  # what a device still sends would reach the block of the next save
+                self.copier.end()  # a transfer in flight would reach the block of the next save
             also()
-            self.compare()  # last: it names who wrote while that was done, too
+            self.compare()  # last: it also finds writes during that work
         except BaseException as error:
             self.failure = error
             raise
@@ -297,7 +301,7 @@ class StagedCopies:
             self._copied.set()
 
     def compare(self) -> None:
-        """Find the sources that are not what they were at the boundary."""
+        """Find the sources that changed since the save began."""
         found = []
         for piece in self.late:
             with self.copier.aside(piece.source):
@@ -306,10 +310,10 @@ class StagedCopies:
         self.changed = tuple(found)
 
     def pass_gate(self) -> None:
-        """Wait for the copies, whose sources were compared by then. By any thread, more than once.
+        """Wait for the copies, whose sources were compared by then. Any thread, any number of times.
 
-        An operation is counted when it ends. One that was writing while the sources were compared is
-        therefore looked for once more here, before whoever waits begins to write.
+        An operation is counted when it ends. One in flight during the comparison is therefore checked once
+        more here, before a waiting thread begins to write.
         """
         with self._passing:
             if self._passed:
@@ -330,20 +334,20 @@ class StagedCopies:
             names = ", ".join(repr(piece.name) for piece in self.changed[:8])
             more = f" and {len(self.changed) - 8} more" if len(self.changed) > 8 else ""
             raise SaveFailedError(
-                f"{names}{more} changed while being copied behind the training: something else than a "
-                "registered optimizer wrote there. Call ctx.before_mutation() before such writes; from now "
-                "on these blobs are copied before the training goes on"
+                f"{names}{more} changed while being copied in the background: something other than a "
+                "registered optimizer wrote to them. Call ctx.before_mutation() before such writes; "
+                "these blobs are copied synchronously from now on"
             )
 
     def forget(self) -> None:
-        """Let go of what was copied; the save has ended."""
+        """Release the copies; the save has ended."""
         with self._passing:
             if self._passed:
                 self.late = []
                 self._skipped.clear()
 
     def release(self) -> None:
-        """Nobody waits for these copies any more, whatever became of them: perhaps they were never begun."""
+        """Open the gate, after any outcome, also if the copies were never begun."""
         gate.open_for(self)
         self._copied.set()
 
@@ -358,7 +362,7 @@ def stage(
     """Copy what must be copied now, and prepare the late copies; leaves of `blocking` blobs are early.
 
     `pieces` are those of the states, in their order; the block has room for them. Raises BlobError for
-    what cannot be stored.
+    tensors that cannot be stored.
     """
     copies = StagedCopies(verify)
     staged = []
@@ -375,13 +379,14 @@ def stage(
 def _stage_one(
     copies: StagedCopies, state: NodeState, piece: StagedPiece, target: StagingSlot, find: Find | None
 ) -> None:
+    """Copy or prepare one piece."""
     one = piece.assignment
     name = one.leaf.name
     leaf = state.leaves[name].content
     source = leaf if piece.entire else state.piece(one)
     if not isinstance(leaf, torch.Tensor) or not isinstance(source, torch.Tensor):
         raise TypeError(f"{name} is staged already")
-    if find is None or not source.is_contiguous():  # boxes of a strided shard do not lie in order
+    if find is None or not source.is_contiguous():  # boxes of a strided shard are not in order
         copies.copier.copy_now(target, source, name)
         return
     owner = find()
@@ -396,17 +401,19 @@ def _stage_one(
 
 
 def _versions(leaf: torch.Tensor, source: torch.Tensor) -> tuple[int, int]:
+    """Version counters of a leaf and its source."""
     return leaf._version, source._version
 
 
 def guarded_addresses(state: NodeState, blocking: Collection[str]) -> frozenset[int]:
-    """Where the leaves of a node lie that nobody may write before the gate opens, owned by it or not."""
+    """Addresses of the leaves of a node that must not be written before the gate opens."""
     late = late_leaves(state.objects, state.names)
     leaves = (state.leaves[name] for name in late if name in state.leaves)
     return frozenset(late[leaf.name]().data_ptr() for leaf in leaves if leaf.blob not in blocking)
 
 
 def _staged(state: NodeState, views: Mapping[str, memoryview]) -> StagedState:
+    """The state with its staged pieces."""
     return StagedState(
         state.place, state.leaves, state.specs, state.scopes, state.objects, state.names, views
     )

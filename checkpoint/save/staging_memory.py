@@ -1,4 +1,4 @@
-"""Staging memory: allocated once, its pages touched, its size estimated."""
+"""Allocate staging memory once, with its pages touched, and estimate its size."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ ALIGNMENT = 64
 
 
 class Block:
-    """Bytes in one piece; pinned where this process computes on a GPU, so that copies run beside it.
+    """One allocation; pinned if this process computes on a GPU, so that copies run in parallel.
 
-    A machine may have GPUs that the job does not use: pinning would begin to use one, with memory of it
-    and random states that a save then takes along.
+    It is not pinned otherwise: that would initialise an unused GPU, with memory and random states to save.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -51,7 +50,7 @@ class StagingSlot:
 
     @cached_property
     def address(self) -> int:
-        """Where it lies in memory."""
+        """Its address."""
         return self.block.address + self.at
 
     @property
@@ -77,42 +76,43 @@ class Arena:
         return len(self._block.view)
 
     def reserve(self, nbytes: int) -> Block:
-        """A block of at least so many bytes, which nobody else uses: earlier rooms must not be in use.
+        """A block of at least so many bytes; slots of earlier saves must not be in use.
 
         Touching the pages takes longer than copying into them, so it is done once and early. Raises
-        MemoryError, holding nothing, where there is not so much memory.
+        MemoryError, holding nothing, if there is not enough memory.
         """
         if nbytes > self.nbytes:
             self._block = Block(0)
             try:
                 self._block = Block(nbytes)
-            except RuntimeError as error:  # what torch raises for memory that it does not get
+            except RuntimeError as error:  # torch raises it when it gets no memory
                 raise MemoryError(f"{nbytes} bytes for staging: {error}") from error
         return self._block
 
 
 def room(nbytes: int) -> int:
-    """What a piece takes in the arena."""
+    """Bytes that a piece takes in the arena."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 STATES_PER_PARAMETER = 2
-"""Tensors of its size that an optimizer will keep per parameter, before its first step has shown them."""
+"""Tensors of its size that an optimizer will keep per parameter, before its first step creates them."""
 SLACK_BYTES = 1 << 20
 
 
 def likely_bytes(session: Session) -> int:
-    """The bytes that this process will stage of what is registered now; replicas write a share each."""
+    """Estimate the bytes that this process will stage; replicas write a share each."""
     total = 0
     for place in session.local_nodes:
         entries = session.workspace(place.name).entries()
         objects = {name: entry.value for name, entry in entries.items() if entry.blob is not None}
-        with suppress(RelayError):  # the save itself will say what cannot be stored
+        with suppress(RelayError):  # the save itself raises for what cannot be stored
             total += _bytes_of(objects, len(session.nodes))
     return total + total // 16 + SLACK_BYTES
 
 
 def _bytes_of(objects: dict[str, object], replicas: int) -> int:
+    """Bytes of objects that are split between so many replicas."""
     shared = alone = 0
     for leaf in leaves_of(objects):
         spec = spec_of(leaf)
@@ -134,6 +134,7 @@ def free_share(session: Session) -> int:
 
 
 def _free_bytes() -> int:
+    """Free memory of the host."""
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -143,19 +144,19 @@ def _free_bytes() -> int:
 
 @dataclass(frozen=True, eq=False)
 class StagedPiece:
-    """A piece of a tensor, the key under which a shard holds it, and where it is staged."""
+    """A piece of a tensor, the key under which a shard holds it, and its slot."""
 
     assignment: Assignment
     key: str
     at: int
     nbytes: int
     entire: bool
-    """Whether it is all of a tensor that lies on one node."""
+    """Whether it is a whole tensor of a single node."""
 
 
 @dataclass(frozen=True)
 class Rooms:
-    """Places in staging memory, one per piece, and their bytes by the pieces' keys."""
+    """Slots in staging memory, one per piece, and their bytes by the pieces' keys."""
 
     rooms: tuple[StagingSlot, ...]
     views: Mapping[str, memoryview]
@@ -163,7 +164,7 @@ class Rooms:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The pieces of each hosted node of a plan; `nbytes` is what all of them take."""
+    """The pieces of each hosted node of a plan; `nbytes` is their total size."""
 
     plan: SavePlan
     nodes: tuple[int, ...]
@@ -172,24 +173,25 @@ class Pieces:
     _rooms: list[Any] = field(default_factory=list)
 
     def rooms_in(self, block: Block) -> tuple[Rooms, ...]:
-        """Where the pieces of each node are staged in a block; the same objects for the same block."""
+        """Slots of the pieces of each node in a block; the same objects for the same block."""
         if not self._rooms or self._rooms[0] is not block:
             self._rooms[:] = [block, tuple(_rooms(part, block) for part in self.by_node)]
         rooms: tuple[Rooms, ...] = self._rooms[1]
         return rooms
 
     def belong_to(self, plan: SavePlan, nodes: Sequence[int]) -> bool:
-        """Whether these are the pieces of this very plan and of these nodes."""
+        """Whether these are the pieces of this plan and these nodes."""
         return self.plan is plan and self.nodes == tuple(nodes)
 
 
 def _rooms(pieces: Sequence[StagedPiece], block: Block) -> Rooms:
+    """Slots of the pieces in a block."""
     rooms = tuple(StagingSlot(block, one.at, one.nbytes) for one in pieces)
     return Rooms(rooms, {one.key: room.view for one, room in zip(pieces, rooms, strict=True)})
 
 
 def pieces_of(plan: SavePlan, nodes: Sequence[int]) -> Pieces:
-    """Lay the tensors that these nodes write out in staging memory, one behind the other."""
+    """Lay out the tensors that these nodes write in staging memory, one after the other."""
     at = 0
     by_node = []
     for node in nodes:

@@ -154,7 +154,7 @@ def test_a_name_created_after_init(tmp_path: Path) -> None:
     with noted() as said:
         Trial(epochs=3, epoch=epoch).train(tmp_path / "run")
     (text,) = said
-    assert "'later' appeared on trainer_0" in text and "init group" in text
+    assert "'later' appeared on trainer_0" in text and "register it as a blob" in text
     assert "later" not in open_checkpoint(tmp_path / "run", epoch=3).blobs
 
 
@@ -190,7 +190,7 @@ def test_an_optimizer_whose_state_nobody_saves_is_told_once(tmp_path: Path, kind
 
     with noted() as said:
         Trial({"model": model, **more.get(kind, dict)()}, epochs=3, epoch=epoch).train(tmp_path / "run")
-    said = [text for text in said if "is no blob" in text]
+    said = [text for text in said if "is not a blob" in text]
     assert len(said) == (kind in ("unregistered", "behind a scheduler"))
     assert all("Adam, which trains model." in text and "optimizer=optimizer" in text for text in said)
     log = (tmp_path / "run/logs/attempt_0/rank_0.log").read_text()
@@ -237,7 +237,7 @@ def test_a_trained_parameter_that_a_module_leaves_out_is_told_once(tmp_path: Pat
 
     with noted() as said:
         Trial({"model": model, "optimizer": optimizer}, epochs=3, epoch=epoch).train(tmp_path / "run")
-    said = [text for text in said if "left out by the state_dict()" in text]
+    said = [text for text in said if "absent from the state_dict()" in text]
     assert [text.startswith("model.extra.weight, model.extra.bias: trained") for text in said] == [True] * (
         not renames
     )

@@ -56,7 +56,7 @@ def test_a_simulation_of_something_wrong_ends(tmp_path: Path, monkeypatch: pytes
 
     whole = Mesh.stored_near
     monkeypatch.setattr(Mesh, "stored_near", lambda *asked: whole(*asked)[1:])
-    with pytest.raises(Exception, match="do not make it up"):
+    with pytest.raises(Exception, match="are inconsistent"):
         measured(tmp_path, "fsdp", 160, 160)
 
 

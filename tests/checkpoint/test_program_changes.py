@@ -467,10 +467,10 @@ def test_renamed_objects_tensors_and_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rename": {"a": 3}}, "rename is"),
-        ({"rename": "a=b"}, "rename is"),
-        ({"resume_strict": "yes"}, "resume_strict is 'yes'"),
-        ({"resume_exclude": 3}, "3 is no name or pattern"),
+        ({"rename": {"a": 3}}, "invalid rename"),
+        ({"rename": "a=b"}, "invalid rename"),
+        ({"resume_strict": "yes"}, "invalid resume_strict='yes'"),
+        ({"resume_exclude": 3}, "invalid 3: expected a name"),
         ({"rename": {"v": "w"}}, "makes 'v' and 'w' both 'w'|makes 'w' and 'v' both 'w'"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Verified bytes of leaves: from files to boxes of tensors."""
+"""Read verified bytes of leaves from files into boxes of tensors."""

@@ -1,10 +1,8 @@
-"""Boxes of leaves into tensors that hold only a part of them, from whatever parts are stored.
+"""Read boxes of leaves into tensors that hold only a part of them, from parts stored in any division.
 
-A box that is one run of bytes on both sides is read straight into its destination. Any other is read in
-slabs, each the bytes from the slab's first to its last element, and put into place from there: those of a
-file pass through memory in its order, so that it matters to nobody where blocks end.
-
-What is not one run of bytes on both sides passes through memory in slabs, each thread with its own.
+A box that is contiguous on both sides is read straight into its destination. Any other is read in slabs, from
+its first to its last byte, and copied from there. Slabs of a file are read in file order, so that each block
+is read once; each thread has its own memory.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
 
 SLAB_BYTES = 2 << 20
-"""A slab takes at most so much memory, or one element; larger ones leave the processor's cache."""
+"""Memory of a slab, at most, or one element; larger slabs exceed the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Copy:
 
     @property
     def straight(self) -> tuple[Interval, int] | None:
-        """The elements of the entry and where they begin in the destination, if both are one run."""
+        """The elements of the entry and their offset in the destination, if both are contiguous."""
         stored = list(itertools.islice(runs(self.source, self.part), 2))
         placed = list(itertools.islice(runs(whole(self.shape), self.place), 2))
         if len(stored) != 1 or len(placed) != 1:
@@ -67,7 +65,7 @@ class Copy:
         return (self.first + start, self.first + stop), at
 
     def slabs(self, item_bytes: int) -> Iterator[Slab]:
-        """Boxes of the part that can be read each with one range."""
+        """Boxes of the part that can be read with one range each."""
         pending = [self.part]
         while pending:
             box = pending.pop()
@@ -80,7 +78,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Slab:
-    """A box of a copy, and the elements of the entry from its first to its last one, of `item_bytes` each."""
+    """A box of a copy, and its range of elements in the entry, of `item_bytes` each."""
 
     copy: Copy
     box: Bounds
@@ -89,11 +87,11 @@ class Slab:
 
     @cached_property
     def span(self) -> tuple[int, int]:
-        """Its bytes within the entry."""
+        """Its byte range within the entry."""
         return self.elements[0] * self.item_bytes, self.elements[1] * self.item_bytes
 
     def put(self, data: memoryview, destination: memoryview) -> None:
-        """Copy the box out of its bytes `data` into its place in the bytes of the destination."""
+        """Copy the box from its bytes `data` to its place in the destination."""
         import torch
 
         form = self._form
@@ -103,7 +101,7 @@ class Slab:
 
     @cached_property
     def _form(self) -> _Form:
-        """Worked out once: leaves of one form have the same slabs."""
+        """Cached: leaves of one form have the same slabs."""
         import torch
 
         words = next(size for size in (8, 4, 2, 1) if self.item_bytes % size == 0)
@@ -119,7 +117,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class _Form:
-    """How torch sees a slab: `size` and `strides` of what was read, and its `place` in `shape`, in words."""
+    """A slab as torch views: `size` and `strides` of the bytes read, and its `place` in `shape`, in words."""
 
     kind: Any
     size: list[int]
@@ -138,17 +136,17 @@ def _hull(outer: Bounds, box: Bounds) -> Interval:
 
 
 PASSING_BYTES = 8 << 20
-"""Slabs of a large entry that a thread takes at a time: a block at their borders is read twice."""
+"""Slabs of a large entry per portion; a block at their borders is read twice."""
 TOGETHER_BYTES = 4 << 20
-"""Slabs of small entries that a thread takes at a time: all of them lie in memory, entries and slabs."""
+"""Slabs of small entries per portion; entries and slabs are all in memory."""
 
 Open = Callable[[LeafRow, int, str], ShardHeader]
-"""The header of the file of a node that holds a leaf's key."""
+"""Returns the header of the file of a node that holds a leaf's key."""
 
 
 @dataclass(frozen=True)
 class BoxRead:
-    """A leaf, its stored parts, and where boxes of it belong in the memory of a tensor."""
+    """A leaf, its stored parts, and the place of its boxes in the memory of a tensor."""
 
     leaf: LeafRow
     parts: Near
@@ -158,7 +156,7 @@ class BoxRead:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A slab that is to be read, and the memory that it is put into."""
+    """A slab to be read, and its destination."""
 
     header: ShardHeader
     key: str
@@ -173,17 +171,17 @@ class _Placed:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Which of the entry's bytes are wanted."""
+        """The wanted byte range of the entry."""
         return self.slab.span
 
     @property
     def is_large(self) -> bool:
-        """Whether its entry is more than a block, of which a slab may want only some."""
+        """Whether its entry is larger than a block, so that a slab may need a part only."""
         return self.entry.nbytes > BLOCK
 
 
 class BoxPlan:
-    """What to read for some boxes; `straight` goes right into its destinations, by file."""
+    """Plan of the reads for some boxes; `straight` reads go to their destinations directly, by file."""
 
     def __init__(self, reads: Iterable[BoxRead], opened: Open) -> None:
         self.straight: list[tuple[ShardHeader, ReadRequest]] = []
@@ -198,10 +196,10 @@ class BoxPlan:
             yield one.header, ReadRequest(one.key, *one.span, memoryview(b""))
 
     def portions(self, options: ReadOptions) -> dict[str, list[Portion]]:
-        """All slabs, by file and in its order, some at a time, which are put into place as they are read.
+        """All slabs by file and in file order, in portions that are copied as they are read.
 
-        Each thread that reads has memory of its own, used again for every portion. A portion begins with a
-        block and has as many bytes as are read for it, which may lie apart.
+        Each reading thread reuses its memory for every portion. A portion begins with a block and counts the
+        bytes read for it, which need not be contiguous.
         """
         found: dict[str, list[Portion]] = {}
         for batch in _batches(sorted(self._slabs, key=lambda one: (one.header.path, one.start))):
@@ -212,6 +210,7 @@ class BoxPlan:
         return found
 
     def _read(self, batch: _Batch, options: ReadOptions, handle: ReadHandle) -> None:
+        """Read one portion and copy it into place."""
         memory = self._spare.pop() if self._spare else Passing()
         try:
             (_read_large if batch.large else _read_small)(batch, handle, memory, options)
@@ -219,10 +218,11 @@ class BoxPlan:
             self._spare.append(memory)
 
     def _add(self, read: BoxRead, opened: Open) -> None:
+        """Plan one box read."""
         parts = read.parts
         problem, found = moves(parts.forms, read.leaf.shape, read.target, read.leaf.item_bytes)
         if problem:
-            raise DamagedError(f"the stored parts of {read.leaf.name!r} do not make it up: {problem}")
+            raise DamagedError(f"the stored parts of {read.leaf.name!r} are inconsistent: {problem}")
         name = encode_name(read.leaf.name)
         for move in found:
             text = name + parts.suffixes[move.part]
@@ -237,7 +237,7 @@ class BoxPlan:
 
 @dataclass(frozen=True)
 class _Move:
-    """What of a stored part is wanted: bytes [start, stop) that go to byte `at`, and slabs."""
+    """The wanted bytes [start, stop) of a stored part, which go to byte `at`, and slabs."""
 
     part: int
     straight: tuple[tuple[int, int, int], ...]
@@ -248,7 +248,7 @@ class _Move:
 def moves(
     forms: tuple[PartForm, ...], shape: tuple[int, ...], target: LocalTarget, width: int
 ) -> tuple[str | None, tuple[_Move, ...]]:
-    """What is wrong with parts of these forms, in words, or how they fill a target; many leaves are alike."""
+    """An error of parts of these forms, or the moves that fill a target; cached, as many leaves are alike."""
     copies = [list(_copies(form, shape, target)) for form in forms]
     if problem := uncovered(target.shape, [copy.place for some in copies for copy in some]):
         return problem, ()
@@ -256,6 +256,7 @@ def moves(
 
 
 def _move(part: int, copies: Sequence[Copy], width: int) -> _Move:
+    """The move of one stored part."""
     straight: list[tuple[int, int, int]] = []
     slabs: list[Slab] = []
     for copy in copies:
@@ -271,7 +272,7 @@ def _move(part: int, copies: Sequence[Copy], width: int) -> _Move:
 
 
 def _copies(form: PartForm, shape: tuple[int, ...], target: LocalTarget) -> Iterator[Copy]:
-    """What of a stored part belongs into the target."""
+    """The boxes of a stored part that go into the target."""
     flat, intervals = form
     sources = list(range_boxes(shape, *intervals[0])) if flat else [intervals]
     first = 0
@@ -292,11 +293,11 @@ class _Batch:
     large: bool
     slabs: list[_Placed] = field(default_factory=list)
     nbytes: int = 0
-    """What is read for them: of large entries whole blocks, which may be much more than is wanted."""
+    """Bytes read for them: of large entries whole blocks, possibly much more than is wanted."""
     _end: int = 0
 
     def takes(self, one: _Placed) -> bool:
-        """Take a slab in, unless it becomes too much."""
+        """Add a slab, unless the batch is full."""
         start, stop = one.span
         if self.large:
             start = max(start // BLOCK * BLOCK, self._end)
@@ -310,7 +311,7 @@ class _Batch:
 
 
 def _batches(order: Iterable[_Placed]) -> Iterator[_Batch]:
-    """All slabs, in their order."""
+    """All slabs in batches, in their order."""
     by_entry = groupby(order, lambda one: (one.header.path, one.is_large, one.key if one.is_large else ""))
     for (_, large, _), some in by_entry:
         batch = _Batch(large)
@@ -323,7 +324,7 @@ def _batches(order: Iterable[_Placed]) -> Iterator[_Batch]:
 
 
 def _read_large(batch: _Batch, handle: ReadHandle, memory: Passing, options: ReadOptions) -> None:
-    """Put slabs of one entry into place, as they pass."""
+    """Copy slabs of one entry into place, block by block."""
     first, spans = batch.slabs[0], [one.span for one in batch.slabs]
     passing = first.header.read_passing(handle, first.key, spans, memory, options)
     for data, one in zip(passing, batch.slabs, strict=True):
@@ -331,7 +332,7 @@ def _read_large(batch: _Batch, handle: ReadHandle, memory: Passing, options: Rea
 
 
 def _read_small(batch: _Batch, handle: ReadHandle, memory: Passing, options: ReadOptions) -> None:
-    """Put slabs of some entries, each of a block at most, into place, when all are read."""
+    """Copy slabs of some entries, each of a block at most, into place after all are read."""
     room, at, requests = memory.room(batch.nbytes), 0, list[ReadRequest]()
     for one in batch.slabs:
         start, end = one.span

@@ -1,10 +1,8 @@
-"""Verified bytes of leaves, from whatever files and pieces they are in, and the plan of such reads.
+"""Plan and perform verified reads of leaves from the files and pieces that hold them.
 
-The same plan verifies the blocks that it would read, and keeps nothing of them.
-
-Requests are sorted by file and offset; neighbouring small ones are read together and large ones go
-straight into their destination, boxes of sharded leaves that are no run of bytes through slabs. At most
-64 MiB of memory is used beyond the destinations.
+The same plan can verify its blocks without keeping them. Requests are sorted by file and offset: small
+neighbours are read together, large ones straight into their destination, and non-contiguous boxes of sharded
+leaves through slabs. Reads use at most 64 MiB beyond the destinations.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ NOWHERE = memoryview(b"")
 class LeafRead:
     """All bytes of a leaf, as `node` has it, into 1-D memory of exactly that size.
 
-    With a `target` the memory is that of a tensor which holds only some boxes of the leaf. What goes to
+    With a `target` the memory is that of a tensor which holds only some boxes of the leaf. A read into
     NOWHERE can only be verified.
     """
 
@@ -57,7 +55,7 @@ class LeafRead:
 
 
 class ReadPlan:
-    """Reads of some files, planned: `straight` ones go right into their destinations."""
+    """Planned reads of some files: `straight` ones go to their destinations directly."""
 
     def __init__(self, straight: Iterable[tuple[ShardHeader, ReadRequest]], boxes: BoxPlan) -> None:
         self._boxes = boxes
@@ -68,8 +66,8 @@ class ReadPlan:
     def read(self, options: ReadOptions) -> None:
         """Fill all destinations, verified, in the order of the files.
 
-        A mismatch is read again before it is believed. On an error destinations are undefined. Raises
-        DamagedError and StorageError for what the storage has.
+        A mismatch is read again before it is believed. After an error destinations are undefined. Raises
+        DamagedError and StorageError.
         """
         slabs = self._boxes.portions(options)
         nbytes = sum(one.stop - one.start for _, requests in self._straight.values() for one in requests)
@@ -77,7 +75,7 @@ class ReadPlan:
         read_portions(self._portions(slabs, options), nbytes, options, seen_twice)
 
     def check(self, options: ReadOptions) -> int:
-        """Verify all blocks that `read` reads, where they lie; the number of bytes. Raises as that does."""
+        """Verify all blocks that `read` reads; returns the number of bytes. Raises as `read` does."""
         wanted = {path: (header, list(requests)) for path, (header, requests) in self._straight.items()}
         for header, request in self._boxes.wanted():
             wanted.setdefault(header.path, (header, []))[1].append(request)
@@ -87,7 +85,7 @@ class ReadPlan:
         )
 
     def _portions(self, slabs: dict[str, list[Portion]], options: ReadOptions) -> Iterator[Portion]:
-        """What is read at a time, in the order of the files; straight reads are made file by file."""
+        """Portions in file order; straight reads are made file by file."""
         for path in sorted(self._straight.keys() | slabs.keys()):
             found = [*slabs.get(path, ())]
             if path in self._straight:
@@ -97,18 +95,18 @@ class ReadPlan:
 
 
 def check_portions(portions: Sequence[Portion], options: ReadOptions) -> int:
-    """Look at all of them in the order of the files; the number of bytes. Raises as they do."""
+    """Verify all portions in file order; returns the number of bytes. Raises as they do."""
     nbytes = sum(one.nbytes for one in portions)
     read_portions(sorted(portions, key=attrgetter("path", "begin")), nbytes, options, seen_twice)
     return nbytes
 
 
 Source = tuple[str, str | None]
-"""A leaf, and the node whose own is meant."""
+"""A leaf, and the node whose value is chosen."""
 
 
 class LeafReader:
-    """Reads leaves of one epoch; `shards` are those that a proof has opened already."""
+    """Reads leaves of one epoch; `shards` are those that a verification has opened already."""
 
     def __init__(
         self,
@@ -122,7 +120,7 @@ class LeafReader:
         self.shards = shards or ShardSet(storage, manifest)
 
     def spec(self, leaf: str, node: str | None = None) -> LeafRow:
-        """What is known of a leaf, aliases followed; raises UsageError for an unknown name."""
+        """The row of a leaf, aliases followed; raises UsageError for an unknown name."""
         return self.manifest.leaves[find_row(self.manifest, leaf, node)]
 
     def read_into(self, leaf: str, destination: memoryview, node: str | None = None) -> None:
@@ -132,24 +130,24 @@ class LeafReader:
     def read_many(self, reads: Iterable[LeafRead]) -> None:
         """Fill all destinations, verified, in the order of the files.
 
-        A mismatch is read again before it is believed. On an error destinations are undefined. Raises
-        UsageError for an unknown name, a value, or memory of another size; DamagedError and
-        StorageError for what the storage has.
+        A mismatch is read again before it is believed. After an error destinations are undefined. Raises
+        UsageError for an unknown name, a value, or memory of another size; DamagedError and StorageError for
+        stored bytes.
         """
         self.plan(reads).read(self.options)
 
     def plan(self, reads: Iterable[LeafRead]) -> ReadPlan:
-        """What `read_many` does, not done yet; opens headers alone, and raises as that does."""
+        """Plan what `read_many` does; opens headers only, and raises as it does."""
         found, boxes = self.planned(reads)
         return ReadPlan(found, boxes)
 
     @property
     def is_far(self) -> bool:
-        """Whether what is read comes over a network, request by request."""
+        """Whether reads go over a network, request by request."""
         return worth_of_a_request(self.shards.storage) > 0
 
     def planned(self, reads: Iterable[LeafRead]) -> tuple[list[tuple[ShardHeader, ReadRequest]], BoxPlan]:
-        """What `read_many` reads, of leaves that all nodes have alike and of boxes; opens headers alone."""
+        """The reads of replicated leaves and of boxes; opens headers only."""
         boxes: list[BoxRead] = []
         found: list[tuple[ShardHeader, ReadRequest]] = []
         for read in reads:
@@ -160,7 +158,7 @@ class LeafReader:
         return found, BoxPlan(boxes, self.header)
 
     def holder(self, row: int) -> Holder | None:
-        """Whose file holds a leaf of its own, that is alike on all nodes, whole; None for any other leaf."""
+        """The holder of a leaf stored whole and alike on all nodes; None for any other leaf."""
         leaf = self.manifest.leaves[row]
         layout = self.manifest.layouts[leaf.layout]
         node = layout.whole.get(row) if isinstance(layout, Split) else None
@@ -175,7 +173,7 @@ class LeafReader:
             seen_twice(partial(header.read_whole, *wanted, self.options))
 
     def check_rows(self, rows: Sequence[int]) -> int:
-        """Verify what `read_rows` reads, where it lies; the number of bytes. Raises as that does."""
+        """Verify what `read_rows` reads; returns the number of bytes. Raises as it does."""
         if not self.options.verify:
             return 0
         memory = ThreadMemory()
@@ -183,33 +181,33 @@ class LeafReader:
         return check_portions(found, self.options)
 
     def _whole(self, rows: Sequence[int]) -> Iterator[tuple[ShardHeader, list[str], list[int]]]:
-        """Of each file the keys of tensors that lie whole in it, and their places among the rows."""
+        """The keys of tensors stored whole in each file, and their places among the rows."""
         leaves = self.manifest.leaves
         found: dict[Holder | None, list[int]] = {}
         for place, row in enumerate(rows):
             found.setdefault(self.holder(row), []).append(place)
         for holder, places in found.items():
             if holder is None:
-                raise UsageError(f"leaf {rows[places[0]]} does not lie whole in one file")
+                raise UsageError(f"leaf {rows[places[0]]} is not stored whole in one file")
             keys = [encode_name(leaves[rows[place]].name) for place in places]
             for header in seen_twice(partial(self.shards.open, holder)).headers:
                 here = [key in header.entries for key in keys]
                 yield header, list(compress(keys, here)), list(compress(places, here))
 
     def read_stored(self, header: ShardHeader, requests: list[ReadRequest]) -> None:
-        """Do reads of one file, verified; a mismatch is read again before it is believed."""
+        """Read requests of one file, verified; a mismatch is read again before it is believed."""
         _read_twice(header, requests, self.options)
 
     def read_range(
         self, leaf: str, start: int, stop: int, destination: memoryview, node: str | None = None
     ) -> None:
-        """Fill `destination` with bytes [start, stop) of a tensor, from the blocks that hold them alone."""
+        """Fill `destination` with bytes [start, stop) of a tensor, from the blocks that hold them."""
         spec = self.spec(leaf, node)
         target = destination.cast("B")
         if spec.kind != "tensor" or not 0 <= start <= stop <= spec.nbytes or len(target) != stop - start:
             raise UsageError(f"{leaf!r} ({spec.nbytes} bytes, {spec.kind}) has no bytes {start} to {stop}")
         if self._sharded(LeafRead(leaf, destination, node)):
-            whole = bytearray(spec.nbytes)  # its bytes lie in boxes, not in this order
+            whole = bytearray(spec.nbytes)  # its bytes are stored in boxes, in another order
             self.read_into(leaf, memoryview(whole), node)
             target[:] = memoryview(whole)[start:stop]
             return
@@ -234,15 +232,14 @@ class LeafReader:
         return seen_twice(lambda: self.shards.open((found.source, number, found.group))).values[found.name]
 
     def value(self, leaf: str, node: str | None = None) -> Any:
-        """A value as the user had it; raises DamagedError if it refers to tensors beside it."""
+        """The value as the user saved it; raises DamagedError if it refers to tensors beside it."""
         return values.decode(self.value_json(leaf, node))
 
     def digest(self, leaf: str, node: str | None = None) -> str:
-        """A digest (hex) of a tensor's bytes, from the headers alone.
+        """Digest (hex) of a tensor's bytes, from the headers only; values have none.
 
-        It depends on the bytes and not on how many nodes wrote them: xxh3-128 over the digests of the
-        leaf's blocks, which cuts never divide. That of a sharded tensor depends on its boxes too. Values
-        have none.
+        It is xxh3-128 over the digests of the leaf's blocks, so it does not depend on how many nodes wrote
+        them. The digest of a sharded tensor depends on its boxes too.
         """
         hashed = xxhash.xxh3_128()
         for _, text, header in self._places(leaf, node):
@@ -250,9 +247,9 @@ class LeafReader:
         return str(hashed.hexdigest())
 
     def same_content(self, one: Source, other: Source) -> bool:
-        """Whether two tensors of one form, each with the node whose own is meant, have the same bytes.
+        """Whether two tensors of one form, each of a given node, have the same bytes.
 
-        The headers tell, but where one is cut into other boxes than the other: then both are read.
+        Compares headers; reads both tensors only if they are cut into different boxes.
         """
         if self.digest(*one) == self.digest(*other):
             return True
@@ -267,6 +264,7 @@ class LeafReader:
         return whole[0] == whole[1]
 
     def _requests(self, read: LeafRead) -> list[tuple[ShardHeader, ReadRequest]]:
+        """The requests of a leaf that is not read in boxes."""
         spec = self.spec(read.leaf, read.node)
         memory = _memory(spec, read, spec.elements)
         found = []
@@ -277,10 +275,11 @@ class LeafReader:
         return found
 
     def _sharded(self, read: LeafRead) -> bool:
+        """Whether a read goes by boxes."""
         return isinstance(self.manifest.layouts[self.spec(read.leaf, read.node).layout], Mesh)
 
     def boxes(self, read: LeafRead) -> BoxRead:
-        """Which stored parts the boxes of a read come from; opens no file. Raises as `read_many` does."""
+        """The stored parts that the boxes of a read come from; opens no file. Raises as `read_many` does."""
         row = find_row(self.manifest, read.leaf, read.node)
         spec = self.manifest.leaves[row]
         target = read.target or whole_target(spec.shape)
@@ -290,7 +289,7 @@ class LeafReader:
         return BoxRead(spec, near if owner is None else near.of(owner), target, memory)
 
     def _places(self, leaf: str, node: str | None) -> Iterator[tuple[Key, str, ShardHeader]]:
-        """Where the pieces of a leaf are stored: each one's key, its text, and the file's header."""
+        """The key of each piece of a leaf, its text, and the file's header."""
         row = find_row(self.manifest, leaf, node)
         found = self.manifest.leaves[row]
         parts = self._parts(row, holder_of(self.manifest, row, node))
@@ -299,6 +298,7 @@ class LeafReader:
             yield key, text, self.header(found, number, text)
 
     def _parts(self, row: int, owner: int | None) -> list[tuple[int, Key]]:
+        """Owner and key of each stored part."""
         leaf = self.manifest.leaves[row]
         parts = parts_of(self.manifest.layouts[leaf.layout], row, leaf)
         return [part for part in parts if owner is None or part[0] == owner]
@@ -311,6 +311,7 @@ class LeafReader:
 
 
 def _memory(spec: LeafRow, read: LeafRead, elements: int) -> memoryview:
+    """The destination as bytes; raises UsageError for a wrong size."""
     size = elements * spec.item_bytes
     memory = read.destination.cast("B")
     if spec.kind != "tensor" or (len(memory) != size and read.destination is not NOWHERE):
@@ -319,4 +320,5 @@ def _memory(spec: LeafRow, read: LeafRead, elements: int) -> memoryview:
 
 
 def _read_twice(header: ShardHeader, requests: list[ReadRequest], options: ReadOptions) -> None:
+    """Read requests; after a mismatch once more."""
     seen_twice(lambda: header.read_many(requests, options))

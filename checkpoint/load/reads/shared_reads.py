@@ -1,14 +1,12 @@
-"""Bytes that all hosts need: which host reads them, and how they are sent to the others.
+"""Read bytes that all hosts need once: one host reads each share and broadcasts it.
 
-Drawn from the manifest alone, so that all processes that agree on the leaves draw the same.
+Shares are computed from the manifest alone, so that all processes with the same leaves compute the same. A
+reader is a process that reads its share in a thread, ahead of the broadcasts, straight into the destinations.
+Received bytes are verified against the header's digests; wrong ones are read from the storage instead, so a
+failed reader needs no message. A process that fails takes part in all broadcasts, then raises.
 
-A reader is a process: it reads its share ahead, in a thread, straight into the destinations; batch by batch
-all processes meet on the wire. What arrives is verified against the header's digests like bytes of a
-disk; what is wrong is read from the storage instead, so a reader that failed is found out and nobody
-has to be told. Whatever happens to a process, it takes part in all broadcasts, then raises.
-
-Shared are tensors that every node takes whole and that are one for all of them. What differs between
-nodes, boxes of sharded tensors, and what some nodes do not have, every process reads for itself.
+Shared are tensors that every node loads whole and that are the same for all. Each process reads all others
+itself.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ from torchrelay.jobs.session import Session, Wire, together
 from torchrelay.records import dataclass
 
 PIECE = 16 * BLOCK
-"""Bytes at most that travel at once."""
+"""Maximum bytes of a broadcast."""
 WORTH_IT = 8 << 20
-"""With fewer bytes everybody reads for himself."""
+"""With fewer bytes every process reads for itself."""
 Ranges = list[list[int]]
 
 
@@ -44,7 +42,7 @@ Ranges = list[list[int]]
 class ReadSlice:
     """Bytes [start, stop) of a stored key in a file of `node`: those from byte `at` of leaf `row` on.
 
-    It begins and ends with a block of the key.
+    It begins and ends at a block border of the key.
     """
 
     row: int
@@ -56,22 +54,22 @@ class ReadSlice:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes."""
+        """Size in bytes."""
         return self.stop - self.start
 
 
 Batch = tuple[ReadSlice, ...]
-"""What travels at once."""
+"""Slices that are broadcast together."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What each reader reads, a contiguous run of batches; readers are processes, one per host."""
+    """Batches that each reader reads, contiguous; readers are processes, one per host."""
 
     batches: dict[int, tuple[Batch, ...]]
 
     def in_turn(self) -> Iterator[tuple[int, Batch]]:
-        """(reader, batch) in the order of the broadcasts: readers take turns, so that all read at a time."""
+        """(reader, batch) in the order of the broadcasts: readers alternate, so that all read in parallel."""
         for turn in zip_longest(*self.batches.values()):
             yield from ((reader, batch) for reader, batch in zip(self.batches, turn, strict=True) if batch)
 
@@ -86,15 +84,15 @@ def readers_of(nodes: Iterable[NodePlace]) -> tuple[int, ...]:
 
 
 def to_ranges(rows: Iterable[int]) -> Ranges:
-    """Rows as ranges [first, end), which are short to tell."""
+    """Rows as ranges [first, end), for short messages."""
     runs = groupby(enumerate(sorted(rows)), key=lambda pair: pair[1] - pair[0])
     found = [[row for _, row in run] for _, run in runs]
     return [[run[0], run[-1] + 1] for run in found]
 
 
 def common_rows(told: Sequence[Ranges | None], manifest: Manifest) -> tuple[int, ...]:
-    """The rows that all processes named; none where one named nothing, or where sharing does not pay."""
-    # The same object for all who said the same: looked at once.
+    """The rows that all processes named; empty if one named none, or if sharing does not pay."""
+    # one object for all equal answers, so it is parsed once
     distinct = list({id(ranges): ranges for ranges in told}.values())
     if any(ranges is None for ranges in distinct):
         return ()
@@ -117,6 +115,7 @@ def shares(manifest: Manifest, rows: Iterable[int], readers: Sequence[int]) -> S
 
 
 def _parts(manifest: Manifest, rows: Iterable[int]) -> Iterator[ReadSlice]:
+    """The slices of these rows."""
     for row in rows:
         leaf = manifest.leaves[row]
         for node, key in parts_of(manifest.layouts[leaf.layout], row, leaf):
@@ -128,12 +127,13 @@ def _parts(manifest: Manifest, rows: Iterable[int]) -> Iterator[ReadSlice]:
 
 
 def _place(manifest: Manifest, part: ReadSlice) -> tuple[int, int, str, int, int]:
+    """Sort key: the position of a slice in the files."""
     leaf = manifest.leaves[part.row]
     return (leaf.source, part.node, leaf.group, part.row, part.start)
 
 
 def _batches(parts: Iterable[ReadSlice]) -> Iterator[Batch]:
-    """Neighbours travel together up to the size of a piece."""
+    """Neighbouring slices together, up to the size of a broadcast."""
     batch: list[ReadSlice] = []
     size = 0
     for part in parts:
@@ -162,8 +162,8 @@ class SharedReads:
     def run(self) -> None:
         """Fill all destinations, verified; all processes call this at the same time.
 
-        On an error destinations are undefined. Raises what `LeafReader.read_many` does, and PeerError
-        when another process is lost.
+        After an error destinations are undefined. Raises as `LeafReader.read_many` does, and PeerError when
+        another process is lost.
         """
         ahead = _Ahead(self, self._shares.batches.get(self._wire.rank, ()))
         try:
@@ -185,6 +185,7 @@ class SharedReads:
             self._reader.read_stored(found[0][0], [request for _, request in found])
 
     def _broadcast(self, reader: int, batch: Batch) -> None:
+        """Broadcast a batch from or to the destinations."""
         mine = reader == self._wire.rank
         if len(batch) == 1:
             self._wire.broadcast(self._target(batch[0]), reader)
@@ -197,6 +198,7 @@ class SharedReads:
                 self._failed = error
 
     def _broadcast_staged(self, reader: int, batch: Batch, *, mine: bool) -> None:
+        """Broadcast a batch through a buffer."""
         staged, at = [], 0
         for part in batch:
             staged.append((self._target(part), self._staging[at : at + part.nbytes]))
@@ -208,7 +210,7 @@ class SharedReads:
             target[:] = stage
 
     def _verify(self, batch: Batch) -> None:
-        """What came over the wire is believed no more than what comes from a disk."""
+        """Verify received bytes, as those of a disk; wrong ones are read from the storage."""
         try:
             for part in batch:
                 self._header(part).check(self._request(part))
@@ -216,17 +218,20 @@ class SharedReads:
             self.read(batch)
 
     def _header(self, part: ReadSlice) -> ShardHeader:
+        """The header of the file of a slice."""
         return self._reader.header(self._reader.manifest.leaves[part.row], part.node, part.key)
 
     def _request(self, part: ReadSlice) -> ReadRequest:
+        """The read of a slice into its destination."""
         return ReadRequest(part.key, part.start, part.stop, self._target(part))
 
     def _target(self, part: ReadSlice) -> memoryview:
+        """The destination of a slice."""
         return self._memory[part.row][part.at : part.at + part.nbytes]
 
 
 class _Ahead:
-    """Reads batches in a thread, in order, while earlier ones are on their way to the others."""
+    """Reads batches in a thread, in order, while earlier ones are sent to the others."""
 
     def __init__(self, reads: SharedReads, batches: tuple[Batch, ...]) -> None:
         self.failed: BaseException | None = None
@@ -241,16 +246,17 @@ class _Ahead:
             self._run()
 
     def wait(self) -> None:
-        """Until the next batch was read, or will not be: then the others find that it is wrong."""
+        """Wait until the next batch is read or has failed: then the receivers find it wrong."""
         self._done.acquire()
 
     def close(self) -> None:
-        """Return when nothing is read any more."""
+        """Stop the thread and wait for its last read."""
         self._stopped = True
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
+        """Read all batches, in order."""
         try:
             for batch in self._batches:
                 if self._stopped:
@@ -265,28 +271,28 @@ class _Ahead:
 
 
 def options_of(session: Session) -> ReadOptions:
-    """The processes of a session on this host share its cores."""
+    """Read options in which the processes of a session on this host share its cores."""
     mine = session.local_nodes[0]
     processes = {place.process for place in session.nodes if place.host == mine.host}
-    known = hasattr(os, "sched_getaffinity")  # else the cores of the host have to do
+    known = hasattr(os, "sched_getaffinity")  # else the cores of the host have to do it
     cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
     return ReadOptions(of_the_cores=threads_each(len(processes), cores))
 
 
 def threads_each(processes: int, cores: int) -> int:
-    """How many threads of each process work on what is in memory: two for a core, that all of them share."""
+    """Threads of each process for work in memory: two per core, shared by all processes of the host."""
     return max(1, min(ReadOptions.threads, 2 * cores // processes))
 
 
 def shareable(manifest: Manifest, reads: Sequence[Read], node: str | None) -> dict[int, Read]:
-    """The reads of a node that others may do as well, by row."""
+    """The reads of a node that other hosts may do as well, by row."""
     rows = [(find_row(manifest, read.leaf, node), read) for read in reads if read.target is None]
     count = Counter(row for row, _ in rows)
     return {row: read for row, read in rows if count[row] == 1 and _one_for_all(manifest, row)}
 
 
 def offer(session: Session, rows: Mapping[int, Read]) -> Ranges | None:
-    """What this process tells the others; None where nothing can be shared."""
+    """The rows that this process offers to share; None without any."""
     alone = len(session.local_nodes) > 1 or len(readers_of(session.nodes)) == 1
     return None if alone else to_ranges(rows)
 
@@ -294,10 +300,10 @@ def offer(session: Session, rows: Mapping[int, Read]) -> Ranges | None:
 def agreed(
     session: Session, reader: LeafReader, rows: Mapping[int, Read], offers: Sequence[Ranges | None]
 ) -> tuple[SharedReads, frozenset[str]] | None:
-    """The shared reads, ready to run, and the leaves that they fill; None where nothing is shared.
+    """The shared reads, ready to run, and the leaves that they fill; None if nothing is shared.
 
-    All processes call this with the same offers. Memory and connections are made here, so that a
-    process that lacks them says so before any other waits for its bytes.
+    All processes call this with the same offers. Memory and connections are made here, so that a process that
+    lacks them raises before any other waits for its bytes.
     """
     common = common_rows(offers, reader.manifest)
     if not common:
@@ -317,12 +323,14 @@ def agreed(
 
 
 def _one_for_all(manifest: Manifest, row: int) -> bool:
+    """Whether a leaf is one value for all nodes, stored whole."""
     leaf = manifest.leaves[row]
     layout = manifest.layouts[leaf.layout]
     return leaf.kind == "tensor" and leaf.nbytes > 0 and isinstance(layout, (ReplicatedLayout, Split))
 
 
 def _memory(manifest: Manifest, row: int, read: Read) -> memoryview:
+    """The destination of a shared leaf as bytes."""
     leaf, memory = manifest.leaves[row], memory_of(read.memory())
     if len(memory) != leaf.nbytes:
         raise UsageError(f"{leaf.name!r} ({leaf.nbytes} bytes) cannot fill {len(memory)} bytes")
