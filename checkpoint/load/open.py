@@ -124,7 +124,7 @@ def proved_entry(
         reasons.append(f"epoch {entry.position} is damaged: {proof.reason}")
     if reasons:
         raise NoProvableEpochError(
-            f"every epoch in {place.url} is damaged: {'; '.join(reasons)}. Give an epoch's number to "
+            f"no epoch in {place.url} is undamaged: {'; '.join(reasons)}. Give an epoch's number to "
             "load what is left of it"
         )
     raise UnknownEpochError(f"nothing is committed in {place.url} yet")

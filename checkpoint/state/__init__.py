@@ -1,1 +1,1 @@
-"""Objects to leaves and leaves back into objects, without storage."""
+"""Convert objects to leaves and load leaves back into objects, without storage."""

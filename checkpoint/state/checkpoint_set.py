@@ -1,10 +1,14 @@
-"""The checkpoint set: which names are saved, who owns them, and which leaves are selected.
+"""Decide which names are saved, which nodes own them, and which leaves are selected.
 
-The set of a node is fixed when `init` ends: the registered blobs and the names that its GLOBAL
-workspace holds then. Scopes that nobody forced are inferred here, leaf by leaf.
+The set of a node is fixed when `init` ends: the registered blobs and the names that its GLOBAL workspace
+holds then. Scopes that the user did not force are inferred here, leaf by leaf.
 
-Together belong a tensor of a wrapper class, a value or an object's state with the tensors inside; of an
-optimizer the state of one parameter, and all the rest, without which no state is worth anything.
+Patterns must take these units whole:
+
+- a tensor of a wrapper class
+- a value or an object's state, with the tensors inside
+- the state that an optimizer has of one parameter
+- all the rest of an optimizer
 """
 
 from __future__ import annotations
@@ -45,15 +49,15 @@ class SetMember:
     reshard: Reshard = None
     placed: bool = False
     registered: bool = False
-    """Whether the program gave it as a blob; `init` made it otherwise."""
+    """Whether the program registered it as a blob; otherwise `init` made it."""
     container: str | None = None
-    """The blob that the object lies in."""
+    """The blob that contains the object."""
     generator: bool = False
-    """Whether it draws random numbers: nodes may differ, and one that is new keeps its own."""
+    """Whether it draws random numbers: nodes may differ, and a new one keeps its own."""
 
 
 def members_of(workspace: Workspace) -> dict[str, SetMember]:
-    """The set of a node as its workspace is now; raises UsageError for names that cannot stand together."""
+    """The set of a node from its current workspace; raises UsageError for names that conflict."""
     members = [_member(name, entry) for name, entry in workspace.entries().items() if ":" not in name]
     found = {member.name: member for member in members if member.scope is not Scope.TRANSIENT}
     check_blob_names(found, {name: member.container for name, member in found.items() if member.container})
@@ -61,6 +65,7 @@ def members_of(workspace: Workspace) -> dict[str, SetMember]:
 
 
 def _member(name: str, entry: Entry) -> SetMember:
+    """One name of the set."""
     blob = entry.blob
     generator = is_generator(entry.value)
     return SetMember(
@@ -75,7 +80,7 @@ def _member(name: str, entry: Entry) -> SetMember:
 
 
 def newcomers(workspace: Workspace, members: Mapping[str, SetMember]) -> list[str]:
-    """Names that came too late to be saved."""
+    """Names created too late to be saved."""
     return [
         name
         for name, entry in workspace.entries().items()
@@ -89,7 +94,7 @@ def newcomers(workspace: Workspace, members: Mapping[str, SetMember]) -> list[st
 def scopes_of(
     leaves: Sequence[Leaf], members: Mapping[str, SetMember], objects: Mapping[str, Any], demoted: set[str]
 ) -> dict[str, str]:
-    """The scope of every leaf; `demoted` are leaves that differed once and are `rank` since."""
+    """The scope of every leaf; `demoted` are leaves that once differed and are `rank` since."""
     of_blobs = {name: _scope_of_blob(member, objects.get(name)) for name, member in members.items()}
     gradients = [leaf for leaf in leaves if leaf.role is Role.GRADIENT]
     others = leaves if not gradients else [leaf for leaf in leaves if leaf.role is not Role.GRADIENT]
@@ -102,6 +107,7 @@ def scopes_of(
 
 
 def _scope_of_blob(member: SetMember, value: Any) -> str:
+    """Inferred scope of a blob."""
     if member.scope is not None:
         return member.scope.value
     return _RANK if member.placed or is_foreign_loader(value) else _REPLICATED
@@ -110,18 +116,19 @@ def _scope_of_blob(member: SetMember, value: Any) -> str:
 def _scope(
     leaf: Leaf, members: Mapping[str, SetMember], of_blobs: Mapping[str, str], demoted: set[str]
 ) -> str:
+    """Scope of a leaf."""
     scope = of_blobs.get(leaf.blob)
     if scope is None or leaf.role is Role.RNG:
         return _RANK
     if not isinstance(leaf.content, Value) and is_sharded(leaf.content):
-        return Scope.SHARDED.value  # whatever was said of its blob: a part is no value of its own
+        return Scope.SHARDED.value  # regardless of its blob: a part is not a value by itself
     if leaf.name in demoted and members[leaf.blob].scope is None:
         return _RANK
     return scope
 
 
 def is_foreign_loader(value: Any) -> bool:
-    """Whether this is a loader of the user's with a state of its own, which differs between ranks."""
+    """Whether this is a user's own loader with state, which differs between ranks."""
     if isinstance(value, nn.Module) or not hasattr(type(value), "__iter__"):
         return False
     has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
@@ -129,11 +136,11 @@ def is_foreign_loader(value: Any) -> bool:
 
 
 def stored_blobs(manifest: Manifest, node: str) -> list[str]:
-    """The blobs that a node of this name owns a leaf of, or, for a new node, those that all nodes share."""
+    """Blobs that a node of this name owns a leaf of, or, for a new node, those that all nodes share."""
     number = manifest.world.number.get(node, -1)
     known = 0 <= number < len(manifest.world.nodes)
     found: dict[str, None] = {}
-    for leaf in sorted(manifest.leaves, key=lambda leaf: leaf.name):  # referenced ones stand at the end
+    for leaf in sorted(manifest.leaves, key=lambda leaf: leaf.name):  # referenced ones are at the end
         mine = number in manifest.owners_of(leaf) if known else manifest.is_shared(leaf)
         if mine and leaf.role not in OF_POSITION:
             found[leaf.blob] = None
@@ -141,9 +148,9 @@ def stored_blobs(manifest: Manifest, node: str) -> list[str]:
 
 
 def select(leaves: Sequence[Leaf], objects: Mapping[str, Any], selection: Selection) -> list[Leaf]:
-    """The leaves to save, in order; a name whose tensor went with another name stores it itself.
+    """The leaves to save, in order; an alias whose target is left out is stored itself.
 
-    Raises BlobError where patterns take a part of what belongs together, or leave nothing.
+    Raises BlobError for patterns that split a unit, or leave nothing.
     """
     if selection.everything:
         return list(leaves)
@@ -164,7 +171,7 @@ def select(leaves: Sequence[Leaf], objects: Mapping[str, Any], selection: Select
 
 
 def left_out(objects: Mapping[str, Any], selection: Selection) -> frozenset[str]:
-    """The leaves that these objects have now and a save would not take."""
+    """Current leaves of these objects that a save leaves out."""
     if selection.everything:
         return frozenset()
     leaves = leaves_of(objects)
@@ -173,13 +180,13 @@ def left_out(objects: Mapping[str, Any], selection: Selection) -> frozenset[str]
 
 
 def used_patterns(names: Iterable[str], selection: Selection) -> list[str]:
-    """The patterns that mean any of these names."""
+    """The patterns that match any of these names."""
     known = list(names)
     return [one for one in selection.patterns if any(matches(name, one) for name in known)]
 
 
 def check_patterns_used(leaves: Sequence[Leaf], selection: Selection) -> None:
-    """Raise UsageError for a pattern that means no leaf: most likely a misspelt name."""
+    """Raise UsageError for a pattern that matches no leaf."""
     names = [leaf.name for leaf in leaves]
     used = used_patterns(names, selection)
     for pattern in selection.patterns:
@@ -188,17 +195,18 @@ def check_patterns_used(leaves: Sequence[Leaf], selection: Selection) -> None:
 
 
 def check_remade(names: Iterable[str], registered: Collection[str], selection: Selection) -> None:
-    """Refuse, by BlobError, to leave out what only `init` makes: a resumed run would lack it."""
+    """Raise BlobError if a blob that only `init` makes is left out: a resumed run would lack it."""
     lost = [name for name in names if name not in registered and not selection.saves(name)]
     if lost:
         raise BlobError(
-            f"{', '.join(map(repr, lost))} is left out of saves ({selection.why_not(lost[0])}), but "
-            "only init makes it, and a resumed run skips init: register it as a blob, job.blobs(name=value), "
+            f"{', '.join(map(repr, lost))} is left out of saves ({selection.why_not(lost[0])}), but only "
+            "init makes it, and a resumed run skips init: register it as a blob, job.blobs(name=value), "
             "or give it scope='transient'"
         )
 
 
 def _units(leaves: Sequence[Leaf], objects: Mapping[str, Any]) -> dict[str, list[Leaf]]:
+    """Leaves by unit."""
     found: dict[str, list[Leaf]] = {}
     kinds = {blob: kind_of(value) for blob, value in objects.items()}
     parameters = set(parameter_names(objects).values())
@@ -217,6 +225,7 @@ def _units(leaves: Sequence[Leaf], objects: Mapping[str, Any]) -> dict[str, list
 
 
 def _optimizer_unit(leaf: Leaf, parameters: Collection[str]) -> str:
+    """The unit of an optimizer's leaf."""
     prefix = state_prefix(leaf.blob)
     if not leaf.name.startswith(prefix):
         return leaf.blob
@@ -227,21 +236,22 @@ def _optimizer_unit(leaf: Leaf, parameters: Collection[str]) -> str:
 
 
 def _wanted(unit: str, members: Sequence[Leaf], selection: Selection) -> bool:
+    """Whether a unit is saved; raises BlobError if patterns split it."""
     votes = {selection.saves(leaf.name) for leaf in members}
     inside = [leaf for leaf in members if leaf.name != unit or leaf.role is not Role.VALUE]
     if len(votes) > 1 and not any(selection.saves(leaf.name) for leaf in inside):
-        return False  # `ema.*` means all of a container
+        return False  # `ema.*` matches all of a container
     if len(votes) > 1:
         out = next(leaf.name for leaf in members if not selection.saves(leaf.name))
         raise BlobError(
-            f"{out} cannot be left out ({selection.why_not(out)}) without all of {unit}: give a pattern that "
-            f"means the whole, such as {unit!r}"
+            f"{out} cannot be left out ({selection.why_not(out)}) without all of {unit}: give a pattern "
+            f"for the whole, such as {unit!r}"
         )
     return votes.pop()
 
 
 def _with_own_content(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Aliases of names that were left out: the first becomes the owner, and what others are the same as."""
+    """Make the first alias of a name that is left out the owner of its content."""
     names = {leaf.name for leaf in leaves}
     owners: dict[str, str] = {}
     found = []
@@ -259,25 +269,26 @@ def _with_own_content(leaves: Sequence[Leaf]) -> list[Leaf]:
 
 
 def _told(selection: Selection) -> str:
+    """The patterns, for a message."""
     said = [f"exclude={list(selection.exclude)}"] if selection.exclude else []
     return " ".join([f"include={list(selection.include)}", *said] if selection.include else said)
 
 
 @dataclass(frozen=True)
 class TensorForm:
-    """Element type and shape of a tensor; `same_as` names another one of its blob that it is."""
+    """Element type and shape of a tensor; `same_as` names the tensor of its blob that it is tied to."""
 
     dtype: str
     shape: tuple[int, ...]
     same_as: str | None = None
 
     def made(self) -> torch.Tensor:
-        """A new tensor of this form, its content whatever was in memory."""
+        """A new, uninitialised tensor of this form."""
         return torch.empty(self.shape, dtype=torch_dtype(by_name(self.dtype)))
 
 
 class FrozenTensors(nn.Module):
-    """A tree of frozen parameters with given names, `encoder.0.weight`: their content comes by a load."""
+    """A tree of frozen parameters with given names, such as `encoder.0.weight`, to be filled by a load."""
 
     def __init__(self, forms: Mapping[str, TensorForm]) -> None:
         super().__init__()
@@ -286,19 +297,19 @@ class FrozenTensors(nn.Module):
             *parts, last = name.split(".")
             folder: nn.Module = self
             for part in parts:
-                # The usual ways in refuse names that modules have as attributes, such as `type`.
+                # The usual functions refuse names that modules have as attributes, such as `type`.
                 folder = folder._modules.setdefault(part, nn.Module()) or folder
             known = made.get(form.same_as or "")
             made[name] = nn.Parameter(form.made(), requires_grad=False) if known is None else known
             folder._parameters[last] = made[name]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of them by name, such as a module's `load_state_dict` takes."""
+        """All of them by name, as for a module's `load_state_dict`."""
         return {name: one.detach() for name, one in self.named_parameters(remove_duplicate=False)}
 
 
 def forms_by_blob(manifest: Manifest, names: Iterable[str]) -> dict[str, dict[str, TensorForm]]:
-    """The forms of stored tensors by blob and by the rest of their names; `""` is a blob that is a tensor."""
+    """Forms of stored tensors by blob and by the rest of their names; `""` is a blob that is a tensor."""
     found: dict[str, dict[str, TensorForm]] = {}
     first: dict[tuple[str, str], str] = {}
     for name in names:
@@ -312,7 +323,7 @@ def forms_by_blob(manifest: Manifest, names: Iterable[str]) -> dict[str, dict[st
 
 
 def made_of(forms: Mapping[str, TensorForm]) -> torch.Tensor | FrozenTensors:
-    """What holds a blob of these forms."""
+    """An object that a blob of these forms can be loaded into."""
     if set(forms) == {""}:
         return forms[""].made()
     return FrozenTensors(forms)

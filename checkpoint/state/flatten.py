@@ -1,4 +1,4 @@
-"""Registered objects as leaves: their names, each memory once, with roles and groups of files."""
+"""List registered objects as leaves: their names, each memory once, with roles and groups of files."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from torchrelay.errors import BlobError
 
 
 class ModuleStates:
-    """State dicts and parts of modules, asked for once while the leaves of all blobs are listed or planned.
+    """Caches state dicts and parts of modules while the leaves of all blobs are listed or planned.
 
-    To ask runs hooks and methods of the user's, which may count their calls.
+    Each call would run the user's hooks and methods, which may count their calls.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class ModuleStates:
 
 
 def leaves_of(objects: Mapping[str, Any]) -> list[Leaf]:
-    """The leaves of all blobs of one node, in order.
+    """List the leaves of all blobs of one node, in order.
 
     A blob is a module, an optimizer, a tensor, an object with `state_dict` and `load_state_dict`, or a
     JSON-like value. Raises BlobError with the path inside the blob for anything else.
@@ -81,7 +81,7 @@ def leaves_of(objects: Mapping[str, Any]) -> list[Leaf]:
 
 
 def leaf_names(objects: Mapping[str, Any]) -> list[str]:
-    """The names of the leaves of these objects, also of modules on the meta device, which no save takes."""
+    """Names of the leaves of these objects, also of modules on the meta device, which cannot be saved."""
     found: list[str] = []
     rest: dict[str, Any] = {}
     for blob, value in objects.items():
@@ -93,13 +93,14 @@ def leaf_names(objects: Mapping[str, Any]) -> list[str]:
 
 
 def _has_meta(module: torch.nn.Module) -> bool:
+    """Whether a module has tensors on the meta device."""
     return any(one.is_meta for own in (module.parameters(), module.buffers()) for one in own)
 
 
 def named_leaves(
     objects: Mapping[str, Any], states: ModuleStates | None = None
 ) -> tuple[list[Leaf], dict[int, str]]:
-    """The same, and what `parameter_names` says of these objects now."""
+    """Leaves as of `leaves_of`, and the result of `parameter_names`."""
     states = states or ModuleStates()
     names = parameter_names(objects, states)
     main, optim = TensorNames(), TensorNames()
@@ -138,7 +139,7 @@ def named_leaves(
     of_optimizers = cache(lambda: frozenset(_of_optimizers(objects.values())))
 
     def alias_of(group: str, tensor: torch.Tensor, name: str) -> str | None:
-        """Of a tensor that others hold, too; a view made for the state is a picture of the moment."""
+        """The leaf that holds the same tensor; None for a view, which may change later."""
         is_held = id(tensor) in held or (optim.of(tensor) is not None and id(tensor) in of_optimizers())
         first = first_names[group].earlier(tensor, name)
         held.add(id(tensor))  # the states stay alive meanwhile
@@ -148,7 +149,7 @@ def named_leaves(
 
     for blob, state in asked.items():  # last: what is read into place has the name that stands for its bytes
         value = objects[blob]
-        group = OPTIM_GROUP if isinstance(value, torch.optim.Optimizer) else MAIN_GROUP  # of any make
+        group = OPTIM_GROUP if isinstance(value, torch.optim.Optimizer) else MAIN_GROUP  # of any class
         found[blob], *inner[blob] = stateful_leaves(blob, value, state, group, partial(alias_of, group))
     leaves = _in_order(found, inner)
     if same_as:
@@ -174,7 +175,7 @@ def _buffers(objects: Iterable[Any]) -> Iterator[int]:
 
 
 def _in_order(found: Mapping[str, Leaf], inner: Mapping[str, Sequence[Leaf]]) -> list[Leaf]:
-    """All leaves, the `inner` ones of some blobs behind their blob."""
+    """All leaves, the `inner` ones of some blobs after their blob."""
     if not any(inner.values()):
         return list(found.values())
     leaves: dict[str, Leaf] = {}
@@ -188,7 +189,7 @@ def _in_order(found: Mapping[str, Leaf], inner: Mapping[str, Sequence[Leaf]]) ->
 def _plain_leaves(
     blobs: Sequence[str], tensors: Sequence[torch.Tensor], first_names: TensorNames
 ) -> Iterator[Leaf]:
-    """The leaves of blobs that are plain memory, of which there may be very many."""
+    """Leaves of blobs that are plain memory; there may be very many."""
     contents = list(map(torch.Tensor.detach, tensors))
     aliases: Iterable[str | None] = repeat(None)
     frozen: Iterable[bool | None] = repeat(True)
@@ -205,7 +206,7 @@ _learns = attrgetter("requires_grad")
 
 
 def parameter_names(objects: Mapping[str, Any], states: ModuleStates | None = None) -> dict[int, str]:
-    """The leaf name of every parameter, by id: of a module, registered alone, or only an optimizer's."""
+    """The leaf name of every parameter, by id: of a module, a registered one, or only an optimizer's."""
     states = states or ModuleStates()
     found: dict[int, str] = {}
     optimizers: dict[str, Any] = {}
@@ -224,7 +225,7 @@ def parameter_names(objects: Mapping[str, Any], states: ModuleStates | None = No
             optimizers[blob] = value
         elif kind is Kind.CONTAINER:
             containers[blob] = value
-    for blob, value in containers.items():  # what they hold of the others may change at any time
+    for blob, value in containers.items():  # their references to other objects may change at any time
         for name, tensor in container_tensors(blob, value):
             found.setdefault(id(tensor), name)
     for blob, value in optimizers.items():
@@ -240,12 +241,15 @@ def _leaves(
     first_names: Mapping[str, TensorNames],
     states: ModuleStates,
 ) -> Iterator[Leaf]:
-    """`first_names` are by file group: a name never stands for what lies in a file that may go alone."""
+    """The leaves of a blob.
+
+    `first_names` are by file group, so that no alias refers to a file that may be deleted.
+    """
     kind = kind_of(value)
     main = first_names[MAIN_GROUP]
     if kind is Kind.TENSOR:
         if not is_wrapper(value):
-            admitted(value, blob)  # one that nobody registered is made anew, and would lose its type
+            admitted(value, blob)  # an unregistered one is recreated, and would lose its type
         yield from own_leaves(blob, blob, tensor_role(value), value, main)
     elif kind is Kind.MODULE:
         yield from module_leaves(blob, value, main, states)
@@ -257,12 +261,13 @@ def _leaves(
 
 def tensor_role(tensor: torch.Tensor) -> Role:
     """The role of a tensor that is a blob by itself."""
-    if type(tensor) is torch.Tensor:  # quicker than to ask whether it is a parameter
+    if type(tensor) is torch.Tensor:  # quicker than isinstance of Parameter
         return Role.TENSOR
     return Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.TENSOR
 
 
 def _check_unused(leaf: Leaf, found: Mapping[str, Leaf]) -> None:
+    """Raise BlobError for a name that is used twice."""
     if leaf.name in found:
         raise BlobError(
             f"two leaves of blob {leaf.blob!r} would be called {leaf.name!r}: rename one of the two entries"

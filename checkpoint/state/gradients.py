@@ -1,16 +1,16 @@
-"""What steps of optimizers leave behind, and gradients of an open accumulation window as leaves.
+"""List gradients of an open accumulation window as leaves, and track what optimizer steps leave behind.
 
-A gradient is state where the program is going to add to it. At a boundary it is known to be none only where
+A gradient must be saved if the program may add to it later. It is not saved only if both are true:
 
-- it is what the last step of an optimizer left behind: the same memory, not written since, and
-- the program has been seen to begin anew behind a step: no gradient was the same at two steps in a row.
+- The last step of an optimizer left it behind: the same memory, not written since.
+- The program was seen to clear gradients after a step: none was the same at two steps in a row.
 
-Every other one is saved. So a loop that calls `zero_grad`, before a window or behind it, saves none between
-its windows, a loop that never calls it saves all, and what nobody can know is saved. What the last steps
-left behind is noted after each step of any optimizer of torch.optim, by weak references.
+So a loop that calls `zero_grad`, before or after a window, saves none between its windows. A loop that never
+calls it saves all. Gradients are noted after each step of any optimizer of torch.optim, by weak references.
 
-@grad                     a value, where there are any: gradients that are zero, sparse, or a rank's own part
-@grad.<parameter's leaf>  a gradient; `@grad.<leaf>@<part>` a part of a sparse one, or what FSDP2 holds back
+    @grad                          a value, if any: gradients that are zero, sparse, or a rank's own part
+    @grad.<parameter's leaf>       a gradient
+    @grad.<leaf>@<part>            a part of a sparse one, or the unreduced gradient of FSDP2
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torchrelay.records import dataclass
 
 
 class LastStep:
-    """What an optimizer's last step found; made once, and again where its parameters are others."""
+    """Gradients that an optimizer's last step used; made again when its parameters change."""
 
     def __init__(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -51,14 +51,14 @@ class LastStep:
         for one in self.beside:
             one.beside.append(self)
         self.grads: list[weakref.ref[torch.Tensor]] = []
-        """Held here, so that a gradient that lives has one and the same reference at every look."""
+        """Held here, so that a live gradient has the same reference at every look."""
         self.versions: list[int] = []
-        """How often each had been written to."""
+        """Version counters at the step."""
         self.begins_anew: bool | None = None
-        """Whether no step so far found a gradient of the step before; None before the second."""
+        """Whether no step so far used a gradient of the step before; None before the second."""
 
     def note(self, parameters: list[torch.Tensor]) -> None:
-        """Keep what a step has found."""
+        """Record the gradients that a step used."""
         found = [grad for grad in map(_grad_of, parameters) if grad is not None]
         if not self.plain:
             found = list(map(written_memory, found))
@@ -70,15 +70,15 @@ class LastStep:
                 self.begins_anew = set(map(id, before)).isdisjoint(map(id, grads))
         self.grads, self.versions = grads, list(map(_version_of, found))
         for other in self.beside:
-            # A step within a step finds what the other one found; else one of the two optimizers goes on with
-            # what the other has left behind.
+            # A nested step finds the same gradients as the outer one; else two optimizers alternate,
+            # and each continues with what the other has left.
             known = dict(zip(map(id, other.grads), other.versions, strict=True))
             now = zip(map(id, grads), self.versions, strict=True)
             if any(known.get(key, version) != version for key, version in now):
                 self.begins_anew = other.begins_anew = False
 
     def living(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """The gradients that are still there, with how often each had been written."""
+        """The live gradients, with their version counters."""
         found = ((one(), version) for one, version in zip(self.grads, self.versions, strict=True))
         return ((grad, version) for grad, version in found if grad is not None)
 
@@ -93,15 +93,16 @@ _installed: list[Any] = []
 
 
 def watch_steps() -> None:
-    """Note from now on what the steps of optimizers leave behind; for the life of the process.
+    """Record from now on what the steps of optimizers leave behind; for the life of the process.
 
-    In every step, so it has to cost little: a microsecond, and a quarter of one for each parameter.
+    It runs in every step: about 1 microsecond, and 0.25 for each parameter.
     """
     if not _installed:
         _installed.append(register_optimizer_step_post_hook(_stepped))
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    """Hook after each optimizer step."""
     if torch.compiler.is_compiling():
         return
     groups = optimizer.param_groups
@@ -115,18 +116,18 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
         step = STEPS[id(optimizer)] = LastStep(optimizer, parameters)
     try:
         step.note(parameters)
-    except Exception:  # gradients of a kind that cannot be followed: what is not known is saved
+    except Exception:  # gradients of a kind that cannot be followed are saved
         step.grads, step.versions, step.begins_anew = [], [], False
 
 
 def unsaved_optimizers(
     names: Mapping[int, str], held: Iterable[Any], leaves: Iterable[Leaf], known: Container[Optimizer]
 ) -> Iterator[tuple[Optimizer, str]]:
-    """Optimizers but `known` ones that have stepped tensors of these names, and whose state nobody saves.
+    """Optimizers that stepped tensors of these names, are not `known`, and whose state is not saved.
 
-    Each with such a name. An object of `held` saves its own, and with a `state_dict` that of the optimizers
-    among its attributes; modules and schedulers do not. Whatever else has tensors of an optimizer's state
-    among its leaves saves it as well.
+    Yields each with one such name. An object of `held` saves its own state; with a `state_dict` also that of
+    optimizers among its attributes, except modules and schedulers. So does any object with tensors of an
+    optimizer's state among its leaves.
     """
     saved: set[int] = set()
     for one in held:
@@ -153,7 +154,7 @@ def is_left(grad: torch.Tensor, left: Mapping[int, int]) -> bool:
 
 
 def written_memory(grad: torch.Tensor) -> torch.Tensor:
-    """What is written: FSDP2 adds to the local part of a DTensor, whose own version stays."""
+    """The tensor whose version counts writes: FSDP2 adds to the local part of a DTensor."""
     return memory_of_shard(grad) if is_sharded(grad) else grad
 
 
@@ -162,7 +163,7 @@ REMEDY = "give the loop's window, ctx.steps(loader, accumulate=n), so that saves
 INDICES, VALUES, UNSHARDED = ENDS = "@indices", "@values", "@unsharded"
 
 
-# As leaves
+# Leaves
 
 
 def gradient_leaves(
@@ -171,10 +172,10 @@ def gradient_leaves(
     wanted: Callable[[str], bool] = lambda name: True,
     learning: Collection[str] = (),
 ) -> list[Leaf]:
-    """The gradients that the next backward pass may add to; `names` are the leaf names of parameters.
+    """The gradients that a later backward pass may add to; `names` are the leaf names of parameters.
 
-    Only those of `wanted` parameters; of containers, only in those that are `learning`, which hold tensors
-    with gradients. A kind that cannot be stored is left out, with a warning.
+    Only those of `wanted` parameters; in containers only of `learning` ones, which hold tensors with
+    gradients. Kinds that cannot be stored are left out, with a warning.
     """
     listing = _Listing(
         {id(grad): version for step in STEPS.values() if step.begins_anew for grad, version in step.living()}
@@ -204,9 +205,9 @@ def parameter_of(leaf: str) -> str:
 
 @dataclass
 class _Listing:
-    """Gradients as they become leaves; `forms` tells of those that are not one tensor of their own.
+    """Collects gradients as leaves; `forms` describes those that are not a single tensor.
 
-    `left` is what steps left behind, by id, with how often each had been written.
+    `left` is what steps left behind, by id, with version counters.
     """
 
     left: Mapping[int, int]
@@ -215,16 +216,18 @@ class _Listing:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def part(self, name: str, end: str, content: torch.Tensor) -> None:
+        """Add a part of a gradient."""
         leaf = f"{GRADIENTS}.{name}{end}"
         plain = content.detach()
         self.leaves.append(Leaf(leaf, GRADIENTS, Role.GRADIENT, OPTIM_GROUP, plain))
 
     def add(self, name: str, grad: torch.Tensor) -> None:
+        """Add a gradient."""
         if is_sharded(grad):
             placements = [str(one) for one in grad.placements]  # type: ignore[attr-defined]
             if all(one.is_shard() for one in grad.placements):  # type: ignore[attr-defined]
                 self.part(name, "", grad)
-            else:  # replicas may differ before they are summed up: each has its own
+            else:  # replicas may differ before they are reduced: each has its own
                 self.part(name, "", memory_of_shard(grad))
                 self.forms.setdefault("local", {})[name] = placements
         elif grad.layout is torch.sparse_coo:
@@ -244,7 +247,7 @@ class _Listing:
 
 
 def _is_zero(grad: torch.Tensor) -> bool:
-    """Whether all bits are zero: then the program wants zeros there, and they need no bytes."""
+    """Whether all bits are zero, so that no bytes are needed."""
     flat = grad.detach().reshape(-1)
     if flat.numel() and bool(flat[:1].view(torch.uint8).any()):
         return False
@@ -255,6 +258,7 @@ _warned: set[str] = set()
 
 
 def _warn_of(objects: Mapping[str, Any], names: Names, listing: _Listing) -> None:
+    """Warn of gradients that are not saved."""
     found = [f"{name} ({why})" for name, why in listing.left_out.items()]
     for blob, value in objects.items():
         if isinstance(value, nn.Module) and any(
@@ -284,7 +288,7 @@ def _warn_of(objects: Mapping[str, Any], names: Names, listing: _Listing) -> Non
 
 
 def _unnamed(objects: Mapping[str, Any], names: Names) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters whose gradients no save has, as they have no names, each once with what has it."""
+    """Parameters without a name, whose gradients are not saved, each once with its owner."""
     held = [
         (f"{blob} (FSDP1)", one)
         for blob, value in objects.items()
@@ -300,25 +304,26 @@ def _unnamed(objects: Mapping[str, Any], names: Names) -> Iterator[tuple[str, to
 
 
 def _is_open(grad: torch.Tensor, used: Mapping[int, tuple[int, bool | None]]) -> bool:
-    """Whether a gradient is one that a program with a window adds to; `used` are those that steps used.
+    """Whether a later backward pass may add to a gradient; `used` are those that steps used.
 
-    It is not where it is zero, or was used, unless it was written since by a program that was seen to go on
-    with such: losses of another model add to what is cleared at the next step, as in a GAN.
+    False if it is zero, or was used and not written since. A used gradient that was written since counts only
+    if the program accumulates across steps: a loss of another model, as in a GAN, adds to gradients that are
+    cleared before the next step.
     """
     version, begins_anew = used.get(id(grad), (None, False))
     if version is not None and (begins_anew is not False or version == grad._version):
         return False
     try:
         return not _is_zero(grad)
-    except (RuntimeError, TypeError):  # of a kind that has no bytes to look at
+    except (RuntimeError, TypeError):  # of a kind whose bytes cannot be read
         return True
 
 
-# Where they are
+# Parameters
 
 
 def learning_parameters(objects: Mapping[str, Any], names: Names) -> dict[str, torch.Tensor]:
-    """What may have a gradient, each once, by the name of its leaf."""
+    """Tensors that may have a gradient, each once, by the name of its leaf."""
     found: dict[str, torch.Tensor] = {}
     for one in _tensors(objects):
         name = names.get(id(one))
@@ -328,6 +333,7 @@ def learning_parameters(objects: Mapping[str, Any], names: Names) -> dict[str, t
 
 
 def _tensors(objects: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """All parameters and registered tensors."""
     for value in objects.values():
         if isinstance(value, nn.Module):
             yield from value.parameters()
@@ -342,7 +348,7 @@ def _tensors(objects: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 def learning_in_containers(
     objects: Mapping[str, Any], others: Iterable[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What may have a gradient in containers, and is none of the `others`."""
+    """Tensors in containers that may have a gradient, without the `others`."""
     known = set(map(id, others))
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for blob, value in objects.items():
@@ -354,11 +360,12 @@ def learning_in_containers(
 
 @dataclass(frozen=True)
 class _HeldBack:
-    """A parameter of FSDP2, whose gradient is whole and its rank's own until it is reduced."""
+    """A parameter of FSDP2 with an unreduced gradient, whole and local to its rank."""
 
     param: Any
 
     def pending(self) -> torch.Tensor | None:
+        """The unreduced gradient."""
         held: torch.Tensor | None = getattr(self.param, "unsharded_accumulated_grad", None)
         if held is None:
             unsharded = getattr(self.param, "_unsharded_param", None)
@@ -383,7 +390,7 @@ def held_back(objects: Mapping[str, Any], names: Names) -> dict[str, _HeldBack]:
 
 
 def _fsdp_groups(module: nn.Module) -> list[Any]:
-    """The parameter groups of FSDP2; torch has no public way to what it holds back."""
+    """The parameter groups of FSDP2; torch has no public API for unreduced gradients."""
     found: list[Any] = []
     for part in parts_of(module):
         if (state := getattr(part, "_get_fsdp_state", None)) is not None:

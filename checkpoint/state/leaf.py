@@ -1,7 +1,7 @@
-"""Leaves: the named tensors and values that a node's blobs consist of, DTensors among them.
+"""Define leaves: the named tensors and values that a node's blobs consist of, DTensors included.
 
-A leaf has content (what a save reads, by reference) and a spec (what planning, manifests and checks
-need, without the content). Names are never split: what a blob's tree looked like is stored beside it.
+A leaf has content (what a save reads, by reference) and a spec (what planning, manifests and checks need).
+Names are never split: the structure of a blob is stored separately.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this is a DTensor; asks without importing torch's DTensor machinery."""
+    """Whether this is a DTensor, without importing torch's DTensor machinery."""
     return _is_dtensor(type(tensor))
 
 
 @lru_cache(maxsize=64)
 def _is_dtensor(kind: type) -> bool:
+    """Whether a class is torch's DTensor."""
     return any(base.__name__ == "DTensor" for base in kind.__mro__)
 
 
 def sharding_of(tensor: torch.Tensor, name: str) -> Mesh:
-    """The mesh of a DTensor, by global ranks; raises BlobError naming a placement that has no parts."""
+    """The mesh of a DTensor, by global ranks; raises BlobError for an unsupported placement."""
     mesh, placements = _dtensor(tensor).device_mesh, _placements(tensor, name)
     known = _meshes.setdefault(mesh, {})
     if placements not in known:
@@ -51,14 +52,13 @@ def sharding_of(tensor: torch.Tensor, name: str) -> Mesh:
 _meshes: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[Placement, ...], Mesh]] = (
     weakref.WeakKeyDictionary()
 )
-"""All leaves on equal device meshes (FSDP makes one for every module) have the same object: of thousands of
-ranks a mesh is long, and its text is made once."""
+"""One object for equal device meshes (FSDP makes one per module): with thousands of ranks a mesh is large."""
 
 
 def target_of(tensor: torch.Tensor, name: str) -> LocalTarget:
-    """What of the whole the local tensor of a DTensor holds; nothing on a rank outside of the mesh.
+    """The part of the whole that the local tensor of a DTensor holds; empty on a rank outside of the mesh.
 
-    Raises BlobError where the local tensor has another shape than its placements give it.
+    Raises BlobError if the local tensor has another shape than its placements imply.
     """
     mesh: DeviceMesh = _dtensor(tensor).device_mesh
     coordinate = mesh.get_coordinate()
@@ -67,7 +67,7 @@ def target_of(tensor: torch.Tensor, name: str) -> LocalTarget:
         return LocalTarget(local, ())
     placements = _dtensor(tensor).placements
     known = _targets.setdefault(mesh, {})
-    # With their types: a placement may equal one of another type that cuts otherwise.
+    # With their types: placements of different types may be equal and cut differently.
     form = (tensor.shape, tuple(coordinate), placements, tuple(map(type, placements)))
     found = known.get(form)
     if found is None:
@@ -85,7 +85,7 @@ def target_of(tensor: torch.Tensor, name: str) -> LocalTarget:
 
 
 _targets: weakref.WeakKeyDictionary[DeviceMesh, dict[object, LocalTarget]] = weakref.WeakKeyDictionary()
-"""By shape, place and placements: leaves of one form are thousands, and get the same object."""
+"""By shape, place and placements, so that the many leaves of one form share an object."""
 _REMEMBERED = 1 << 10
 
 
@@ -95,10 +95,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor as it lies in memory: the tensor that the DTensor itself holds.
+    """The tensor that a DTensor itself holds.
 
-    `to_local` gives the same outside of autograd; to get there takes as long as fifty of these, and a
-    boundary asks several times for every leaf.
+    Same as `to_local` outside of autograd, and 50 times as fast, because each save asks often for every leaf.
     """
     local: torch.Tensor = _dtensor(tensor)._local_tensor
     return local
@@ -107,8 +106,8 @@ def memory_of_shard(tensor: torch.Tensor) -> torch.Tensor:
 def empty_like(model: torch.Tensor, spec_shape: tuple[int, ...], dtype: torch.dtype, stored: Any) -> DTensor:
     """A new DTensor on the mesh of `model`, without content.
 
-    It is placed as it was when it was saved, if that was on such a mesh; else as `model`, if it has
-    its shape; else every rank holds all of it.
+    It has the saved placements if the saved mesh was alike, else those of `model` if the shapes match; else
+    it is replicated.
     """
     import torch
     from torch.distributed.tensor import DTensor, Replicate
@@ -137,9 +136,9 @@ def empty_like(model: torch.Tensor, spec_shape: tuple[int, ...], dtype: torch.dt
 def stand_in(
     stored: Mesh | None, shape: tuple[int, ...], live: Iterable[torch.Tensor]
 ) -> torch.Tensor | None:
-    """A live DTensor that a stored one without a place of its own is made like; None where it was none.
+    """A live DTensor with the mesh and placements for a stored one that has no live tensor; None without.
 
-    It lies on the mesh where that one was, or, on other ranks, has its shape.
+    It is on the stored mesh, or, on other ranks, has the same shape.
     """
     if stored is None:
         return None
@@ -153,7 +152,7 @@ def stand_in(
 
 
 def _torch_placements(stored: Mesh) -> list[Any]:
-    """Torch's own placements; empty where it has no public form for one."""
+    """Torch's placements; empty for one without a public form."""
     from torch.distributed.tensor import Replicate, Shard
 
     if any(isinstance(one, Sharded) and one.split_factor > 1 for one in stored.placements):
@@ -162,14 +161,17 @@ def _torch_placements(stored: Mesh) -> list[Any]:
 
 
 def _dtensor(tensor: Any) -> Any:
+    """The DTensor behind a parameter."""
     return tensor
 
 
 def _placements(tensor: torch.Tensor, name: str) -> tuple[Placement, ...]:
+    """Placements of a DTensor."""
     return _described(_dtensor(tensor).placements, tensor.dim(), name)
 
 
 def _described(placements: Any, dims: int, name: str) -> tuple[Placement, ...]:
+    """Placements in stored form; raises BlobError for strided ones."""
     found = tuple(_placement(one, dims, name) for one in placements)
     strides = math.prod(one.split_factor for one in found if isinstance(one, Sharded))
     if strides > MAX_SPLIT_FACTOR:
@@ -180,30 +182,31 @@ def _described(placements: Any, dims: int, name: str) -> tuple[Placement, ...]:
 
 
 def _placement(placement: Any, dims: int, name: str) -> Placement:
+    """One placement in stored form."""
     if placement.is_replicate():
         return Replicated()
     if placement.is_partial() or not hasattr(placement, "dim"):
         raise BlobError(
-            f"{name!r} is a DTensor with placement {placement}, whose parts are not parts of the content: "
-            "redistribute it to Shard or Replicate first"
+            f"{name!r} is a DTensor with placement {placement}, which is not supported: redistribute it "
+            "to Shard or Replicate first"
         )
     return Sharded(placement.dim % dims, int(getattr(placement, "split_factor", 1)))
 
 
 MAIN_GROUP = "main"
-"""The file group of everything but optimizers."""
+"""The file group of everything except optimizers."""
 
 OPTIM_GROUP = "optim"
-"""The file group of optimizers, which retention may drop and an evaluation never reads."""
+"""The file group of optimizers, which retention may delete and an evaluation never reads."""
 
 
 class Role(str, Enum):
-    """What a leaf is to its blob.
+    """The role of a leaf in its blob.
 
-    Only PARAMETER and OPTIMIZER tensors are alike on replicas by construction, so only they are split
-    between them. STATE is the tree of an object with `state_dict`, SUBCLASS what a tensor is whose content
-    are inner tensors (see `subclasses`); VALUE any other value. RNG and GRADIENT belong
-    to the position and to no blob of the user's (`manifest.OF_POSITION`).
+    Only PARAMETER and OPTIMIZER tensors are equal on replicas by construction, so only they are split between
+    them. STATE is the tree of an object with `state_dict`, SUBCLASS describes a tensor made of inner tensors
+    (see `wrappers`); VALUE is any other value. RNG and GRADIENT belong to the position and to no blob of the
+    user's (`manifest.OF_POSITION`).
     """
 
     PARAMETER = "parameter"
@@ -217,8 +220,8 @@ class Role(str, Enum):
     GRADIENT = "gradient"
 
     @property
-    def value(self) -> str:  # that of the base class takes six times as long
-        """The word in manifests."""
+    def value(self) -> str:  # the base class's property takes six times as long
+        """The name in manifests."""
         return self._value_
 
     def __str__(self) -> str:
@@ -226,14 +229,14 @@ class Role(str, Enum):
 
 
 NEEDS_OBJECT = (Role.STATE, Role.SUBCLASS)
-"""Roles of a blob's own leaf whose content only a live object can take."""
+"""Roles of a blob's own leaf that can only be loaded into a live object."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A Python value in the typed JSON form of `values.encode`; a copy, later changes do not reach it.
+    """A Python value in the typed JSON form of `values.encode`; a copy, which later changes do not affect.
 
-    Tensors inside the value are leaves of their own, which the form refers to by name.
+    Tensors inside the value are separate leaves, which the form refers to by name.
     """
 
     json: Any
@@ -251,10 +254,10 @@ _COMPACT = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 class Leaf:
     """One named tensor or value of a blob.
 
-    `content` is a detached tensor that shares the memory of the user's, or a Value. A leaf with
-    `alias_of` is the same object as the leaf of that name and is stored only there. `frozen` says of a
-    parameter, or of a tensor that a user holds, that it has no gradient (see `frozen_of`). A leaf `same_as`
-    another is the same tensor as that one, which lies in another file: both are stored.
+    `content` is a detached tensor that shares the user's memory, or a Value. A leaf with `alias_of` is the
+    same object as the leaf of that name and is stored only there. `frozen`: a parameter or registered tensor
+    that has no gradient (see `frozen_of`). A leaf `same_as` another is the same tensor, but both are stored,
+    because the other is in another file.
     """
 
     name: str
@@ -269,13 +272,18 @@ class Leaf:
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """What is known of a leaf without its content.
+    """Description of a leaf without its content.
 
-    `dtype` is torch's name (`bfloat16`, see `dtypes`), None for values; `shape` is () for values; `nbytes`
-    the logical size, also where an alias stores nothing. Of a sharded tensor dtype, shape and bytes are
-    those of the whole, and `sharding` says who has which part. `frozen` is None where that is not known.
-    `order` has the dimensions from the outermost in memory (see `order_of`); `order_changed` says that the
-    program had built the tensor in another order. `device`: see `device_of`; `same_as`: see `Leaf`.
+    Attributes:
+        dtype: torch's name (`bfloat16`, see `dtypes`), None for values; of a sharded tensor that of the
+            whole.
+        shape: () for values; of a sharded tensor that of the whole.
+        nbytes: logical size in bytes, also of an alias, which stores nothing.
+        sharding: the mesh that decides who has which part.
+        frozen: None if unknown.
+        order: the dimensions from the outermost in memory, see `order_of`.
+        order_changed: whether the program built the tensor in another order.
+        device, same_as: see `device_of` and `Leaf`.
     """
 
     name: str
@@ -299,9 +307,9 @@ class LeafSpec:
 
 
 def frozen_of(role: Role | None, tensor: torch.Tensor) -> bool | None:
-    """Whether a parameter or a tensor that a user holds has no gradient; None of buffers and other state.
+    """Whether a parameter or registered tensor has no gradient; None for buffers and other state.
 
-    What a program computed from others that have one will have none: it is no leaf of autograd.
+    A tensor computed from others with gradients is not a leaf of autograd and counts as frozen.
     """
     if role is Role.PARAMETER or role is Role.TENSOR:
         return not (tensor.requires_grad and tensor.is_leaf)
@@ -309,7 +317,7 @@ def frozen_of(role: Role | None, tensor: torch.Tensor) -> bool | None:
 
 
 def spec_of(leaf: Leaf) -> LeafSpec:
-    """Describe a leaf; raises BlobError for placements and dtypes that have no stored form."""
+    """The spec of a leaf; raises BlobError for placements and dtypes that have no stored form."""
     content = leaf.content
     if isinstance(content, Value):
         return _spec(leaf, "value", None, (), content.nbytes)
@@ -327,6 +335,7 @@ def spec_of(leaf: Leaf) -> LeafSpec:
 def _spec(
     leaf: Leaf, kind: Literal["tensor", "value"], dtype: str | None, shape: tuple[int, ...], nbytes: int
 ) -> LeafSpec:
+    """A spec of this leaf."""
     described = (kind, dtype, shape, nbytes, leaf.alias_of, None, leaf.frozen)
     return LeafSpec(leaf.name, leaf.blob, leaf.role, leaf.group, *described)
 
@@ -334,8 +343,8 @@ def _spec(
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The dimensions from the outermost in memory, (0, 2, 3, 1) for channels_last.
 
-    None where they lie as they are numbered, and where elements share memory. Gaps between elements count for
-    nothing, dimensions of size 1 do: by their strides torch tells channels_last.
+    None for the default order, and if elements share memory. Gaps between elements are ignored; dimensions of
+    size 1 count, because torch recognises channels_last by their strides.
     """
     shape = tensor.shape
     if tensor.is_contiguous() and 1 not in shape:
@@ -347,9 +356,9 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def device_of(role: Role, tensor: torch.Tensor) -> str | None:
-    """Where a parameter or a tensor that a user holds lies: `cuda`, or `cuda:1`, the one after the current.
+    """Device of a parameter or registered tensor: `cuda`, or `cuda:1`, the one after the current.
 
-    None on the CPU, and of buffers and of state of optimizers, which lie where the objects have them.
+    None on the CPU, and for buffers and optimizer state, which stay with their objects.
     """
     if tensor.is_cpu or not (role is Role.PARAMETER or role is Role.TENSOR):
         return None
@@ -365,7 +374,7 @@ def device_of(role: Role, tensor: torch.Tensor) -> str | None:
 def learning(
     tensor: torch.Tensor, spec: LeafSpec, twin: torch.Tensor | None, *, parameter: bool = False
 ) -> torch.Tensor:
-    """A new tensor as a `parameter`, or as one that learns, as the one that was saved or a live one does."""
+    """A tensor with the requires_grad of a saved or live one, as `parameter` if set."""
     from torch import nn  # others read leaves without torch
 
     able = tensor.is_floating_point() or tensor.is_complex()

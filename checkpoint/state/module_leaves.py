@@ -1,16 +1,15 @@
-"""Leaves of modules, under the canonical names of their state dicts, and of optimizers, read as they are.
+"""List leaves of modules under the canonical names of their state dicts, and leaves of optimizers.
 
-Canonical names have no trace of torch's wrappers (DistributedDataParallel, DataParallel, torch.compile,
-activation checkpointing and offloading), at any depth and in any order, so that a wrapped and a bare
-module share checkpoints. They come from `module_names`, for modules and for optimizer state.
-Parameters and buffers that the state dict holds as they are can be loaded in place; what a hook or
-`get_extra_state` computed goes back through `load_state_dict`.
+Canonical names contain no wrappers of torch (DistributedDataParallel, DataParallel, torch.compile, activation
+checkpointing and offloading), so that a wrapped and a bare module share checkpoints. They come from
+`module_names`, for modules and for optimizer state. Parameters and buffers can be loaded in place; what a
+hook or `get_extra_state` computed is loaded through `load_state_dict`.
 
-optimizer.state.<parameter>.<key>        a tensor, or a value such as a nested list
-optimizer.param_groups.<group>.<key>     lr, betas, ...
-optimizer.param_groups.<group>.params    the leaf names of its parameters, in order
-optimizer.param.<group>.<index>          a parameter of no registered module, with its content
-optimizer.shared                         state that belongs to no parameter, where there is any
+    optimizer.state.<parameter>.<key>         a tensor, or a value such as a nested list
+    optimizer.param_groups.<group>.<key>      lr, betas, ...
+    optimizer.param_groups.<group>.params     leaf names of its parameters, in order
+    optimizer.param.<group>.<index>           a parameter of no registered module, with its content
+    optimizer.shared                          state that belongs to no parameter, if any
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 class ModuleEntry:
     """One entry of a module's state dict: torch's `key` for it, and the leaf's `name`.
 
-    `role` is PARAMETER or BUFFER for the module's own tensors, None for what was computed.
+    `role` is PARAMETER or BUFFER for the module's own tensors, None for computed ones.
     """
 
     key: str
@@ -65,7 +64,7 @@ def module_entries(
 ) -> list[ModuleEntry]:
     """The entries of `state`, which is `module.state_dict(keep_vars=True)`, in its order.
 
-    `parts` are those of `module_parts(module)`, where they are known.
+    `parts` are those of `module_parts(module)`, if already computed.
     """
     parts = module_parts(module) if parts is None else parts
     roles = {id(one): Role.PARAMETER for _, _, part in parts for one in part._parameters.values()}
@@ -105,9 +104,9 @@ def module_leaves(
 def own_leaves(
     name: str, blob: str, role: Role, tensor: torch.Tensor, first_names: TensorNames
 ) -> Iterator[Leaf]:
-    """The leaf of a tensor that outlives the listing: the first name owns it, others are aliases.
+    """The leaf of a tensor that outlives the listing: its first name owns it, others are aliases.
 
-    A wrapper subclass has a leaf for what it is, and one for each inner tensor.
+    A wrapper subclass has a leaf for its description, and one for each inner tensor.
     """
     if is_wrapper(tensor):
         yield from subclass_leaves(
@@ -122,9 +121,8 @@ def own_leaves(
 def named_parameters(blob: str, module: nn.Module, states: ModuleStates) -> list[tuple[str, torch.Tensor]]:
     """The parameters of a module with their leaf names; tied ones under each name.
 
-    A parameter that a user's hook or method gives out under another key has the name of that leaf.
-    FSDP2 modules show their shards from here on, not what a forward pass gathered. Raises BlobError
-    for FSDP1.
+    A parameter that a user's hook returns under another key has that name. Calls `show_shards`. Raises
+    BlobError for FSDP1.
     """
     parts = states.parts(module)
     kinds = show_shards(blob, parts)
@@ -142,7 +140,7 @@ def named_parameters(blob: str, module: nn.Module, states: ModuleStates) -> list
 
 
 def _has_own_hooks(part: nn.Module) -> bool:
-    """Whether hooks that are not torch's have a say in the keys of a part's state."""
+    """Whether hooks other than torch's may change the keys of a part's state."""
     if not part._state_dict_hooks and not part._state_dict_pre_hooks:
         return False
     hooks = (*part._state_dict_hooks.values(), *part._state_dict_pre_hooks.values())
@@ -151,15 +149,13 @@ def _has_own_hooks(part: nn.Module) -> bool:
 
 @lru_cache(maxsize=256)
 def _overrides_state(kind: type[nn.Module]) -> bool:
+    """Whether a class has its own state dict methods."""
     methods = (kind.state_dict, kind._save_to_state_dict)
     return not all(str(method.__module__).startswith("torch.") for method in methods)
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
-    """A module and all modules below it, each once, as `module.modules()`, in an order that means nothing.
-
-    Every boundary asks several times: without a generator for each level that takes a tenth of the time.
-    """
+    """A module and all modules below it, each once, in no particular order; faster than `modules()`."""
     found = {id(module): module}
     todo = [module]
     while todo:
@@ -171,7 +167,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def show_shards(blob: str, parts: Sequence[Part]) -> set[Any]:
-    """Let FSDP2 modules show their shards, not what a forward pass gathered; the classes of all parts.
+    """Make FSDP2 modules show their shards instead of gathered parameters; the classes of all parts.
 
     Raises BlobError for FSDP1.
     """
@@ -179,9 +175,9 @@ def show_shards(blob: str, parts: Sequence[Part]) -> set[Any]:
     names = frozenset[str]().union(*map(_class_names, kinds))
     if "FullyShardedDataParallel" in names:
         raise BlobError(
-            f"blob {blob!r} is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters are no "
-            "tensors of the module: register torchrelay.fsdp_state(module, optimizer) instead of both, "
-            "or use fully_shard (FSDP2)"
+            f"blob {blob!r} is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters are "
+            "not tensors of the module: register torchrelay.fsdp_state(module, optimizer) instead of "
+            "both"
         )
     for _, _, part in parts if "FSDPModule" in names else ():
         kind: Any = type(part)
@@ -192,6 +188,7 @@ def show_shards(blob: str, parts: Sequence[Part]) -> set[Any]:
 
 @lru_cache(maxsize=256)
 def _class_names(kind: type) -> frozenset[str]:
+    """Names of a class and its bases."""
     return frozenset(one.__name__ for one in kind.__mro__)
 
 
@@ -200,15 +197,17 @@ class FsdpState:
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
         if not isinstance(module, nn.Module) or not isinstance(optimizer, Optimizer | None):
-            raise UsageError("fsdp_state is given a module and, if there is one, its optimizer")
+            raise UsageError(
+                "invalid arguments of fsdp_state: expected a module and optionally its optimizer"
+            )
         self.module = module
         self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """The sharded state by parameter names; all ranks must ask together. Changes nothing.
+        """The sharded state by parameter names; all ranks must call together. Changes nothing.
 
-        An optimizer before its first step has no state, and torch would make that step to get some: then
-        only its options are given. Raises BlobError where FSDP was given no device mesh.
+        An optimizer without state gives its options only, because torch would make a step to get state.
+        Raises BlobError if FSDP has no device mesh.
         """
         if self.optimizer is None or not self.optimizer.state:
             return {"model": self._model_state(), "optimizer": None, "options": self._options()}
@@ -218,7 +217,7 @@ class FsdpState:
         return {"model": self._model_state(), "optimizer": _checked(found), "options": None}
 
     def state_dict_to_load_into(self) -> dict[str, Any]:
-        """As `state_dict`, of an optimizer after its first step: what a load has to place."""
+        """As `state_dict`, with the state of an optimizer after its first step, to be loaded into."""
         if self.optimizer is None or self.optimizer.state:
             return self.state_dict()
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -232,7 +231,7 @@ class FsdpState:
         return {"model": self._model_state(), "optimizer": _checked(found), "options": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the state of module and optimizer; all ranks must ask together."""
+        """Set the state of module and optimizer; all ranks must call together."""
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
         set_model_state_dict(self.module, dict(state["model"]))
@@ -245,35 +244,45 @@ class FsdpState:
             self._set_options(state["options"])
 
     def _model_state(self) -> dict[str, Any]:
+        """The sharded state of the module."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         return dict(_checked(get_model_state_dict(self.module)))
 
     def _options(self) -> list[dict[str, Any]]:
+        """The options of the optimizer's groups."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
     def _set_options(self, options: list[dict[str, Any]]) -> None:
+        """Set the options of the optimizer's groups."""
         if self.optimizer is not None:
             for group, values in zip(self.optimizer.param_groups, options, strict=True):
                 group.update(values)
 
 
 def fsdp_state(module: nn.Module, optimizer: Optimizer | None = None) -> FsdpState:
-    """An FSDP1 module (`FullyShardedDataParallel`) and its optimizer as one blob.
+    """Wrap an FSDP1 module (`FullyShardedDataParallel`) and its optimizer as one blob.
 
-    blobs=dict(net=torchrelay.fsdp_state(model, optimizer))
+    Each rank stores its shards, as for FSDP2. An epoch loads onto any number of ranks, also into the
+    `fsdp_state` of a plain module. Saves and loads gather one wrapped unit after another by collectives on
+    all ranks. FSDP needs `device_mesh=`. For FSDP2 (`fully_shard`) register the module itself instead.
 
-    Every rank stores its shards, as for FSDP2, and an epoch loads onto any number of ranks, also into the
-    `fsdp_state` of a plain module. FSDP1 shows its shards only through collectives: this blob's saves and
-    loads gather one wrapped unit after another, on all ranks together, over the training's group. FSDP must
-    have been given `device_mesh=`. FSDP2 (`fully_shard`) needs none of this: register the module itself.
+    Args:
+        module: the wrapped module, or a plain one to load into.
+        optimizer: its optimizer, if any.
+
+    Returns:
+        An object with `state_dict` and `load_state_dict`, to be registered as a blob.
+
+    Example:
+        blobs=dict(net=torchrelay.fsdp_state(model, optimizer))
     """
     return FsdpState(module, optimizer)
 
 
 def _checked(state: Any) -> Any:
-    """Refuse shards that say no mesh."""
+    """The state; raises BlobError for shards without a mesh."""
     if "ShardedTensor" in _fsdp_names(state):
         raise BlobError(
             "FSDP1 without a device mesh gives ShardedTensors, which cannot be stored: wrap with "
@@ -283,10 +292,10 @@ def _checked(state: Any) -> Any:
 
 
 def _unshared(state: Any) -> Any:
-    """A copy in which no plain tensor stands twice.
+    """A copy in which no plain tensor occurs twice.
 
-    The parameters of one flat parameter share its `step`; where parameters are optimized one by one,
-    each of them would count it up.
+    The parameters of one flat parameter share its `step`; an optimizer that steps them one by one would count
+    each.
     """
     if isinstance(state, Mapping):
         return {key: _unshared(value) for key, value in state.items()}
@@ -294,6 +303,7 @@ def _unshared(state: Any) -> Any:
 
 
 def _fsdp_names(state: Any) -> set[str]:
+    """Names of parameters in a state."""
     if not isinstance(state, Mapping):
         return {type(state).__name__}
     return {name for value in state.values() for name in _fsdp_names(value)}
@@ -311,7 +321,7 @@ def optimizer_leaves(
 ) -> Iterator[Leaf]:
     """The leaves of an optimizer; `names` are the leaf names of all parameters, by id.
 
-    Entries that are one tensor (an `lr` of all groups, a step counter) are stored once: the others are
+    Entries that are one tensor (an `lr` of all groups, a step counter) are stored once, the others are
     aliases. `parameter_names` and `state_names` are the first names of tensors that were listed before.
     """
     for name, parameter in orphans(blob, optimizer):
@@ -355,15 +365,15 @@ def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def steps_as_torch(optimizer: Optimizer) -> bool:
-    """Whether its step is one of torch's."""
+    """Whether its `step` is one of torch's."""
     return str(getattr(type(optimizer).step, "__module__", "")).startswith("torch.optim")
 
 
 def match_strides(optimizer: Optimizer, *, known: bool) -> None:
     """Give state the strides of its parameter, as the first step of torch's optimizers does.
 
-    Where it is `known` in which order dimensions lay, contiguous state was so, and stays. Optimizers with a
-    step of their own may need theirs contiguous, and are left alone.
+    If the order is `known`, contiguous state was saved so, and stays. Optimizers with their own step are
+    skipped.
     """
     if not steps_as_torch(optimizer):
         return
@@ -376,29 +386,29 @@ def match_strides(optimizer: Optimizer, *, known: bool) -> None:
         for one in state.values():
             if isinstance(one, torch.Tensor) and (follows or is_reordered(one)):
                 instead.setdefault(id(one), (one, with_strides_of(parameter, one)))
-    for _, state in states if instead else ():  # what was one tensor is one again
+    for _, state in states if instead else ():  # tied again, as it was
         state.update({key: instead[id(one)][1] for key, one in state.items() if id(one) in instead})
 
 
 def orphans(blob: str, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter with the name it has if no registered module knows it."""
+    """Every parameter with its name in case no registered module has it."""
     for index, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group[PARAMS]):
             yield f"{blob}.param.{index}.{place}", parameter
 
 
 def group_prefix(blob: str, index: int) -> str:
-    """What the leaf names of a parameter group begin with."""
+    """Prefix of the leaf names of a parameter group."""
     return f"{groups_prefix(blob)}{index}."
 
 
 def groups_prefix(blob: str) -> str:
-    """What the leaf names of all parameter groups begin with."""
+    """Prefix of the leaf names of all parameter groups."""
     return f"{blob}.param_groups."
 
 
 def state_prefix(blob: str) -> str:
-    """What the leaf names of state begin with."""
+    """Prefix of the leaf names of state."""
     return f"{blob}.state."
 
 
@@ -410,9 +420,10 @@ def shared_name(blob: str) -> str:
 def _entries(
     prefix: str, blob: str, entries: Mapping[Any, Any], state_names: TensorNames, *, wrappers: bool = False
 ) -> Iterator[Leaf]:
+    """Leaves of the entries of a mapping."""
     for key, value in entries.items():
         if not isinstance(key, str):
-            raise BlobError(f"{prefix}{key!r} of blob {blob!r}: only text can be a key of optimizer state")
+            raise BlobError(f"{prefix}{key!r} of blob {blob!r}: keys of optimizer state must be text")
         name = f"{prefix}{key}"
         if type(value) is torch.Tensor:  # most entries
             content, earlier = admitted(value, name), state_names.earlier(value, name)
@@ -423,7 +434,7 @@ def _entries(
 
 
 def _shared(state_names: TensorNames, leaf: Leaf) -> Leaf:
-    """The leaf, an alias where its tensor was listed before."""
+    """The leaf; an alias if its tensor was listed before."""
     content = leaf.content
     earlier = None if isinstance(content, Value) else state_names.earlier(content, leaf.name)
     return replace(leaf, alias_of=earlier) if earlier is not None else leaf
@@ -432,14 +443,14 @@ def _shared(state_names: TensorNames, leaf: Leaf) -> Leaf:
 def _shared_leaves(
     blob: str, optimizer: Optimizer, names: Mapping[int, str], state_names: TensorNames
 ) -> Iterator[Leaf]:
+    """The leaf of state that belongs to no parameter, with its tensors."""
     known = {id(parameter) for parameter in parameters(optimizer)}
     shared = {key: value for key, value in local_part(optimizer).state.items() if id(key) not in known}
     for key in shared:
         if isinstance(key, torch.Tensor):
             whose = names.get(id(key), f"a parameter of shape {list(key.shape)}")
             raise BlobError(
-                f"blob {blob!r} has state of {whose}, which is in none of its groups: "
-                "delete that state, or add the parameter back with add_param_group"
+                f"blob {blob!r} has state of {whose}, which is in none of its groups: delete that state"
             )
     if shared:
         found = tree_leaves(shared, shared_name(blob), blob, OPTIM_GROUP, tensor_role=Role.OPTIMIZER)

@@ -1,13 +1,13 @@
-"""Kinds of blobs; canonical names of parameters and buffers; which tensors are one, or plain memory.
+"""Classify blobs, name parameters and buffers canonically, and detect tensors that are one.
 
-Names come from one walk over the tree of modules. The children that torch's wrappers insert are left out of
-it: `module` of DistributedDataParallel and DataParallel, `_orig_mod` of torch.compile, and
-`_checkpoint_wrapped_module` of activation checkpointing and offloading, at any depth and in any order.
-FSDP2, `replicate` and `module.compile()` insert nothing. The names of stored leaves that older versions
-wrote with such children inside are read in the same way (`current_names`).
+Names come from one walk over the tree of modules, without the children that torch's wrappers insert: `module`
+of DistributedDataParallel and DataParallel, `_orig_mod` of torch.compile, `_checkpoint_wrapped_module` of
+activation checkpointing and offloading, at any depth and in any order. FSDP2, `replicate` and
+`module.compile()` insert none. Stored names from older versions with such children are mapped by
+`current_names`.
 
-Kinds are finer than `jobs.blobs.kind_of`, whose three words are those of a manifest: there modules,
-optimizers and other objects with state are all `stateful`.
+Kinds are finer than `jobs.blobs.kind_of`, whose three names are those of a manifest: modules, optimizers and
+other objects with state are all `stateful` there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchrelay.jobs.containers import is_container
 
 
 class Kind(Enum):
-    """How the leaves of a blob come about; anything without a better kind is a value."""
+    """How a blob is converted to leaves; an object of no other kind is a value."""
 
     MODULE = "module"
     OPTIMIZER = "optimizer"
@@ -47,12 +47,12 @@ class Kind(Enum):
 _TENSORS = (torch.Tensor, nn.Parameter)
 
 RECREATABLE = (Kind.TENSOR, Kind.CONTAINER, Kind.VALUE)
-"""What a load can make anew; everything else needs an object to load into."""
+"""Kinds that a load can create; all others need an object to load into."""
 
 
 def kind_of(value: Any) -> Kind:
-    """Say what sort of blob `value` is; whether it can be stored shows when its leaves are listed."""
-    if type(value) in _TENSORS:  # the usual case by far, and asked for each of very many tensors
+    """The kind of `value`; whether it can be stored shows when its leaves are listed."""
+    if type(value) in _TENSORS:  # the usual case by far, tested for very many tensors
         return Kind.TENSOR
     if isinstance(value, nn.Module):
         return Kind.MODULE
@@ -66,10 +66,10 @@ def kind_of(value: Any) -> Kind:
 
 
 def has_stock_state(optimizer: Optimizer) -> bool:
-    """Whether `.state` and `.param_groups` are all there is to an optimizer.
+    """Whether `.state` and `.param_groups` are the whole state of an optimizer.
 
-    False where a class or a hook has its own idea of the state dict: that one is then asked. Of torch's
-    ZeroRedundancyOptimizer the state is that of its local part, which a rank has of its own.
+    False if a class or a hook has its own state dict, which is then used. A ZeroRedundancyOptimizer has the
+    state of its local part, which differs per rank.
     """
     base = Optimizer if (local := local_part(optimizer)) is optimizer else _zero_redundancy(optimizer)
     stock = type(optimizer).state_dict is base.state_dict
@@ -79,13 +79,13 @@ def has_stock_state(optimizer: Optimizer) -> bool:
 
 
 def local_part(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has the state: of a ZeroRedundancyOptimizer that of this rank, else itself."""
+    """The optimizer that has the state: for a ZeroRedundancyOptimizer that of this rank, else itself."""
     inner = None if _zero_redundancy(optimizer) is Optimizer else getattr(optimizer, "optim", None)
     return inner if isinstance(inner, Optimizer) else optimizer
 
 
 def _zero_redundancy(optimizer: Optimizer) -> type[Optimizer]:
-    """The class of torch's that this is one of; Optimizer where it is none. Imports nothing."""
+    """The ZeroRedundancyOptimizer class; Optimizer for any other one. Imports nothing."""
     for base in type(optimizer).__mro__:
         if base.__name__ == "ZeroRedundancyOptimizer" and base.__module__.startswith("torch.distributed."):
             return base
@@ -93,7 +93,7 @@ def _zero_redundancy(optimizer: Optimizer) -> type[Optimizer]:
 
 
 def check_recreatable(objects: Mapping[str, Any], registered: Collection[str]) -> None:
-    """Refuse, by BlobError, objects that nobody registered and that no load could make again."""
+    """Raise BlobError for unregistered objects that no load could recreate."""
     lost = [
         f"{name!r} ({type(value).__name__})"
         for name, value in objects.items()
@@ -102,10 +102,9 @@ def check_recreatable(objects: Mapping[str, Any], registered: Collection[str]) -
     ]
     if lost:
         raise BlobError(
-            f"{', '.join(lost)} was put into the workspace by a task and is registered nowhere: a resumed"
-            " run, which skips init, would have nothing to load into. Register it as a blob,"
-            " job.blobs(name=object), or as a factory, job.blobs(name=lambda ctx: ...), which setup calls at"
-            " every start"
+            f"{', '.join(lost)} was put into the workspace by a task and is not registered: a resumed "
+            "run, which skips init, could not load it. Register it as a blob, job.blobs(name=object), "
+            "or as a factory, job.blobs(name=lambda ctx: ...), which setup calls at every start"
         )
 
 
@@ -118,7 +117,7 @@ _OPTIMIZER_HOOKS = (
 
 
 def optimizers_in(value: Any, depth: int = 4) -> Iterator[Optimizer]:
-    """An optimizer, or those among the attributes of an object, in containers and objects there too."""
+    """An optimizer, or those among the attributes of an object, in nested containers and objects too."""
     if isinstance(value, Optimizer):
         yield value
     elif depth and not isinstance(value, torch.Tensor | nn.Module | LRScheduler | str | type):
@@ -129,11 +128,11 @@ def optimizers_in(value: Any, depth: int = 4) -> Iterator[Optimizer]:
 
 
 _MANY = 1000
-"""Entries of what is data, and holds no optimizers."""
+"""Number of entries above which a container is data, without optimizers."""
 
 
 def all_plain_memory(values: Sequence[object]) -> TypeGuard[Sequence[torch.Tensor]]:
-    """The same of many at once."""
+    """`is_plain_memory` for many values at once."""
     return (
         all_dense(values)
         and all(map(torch.Tensor.is_contiguous, values))
@@ -143,19 +142,19 @@ def all_plain_memory(values: Sequence[object]) -> TypeGuard[Sequence[torch.Tenso
 
 
 Part = tuple[str, str, nn.Module]
-"""A module of a tree: what its names and its state dict keys begin with (a dot behind), and itself."""
+"""A module of a tree: prefixes of its names and its state dict keys (with a dot at the end), and itself."""
 
 EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-"""What torch calls the state of a module that `get_extra_state` gives."""
+"""Torch's key for the state that `get_extra_state` returns."""
 
 _COMPILED, _ACTIVATIONS = "_orig_mod", "_checkpoint_wrapped_module"
-"""Children that nobody but torch calls so."""
+"""Names of children that only torch uses."""
 
 
 def module_parts(module: nn.Module) -> list[Part]:
     """A module and all modules below it, in the order of its state dict; a shared one under each path.
 
-    Where no wrapper is above a part, what its names and its keys begin with are one object.
+    Without a wrapper above a part, its two prefixes are one object.
     """
     found: list[Part] = []
     todo: list[Part] = [("", "", module)]
@@ -170,7 +169,7 @@ def module_parts(module: nn.Module) -> list[Part]:
             if child is None:
                 continue
             if name == inserted:
-                # The hooks of activation wrappers take this child out of state dict keys.
+                # The hooks of activation wrappers remove this child from state dict keys.
                 todo.append((path, key if name == _ACTIVATIONS else f"{key}{name}.", child))
             else:
                 below = f"{path}{name}."
@@ -179,15 +178,14 @@ def module_parts(module: nn.Module) -> list[Part]:
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Whether a module itself, without those below it, has state that is no tensor of its own."""
+    """Whether a module itself, without those below it, has state other than its own tensors."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def key_names(parts: Sequence[Part]) -> Callable[[str, Any], str] | None:
-    """From a state dict key and its value to the canonical name; None where names and keys are the same.
+    """Maps a state dict key and its value to the canonical name; None if names and keys are the same.
 
-    Keys that hooks of a user's class have changed are recognised by the tensor; keys that they made up stay
-    as they are.
+    Keys that hooks of a user's class changed are recognised by the tensor; keys that they added stay.
     """
     if all(path is key for path, key, _ in parts):
         return None
@@ -223,9 +221,9 @@ def spellings(module: nn.Module) -> Mapping[int, set[str]]:
 
 
 def current_names(stored: str) -> Iterator[str]:
-    """What a stored leaf may be called today, where an older version left children of wrappers in its name.
+    """Possible current names of a stored leaf whose name contains children of wrappers.
 
-    `module` is an ordinary name too, so what is without it comes last. Empty for a name with no such child.
+    `module` is an ordinary name too, so names without it come last. Empty for a name without such a child.
     """
     first = without_reserved(stored)
     if first != stored:
@@ -235,14 +233,14 @@ def current_names(stored: str) -> Iterator[str]:
 
 
 def without_reserved(name: str) -> str:
-    """A name without the children that nobody but torch calls so."""
+    """A name without the children that only torch uses."""
     if _COMPILED not in name and _ACTIVATIONS not in name:
         return name
     return ".".join(one for one in name.split(".") if one not in (_COMPILED, _ACTIVATIONS))
 
 
 def submodule(module: nn.Module, path: str) -> nn.Module | None:
-    """The part of a module that a canonical name means, whatever wraps what; None where there is none."""
+    """The part of a module with a canonical name, below any wrappers; None without one."""
     current = innermost(module)
     for name in path.split("."):
         child = current._modules.get(name)
@@ -253,7 +251,7 @@ def submodule(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """What is inside of all wrappers around a module; the module itself where there are none."""
+    """The module inside of all wrappers; the module itself without wrappers."""
     while (inner := module._modules.get(_inserted(type(module)) or "")) is not None:  # type: ignore[arg-type]
         module = inner
     return module
@@ -261,10 +259,10 @@ def innermost(module: nn.Module) -> nn.Module:
 
 @lru_cache(maxsize=256)
 def _inserted(kind: type) -> str | None:
-    """What a wrapper of this class calls its one child; None for other modules."""
+    """The name that a wrapper of this class gives its only child; None for other modules."""
     if issubclass(kind, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return "module"
-    # By name, as to import these loads the compiler; FSDP2 and `replicate` make classes below them.
+    # By name, because importing these loads the compiler; FSDP2 and `replicate` make subclasses of them.
     classes = {one.__name__ for one in kind.__mro__ if one.__module__.startswith("torch.")}
     if "OptimizedModule" in classes:
         return _COMPILED
@@ -272,7 +270,7 @@ def _inserted(kind: type) -> str | None:
 
 
 def _tensor_paths(module: nn.Module) -> dict[int, list[list[tuple[str, bool]]]]:
-    """Where each tensor lies, by id: the names from the module down, and whether a wrapper inserted each."""
+    """Paths of each tensor, by id: the names from the module down, and whether a wrapper inserted each."""
     found: dict[int, list[list[tuple[str, bool]]]] = {}
     todo: list[tuple[list[tuple[str, bool]], nn.Module]] = [([], module)]
     while todo:
@@ -288,7 +286,7 @@ def _tensor_paths(module: nn.Module) -> dict[int, list[list[tuple[str, bool]]]]:
 
 
 def _aligned(key: Sequence[str], path: Sequence[tuple[str, bool]]) -> str | None:
-    """The key without what wrappers inserted, where it is the path with some names left out; else None."""
+    """The key without names that wrappers inserted, if it is the path with some names omitted; else None."""
     kept: list[str] = []
     left = list(key)
     for name, inserted in reversed(path):
@@ -303,12 +301,12 @@ Named = tuple[str, torch.Tensor]
 
 
 class TensorNames:
-    """The first name of each tensor. Two are one tensor where they are the same view of the same memory.
+    """The first name of each tensor. Two are one if they are the same view of the same memory.
 
-    That is: storage, offset, shape, strides and element type are equal, whatever objects show them (`p.data`,
-    a detached tensor, two parameters that were given the same data). Of a DTensor its local part counts, and
-    its placements. Tensors in here stay alive, so that no other can get their memory meanwhile. An inner
-    tensor of a wrapper subclass has a name, the wrapper has none.
+    Storage, offset, shape, strides and element type must be equal, in any objects (`p.data`, a detached
+    tensor, two parameters with the same data). Of a DTensor the local part and the placements are compared.
+    Tensors in here stay alive, so that their memory is not reused. An inner tensor of a wrapper subclass has
+    a name, the wrapper has none.
     """
 
     def __init__(self) -> None:
@@ -316,7 +314,7 @@ class TensorNames:
         self._others: dict[object, list[Named]] = {}
 
     def earlier(self, tensor: torch.Tensor, name: str) -> str | None:
-        """The name that this tensor has already; None where it is new, and called `name` from now on."""
+        """The existing name of this tensor; None if it is new, and called `name` from now on."""
         place, named = memory_place(tensor), (name, tensor)
         first = self._first.setdefault(place, named)
         if first is named:
@@ -326,7 +324,7 @@ class TensorNames:
         return known
 
     def add_new(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
-        """Name many plain tensors at once, if all of them are new and have memory; else name none."""
+        """Name many plain tensors at once, if all are new and have memory; else name none."""
         places = list(map(torch.Tensor.data_ptr, tensors))
         found: dict[object, Named] = dict(zip(places, zip(names, tensors, strict=True), strict=True))
         if len(found) < len(places) or 0 in found or not self._first.keys().isdisjoint(found):
@@ -335,18 +333,18 @@ class TensorNames:
         return True
 
     def shared_with(self, other: TensorNames) -> Iterator[tuple[str, str]]:
-        """What has a name here and another one there, by both names."""
+        """Both names of each tensor that has one here and in `other`."""
         for place in self._first.keys() & other._first.keys():
             for name, tensor in (self._first[place], *self._others.get(place, ())):
                 if (known := other.of(tensor)) is not None:
                     yield name, known
 
     def of(self, tensor: torch.Tensor) -> str | None:
-        """The name that this tensor has; None where it has none."""
+        """The name of this tensor; None without one."""
         return self._among(memory_place(tensor), tensor)
 
     def _among(self, place: object, tensor: torch.Tensor) -> str | None:
-        """Views of other shapes may begin at the same place."""
+        """The name among views that begin at the same address."""
         first = self._first.get(place)
         if first is None:
             return None
@@ -354,23 +352,24 @@ class TensorNames:
 
 
 def is_reordered(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor lies in memory otherwise than in the order of its dimensions."""
+    """Whether a plain tensor's memory order differs from the order of its dimensions."""
     odd = tensor.layout is torch.strided and not tensor.is_contiguous()
     return odd and not (is_sharded(tensor) or is_wrapper(tensor))
 
 
 def memory_place(tensor: torch.Tensor) -> object:
-    """Where the memory begins; of what has none (empty, meta) which storage it is."""
+    """Address of the memory; for a tensor without any (empty, meta) the identity of its storage."""
     kind = type(tensor)
     plain = kind is torch.Tensor or kind is nn.Parameter or not is_sharded(tensor)
     memory = tensor if plain else memory_of_shard(tensor)
     try:
         return memory.data_ptr() or (memory.untyped_storage()._cdata, memory.storage_offset())
-    except (RuntimeError, NotImplementedError):  # sparse, say: nothing but itself
+    except (RuntimeError, NotImplementedError):  # sparse, for example: only itself
         return f"tensor {id(tensor)}"
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are one."""
     if one is other:
         return True
     if is_sharded(one) or is_sharded(other):
@@ -380,6 +379,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Key of a view."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     flipped = (tensor.is_conj(), tensor.is_neg())
@@ -387,12 +387,13 @@ def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _shard_of(tensor: Any) -> tuple[Any, ...]:
+    """Key of a DTensor."""
     where = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
     return (*where, _view_of(memory_of_shard(tensor)))
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Storage, the first byte there that a tensor may have, and the one behind its last; zeros for none."""
+    """Storage, and the range of its bytes that a tensor may use; zeros for none."""
     if is_wrapper(tensor):
         return 0, 0, 0
     memory = memory_of_shard(tensor) if is_sharded(tensor) else tensor
@@ -404,14 +405,14 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 class Extents:
-    """Which bytes a growing list of tensors may have."""
+    """The bytes that a growing list of tensors may use."""
 
     def __init__(self) -> None:
         self._found: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self._looked_at = 0
 
     def overlap(self, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-        """Whether a tensor may share a byte with the others, which are those of the last call and more."""
+        """Whether a tensor may share a byte with the others, which extend those of the last call."""
         for other in others[self._looked_at :]:
             storage, first, behind = extent_of(other)
             self._found[storage].append((first, behind))
@@ -421,13 +422,13 @@ class Extents:
 
 
 def overlaps_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
-    """Of each tensor that shares bytes with an earlier one in memory: its name, and how many bytes in."""
+    """For each tensor that shares bytes with an earlier one in memory: its name, and the offset in bytes."""
     if _lie_apart(list(tensors.values())):
         return {}
     extents = sorted((*extent_of(one), name) for name, one in tensors.items())
     found: dict[str, tuple[str, int]] = {}
     before: list[tuple[int, int, int, str]] = []
-    """Those whose last byte is not behind."""
+    """Those whose last byte is not before."""
     for storage, begin, end, name in extents:
         before = [other for other in before if other[0] == storage and begin < other[2]]
         for _, at, _, other in before if storage else ():
@@ -439,7 +440,7 @@ def overlaps_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int
 
 
 def _lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all are plain and contiguous, and none begins before the one that lies before it ends."""
+    """Whether all are plain and contiguous, and none begins before the previous one ends."""
     if not all_plain_memory(tensors):
         return False
     addresses, sizes = map(torch.Tensor.data_ptr, tensors), map(attrgetter("nbytes"), tensors)
@@ -448,7 +449,7 @@ def _lie_apart(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors whose extents overlap do: two columns of a matrix lie between one another."""
+    """Whether tensors with overlapping extents share bytes: two columns of a matrix do not."""
     one, other = (memory_of_shard(it) if is_sharded(it) else it for it in (one, other))
     if one.itemsize != other.itemsize or (one.is_contiguous() and other.is_contiguous()):
         return True

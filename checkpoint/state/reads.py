@@ -1,7 +1,8 @@
-"""Stored tensors that are to be read, and stored trees with tensors in them.
+"""Define reads of stored tensors into live or new memory, and rebuild stored trees that contain tensors.
 
-What the saved value shared with others it shares again: a live tensor, or a new one of another value. An
-object's `load_state_dict` may write into what it is given: what others have is put back behind it.
+Tensors that were shared in the saved value are shared again: with a live tensor, or a new one of another
+value. An object's `load_state_dict` may write into its arguments: shared tensors get their content back
+afterwards.
 """
 
 from __future__ import annotations
@@ -29,10 +30,9 @@ if TYPE_CHECKING:
 class Read:
     """One tensor to be read: the stored leaf `leaf`, into `memory()`.
 
-    `live` is a tensor of an object, `destination` the same where its own memory can be written in place;
-    else `memory()` is fresh, and is copied into `live` by the restoration if it was asked for. With a
-    `target` the memory takes only these boxes of the leaf, without it the whole. A new tensor made of it
-    has the type that it `becomes`.
+    `live` is a tensor of an object, `destination` the same if it can be written in place; otherwise
+    `memory()` is new, and the restoration copies it into `live`. With a `target` the memory takes only these
+    boxes of the leaf. A new tensor made of it gets the type `becomes`.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Read:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The element type as it is stored; a live tensor may have another one."""
+        """The stored element type; a live tensor may have another one."""
         return torch_dtype(by_name(self.spec.dtype or ""))
 
     def settle(self) -> None:
-        """Copy memory that was asked for, and is not the live tensor's own, into that."""
+        """Copy new memory into the live tensor."""
         if self.live is not None and hasattr(self, "_fresh"):
             put(self.live, self._fresh)
 
     def on(self, device: torch.device | None) -> torch.Tensor:
-        """The memory, once all of it is read, on a device: for each device one tensor, whoever asks.
+        """The memory, once all of it is read, on a device: one shared tensor per device.
 
         Without a device it goes to that of the saved tensor, see `device_for`.
         """
@@ -96,9 +96,9 @@ class Read:
 
 
 def device_for(spec: LeafSpec) -> torch.device | None:
-    """The GPU that a new tensor goes to: that of this process for what was saved on one.
+    """The GPU that a new tensor goes to: this process's for a tensor saved on a GPU.
 
-    None, for the CPU, where it was saved there, and where this process has not begun to compute on GPUs.
+    None, for the CPU, if it was saved there, or if this process does not compute on GPUs yet.
     """
     if spec.device is None or not torch.cuda.is_initialized():
         return None
@@ -109,7 +109,7 @@ def device_for(spec: LeafSpec) -> torch.device | None:
 def empty(
     spec: LeafSpec, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """New memory for all of a tensor, its dimensions in the order in which they lay when it was saved."""
+    """New memory for a whole tensor, in the memory order in which it was saved."""
     order = range(len(spec.shape)) if spec.order is None else spec.order
     dtype = dtype or torch_dtype(by_name(spec.dtype or ""))
     with outside_inference_mode():
@@ -117,12 +117,12 @@ def empty(
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """What a load makes is trained afterwards, also where the load itself is called in inference mode."""
+    """Context without inference mode, because loaded tensors are trained afterwards."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def with_strides_of(model: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, anew where a plain model of its shape has other strides: fused kernels walk both alike."""
+    """The tensor, copied if a plain model of its shape has other strides: fused kernels need equal ones."""
     plain = type(tensor) is torch.Tensor and tensor.layout is model.layout is torch.strided
     if (
         not plain
@@ -138,14 +138,14 @@ def with_strides_of(model: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lay_as_saved(live: torch.Tensor, spec: LeafSpec) -> None:
-    """Let a tensor lie in the order in which it was saved, in memory of its own."""
+    """Give a tensor the memory order in which it was saved, in new memory."""
     if order_of(live) != spec.order:
         put(new := empty(spec, live.device, live.dtype), live)
         take_memory_of(new, live)
 
 
 def take_memory_of(other: torch.Tensor, live: torch.Tensor) -> None:
-    """Let a live tensor have the memory of another one; hooks on its gradient, as those of DDP, stay."""
+    """Give a live tensor the memory of another one; hooks on its gradient, as those of DDP, stay."""
     if live.is_inference():
         with torch.inference_mode():
             live.set_(other)  # type: ignore[call-overload]
@@ -165,21 +165,21 @@ def form(tensor: torch.Tensor) -> str:
 
 @lru_cache(maxsize=64)
 def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's own name, as a `LeafSpec` has it."""
+    """Torch's name, as in a `LeafSpec`."""
     return str(dtype).removeprefix("torch.")
 
 
 def put(live: torch.Tensor, content: torch.Tensor) -> None:
-    """Copy into a live tensor, also into one that was made in inference mode."""
+    """Copy into a live tensor, also into an inference tensor."""
     with torch.inference_mode() if live.is_inference() else nullcontext():
         as_copied(live).copy_(as_copied(content))
 
 
 class LeafValue:
-    """The value that a leaf has; call it once everything is read.
+    """The value of a leaf; call it once everything is read.
 
-    New tensors go to the device that it is called with. Those that `models` has by their names are made like
-    these: DTensors placed as they are, subclasses of their class. The form is checked now.
+    New tensors go to the device that it is called with. Those with the name of one in `models` are made like
+    it: DTensors with its placements, subclasses of its class. The form is checked at construction.
     """
 
     def __init__(self, draft: RestorePlan, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None) -> None:
@@ -190,7 +190,7 @@ class LeafValue:
         decode(self._json, tensor=self._refer)
 
     def __call__(self, device: torch.device | None) -> Any:
-        """Build it; what was one tensor with others is so again."""
+        """Build the value; shared tensors are shared again."""
         found: dict[str, torch.Tensor] = {}
 
         def tensor(name: Json) -> torch.Tensor:
@@ -202,11 +202,12 @@ class LeafValue:
         return decode(self._json, tensor=tensor)
 
     def hand_over(self, load: Callable[[Any], object]) -> None:
-        """Let `load` give it to an object; shared tensors keep their content, whatever it writes there."""
+        """Pass the value to `load`; shared tensors keep their content, whether or not it writes there."""
         with _unchanged([self._common(name, None) for name in self._specs if self._is_shared(name)]):
             load(self(None))
 
     def _refer(self, name: Json) -> None:
+        """Note a tensor that the value refers to."""
         draft = self._draft
         inner = draft.specs.get(name) if isinstance(name, str) else None
         if name in draft.kept:
@@ -222,35 +223,37 @@ class LeafValue:
         self._specs[inner.name] = inner
         if inner.alias_of is None:
             self._make(inner)
-        else:  # when it is known which tensors are live
+        else:  # once it is known which tensors are live
             draft.pending_aliases.append(lambda: None if self._live(inner) is not None else self._make(inner))
 
     def _make(self, inner: LeafSpec) -> None:
+        """Plan the tensors of the value."""
         other = stand_in(inner.sharding, inner.shape, self._draft.live_tensors)
         self._made[inner.name] = self._draft.alike(inner, self._models.get(inner.name, other))
 
     def _common(self, name: str, device: torch.device | None) -> torch.Tensor:
-        """The tensor that all have who share it."""
+        """The tensor that all its holders share."""
         live = self._live(self._specs[name])
         return self._made[name](device) if live is None else live
 
     def _live(self, spec: LeafSpec) -> torch.Tensor | None:
-        """The live tensor that it is, unless that was given another type."""
+        """The live tensor for a leaf, unless it has another type."""
         live = self._draft.live(spec)
         return live if live is not None and dtype_name(live.dtype) == spec.dtype else None
 
     def _is_shared(self, name: str) -> bool:
+        """Whether other holders have the tensor."""
         spec = self._specs[name]
         return spec.alias_of is not None or name in self._draft.aliased or self._live(spec) is not None
 
     def _as_it_was(self, one: torch.Tensor, spec: LeafSpec, *, parameter: bool) -> torch.Tensor:
-        """The shared tensor itself if it was so, else a view of it that learns or does not.
+        """The shared tensor itself if it had the same requires_grad, else a view with the saved one.
 
-        What learns is compared as it was saved: live tensors learn as they did when all is loaded.
+        Compared with the saved state: live tensors get their saved requires_grad at the end of the load.
         """
         if not self._is_shared(spec.name):
             return learning(one, spec, None, parameter=parameter)
-        if self._live(spec) is None:  # the first that asks makes it, for all that had the same object
+        if self._live(spec) is None:  # made at the first call, for all holders of the same object
             same = (spec.alias_of or spec.name, parameter, spec.frozen)
             if same not in self._draft.shared_tensors:
                 self._draft.shared_tensors[same] = learning(one, spec, None, parameter=parameter)
@@ -264,7 +267,7 @@ class LeafValue:
 
 @contextmanager
 def _unchanged(tensors: Collection[torch.Tensor]) -> Iterator[None]:
-    """Give these tensors their content back afterwards."""
+    """Restore the content of these tensors afterwards."""
     before = [(one.detach(), as_copied(one.detach()).clone()) for one in tensors]
     try:
         yield

@@ -1,13 +1,12 @@
-"""Which tensors can be leaves and be loaded into, asked one by one or together.
+"""Check which tensors can be leaves and be loaded into, one by one or many at once.
 
-Saves and loads ask the same rules. A load asks one thing more, before the first byte: whether the memory
-of the live tensors may be written at all. What torch allocates may. Foreign memory (numpy arrays,
-mapped files) is looked up in the process's map, where to write by mistake would end the process. A
-mapped file that is shared and writable is the user's own wish, and is written.
+Saves and loads use the same rules. A load also checks, before the first byte, that the memory of live tensors
+may be written. Memory that torch allocated may. Foreign memory (numpy arrays, mapped files) is looked up in
+the memory map of the process, because a wrong write would end the process. Shared writable mappings are
+written, as the user intends.
 
-What costs time with tens of thousands of small tensors is each question that is asked of each of them in
-Python. Here a question is put to all of them by one built-in function. A tensor of which any answer is not
-the usual one is left to `restore`, which looks at it alone, says what is wrong, or copies.
+With tens of thousands of small tensors every Python call per tensor counts, so each property is checked for
+all of them by one built-in function. An unusual tensor is left to `restore`, which handles it alone.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def admitted(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The tensor detached, sharing its memory; raises BlobError for what cannot be stored.
+    """The tensor detached, sharing its memory; raises BlobError if it cannot be stored.
 
-    Refused are tensors that are sparse, quantised, nested, on the meta device or not yet initialised,
-    subclasses other than Parameter and DTensor, and element types without a stored form.
+    That is: sparse, quantised, nested, on the meta device or not initialised, subclasses other than Parameter
+    and DTensor, and element types without a stored form.
     """
     if _is_plain(tensor):
         return tensor.detach()
-    if type(tensor) not in _PLAIN:  # of a subclass other than DTensor nothing is stored
+    if type(tensor) not in _PLAIN:  # only plain memory and DTensors are stored
         _check_parts(tensor, name)
         if not is_sharded(tensor):
             raise BlobError(_refusal(tensor, name))
@@ -65,12 +64,12 @@ def admitted(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def is_plain_memory(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether this is a tensor that is stored as it is, and can be loaded into: nothing to refuse."""
+    """Whether this is a tensor that is stored as it is, and can be loaded into."""
     return type(value) in _PLAIN and _is_plain(value) and value.is_contiguous()  # type: ignore[attr-defined, arg-type]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether this is the usual case: a tensor of no subclass, dense, of a type that has a stored form."""
+    """Whether this is the usual case: dense, of no subclass, of a type that has a stored form."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return False
     if tensor.is_meta or tensor.is_quantized or tensor.is_nested or not is_storable(tensor.dtype):
@@ -79,7 +78,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _check_parts(tensor: torch.Tensor, name: str) -> None:
-    """Refuse what of a DTensor or a wrapper has no stored form."""
+    """Raise BlobError for parts of a DTensor or a wrapper that have no stored form."""
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         raise BlobError(not_initialised(name))
     if is_wrapper(tensor):
@@ -89,35 +88,36 @@ def _check_parts(tensor: torch.Tensor, name: str) -> None:
 
 
 def not_initialised(name: str) -> str:
-    """Why a parameter or buffer of a lazy module is refused."""
+    """The error for a parameter or buffer of a lazy module."""
     return f"{name} is not initialised yet: run one forward pass of the lazy module in setup"
 
 
 def _refusal(tensor: torch.Tensor, name: str) -> str:
+    """The error for a tensor that cannot be stored."""
     kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     if is_wrapper(tensor):
         return (
-            f"{name} is a {kind}, which a load could not build, because no live tensor of its kind stands in "
-            "its place: register an object that holds it and has state_dict and load_state_dict"
+            f"{name} is a {kind}, which a load could not build without a live tensor of its kind: "
+            "register an object that holds it and has state_dict and load_state_dict"
         )
     if own := sorted(getattr(tensor, "__dict__", None) or ()):
         return (
-            f"{name} is a {kind} with attributes of its own ({', '.join(own)}), which would be lost: give it "
-            "__tensor_flatten__ and __tensor_unflatten__, or register an object with state_dict"
+            f"{name} is a {kind} with additional attributes ({', '.join(own)}), which would be lost: "
+            "give it __tensor_flatten__ and __tensor_unflatten__"
         )
     return (
-        f"{name} is a {kind}: a tensor subclass would come"
-        " back as a plain tensor; register x.as_subclass(torch.Tensor), or an object with state_dict"
+        f"{name} is a {kind}: a tensor subclass would be loaded as a plain tensor; register "
+        "x.as_subclass(torch.Tensor)"
     )
 
 
 def admitted_in_place(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """As `admitted`, for a tensor that a load writes into: its elements must not share memory.
 
-    It stays what it is, so a subclass is admitted that adds only a type to plain memory.
+    Subclasses that only add a type to plain memory are admitted, because they stay.
     """
     if _is_plain(tensor) and tensor.is_contiguous():
-        return tensor.detach()  # no element of a contiguous one is met twice
+        return tensor.detach()  # elements of a contiguous tensor do not overlap
     _check_parts(tensor, name)
     found = plain(tensor) if is_typed_memory(tensor) else admitted(tensor, name)
     if (local := local_of(found)).numel() and any(s == 0 and n > 1 for s, n in _steps(local)):
@@ -131,7 +131,7 @@ def admitted_in_place(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def unwritable(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Why nothing can be loaded into some of these admitted tensors: nobody may write into their memory."""
+    """Errors for those of these admitted tensors whose memory cannot be written."""
     foreign: list[tuple[str, torch.Tensor]] = []
     for name, tensor in named:
         memory = tensor if type(tensor) in _PLAIN else plain(local_of(tensor))
@@ -142,8 +142,8 @@ def unwritable(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         name: file for name, memory in foreign if maps and (file := _read_only(maps, memory)) is not None
     }
     return [
-        f"{name} lies in memory that can only be read{f' (it maps {file})' if file else ''}, "
-        "so nothing can be loaded into it: register a clone() of it"
+        f"{name} has read-only memory{f' (it maps {file})' if file else ''}, so nothing can be loaded "
+        "into it: register a clone() of it"
         for name, file in found.items()
     ]
 
@@ -154,11 +154,11 @@ def all_torch_memory(storages: Iterable[torch.UntypedStorage]) -> bool:
 
 
 _Maps = tuple[list[int], list[tuple[int, bool, str]]]
-"""Where the mappings of this process begin; and of each its end, whether it is writable, and its file."""
+"""Start addresses of this process's mappings; the end of each, whether it is writable, and its file."""
 
 
 def _memory_maps() -> _Maps | None:
-    """The memory of this process in ascending order; None where the system does not say."""
+    """The memory of this process in ascending order; None if the system does not provide it."""
     starts, rest = [], []
     try:
         with open("/proc/self/maps", errors="replace") as lines:
@@ -173,7 +173,7 @@ def _memory_maps() -> _Maps | None:
 
 
 def _read_only(maps: _Maps, memory: torch.Tensor) -> str | None:
-    """What is mapped, or nothing, where a part of a tensor's memory is not writable."""
+    """The read-only mapping that a part of a tensor's memory is in, if any."""
     if memory.numel() == 0:
         return None
     starts, rest = maps
@@ -189,11 +189,12 @@ def _read_only(maps: _Maps, memory: torch.Tensor) -> str | None:
 
 
 def _steps(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Size and stride of each dimension."""
     return zip(tensor.stride(), tensor.shape, strict=True)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether two elements share memory; looked at one by one where the strides leave it open."""
+    """Whether two elements share memory; checked one by one if the strides do not decide it."""
     if tensor.numel() < 2 or tensor.is_contiguous():
         return False
     reach = 0
@@ -211,10 +212,10 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 @dataclass
 class PlainTensors:
-    """What each tensor is: its form and its memory.
+    """Form and memory of each tensor.
 
-    The memory stays as long as this object does, even where a tensor is gone or got other memory; not
-    where somebody resizes the storage that it lies in (`resize_`), as with any view of a tensor's memory.
+    The memory stays alive as long as this object does, even if a tensor is freed or gets other memory, unless
+    its storage is resized (`resize_`).
     """
 
     forms: list[EntryForm] = field(default_factory=list)
@@ -250,7 +251,7 @@ class PlainTensors:
 
 
 def plain_tensors(values: Iterable[Any]) -> PlainTensors | None:
-    """What all of these are, if they are nothing but such tensors; None where each has to be looked at."""
+    """Describe all of these, if all are such tensors; else None."""
     found, rest = PlainTensors(), iter(values)
     while some := list(islice(rest, AT_ONCE)):
         if not found.take(some):
@@ -263,7 +264,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InPlace:
-    """Tensors by the names of the leaves that fit them; all lie in order in the memory of the CPU."""
+    """Tensors by the names of the leaves that fit them; all are contiguous in CPU memory."""
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     plain: PlainTensors = field(default_factory=PlainTensors)
@@ -279,7 +280,7 @@ class InPlace:
         return self.plain.memories
 
     def rest(self, objects: Mapping[str, T]) -> Mapping[str, T]:
-        """Those objects that are not here."""
+        """The objects that are not here."""
         settled = self.tensors
         if not settled:
             return objects
@@ -288,7 +289,7 @@ class InPlace:
         return {name: one for name, one in objects.items() if name not in settled}
 
     def beside(self) -> tuple[list[Memory], Memory]:
-        """As much memory of its own for each, and what all of that is cut from."""
+        """Separate memory for each, and the allocation that contains it."""
         sizes = self._sizes()
         ends = list(accumulate(sizes))
         whole = (ctypes.c_ubyte * (ends[-1] if ends else 0))()
@@ -296,11 +297,12 @@ class InPlace:
         return memories_at([first + end - size for end, size in zip(ends, sizes, strict=True)], sizes), whole
 
     def put(self, memories: Iterable[Memory]) -> None:
-        """Copy what was read beside into place."""
+        """Copy from separate memory into place."""
         places, sources = (map(ctypes.addressof, some) for some in (self.memories, memories))  # type: ignore[arg-type]
         deque(map(ctypes.memmove, places, sources, self._sizes()), maxlen=0)
 
     def _sizes(self) -> list[int]:
+        """Bytes of each."""
         return [form.nbytes for form in self.plain.forms]
 
 
@@ -308,10 +310,9 @@ NOTHING = InPlace()
 
 
 def planned(plan: Callable[[InPlace], T], in_place: InPlace) -> tuple[T, InPlace]:
-    """What `plan` makes of all that is not in place.
+    """Plan all that is not in place.
 
-    Where it raises, it is asked again with nothing in place: then every leaf is looked at alone, and the
-    error says all that there is to say.
+    If that raises, all is planned without in-place tensors, so that the error lists everything.
     """
     try:
         return plan(in_place), in_place
@@ -322,9 +323,9 @@ def planned(plan: Callable[[InPlace], T], in_place: InPlace) -> tuple[T, InPlace
 
 
 def fitting(objects: Mapping[str, Any], names: Sequence[str], forms: Sequence[EntryForm]) -> InPlace:
-    """Of these stored leaves, each the only one of a blob of its name, those that its object fits.
+    """Those of these stored leaves, each the only one of a blob of its name, that fit their object.
 
-    Left out are tensors that begin at the same place in memory.
+    Tensors that begin at the same address are left out.
     """
     live = list(objects.values()) if list(objects) == names else [objects[name] for name in names]
     plain, found = PlainTensors(), dict[str, torch.Tensor]()
@@ -345,7 +346,7 @@ def fitting(objects: Mapping[str, Any], names: Sequence[str], forms: Sequence[En
 
 
 def _shared(found: Iterable[str], places: Sequence[int]) -> set[str]:
-    """The names of tensors that begin where another one does; empty ones begin nowhere."""
+    """Names of tensors that begin at the same address as another; empty ones never do."""
     if len(set(places)) == len(places):
         return set()
     count = Counter(places)

@@ -1,11 +1,8 @@
-"""Leaves of trees: what `state_dict()` returns, containers, and other values.
+"""List leaves of trees: results of `state_dict()`, containers, and other values.
 
-The tree is one value leaf in which references stand for tensors; these are leaves of their own, named
-by their path. So are numpy arrays and lists of numbers above 1 MiB, as tensors of role `value`.
-A name is made from the path for people to read and never taken apart again.
-
-A container is one value leaf, its tree, in which references stand for tensors and for objects that are blobs
-by themselves; tensors in it are leaves of their own.
+The tree is one value leaf with references to tensors and, in a container, to objects that are blobs by
+themselves. Tensors are separate leaves, named by their path. So are numpy arrays and lists of numbers above 1
+MiB, as tensors of role `value`. Names are readable paths and are never parsed.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ _INDEX = re.compile(r"\[(-?\w+)\]")
 
 
 def state_of(blob: str, value: Any) -> Any:
-    """The state of an object with `state_dict`; raises BlobError where that raises."""
+    """The state of an object with `state_dict`; raises BlobError if that raises."""
     try:
         return value.state_dict()
     except Exception as error:
@@ -57,7 +54,7 @@ def stateful_leaves(
 ) -> list[Leaf]:
     """The leaves of an object with this `state`; raises BlobError naming what cannot be stored.
 
-    `alias_of` says which leaf a tensor is already that is now called otherwise.
+    `alias_of` returns the leaf that a tensor already is under another name.
     """
     leaves = tree_leaves(state, blob, blob, group, role=Role.STATE, alias_of=alias_of)
     _check_wrappers(blob, value, {one.name: one.content for one in leaves if one.role is Role.SUBCLASS})
@@ -65,9 +62,9 @@ def stateful_leaves(
 
 
 def _check_wrappers(blob: str, value: Any, found: Mapping[str, Any]) -> None:
-    """Refuse, by BlobError, wrapper subclasses that came into a state late and that no load could build.
+    """Raise BlobError for wrapper subclasses that appeared in a state late and that no load could build.
 
-    Those that the object had when it was first listed a later start has too.
+    Those that the object had when it was first listed exist after a later launch too.
     """
     texts = {name: json.dumps(described.json, sort_keys=True) for name, described in found.items()}
     known, first = _first_wrappers.get(id(value), (None, set(texts.values())))
@@ -81,8 +78,9 @@ def _check_wrappers(blob: str, value: Any, found: Mapping[str, Any]) -> None:
             continue
         if made_by_an_optimizer(found[name].json) is None:
             raise BlobError(
-                f"{name} is {told(found[name].json)}, which a load could not build before the first step: "
-                f"give {blob!r} a method state_dict_to_load_into() that returns a state dict with it"
+                f"{name} is {told(found[name].json)}, which a load could not build before the first "
+                f"step: give {blob!r} a method state_dict_to_load_into() that returns a state dict with "
+                "it"
             )
         first.add(text)
 
@@ -91,6 +89,7 @@ _first_wrappers: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 
 
 def _forget(number: int) -> Callable[[object], None]:
+    """Callback that removes a freed object from the cache."""
     return lambda _: (_first_wrappers.pop(number, None), None)[1]
 
 
@@ -101,7 +100,7 @@ def subclass_leaves(
     tensor: torch.Tensor,
     leaves: Callable[[str, torch.Tensor], Iterable[Leaf]],
 ) -> Iterator[Leaf]:
-    """A value leaf that says what a wrapper is, and what `leaves` makes of each inner tensor."""
+    """A value leaf that describes a wrapper, and what `leaves` makes of each inner tensor."""
     yield Leaf(name, blob, Role.SUBCLASS, group, Value(description(tensor, name)))
     for inner, part in inner_tensors(tensor, name).items():
         yield from leaves(f"{name}.{inner}", part)
@@ -115,7 +114,7 @@ def nested_leaves(
     path: str,
     leaf_of: Callable[[str, torch.Tensor, str], Leaf],
 ) -> Iterable[Leaf]:
-    """The leaf that `leaf_of` makes of a tensor; of a wrapper what it is, and the like of each inner one."""
+    """The leaf of a tensor by `leaf_of`; for a wrapper its description, and the same for each inner one."""
     if not is_wrapper(tensor):
         return [leaf_of(name, tensor, path)]
     return subclass_leaves(
@@ -188,9 +187,9 @@ def tree_tensors(value: Any, name: str) -> dict[str, torch.Tensor]:
 def entry_leaves(
     value: Any, name: str, blob: str, group: str, tensor_role: Role, *, wrappers: bool = False
 ) -> list[Leaf]:
-    """One entry of a mapping: a tensor is a leaf as it is, anything else a tree.
+    """One entry of a mapping: a tensor becomes a leaf, anything else a tree.
 
-    With `wrappers` a wrapper subclass is stored: the caller knows that a load can make one like it.
+    With `wrappers` a wrapper subclass is stored: the caller ensures that a load can make one like it.
     """
     if not isinstance(value, torch.Tensor):
         return tree_leaves(value, name, blob, group, tensor_role=tensor_role)
@@ -209,10 +208,10 @@ def dotted(path: str) -> str:
 
 
 def unused_name(tensor: torch.Tensor, path: str, taken: set[str], root: str) -> str:
-    """A name for a tensor and, below it, the inner ones of a wrapper; all of them are `taken` then.
+    """A name for a tensor and the inner tensors of a wrapper; all are added to `taken`.
 
-    It is that of the path, or has a number where two paths read alike ({"a.b": x, "a": {"b": y}}). It always
-    lies below the `root` of the tree, as loads of that tree look for it there.
+    It is the path, with a number if two paths read alike ({"a.b": x, "a": {"b": y}}). It is always below the
+    `root` of the tree, because loads of that tree look for it there.
     """
     name = dotted(path)
     if not name.startswith(f"{root}."):
@@ -226,6 +225,7 @@ def unused_name(tensor: torch.Tensor, path: str, taken: set[str], root: str) -> 
 
 
 def _with_inner(tensor: torch.Tensor, name: str) -> list[str]:
+    """Names of a tensor and its inner ones."""
     inner = inner_tensors(tensor, name) if is_wrapper(tensor) else {}
     return [name, *(one for key, part in inner.items() for one in _with_inner(part, f"{name}.{key}"))]
 
@@ -233,10 +233,10 @@ def _with_inner(tensor: torch.Tensor, name: str) -> list[str]:
 def container_leaves(
     blob: str, value: Any, objects: Mapping[str, Any], first_names: TensorNames
 ) -> list[Leaf]:
-    """The leaves of a container: its tree and its tensors; none where all it holds are blobs.
+    """The leaves of a container: its tree and its tensors; none if it holds only blobs.
 
     `objects` are the blobs of the node. Raises BlobError, with the path, for an object with state that is
-    none of them, or stands where another one was registered.
+    none of them, or replaced a registered one.
     """
     tensors: list[Leaf] = []
     names: dict[int, str] = {}
@@ -268,7 +268,7 @@ def container_leaves(
 
 
 def container_tensors(blob: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a container by the names of their leaves, where no two read alike."""
+    """The tensors of a container by the names of their leaves, if all names are distinct."""
     return (
         (dotted(path), tensor)
         for path, tensor in found_inside(value, blob, lambda _, found: isinstance(found, torch.Tensor))
@@ -276,7 +276,7 @@ def container_tensors(blob: str, value: Any) -> Iterator[tuple[str, torch.Tensor
 
 
 def _blob_at(path: str, found: Any, objects: Mapping[str, Any]) -> str | None:
-    """The name of the blob that an object inside a container is; None for what cannot be one."""
+    """The name of the blob that an object inside a container is; None for objects without state."""
     name = dotted(path)
     if is_factory(found):
         return name if name in objects else None
@@ -284,20 +284,20 @@ def _blob_at(path: str, found: Any, objects: Mapping[str, Any]) -> str | None:
         return None
     if name in objects and objects[name] is not found:
         raise BlobError(
-            f"{name} is another {type(found).__name__} than the one that was registered, which a resumed run "
-            f"would not find: change that one in place, for instance with load_state_dict"
+            f"{name} is another {type(found).__name__} than the registered one, which a resumed run "
+            "would not find: change that one in place, for instance with load_state_dict"
         )
     same = [other for other, known in objects.items() if known is found]
     if not same:
         raise BlobError(
-            f"{name} is a {type(found).__name__} that lies in a set, or came into its container after the "
-            "blobs were registered: put it into a list or dict before, or register it as a blob of its own"
+            f"{name} is a {type(found).__name__} in a set, or was put into its container after the blobs "
+            "were registered: put it into a list or dict before that"
         )
     return name if name in same else same[0]
 
 
 def _only_blobs(tree: Json) -> bool:
-    """Whether a tree has nothing but references to blobs at its ends."""
+    """Whether a tree has only references to blobs at its ends."""
     if isinstance(tree, dict):
         if "$" in tree and tree["$"] == "blob":
             return True

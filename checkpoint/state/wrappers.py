@@ -1,9 +1,9 @@
-"""Tensor subclasses that wrap other tensors.
+"""Store and rebuild tensor subclasses that wrap other tensors.
 
-A wrapper says what it consists of by `__tensor_flatten__` (names of inner tensors, and a context) and is
-built again by `__tensor_unflatten__`. Stored is a description, a value under the tensor's own name, and
-each inner tensor as `<name>.<inner>`. The description is text for comparing: what is loaded must find a
-live tensor of the same description, whose class alone builds anything. No class is looked up by name.
+A wrapper lists its inner tensors and a context by `__tensor_flatten__`, and is built again by
+`__tensor_unflatten__`. Stored are a description, as a value under the tensor's name, and each inner tensor as
+`<name>.<inner>`. The description is only compared: a load needs a live tensor of the same description, whose
+class builds the new one. No class is looked up by name.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LEVELS = 8
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor consists of inner tensors that it names; DTensors and nested tensors do not count."""
+    """Whether a tensor consists of named inner tensors; DTensors and nested tensors do not count."""
     if type(tensor) in _PLAIN or is_sharded(tensor) or tensor.is_nested:
         return False
     return all(callable(getattr(type(tensor), step, None)) for step in _STEPS)
 
 
 def is_typed_memory(tensor: torch.Tensor) -> bool:
-    """Whether a subclass adds a type to plain memory and nothing else: no inner tensors, no attributes."""
+    """Whether a subclass only adds a type to plain memory: no inner tensors, no attributes."""
     stock = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return stock and not is_sharded(tensor) and not getattr(tensor, "__dict__", None)
 
@@ -48,22 +48,22 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def inner_tensors(tensor: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-    """The inner tensors of a wrapper by their names; they are its own, not copies.
+    """The inner tensors of a wrapper by name, not copied.
 
-    Raises BlobError where the wrapper computes them, so that nothing could be loaded in place.
+    Raises BlobError if the wrapper computes them, so that nothing could be loaded in place.
     """
     found = {inner: getattr(tensor, inner) for inner in _flattened(tensor)[0]}
     for inner, part in found.items():
         if not isinstance(part, torch.Tensor) or getattr(tensor, inner) is not part:
             raise BlobError(
-                f"{name} is a {_class(tensor)} whose __tensor_flatten__ names {inner!r}, which is no tensor "
-                "that it keeps: name the tensors that it consists of"
+                f"{name} is a {_class(tensor)} whose __tensor_flatten__ names {inner!r}, which is not a "
+                "tensor that it keeps: name the tensors that it consists of"
             )
     return found
 
 
 def description(tensor: torch.Tensor, name: str) -> dict[str, Json]:
-    """What a wrapper is beside its inner tensors; raises BlobError for a context that no text describes."""
+    """What a wrapper is beside its inner tensors; raises BlobError for a context without a text form."""
     inner, context = _flattened(tensor)
     return {
         "class": _class(tensor),
@@ -75,7 +75,7 @@ def description(tensor: torch.Tensor, name: str) -> dict[str, Json]:
 
 
 def told(described: Json) -> str:
-    """A description for people."""
+    """A description as text."""
     if not isinstance(described, dict):
         return "a value"
     context = "" if described.get("context") == "None" else f" with {described.get('context')}"
@@ -83,23 +83,25 @@ def told(described: Json) -> str:
 
 
 def rebuilder(model: torch.Tensor) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
-    """Builds a wrapper like `model` around other inner tensors; `model` is not kept alive by it."""
+    """Builds a wrapper like `model` around other inner tensors; does not keep `model` alive."""
     kind: Any = type(model)
     context, size, stride = _flattened(model)[1], model.shape, model.stride()
     return lambda inner: kind.__tensor_unflatten__(dict(inner), context, size, stride)
 
 
 def _flattened(tensor: Any) -> tuple[list[str], Any]:
+    """Names of inner tensors, and the context."""
     inner, context = tensor.__tensor_flatten__()
     return inner, context
 
 
 def _class(tensor: torch.Tensor) -> str:
+    """Name of the class."""
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
 def _text(value: Any, what: str, levels: int) -> str:
-    """A text that equal contexts share, in every process; attributes of classes unknown here are not read."""
+    """A text that is the same for equal contexts in every process; reads no attributes of unknown classes."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if levels == 0:
         raise BlobError(f"{what} is nested deeper than {_LEVELS} levels: give a flatter one")
@@ -116,6 +118,7 @@ def _text(value: Any, what: str, levels: int) -> str:
 
 
 def _parts(value: Any, what: str, levels: int) -> Iterator[str]:
+    """Texts of the parts of a value."""
     if isinstance(value, (list, tuple)) or type(value) in (set, frozenset):
         yield from (_text(item, what, levels) for item in value)
     elif type(value) is dict:
@@ -126,16 +129,16 @@ def _parts(value: Any, what: str, levels: int) -> Iterator[str]:
             yield f"{field.name}={_text(getattr(value, field.name), what, levels)}"
     else:
         raise BlobError(
-            f"{what} holds a {type(value).__module__}.{type(value).__qualname__}, which has no text"
-            " to compare by: let __tensor_flatten__ give numbers, text, types, enums or containers of these"
+            f"{what} holds a {type(value).__module__}.{type(value).__qualname__}, which has no text "
+            "form: let __tensor_flatten__ return numbers, text, types, enums or containers of these"
         )
 
 
 def made_state(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
     """The state that the first step of an optimizer makes for a parameter, found with a copy of both.
 
-    Neither the optimizer, its parameters nor the random streams of torch change. Raises BlobError where
-    such a step is not possible.
+    The optimizer, its parameters and torch's random streams do not change. Raises BlobError if the step
+    fails.
     """
     group = next(one for one in optimizer.param_groups if any(p is parameter for p in one["params"]))
     kind: Any = type(optimizer)
@@ -147,7 +150,7 @@ def made_state(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, An
         trial.__dict__.update((key, OrderedDict()) for key in vars(optimizer) if key.endswith("_hooks"))
         trial.param_groups, trial.state = [{**group, "params": [like]}], defaultdict(dict)
         step = kind.step
-        while getattr(step, "hooked", False):  # hooks, ours too, would take it for a step of the training
+        while getattr(step, "hooked", False):  # hooks, ours too, would count it as a step of the training
             step = step.__wrapped__
         devices = [] if like.is_cpu else [like.device.index or 0]
         with torch.random.fork_rng(devices, device_type="cuda" if like.is_cpu else like.device.type):
@@ -162,7 +165,7 @@ def made_state(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, An
 def check_made(
     optimizer: Optimizer, parameter: torch.Tensor, key: str, found: torch.Tensor, name: str
 ) -> None:
-    """Refuse, by BlobError, a wrapper in the state of a parameter that a resumed run could not make again."""
+    """Raise BlobError for a wrapper in the state of a parameter that a resumed run could not recreate."""
     known = _checked.setdefault(optimizer, {})
     wanted = description(found, name)
     if known.get((id(parameter), key)) == wanted:
@@ -184,15 +187,15 @@ _checked: weakref.WeakKeyDictionary[Optimizer, dict[tuple[int, str], dict[str, J
     weakref.WeakKeyDictionary()
 )
 _ADVICE = (
-    "register, in place of the optimizer, an object with its state_dict and load_state_dict, and with a "
+    "instead of the optimizer, register an object with its state_dict and load_state_dict, and with a "
     "method state_dict_to_load_into() that returns a state dict with such tensors before the first step"
 )
 
 
 def made_by_an_optimizer(described: Json) -> torch.Tensor | None:
-    """A wrapper of this description that the first step of a live optimizer makes; None if none does.
+    """A wrapper of this description that the first step of a live optimizer makes; else None.
 
-    An object with `load_state_dict` may stand for an optimizer that is registered nowhere.
+    An object with `load_state_dict` may wrap an optimizer that is not registered.
     """
     if not isinstance(described, dict):
         return None

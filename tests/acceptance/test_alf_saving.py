@@ -238,7 +238,7 @@ def test_alf_20_parameters_are_compared_every_k_epochs(tmp_path: Path) -> None:
     assert [text.split()[1] for text in told] == ["3", "6"]
     assert all("model.table" in text and "trainer_1" in text and "model.other" not in text for text in told)
     assert open_checkpoint(tmp_path / "run").epoch == 7
-    with pytest.raises(UsageError, match="compare_every is 0"):
+    with pytest.raises(UsageError, match="invalid compare_every=0"):
         JobRunner(Job("x"), tmp_path / "other", compare_every=0)
 
 

@@ -207,7 +207,7 @@ def test_an_object_that_is_replaced_in_its_container_fails_the_save(tmp_path: Pa
     """A module put where another one was registered, or beside it, is refused by name."""
     for key, text in (
         ("model", "parts.model is another Linear"),
-        ("new", "parts.new is a Linear that lies in a set, or came"),
+        ("new", "parts.new is a Linear in a set, or was put into"),
     ):
         parts: dict[str, Any] = {"model": torch.nn.Linear(1, 1)}
         job = Job("group", blobs=dict(parts=parts))

@@ -61,5 +61,5 @@ def test_a_module_alone():
 @pytest.mark.parametrize("wrong", [(3,), (torch.nn.Linear(1, 1), 3)])
 def test_other_arguments_are_refused(wrong):
     """By what is expected."""
-    with pytest.raises(UsageError, match="module and, if there is one, its optimizer"):
+    with pytest.raises(UsageError, match="module and optionally its optimizer"):
         fsdp_state(*wrong)

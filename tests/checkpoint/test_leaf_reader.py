@@ -89,7 +89,7 @@ def test_each_node_and_each_host_has_its_own(tmp_path):
             assert reader.value("mine", node) == rank
             assert reader.value("ours", node) == rank // 2
             assert read(reader, "noise", torch.zeros(3, dtype=torch.int64), node).tolist() == [rank] * 3
-        with pytest.raises(UsageError, match="ask for trainer_0:mine"):
+        with pytest.raises(UsageError, match="use trainer_0:mine"):
             reader.value("mine")
         with pytest.raises(UsageError, match="no 'mine' of its own"):
             reader.value("mine", "trainer_9")
@@ -104,7 +104,7 @@ def test_nodes_may_have_different_leaves_of_one_name(tmp_path):
         for rank in range(3):
             assert reader.spec("buf", f"trainer_{rank}").shape == (rank + 1,)
             assert read(reader, "buf", torch.zeros(rank + 1), f"trainer_{rank}").sum() == rank + 1
-        with pytest.raises(UsageError, match="not the same leaf on all nodes: ask for trainer_0:buf"):
+        with pytest.raises(UsageError, match="differs in kind or form between nodes: use trainer_0:buf"):
             reader.spec("buf")
 
 

@@ -255,7 +255,7 @@ def test_values_of_one_node_are_addressed_by_its_name(run):
     assert ckpt.value("trainer_1:mine") == "trainer_1 of 2"
     assert ckpt.value("trainer_0:mine") == "own of 2"
     assert ckpt.value("trainer_1:total") == ckpt.value("total") == 102
-    with pytest.raises(UsageError, match="ask for trainer_0:mine, trainer_1:mine"):
+    with pytest.raises(UsageError, match="use trainer_0:mine, trainer_1:mine"):
         ckpt.value("mine")
     with pytest.raises(UsageError, match="did you mean 'trainer_1'"):
         ckpt.value("trainer_l:mine")
@@ -321,7 +321,7 @@ def test_tensors_are_chosen_by_name_prefix_and_glob(run):
     with pytest.raises(UsageError, match=r"did you mean 'model\.0\.weight'"):
         ckpt.load_tensors("model.0.weigth")
     with pytest.raises(
-        UsageError, match=r"^no tensor matches 'total': 'total' is a value \(read by load_values\)$"
+        UsageError, match=r"^no tensor matches 'total': 'total' is a value \(use load_values\)$"
     ):
         ckpt.load_tensors("total")
     with pytest.raises(

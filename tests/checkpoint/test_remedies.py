@@ -357,13 +357,13 @@ def test_values_that_a_load_cannot_change_are_refused(tmp_path: Path) -> None:
     save_blobs(tmp_path / "file.safetensors", {"n": 5, "pair": (1, 2), "list": [1]})
     for given in ({"n": 0}, {"pair": ()}, {"list": {}}):
         with pytest.raises(
-            BlobError, match=r"nothing was changed: take the value from torchrelay\.load_blobs"
+            BlobError, match=r"nothing was changed: use torchrelay\.load_blobs"
         ):
             load_into(tmp_path / "file.safetensors", given)
     checkpoint = epoch_of(tmp_path / "run", {"n": 5, "list": [1]})
     for given in ({"n": 0}, {"list": 3}):
         name = next(iter(given))
-        with pytest.raises(BlobError, match=rf"take the value from ckpt\.value\('{name}'\)"):
+        with pytest.raises(BlobError, match=rf"use ckpt\.value\('{name}'\)"):
             checkpoint.load(given)
     assert (checkpoint.value("n"), checkpoint.value("list")) == (5, [1])
 

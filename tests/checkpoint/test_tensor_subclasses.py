@@ -228,7 +228,7 @@ def test_a_type_without_content_of_its_own_is_loaded_in_place():
     assert torch.equal(target.p.detach().as_subclass(torch.Tensor), torch.full((2,), 7.0))
     assert torch.equal(target.t.as_subclass(torch.Tensor), torch.full((2,), 7.0))
     target.p.scale = 3
-    with pytest.raises(BlobError, match=r"m\.p is a .*TaggedParameter with attributes of its own \(scale\)"):
+    with pytest.raises(BlobError, match=r"m\.p is a .*TaggedParameter with additional attributes \(scale\)"):
         leaves_of({"m": target})
 
 

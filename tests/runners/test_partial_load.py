@@ -149,7 +149,7 @@ def test_a_bare_name_of_several_values_says_whose_to_ask_for(tmp_path) -> None:
     """On nodes that the epoch does not know, a blob with a value per node is refused by name."""
     JobRunner(two_nodes(), MultiNodeCheckpointManager(tmp_path)).train(LocalSession())
     session = LocalSession(["eval"])
-    with pytest.warns(UserWarning, match="ask for trainer_0:total, trainer_1:total"):
+    with pytest.warns(UserWarning, match="use trainer_0:total, trainer_1:total"):
         assert not MultiNodeCheckpointManager(tmp_path).load_blobs_locally(NODES, ["total"], 1, session)
     assert dict(session.workspace()) == {}
 

@@ -1,1 +1,1 @@
-"""Leaves back into objects: everything is verified before anything changes."""
+"""Load leaves back into objects: everything is verified before anything changes."""

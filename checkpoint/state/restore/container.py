@@ -1,7 +1,7 @@
-"""Leaves back into containers, in place.
+"""Load leaves back into containers, in place.
 
-A load makes the stored tree, and then changes the live container to be like it: whatever the two have at the
-same place stays the object that it is, tensors of the same form included.
+A load builds the stored tree, then changes the live container to match it. Objects at the same place stay the
+same objects, tensors of the same form included.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ABSENT: Any = object()
 
 @dataclass(eq=False)
 class _Record:
-    """An instance of a dataclass as it is stored."""
+    """A stored instance of a dataclass."""
 
     name: str
     fields: dict[str, Any]
@@ -58,18 +58,20 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class _Blob:
+    """A reference to a blob."""
+
     name: str
 
 
 def regrouped(
     objects: Mapping[str, Any], specs: Mapping[str, LeafSpec], values: Mapping[str, Json]
 ) -> tuple[dict[str, LeafSpec], dict[str, Json], set[str]]:
-    """Make stored leaves those that the objects need, where a dict was something else when it was saved.
+    """Convert stored leaves to those that the objects need, if a dict was saved in another form.
 
-    Containers without a stored tree are given one that is made of the leaves with their names. Such leaves
-    are of earlier epochs, in which every entry of a dict was a blob, or were asked for alone. The third
-    result names these containers: whatever else they hold stays. A module takes the tensors of a dict that
-    holds nothing else, such as a state dict.
+    Containers without a stored tree get one made of the leaves with their names. Such leaves are of earlier
+    epochs, in which every entry of a dict was a blob, or were requested alone. The third result names these
+    containers, whose other content stays. A module takes the tensors of a dict of tensors, such as a state
+    dict.
     """
     found, content, partial = dict(specs), dict(values), set()
     for blob, live in objects.items():
@@ -106,7 +108,7 @@ _TENSOR_ROLES = (Role.TENSOR, Role.PARAMETER, Role.BUFFER, Role.SUBCLASS)
 
 
 def _nested(live: Any, roots: Mapping[str, Json]) -> Json:
-    """A dict of what lies at these dotted paths; keys with dots are recognised by the live dict."""
+    """A dict of the values at these dotted paths; keys with dots are recognised by the live dict."""
     below: dict[str, dict[str, Json]] = {}
     pairs: dict[str, Json] = {}
     for path, root in roots.items():
@@ -121,15 +123,18 @@ def _nested(live: Any, roots: Mapping[str, Json]) -> Json:
 
 
 def _maps(value: Any) -> bool:
+    """Whether a value is a mapping."""
     return isinstance(value, MAPPINGS)
 
 
 class ContainerLoad:
-    """What the containers of one load have in common.
+    """State shared by the containers of one load.
 
-    `objects` are the blobs of the load, `adopted` the live containers that were changed (by id), `made` the
-    new tensors by the leaf that owns them and how they show it, `replaced` the blobs whose stored value is
-    of another type.
+    Attributes:
+        objects: the blobs of the load.
+        adopted: live containers that were changed, by id.
+        made: new tensors by the leaf that owns them, and their form.
+        replaced: blobs whose stored value is of another type.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
@@ -139,7 +144,7 @@ class ContainerLoad:
         self.replaced: list[str] = []
 
     def as_saved(self, spec: LeafSpec, memory: torch.Tensor, twin: torch.Tensor | None) -> torch.Tensor:
-        """The tensor of a leaf in new memory: a parameter and what was detached of it are two."""
+        """The tensor of a leaf in new memory: a parameter and its detached tensor are separate."""
         form = spec.alias_of or spec.name, spec.role, spec.frozen
         if form not in self.made:
             self.made[form] = learning(memory.detach(), spec, twin)
@@ -149,16 +154,16 @@ class ContainerLoad:
 def draft_container(
     draft: RestorePlan, blob: str, live: Any, load: ContainerLoad, *, partial: bool = False
 ) -> Builder | None:
-    """Plan to change a container to what is stored; the builder gives the container, once all is read.
+    """Plan to change a container to the stored one; the builder returns it, once all is read.
 
-    Where the stored value is of another type, the builder gives that one, for the workspace, and the blob is
-    among `load.replaced`. `partial`: what of a dict is not stored stays.
+    If the stored value has another type, the builder returns a new object for the workspace, and the blob is
+    among `load.replaced`. `partial`: entries of a dict that are not stored stay.
     """
     spec = draft.specs.get(blob)
     if spec is None and not draft.stored(blob):
         inside = [found for _, found in found_inside(live, "", lambda _, found: not is_container(found))]
         if inside and all(is_stateful(found) or is_factory(found) for found in inside):
-            return None  # blobs, and nothing else
+            return None  # only blobs
     if (spec := draft.take(blob)) is None:
         return None
     if spec.role is not Role.VALUE:
@@ -193,7 +198,7 @@ def draft_container(
 
 
 def _shown(draft: RestorePlan, name: str) -> Any:
-    """What stands for a tensor in a plan; of an array or a list of numbers one like it, without content."""
+    """Stand-in for a tensor in a plan; for an array or list of numbers one without content."""
     spec = draft.specs.get(name)
     if spec is None or spec.role is not Role.VALUE:
         return StoredTensor(name)
@@ -201,7 +206,7 @@ def _shown(draft: RestorePlan, name: str) -> Any:
 
 
 def _alike(live: Any, shown: Any) -> bool:
-    """Whether a live object can be changed to be like what is stored."""
+    """Whether a live object can be changed to match the stored one."""
     if isinstance(shown, _Record):
         return is_record(live)
     if is_generator(shown):
@@ -216,7 +221,7 @@ def _alike(live: Any, shown: Any) -> bool:
 
 
 def _source_of(generator: Any) -> str:
-    """What a generator draws from: only one of the same can take its state."""
+    """The source of a generator: only one of the same source can take its state."""
     if isinstance(generator, torch.Generator):
         return generator.device.type
     return type(getattr(generator, "bit_generator", getattr(generator, "_bit_generator", None))).__name__
@@ -225,9 +230,9 @@ def _source_of(generator: Any) -> str:
 def _twins(
     live: Any, shown: Any, classes: Mapping[str, type], path: str, *, root: bool = False
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Every stored tensor with the live one at the same place, if there is any.
+    """Every stored tensor with the live one at the same place, if any.
 
-    Raises BlobError for an instance of a dataclass that nothing here says how to make.
+    Raises BlobError for an instance of a dataclass whose class is unknown here.
     """
     if isinstance(shown, StoredTensor):
         yield shown.name, live if isinstance(live, torch.Tensor) else None
@@ -249,12 +254,13 @@ def _twins(
 def _class_of(
     live: Any, shown: _Record, classes: Mapping[str, type], path: str, *, root: bool = False
 ) -> type:
+    """The class of a stored dataclass instance."""
     if is_record(live) and (root or type(live).__qualname__ == shown.name):
         return type(live)
     if (kind := classes.get(shown.name) or registered_record(shown.name)) is None:
         raise BlobError(
-            f"{path} is an instance of the dataclass {shown.name} in the checkpoint, and nothing here says "
-            "how to make one: build the object as it was, or name that class in the annotation of the field"
+            f"{path} is an instance of the dataclass {shown.name} in the checkpoint, and its class is "
+            "unknown here: name that class in the annotation of the field"
         )
     return kind
 
@@ -262,12 +268,12 @@ def _class_of(
 def _maker(
     draft: RestorePlan, load: ContainerLoad, blob: str, name: str, twin: torch.Tensor | None
 ) -> Callable[[], torch.Tensor]:
-    """What gives a tensor of a container: the live one at its place, filled, or a new one."""
+    """Returns a tensor of a container: the live one at its place, filled, or a new one."""
     if name in draft.kept:
         if twin is None:
             draft.findings.refused.append(
-                f"{name} is left out, and {blob} has no tensor there that could stay: leave out all of it, "
-                f"exclude=[{blob!r}]"
+                f"{name} is left out, and {blob} has no tensor there that could stay: leave out all of "
+                f"it, exclude=[{blob!r}]"
             )
         return lambda: torch.empty(0) if twin is None else twin
     spec = draft.take(name)
@@ -293,11 +299,11 @@ def _maker(
 
 
 def fits_in_place(draft: RestorePlan, spec: LeafSpec, twin: torch.Tensor) -> bool:
-    """Whether a leaf can be read into a live tensor, whose memory nothing else of the load has."""
+    """Whether a leaf can be read into a live tensor whose memory is not used elsewhere in the load."""
     if spec.role is Role.SUBCLASS or is_wrapper(twin):
         return spec.role is Role.SUBCLASS and is_wrapper(twin)
     try:
-        admitted_in_place(twin, spec.name)  # first: of what has no memory little else can be asked
+        admitted_in_place(twin, spec.name)  # first: a tensor without memory has few other properties
     except BlobError:
         return False
     same_device = twin.device == (
@@ -307,12 +313,12 @@ def fits_in_place(draft: RestorePlan, spec: LeafSpec, twin: torch.Tensor) -> boo
 
 
 def change_container(live: Any, value: Any) -> Any:
-    """The live container or generator, changed to be like a value of its type."""
+    """Change a live container or generator to match a value of its type; returns it."""
     return _Adoption(ContainerLoad({}), partial=False).adopt(live, value, {}, root=True)
 
 
 class _Adoption:
-    """Changes live containers to be like stored values."""
+    """Changes live containers to match stored values."""
 
     def __init__(self, load: ContainerLoad, *, partial: bool) -> None:
         self._objects = load.objects
@@ -320,7 +326,7 @@ class _Adoption:
         self._partial = partial
 
     def adopt(self, live: Any, new: Any, classes: Mapping[str, type], *, root: bool = False) -> Any:
-        """The live object, changed, where that is possible, else the new one."""
+        """The live object, changed if possible, else the new one."""
         if isinstance(new, _Blob):
             inside = live is not _ABSENT and (is_factory(live) or new.name not in self._objects)
             return live if inside else self._objects.get(new.name)
@@ -352,6 +358,7 @@ class _Adoption:
         return place
 
     def _mapping(self, live: Any, new: Any, place: Any, classes: Mapping[str, type]) -> Any:
+        """Change a mapping."""
         before = live if _maps(live) else {}
         items = {key: self.adopt(before.get(key, _ABSENT), item, classes) for key, item in new.items()}
         if self._partial and _maps(live):
@@ -363,6 +370,7 @@ class _Adoption:
         return target
 
     def _sequence(self, live: Any, new: Any, place: Any, classes: Mapping[str, type], *, root: bool) -> Any:
+        """Change a list, deque or set."""
         before = live if isinstance(live, (list, tuple, deque)) else ()
         pairs = list(zip_longest(new, before, fillvalue=_ABSENT))[: len(new)]
         items = [self.adopt(twin, item, classes) for item, twin in pairs]
@@ -374,6 +382,7 @@ class _Adoption:
         return target
 
     def _tuple(self, live: Any, new: tuple[Any, ...], classes: Mapping[str, type]) -> tuple[Any, ...]:
+        """A tuple of adopted items."""
         before = live if type(live) is tuple else ()
         pairs = list(zip_longest(new, before, fillvalue=_ABSENT))[: len(new)]
         items = tuple(self.adopt(twin, item, classes) for item, twin in pairs)
@@ -383,6 +392,7 @@ class _Adoption:
         return before if same else items
 
     def _record(self, live: Any, new: _Record, classes: Mapping[str, type], *, root: bool) -> Any:
+        """Change a dataclass instance."""
         same = is_record(live) and (root or type(live).__qualname__ == new.name)
         if same and id(live) in self._adopted and _is_like(live, new):
             return live
@@ -392,7 +402,7 @@ class _Adoption:
         gone = [name for name in new.fields if name not in known and name not in kind.__dataclass_fields__]  # type: ignore[attr-defined]
         if gone:
             warn(
-                f"{kind.__qualname__} has no {', '.join(gone)} any more: what the checkpoint has is left out",
+                f"{kind.__qualname__} has no {', '.join(gone)} any more: the stored value is ignored",
                 stacklevel=2,
             )
         fields = {
@@ -410,7 +420,7 @@ class _Adoption:
 
 
 def _is_like(live: Any, new: Any) -> bool:
-    """Whether a container that was changed already is like a stored value that is to stand elsewhere."""
+    """Whether a container that was changed already equals another stored value."""
     if isinstance(new, _Record):
         fields = new.fields.items()
         return is_record(live) and all(_is_like(getattr(live, name, _ABSENT), item) for name, item in fields)
@@ -428,7 +438,7 @@ def _is_like(live: Any, new: Any) -> bool:
 
 
 def _continue(live: Any, new: Any) -> Any:
-    """Make a generator continue where another one, which was made from what is stored, would."""
+    """Give a generator the state of another one that was made from the stored form."""
     if isinstance(live, torch.Generator):
         live.set_state(new.get_state())
     elif hasattr(live, "setstate"):
@@ -445,16 +455,16 @@ def _continue(live: Any, new: Any) -> Any:
 
 
 def check_changed(blobs: Collection[str], objects: Mapping[str, Any], ask: str) -> None:
-    """Refuse, by BlobError, objects that a load would leave as they are.
+    """Raise BlobError for objects that a load would leave unchanged.
 
     Args:
-        blobs: Those in whose place something else would be made: see `Restoration.replaced`.
-        objects: What was given to the load, by blob.
-        ask: A call that gives the stored value of a blob; `{0}` stands for the blob.
+        blobs: those that would be replaced by a new object: see `Restoration.replaced`.
+        objects: the objects given to the load, by blob.
+        ask: a call that returns the stored value of a blob; `{0}` is the blob's name.
     """
     if blobs:
         shown = ", ".join(f"{blob} ({type(objects[blob]).__name__})" for blob in blobs)
         raise BlobError(
-            f"{shown} cannot be changed in place into the value of the checkpoint; nothing was changed: "
-            f"take the value from {ask.format(repr(next(iter(blobs))))}"
+            f"{shown} cannot be changed in place to the stored value; nothing was changed: use "
+            f"{ask.format(repr(next(iter(blobs))))}"
         )

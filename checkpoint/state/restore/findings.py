@@ -1,7 +1,7 @@
-"""Everything in which the given objects and a checkpoint differ, told at once, with what would let it pass.
+"""Report all differences between the given objects and a checkpoint in one error, with one remedy.
 
-One remedy follows the differences, the likeliest: other names (`rename`), another element type (`dtype`),
-else what is to stay as it is (`exclude`).
+The remedy is the likeliest one: other names (`rename`), another element type (`dtype`), else leaves to keep
+unchanged (`exclude`).
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from torchrelay.jobs.cluster import dotted_prefixes
 from torchrelay.records import dataclass
 
 _NEAREST_FOR = 20
-"""Missing leaves for which the nearest stored names are looked up; the search is quadratic."""
+"""Maximum of missing leaves for which similar stored names are searched; the search is quadratic."""
 _RULES = 4
-"""Renames that are proposed at once."""
+"""Maximum of renames that are proposed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions:
-    """What a restoration may make of differences, and what messages say of them."""
+    """How a restoration treats differences, and details for messages."""
 
     strict: bool = True
-    """Whether leaves that are missing or unexpected are refused."""
+    """Whether missing or unexpected leaves raise."""
     kept: Collection[str] = ()
-    """Leaves that stay as the program made them."""
+    """Leaves that keep the program's value."""
     offered: Collection[str] = ()
-    """Leaves that may be taken by an object, and need not be."""
+    """Leaves that an object may take or not."""
     untouched: Collection[str] = ()
-    """Objects that stay as they are, too, and only name parameters."""
+    """Objects that keep their content and only name parameters."""
     may_lack: Collection[str] = ()
-    """Blobs of which the checkpoint may lack leaves, which stay."""
+    """Blobs whose leaves the checkpoint may lack; these keep their value."""
     in_place: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Objects that are taken care of: leaves of their names are read into them by others."""
+    """Objects that others load: leaves of their names are read by them."""
     late_buffers: bool = False
-    """Whether, without `strict` too, buffers are made that a module has not made yet, where all else fits."""
+    """Whether buffers that a module has not created yet are made without `strict` too, if all else fits."""
     why_absent: Callable[[str], str] = lambda name: ""
-    """Why the checkpoint lacks a leaf, where that is known."""
+    """Why the checkpoint lacks a leaf, if known."""
     same_content: Callable[[str, str], bool] = lambda one, other: False
     """Whether two stored tensors of one form have the same bytes."""
     cast: Callable[[str], torch.dtype | None] | None = None
-    """To which floating-point type a leaf may be converted; None where there is no argument `dtype`."""
+    """The floating-point type that a leaf may be converted to; None without an argument `dtype`."""
     exclude: str | None = "exclude"
-    """What the argument is called by which leaves stay as they are; None where there is none."""
+    """Name of the argument that keeps leaves unchanged; None without one."""
     excluded: Sequence[str] = ()
-    """What that argument was given."""
+    """Value of that argument."""
     within: str = ""
-    """The blob or part that names of the argument `rename` are relative to."""
+    """The blob or part that names in `rename` are relative to."""
 
 
 USUAL = RestoreOptions()
@@ -62,23 +62,23 @@ USUAL = RestoreOptions()
 
 @dataclass
 class Mismatches:
-    """What differs. Each text of `unlike` begins with the name of a leaf or blob."""
+    """Collected differences. Each text of `unlike` begins with the name of a leaf or blob."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     unlike: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     types: dict[str, torch.dtype] = field(default_factory=dict)
-    """Those of `unlike` that differ in the floating-point type alone, and the type that the object has."""
+    """Those of `unlike` that differ in the floating-point type only, and the type that the object has."""
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     """Of the tensors that are missing."""
     members: dict[str, str] = field(default_factory=dict)
     """Texts of `unlike` about a parameter that a stored group of an optimizer lacks, and its name."""
     strangers: list[str] = field(default_factory=list)
-    """Parameters that stored groups have, and that no optimizer has here."""
+    """Parameters of stored groups that no optimizer has here."""
 
     def lack(self, missing: Sequence[tuple[str, torch.Tensor | None]]) -> None:
-        """Note names of the objects that are not stored, with the tensor where it is one."""
+        """Note names of the objects that are not stored, with their tensors."""
         self.missing[:0] = [name for name, _ in missing]
         self.shapes = {name: live.shape for name, live in missing if live is not None}
 
@@ -111,7 +111,7 @@ class Mismatches:
         remedy = (
             "A run resumes with the include and exclude of the save"
             if any(LEFT_OUT in why for why in reasons.values())
-            else ""  # they say themselves what helps
+            else ""  # these texts contain their remedy
             if reasons
             else self._remedy(stored, missing, options)
         )
@@ -122,8 +122,9 @@ class Mismatches:
         )
 
     def _remedy(self, stored: Mapping[str, LeafSpec], missing: Sequence[str], options: RestoreOptions) -> str:
+        """The remedy."""
         if options.exclude is None:
-            return "Build the objects as they were when it was saved, or ask for other names"
+            return "Build the objects as they were when it was saved"
         unexpected = self.unexpected if options.strict else []
 
         def fits(old: str, new: str) -> bool:
@@ -140,15 +141,15 @@ class Mismatches:
         if options.cast is not None and len(types) == 1 and (only := types.pop()) is not None:
             return f"To convert them to the type that they have here: dtype={only}"
         names = list(dict.fromkeys([*options.excluded, *_covering([*different, *missing, *unexpected])]))
-        return f"To leave out what is to stay as the program made it: {options.exclude}={names!r}"
+        return f"To keep these as the program made them: {options.exclude}={names!r}"
 
 
 def _likely_rename(
     missing: Sequence[str], unexpected: Sequence[str], within: str, fits: Callable[[str, str], bool]
 ) -> dict[str, str] | None:
-    """The few rules that turn the most stored names into missing ones, if that is half of them at least.
+    """The few rules that turn the most stored names into missing ones, if that is at least half of them.
 
-    Names in them are relative to the blob or part `within`, where there is one.
+    Their names are relative to the blob or part `within`, if given.
     """
     rules: dict[str, str] = {}
     left, spare = list(missing), list(unexpected)
@@ -163,13 +164,13 @@ def _likely_rename(
             break
     if not rules or 2 * len(left) > len(missing):
         return None
-    return dict(sorted(rules.items(), key=lambda rule: -len(rule[0])))  # the first that fits is applied
+    return dict(sorted(rules.items(), key=lambda rule: -len(rule[0])))  # the first match is applied
 
 
 def _rule(
     missing: Sequence[str], unexpected: Sequence[str], within: str, fits: Callable[[str, str], bool]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The rule that makes the most of them alike, and these; none by which one goes where it does not fit."""
+    """The rule that matches the most names, and these names; empty if it maps one to a wrong place."""
     wanted = set(missing)
     best: dict[str, str] = {}
     most: dict[str, str] = {}
@@ -186,7 +187,7 @@ def _rule(
 
 
 def _beginnings(one: str, other: str) -> Iterator[tuple[str, str]]:
-    """What two names begin with, before ends that are alike, the longest end first; nothing without any."""
+    """Prefixes of two names before common endings, the longest ending first."""
     ones, others = one.split("."), other.split(".")
     common = 0
     while common < min(len(ones), len(others)) and ones[-1 - common] == others[-1 - common]:
@@ -196,11 +197,12 @@ def _beginnings(one: str, other: str) -> Iterator[tuple[str, str]]:
 
 
 def _renamed(name: str, old: str, new: str) -> str:
+    """A name with another prefix."""
     return new + name[len(old) :] if name == old or name.startswith(f"{old}.") else name
 
 
 def _covering(names: Sequence[str]) -> list[str]:
-    """The names, or, of many, the parts below a blob that they lie in, or, of many, their beginnings."""
+    """The names, or, if there are many, their parts below a blob, or prefixes."""
     found = list(dict.fromkeys(names))
     for longest, depth in ((3, 1), (12, 0)):
         if len(found) > longest:
@@ -209,5 +211,6 @@ def _covering(names: Sequence[str]) -> list[str]:
 
 
 def _nearest(name: str, stored: Mapping[str, LeafSpec]) -> str:
+    """Similar stored names, for a message."""
     near = difflib.get_close_matches(name, stored, n=2)
-    return f" (there is {', '.join(near)})" if near else ""
+    return f"(similar: {', '.join(near)})" if near else ""

@@ -1,8 +1,7 @@
-"""The gate before everything that writes registered tensors: it opens when the late copies are complete.
+"""Make writers of registered tensors wait at a gate until late copies are complete.
 
-It stands before every step of an optimizer of torch.optim, before `load_state_dict` of what is being
-copied, and before the writes of torchrelay itself. There is one per process; without a copy under way
-it costs a look at an empty list.
+It applies to every step of an optimizer of torch.optim, to `load_state_dict` of what is being copied, and to
+writes by torchrelay. There is one gate per process; without copies it costs one test of an empty list.
 """
 
 from __future__ import annotations
@@ -21,48 +20,48 @@ from torchrelay.checkpoint.state.module_leaves import parts_of
 
 
 class PendingCopies(Protocol):
-    """What the gate waits for."""
+    """Copies that the gate waits for."""
 
     def pass_gate(self) -> None:
-        """Return when the copies are complete and were compared with their sources."""
+        """Return when the copies are complete and compared with their sources."""
 
 
 _copying: list[PendingCopies] = []
 _installed: list[Any] = []
-if hasattr(os, "register_at_fork"):  # the memory of a child is its own, and nobody copies there
+if hasattr(os, "register_at_fork"):  # a child process has its own memory, which is not copied
     os.register_at_fork(after_in_child=_copying.clear)
 
 
 def gate(*_: Any) -> None:
-    """Wait until nothing is copied any more. A plain function, so that copies of objects can share it."""
+    """Wait until no copy is in flight. A plain function, so that copies of objects can share it."""
     for one in tuple(_copying):
         one.pass_gate()
 
 
 def takes_gate(part: nn.Module) -> bool:
-    """Whether the gate can stand before a module's `load_state_dict`; scripted ones take no hook."""
+    """Whether a module's `load_state_dict` can wait at the gate; scripted ones take no hook."""
     return not isinstance(part, torch.jit.ScriptModule)
 
 
 def close(copying: PendingCopies) -> None:
-    """Let everybody wait for these copies from now on."""
+    """Make writers wait for these copies from now on."""
     if not _installed:
-        # For the life of the process: hooks cannot be taken away while they run.
+        # For the life of the process: hooks cannot be removed while they run.
         _installed.append(register_optimizer_step_pre_hook(gate))
     _copying.append(copying)
 
 
 def open_for(copied: PendingCopies) -> None:
-    """These copies are complete: nobody waits for them any more."""
+    """Release the writers that wait for these copies."""
     if copied in _copying:
         _copying.remove(copied)
 
 
 class Guards:
-    """The gate before `load_state_dict` of optimizers and modules; these keep it from save to save.
+    """Adds the gate to `load_state_dict` of optimizers and modules, and keeps it between saves.
 
-    A module has many parts, and mostly the same ones at the next save. Hooks of an optimizer say how its
-    state is to be listed (`kinds`), so those are gone when a save begins.
+    Most parts are the same at the next save. Hooks of an optimizer affect how its state is listed (`kinds`),
+    so those are removed when a save begins.
     """
 
     def __init__(self) -> None:
@@ -71,7 +70,7 @@ class Guards:
         self._of_optimizers: list[Any] = []
 
     def put(self, objects: Iterable[object]) -> None:
-        """Guard these objects and no others; not from within one of their hooks."""
+        """Guard exactly these objects; not from within one of their hooks."""
         self.remove_from_optimizers()
         objects = list(objects)
         found = [part for one in objects if isinstance(one, nn.Module) for part in parts_of(one)]
@@ -82,7 +81,7 @@ class Guards:
                 self._of_optimizers.append(one.register_load_state_dict_pre_hook(gate))
 
     def _guard(self, parts: list[nn.Module]) -> None:
-        """Guard all of them that can be, or leave them all as they were."""
+        """Guard all parts that can be, or none."""
         self.remove()
         try:
             for part in filter(takes_gate, parts):
@@ -90,19 +89,20 @@ class Guards:
         except BaseException:
             self.remove()
             raise
-        self._parts = parts  # last: what was interrupted is done anew
+        self._parts = parts  # last: an interrupted call is repeated
 
     def remove_from_optimizers(self) -> None:
-        """Leave optimizers as they were; not from within one of their hooks."""
+        """Remove the hooks of optimizers; not from within one of their hooks."""
         _remove(self._of_optimizers)
 
     def remove(self) -> None:
-        """Leave all objects as they were; not from within one of their hooks."""
+        """Remove all hooks; not from within one of them."""
         self._parts = []
         _remove(self._of_parts)
         _remove(self._of_optimizers)
 
 
 def _remove(handles: list[Any]) -> None:
+    """Remove these hooks."""
     while handles:
         handles.pop().remove()

@@ -1,4 +1,4 @@
-"""Gradients that were loaded, put back last."""
+"""Restore loaded gradients, after everything else."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from torchrelay.records import Json
 
 
 class Gradients:
-    """Gradients of a node that were loaded, or that there are none; `reads` are to be made before `install`.
+    """Loaded gradients of a node, or none; fill `reads` before `install`.
 
-    That comes last, for what the program does before its loop may clear them. `kept` tensors get none.
+    `install` comes last, because the program may clear gradients before its loop. `kept` tensors get none.
     """
 
     def __init__(
@@ -52,11 +52,13 @@ class Gradients:
                 self._made.pop(name, None)
                 self._pending.pop(name, None)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedError(f"the gradients that the checkpoint holds are none: {error}") from None
+            raise DamagedError(f"the gradients in the checkpoint are malformed: {error}") from None
         self.reads: Sequence[Read] = tuple(draft.reads)
         self.steps: Sequence[Callable[[], None]] = tuple(step for _, step in (*draft.fills, *draft.steps))
 
     def _draft(self, draft: RestorePlan, specs: Mapping[str, LeafSpec], forms: Any) -> None:
+        """Plan the reads."""
+
         def memory(leaf: str) -> Callable[[], torch.Tensor]:
             return draft.fresh(specs[f"{GRADIENTS}.{leaf}"]).memory
 
@@ -80,11 +82,11 @@ class Gradients:
                 self._made[name] = _dense(draft.fresh(spec).on)  # of a tensor that the load may make
 
     def made(self, created: Mapping[str, Any]) -> None:
-        """Tensors and containers that the load has made, which may have gradients too."""
+        """Note tensors and containers that the load has made, which may have gradients too."""
         self._objects.update(created)
 
     def install(self) -> None:
-        """Give every parameter the gradient that it had, or none; at once, and only once."""
+        """Give every parameter its saved gradient, or none; only once."""
         made, pending, self._made, self._pending = self._made, self._pending, {}, {}
         with torch.no_grad():
             for step in self.steps:
@@ -102,11 +104,13 @@ class Gradients:
 
 
 def _dense(maker: Callable[[torch.device | None], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Builds a dense gradient."""
+
     def make(parameter: torch.Tensor) -> torch.Tensor:
         found = maker(parameter.device)
         if is_sharded(found):
             return found
-        # As backward lays a gradient out, which decides in what order a norm of it is summed up.
+        # The layout of backward, which decides the order of summation in a norm.
         usual = torch.empty_like(parameter, dtype=found.dtype)
         return found if usual.stride() == found.stride() else usual.copy_(found)
 
@@ -116,6 +120,7 @@ def _dense(maker: Callable[[torch.device | None], torch.Tensor]) -> Callable[...
 def _sparse(
     indices: Callable[[], torch.Tensor], content: Callable[[], torch.Tensor], form: Mapping[str, Any]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Builds a sparse gradient."""
     shape, coalesced = tuple(form["shape"]), bool(form["coalesced"])
 
     def make(parameter: torch.Tensor) -> torch.Tensor:
@@ -126,6 +131,8 @@ def _sparse(
 
 
 def _local(content: Callable[[], torch.Tensor], placements: list[str]) -> Callable[..., torch.Tensor]:
+    """Builds a gradient of a DTensor."""
+
     def make(parameter: torch.Tensor) -> torch.Tensor:
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -146,7 +153,7 @@ def _local(content: Callable[[], torch.Tensor], placements: list[str]) -> Callab
 
 
 def _put(parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """A gradient that lies in a buffer of the program's (a view) is written there, and not replaced."""
+    """Set a gradient; a view into a buffer of the program is written in place instead."""
     live = parameter.grad
     if live is None or not live._is_view():
         parameter.grad = grad

@@ -1,14 +1,12 @@
-"""Leaves back into a module: in place, and through its load hooks where it has some.
+"""Load leaves back into a module: in place, and through its load hooks if it has some.
 
-Hooks before `load_state_dict`, and overrides of it or of `_load_from_state_dict`, may know an older form of
-the module: they rename entries, drop them, or compute new ones. So where stored names or shapes are not those
-of the module, its own code is run once over tensors without content, while all of the module's tensors are
-without content too. Which stored tensor is then copied where says what to read in place, and what must be
-given to the hooks when the content is there.
+Load hooks, and overrides of `load_state_dict` or `_load_from_state_dict`, may accept an older form of the
+module: they rename, drop or compute entries. If stored names or shapes differ from the module's, its own code
+is therefore rehearsed once with tensors without content. The copies it makes show which tensors to read in
+place, and which entries to pass to the hooks later.
 
-Some tensors are made by the load, because there is no memory to read into: what lies on the meta device,
-and buffers that the module had not made yet, or of another shape, when it was built. The module gets them
-once everything is read.
+The load makes tensors on the meta device, and buffers that the module has not created yet or has in another
+shape. The module gets them once everything is read.
 """
 
 from __future__ import annotations
@@ -37,14 +35,14 @@ _QUIET = (
     "torch.distributed.algorithms._checkpoint.",
     "torchrelay.checkpoint.state.restore.gate",
 )
-"""Where hooks are from that look at no entry, or only put the name of a wrapper before it."""
+"""Modules of hooks that look at no entry, or only add the prefix of a wrapper."""
 _LIVE = (_QUIET[0], _QUIET[2])
-"""Those that look at the module's own tensors, or wait for others."""
+"""Modules of hooks that look at the module's own tensors, or wait for others."""
 _HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 def has_load_code(parts: Sequence[nn.Module]) -> bool:
-    """Whether `load_state_dict` does more for a module of these parts than to copy tensors."""
+    """Whether `load_state_dict` does more than copying tensors for a module of these parts."""
     kinds: set[Any] = set(map(type, parts))
     if any(map(_overrides, kinds)):
         return True
@@ -53,6 +51,7 @@ def has_load_code(parts: Sequence[nn.Module]) -> bool:
 
 
 def _overrides(kind: type[nn.Module]) -> bool:
+    """Whether a class overrides load methods."""
     own = (
         kind.load_state_dict is not nn.Module.load_state_dict,
         kind._load_from_state_dict is not nn.Module._load_from_state_dict,
@@ -66,7 +65,7 @@ def draft_with_hooks(
 ) -> bool:
     """Plan to load a module whose hooks know the stored form; False, with nothing noted, if they do not.
 
-    What they leave missing or unexpected, and what they refuse, is noted as for any other module.
+    Missing, unexpected and refused entries are noted as for any other module.
     """
     parts = draft.states.parts(module)
     live = {id(entry.value): entry for entry in reversed(entries) if entry.role is not None}
@@ -116,8 +115,9 @@ def draft_with_hooks(
 
 
 def _load(module: nn.Module, values: Mapping[str, Any], *, strict: bool) -> None:
+    """Call `load_state_dict`."""
     state = {key: build() for key, build in values.items()}
-    module.load_state_dict(state, **({} if strict else {"strict": False}))  # an override may know no `strict`
+    module.load_state_dict(state, **({} if strict else {"strict": False}))  # an override may have no `strict`
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 def _stored(
     draft: RestorePlan, blob: str, parts: Sequence[Part], entries: Sequence[ModuleEntry]
 ) -> dict[str, LeafSpec]:
-    """The stored leaves of a module by the state dict keys that they would have in it today."""
+    """The stored leaves of a module by their current state dict keys."""
     found = {one.key: spec for one in entries if (spec := draft.known(one.name)) is not None}
     known = {spec.name for spec in found.values()}
     all_specs = draft.stored(blob)
@@ -147,12 +147,13 @@ def _stored(
 
 
 def _above(path: str) -> str:
-    """What the names in the module above begin with."""
+    """Prefix of the names in the module above."""
     head, dot, _ = path.rpartition(".")
     return head + dot
 
 
 def _without_content(draft: RestorePlan, spec: LeafSpec) -> Any:
+    """A tensor without content for a stored leaf."""
     if spec.kind == "value" and spec.role is not Role.SUBCLASS:
         return decode(draft.json(spec), tensor=lambda name: torch.empty(0, device="meta"))
     if spec.role is Role.SUBCLASS:
@@ -163,6 +164,7 @@ def _without_content(draft: RestorePlan, spec: LeafSpec) -> Any:
 
 
 def _twin(live: torch.Tensor) -> torch.Tensor:
+    """A tensor without content like a live one."""
     twin = torch.empty(live.shape, dtype=live.dtype, device="meta")
     return nn.Parameter(twin, requires_grad=live.requires_grad) if isinstance(live, nn.Parameter) else twin
 
@@ -176,7 +178,7 @@ def _is_there(entry: ModuleEntry, filled: set[int], given: Mapping[str, Any], fo
 
 @dataclass
 class _Rehearsal:
-    """What `load_state_dict` did: what was copied where, and what it complained of."""
+    """Result of `load_state_dict`: the copies that it made, and its errors."""
 
     copies: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
@@ -186,7 +188,7 @@ class _Rehearsal:
 
 
 class _Copies(TorchFunctionMode):
-    """Notes what is copied where."""
+    """Records copies."""
 
     def __init__(self, found: _Rehearsal) -> None:
         super().__init__()
@@ -201,7 +203,7 @@ class _Copies(TorchFunctionMode):
 def _rehearsed(
     module: nn.Module, parts: Sequence[nn.Module], state: dict[str, Any], twins: Mapping[int, torch.Tensor]
 ) -> _Rehearsal | None:
-    """Run `load_state_dict` with tensors that have no content; None where its code wants to see content."""
+    """Run `load_state_dict` with tensors that have no content; None if its code needs the content."""
     found = _Rehearsal()
 
     def ended(_: nn.Module, keys: Any) -> None:
@@ -229,7 +231,7 @@ def _rehearsed(
 def _no_content(
     parts: Sequence[nn.Module], twins: Mapping[int, torch.Tensor], found: _Rehearsal
 ) -> Iterator[None]:
-    """Let the modules have tensors without content, and take away what hooks and methods would change."""
+    """Give the modules tensors without content, and disable hooks and methods with other effects."""
     names = ("_parameters", "_buffers", *_HOOKS)
     before = [(part, {name: part.__dict__[name] for name in names}) for part in dict.fromkeys(parts)]
     made: dict[int, torch.Tensor] = dict(twins)
@@ -254,18 +256,18 @@ def _no_content(
 
 
 def _home(hook: object) -> str:
+    """Python module of a hook."""
     return str(getattr(hook, "__module__", None))
 
 
 def draft_module(draft: RestorePlan, blob: str, module: nn.Module) -> None:
     """Plan to load a module.
 
-    `load_state_dict` is called only where there is something that reading in place does not do: extra
-    state, entries that a hook computed, load hooks and overridden load methods. It is given the
-    module's own tensors for all that was read in place, and copies nothing then. FSDP2 (`fully_shard`)
-    has hooks that look at no entry: they are called by themselves, for to "copy" a DTensor onto itself
-    takes torch a millisecond, and the first time on a mesh fifty. Where stored names or shapes are others,
-    load hooks are asked first what they make of them.
+    `load_state_dict` is called only if reading in place is not enough: for extra state, entries that a hook
+    computed, load hooks and overridden load methods. Its arguments are the module's own tensors, filled
+    already. FSDP2 (`fully_shard`) has hooks that look at no entry; they are called separately, because
+    "copying" a DTensor onto itself is slow (1 ms, and 50 ms the first time on a mesh). If stored names or
+    shapes differ, load hooks are rehearsed first.
     """
     state = draft.states.of(module)
     computed: dict[str, Callable[[], Any]] = {}
@@ -299,7 +301,7 @@ def draft_module(draft: RestorePlan, blob: str, module: nn.Module) -> None:
 
 
 def _differs(draft: RestorePlan, blob: str, made: _Made, entries: list[ModuleEntry]) -> bool:
-    """Whether what is stored has other names or shapes than a module, buffers that can be made aside."""
+    """Whether stored names or shapes differ from a module's, apart from buffers that can be made."""
     found = {entry.name: draft.known(entry.name) for entry in entries}
     if any(spec is None and name not in draft.kept for name, spec in found.items()):
         return True
@@ -318,6 +320,7 @@ def _differs(draft: RestorePlan, blob: str, made: _Made, entries: list[ModuleEnt
 
 
 def _split(name: str) -> tuple[str, str]:
+    """Prefix and last part of a name."""
     path, _, last = name.rpartition(".")
     return path, last
 
@@ -325,7 +328,7 @@ def _split(name: str) -> tuple[str, str]:
 def _note_differences(
     draft: RestorePlan, blob: str, made: _Made, entries: list[ModuleEntry], absent: list[ModuleEntry]
 ) -> None:
-    """Say what only one side has; `absent` are the entries that are not stored."""
+    """Note leaves that only one side has; `absent` are the entries that are not stored."""
     for entry in absent:
         draft.lacks(entry.name, made.stands_for(entry.value) if entry.role else None)
     for spec in draft.rest(blob):
@@ -337,16 +340,16 @@ def _note_differences(
     draft.note_rest(blob)
     for name in made.still_empty(entries):
         draft.findings.refused.append(
-            f"{blob}.{name} is on the meta device and no checkpoint has it (persistent=False): give it its "
-            "values first"
+            f"{blob}.{name} is on the meta device and in no checkpoint (persistent=False): initialise it "
+            "first"
         )
 
 
 class _Made:
-    """Tensors that a load makes for a module, and puts into it when their content is read.
+    """Tensors that a load makes for a module, and installs when their content is read.
 
-    They are parameters where those on the meta device were, and tied where those were tied. They lie where
-    the module's other tensors lie, on the CPU if there is no other.
+    They are parameters, or tied, as those on the meta device were. They are on the device of the module's
+    other tensors, or the CPU.
     """
 
     def __init__(self, module: nn.Module, parts: Sequence[Part]) -> None:
@@ -359,7 +362,7 @@ class _Made:
         return bool(self._instead)
 
     def in_place_of(self, entry: ModuleEntry, spec: LeafSpec) -> torch.Tensor:
-        """The tensor to read into for an own tensor of the module: that one, if it can be."""
+        """The tensor to read into for an own tensor of the module: that one, if possible."""
         live: torch.Tensor = entry.value
         if type(live) not in (torch.Tensor, nn.Parameter) or spec.kind != "tensor":
             return live
@@ -382,11 +385,11 @@ class _Made:
         return self._instead[id(live)][1]
 
     def owner_of(self, spec: LeafSpec, path: str, name: str) -> nn.Module | None:
-        """The part that a stored buffer can be made for: it has this name as None, or has it not at all."""
+        """The part that a stored buffer can be made for: it has this name as None, or lacks it."""
         if spec.role is not Role.BUFFER or spec.kind != "tensor" or spec.sharding is not None:
             return None
         if self._parts is None:
-            # A wrapper and what it wraps have one name; the inner one comes later and is meant.
+            # A wrapper and its child have one name; the child comes later and is used.
             self._parts = {path.removesuffix("."): part for path, _, part in self._named}
         owner = self._parts.get(path)
         if owner is None or (
@@ -396,7 +399,7 @@ class _Made:
         return owner
 
     def still_empty(self, entries: list[ModuleEntry]) -> list[str]:
-        """The names of tensors on the meta device that are in no state dict."""
+        """Names of tensors on the meta device that are in no state dict."""
         listed = {id(entry.value) for entry in entries}
         return [
             f"{path}{name}"
@@ -406,7 +409,7 @@ class _Made:
         ]
 
     def stands_for(self, live: torch.Tensor) -> torch.Tensor:
-        """What is read instead of a tensor of the module; that tensor itself where nothing else is."""
+        """The tensor that is read instead of a tensor of the module; else that tensor itself."""
         return self._instead[id(live)][1] if id(live) in self._instead else live
 
     def install(self) -> None:
@@ -422,6 +425,7 @@ class _Made:
                 take_memory_of(fresh, live)
 
     def _alike(self, live: torch.Tensor) -> torch.Tensor:
+        """A new tensor like a live one."""
         fresh = self._instead[id(live)][1]
         if isinstance(live, nn.Parameter) and not isinstance(fresh, nn.Parameter):
             fresh = nn.Parameter(fresh, requires_grad=live.requires_grad)
@@ -441,7 +445,7 @@ class _Made:
 def _add_buffer(
     draft: RestorePlan, spec: LeafSpec, owner: nn.Module, name: str, device: torch.device
 ) -> None:
-    """Plan to read a leaf into a new buffer of a module; it is the one that the leaf is an alias of."""
+    """Plan to read a leaf into a new buffer of a module; shared with the leaf that it is an alias of."""
     if (buffer := draft.live(spec)) is None:
         buffer = empty(spec, device)
         draft.into(spec.blob, spec, buffer)
@@ -451,6 +455,7 @@ def _add_buffer(
 def _load_state(
     module: nn.Module, listed: dict[str, Any] | None, computed: dict[str, Callable[[], Any]]
 ) -> None:
+    """Call `load_state_dict`, with own tensors and computed entries."""
     state = module.state_dict(keep_vars=True) if listed is None else listed
     for key, build in computed.items():
         state[key] = build()
@@ -458,7 +463,7 @@ def _load_state(
 
 
 def _tell_fsdp(module: nn.Module) -> None:
-    """Let FSDP2 look at its shards again; the hooks before loads were called when the state was listed."""
+    """Notify FSDP2 of its new shards; the hooks before loads were called when the state was listed."""
     for part in parts_of(module):
         for hook in list(part._load_state_dict_post_hooks.values()):
             hook(part, None)

@@ -1,9 +1,9 @@
-"""Leaves back into an optimizer: its state becomes exactly what was stored.
+"""Load leaves back into an optimizer: its state becomes exactly the stored one.
 
-Nothing is cast (`load_state_dict` casts state to the parameter's element type) and no step is made.
-Tensors that exist in the right form are loaded in place, dicts keep their identity, for schedulers and
-graphs that hold them. A parameter is found by its name; one that no given module names is found by its
-place, so that an optimizer can be loaded without its modules.
+Nothing is cast (`load_state_dict` casts state to the parameter's element type) and no step is made. Tensors
+that exist in the right form are loaded in place; dicts keep their identity, for schedulers and graphs that
+hold them. A parameter is found by its name, or, if no given module names it, by its place, so that an
+optimizer can be loaded without its modules.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torchrelay.checkpoint.state.wrappers import description, is_wrapper, made_s
 from torchrelay.errors import BlobError
 
 Builder = Callable[[torch.device | None], Any]
-"""Gives an entry once everything is read; new tensors go to the device."""
+"""Returns an entry once everything is read; new tensors go to the device."""
 
 
 def draft_optimizer(draft: RestorePlan, blob: str, optimizer: Optimizer) -> None:
@@ -66,7 +66,7 @@ def draft_optimizer(draft: RestorePlan, blob: str, optimizer: Optimizer) -> None
 
 
 def draft_shared_parameters(draft: RestorePlan, blob: str, optimizer: Optimizer) -> None:
-    """Plan the parameters that no other blob holds and that an optimizer before this one shares, too."""
+    """Plan parameters that no other blob holds and that an earlier optimizer shares."""
     for name, parameter in orphans(blob, optimizer) if draft.aliased else ():
         spec = draft.specs.get(name)
         if name in draft.aliased and spec is not None and spec.blob == blob and draft.fits(spec, parameter):
@@ -76,9 +76,9 @@ def draft_shared_parameters(draft: RestorePlan, blob: str, optimizer: Optimizer)
 def _added_groups(
     draft: RestorePlan, optimizer: Optimizer, groups: list[list[str]]
 ) -> list[list[torch.Tensor]]:
-    """The parameters of stored groups that the program added while it trained; the load adds them again.
+    """Parameters of stored groups that the program added during training; the load adds them again.
 
-    They are known by their names, or lie in containers. None are where one is neither, or is in a group here.
+    They are found by name, or in containers. Empty if one is not found, or is in a group already.
     """
     mine = {id(one) for group in optimizer.param_groups for one in group[PARAMS]}
 
@@ -91,9 +91,9 @@ def _added_groups(
 
 
 def _in_container(draft: RestorePlan, name: str) -> torch.Tensor | None:
-    """The tensor of this name in a container, which the load fills; None where no container has one.
+    """The tensor of this name in a container, which the load fills; None without one.
 
-    It is the live one where that has the stored form, else a new one.
+    It is the live one if that has the stored form, else a new one.
     """
     spec = draft.specs.get(name)
     if spec is None or spec.blob not in draft.containers or spec.kind != "tensor" or spec.sharding:
@@ -109,6 +109,7 @@ def _in_container(draft: RestorePlan, name: str) -> torch.Tensor | None:
 
 
 def _lies_in_container(draft: RestorePlan, name: str) -> bool:
+    """Whether a stored name is in a container."""
     spec = draft.specs.get(name)
     return spec is not None and spec.blob in draft.containers and spec.kind == "tensor"
 
@@ -120,9 +121,9 @@ def _members(
     groups: list[list[str]],
     added: list[list[torch.Tensor]],
 ) -> dict[str, torch.Tensor] | None:
-    """Stored parameter name to live parameter; None, noted, where the groups differ.
+    """Live parameters by stored name; None, with the difference noted, if the groups differ.
 
-    The names are as they were stored, also where the parameter has another one today.
+    A parameter that has another name now keeps its stored name here.
     """
     live = [*(group[PARAMS] for group in optimizer.param_groups), *added]
     here, there = [len(group) for group in live], [len(group) for group in groups]
@@ -137,7 +138,7 @@ def _members(
             held = names[place] == orphan and orphan in draft.specs  # no blob had it when it was saved
             name = names[place] if known == orphan or held else draft.called(parameter, stored)
             if name is None and known not in draft.parameters and _lies_in_container(draft, names[place]):
-                name = names[place]  # it came into the container, or got another place in it, since the start
+                name = names[place]  # it was put into the container, or moved within it, since the launch
             if name is None:
                 draft.unlike(text := f"{blob} has {known} in group {index} here, and not in the checkpoint")
                 draft.findings.members[text] = known
@@ -174,6 +175,7 @@ class _Load:
         self._as_torch = steps_as_torch(self.local)
 
     def plan(self) -> None:
+        """Plan all of its state."""
         self._contents()
         shared = self._shared()
         if isinstance(self.local, LBFGS):
@@ -182,7 +184,7 @@ class _Load:
             self._look_at_owners()
         rest = self.draft.rest(self.blob)
         values = [spec for spec in rest if spec.kind == "value" and spec.role is not Role.SUBCLASS]
-        # Building them takes the tensors inside, which are no entries themselves.
+        # Building them takes the tensors inside, which are not entries themselves.
         trees: dict[str, Builder] = {spec.name: self.draft.tree(spec) for spec in values}
         groups = self._groups(trees)
         state = self._state(trees)
@@ -190,7 +192,7 @@ class _Load:
         self.draft.steps.append((self.blob, lambda: self._install(groups, state, shared)))
 
     def _check_joint_state(self) -> None:
-        """LBFGS keeps one vector for all parameters, under the first: it goes with any that is left out."""
+        """LBFGS keeps one vector for all parameters, under the first: it depends on all of them."""
         begun = self._beginning(state_prefix(self.blob))
         if any(matches_any(name, self.draft.options.excluded) for name in self.members):
             self.draft.left_out += [spec.name for spec in begun if self.draft.find(spec.name)]
@@ -204,12 +206,12 @@ class _Load:
             )
 
     def _contents(self) -> None:
-        """Parameters that the checkpoint holds with the optimizer, and the shapes of the others."""
+        """Plan parameters stored with the optimizer, and check the shapes of the others."""
         for name, parameter in self.members.items():
             spec = self.draft.specs.get(name)
             moved = self.draft.names.get(id(parameter)) != name and _lies_in_container(self.draft, name)
             if spec is not None and moved:
-                self.draft.into(spec.blob, spec, parameter)  # the container is given it
+                self.draft.into(spec.blob, spec, parameter)  # the container receives it
             elif spec is not None and spec.blob == self.blob:
                 self.draft.take(name)
                 self.draft.into(self.blob, spec, parameter)
@@ -222,9 +224,9 @@ class _Load:
                 )
 
     def _look_at_owners(self) -> None:
-        """Refuse to leave out a part of what belongs to a parameter, and let state follow its type.
+        """Raise for a partial exclusion of a parameter's state, and let state follow its type.
 
-        Torch's own `load_state_dict` does that too, but for the step counter.
+        Torch's `load_state_dict` casts state too, except the step counter.
         """
         prefix = state_prefix(self.blob)
         owners: dict[str, torch.Tensor] = {}
@@ -243,6 +245,7 @@ class _Load:
             self.draft.unlike(f"{prefix}{name} is left out in part, and its parameter needs all of it")
 
     def _shared(self) -> Builder:
+        """Plan state that belongs to no parameter."""
         spec = self.draft.specs.get(shared_name(self.blob))
         if spec is None:
             return lambda device: {}
@@ -250,6 +253,7 @@ class _Load:
         return self.draft.tree(spec)
 
     def _groups(self, trees: Mapping[str, Builder]) -> list[dict[str, Builder]]:
+        """Plan the options of the groups."""
         keyed: dict[str, list[tuple[str, LeafSpec]]] = {}
         for spec in self._beginning(groups_prefix(self.blob)):
             index, _, key = spec.name[len(groups_prefix(self.blob)) :].partition(".")
@@ -259,10 +263,10 @@ class _Load:
         return [self._entries(keyed.get(str(n), ()), group, trees) for n, group in enumerate(live)]
 
     def _check_kind(self, stored: set[str]) -> None:
-        """Refuse the state of another kind of optimizer.
+        """Note the state of another class of optimizer as a difference.
 
-        Another version of torch has options more, or options fewer; schedulers add their own. Only
-        another kind both lacks options of this one and brings options that it does not have.
+        Another version of torch has more options, or fewer, and schedulers add theirs. Only another class
+        both lacks options of this one and has options unknown to it.
         """
         here = set(self.optimizer.defaults)
         known = {key for group in self.optimizer.param_groups for key in group}
@@ -270,10 +274,11 @@ class _Load:
         if lacking and foreign:
             self.draft.unlike(
                 f"{self.blob} is a {type(self.optimizer).__name__} here; the checkpoint has the options "
-                f"{', '.join(foreign)} and lacks {', '.join(lacking)}: it is of another kind of optimizer"
+                f"{', '.join(foreign)} and lacks {', '.join(lacking)}: it is another kind of optimizer"
             )
 
     def _state(self, trees: Mapping[str, Builder]) -> dict[str, dict[str, Builder]]:
+        """Plan the state of each parameter."""
         prefix = state_prefix(self.blob)
         keyed: dict[str, list[tuple[str, LeafSpec]]] = {}
         begun = self._beginning(prefix)
@@ -291,11 +296,11 @@ class _Load:
         }
 
     def _beginning(self, prefix: str) -> list[LeafSpec]:
-        """What is left of the blob with such names."""
+        """The remaining leaves of the blob with this prefix."""
         return [spec for spec in self.draft.rest(self.blob) if spec.name.startswith(prefix)]
 
     def _owner(self, rest: str) -> str | None:
-        """The parameter whose name, the longest that fits, `rest` begins with."""
+        """The parameter whose name is the longest prefix of `rest`."""
         end = rest.rfind(".")
         while end > 0 and rest[:end] not in self.members:
             end = rest.rfind(".", 0, end)
@@ -308,10 +313,11 @@ class _Load:
         trees: Mapping[str, Builder],
         owner: torch.Tensor | None = None,
     ) -> dict[str, Builder]:
+        """Plan the entries of a mapping."""
         return {key: self._entry(key, spec, live.get(key), trees, owner) for key, spec in found}
 
     def _model(self, spec: LeafSpec, key: str, owner: torch.Tensor | None) -> torch.Tensor | None:
-        """The tensor that a wrapper subclass is made like: its parameter, or what a first step makes."""
+        """The tensor that a wrapper subclass is made like: its parameter, or the result of a first step."""
         if owner is None:
             return None
         if is_wrapper(owner) and description(owner, spec.name) == self.draft.json(spec):
@@ -328,16 +334,18 @@ class _Load:
     def _entry(
         self, key: str, spec: LeafSpec, live: Any, trees: Mapping[str, Builder], owner: torch.Tensor | None
     ) -> Builder:
+        """Plan one entry."""
         self.draft.take(spec.name)
         if spec.kind == "value" and spec.role is not Role.SUBCLASS:
             return trees[spec.name]
         source = spec.alias_of or spec.name
         if source in self._builders:
-            return self._builders[source]  # what was one tensor is one tensor again
+            return self._builders[source]  # tied tensors are tied again
         builder = self._builders[source] = self._tensor(key, spec, live, owner)
         return builder
 
     def _tensor(self, key: str, spec: LeafSpec, live: Any, owner: torch.Tensor | None) -> Builder:
+        """Plan a tensor."""
         subclass = spec.role is Role.SUBCLASS
         fits = isinstance(live, torch.Tensor) and (subclass or same_form(spec, live))
         if not subclass and (shared := self._shared_tensor(spec, own=fits)) is not None:
@@ -359,16 +367,16 @@ class _Load:
         placed: dict[torch.device, torch.Tensor] = {}
 
         def as_owner(device: torch.device | None) -> torch.Tensor:
-            """It lay as its parameter, as torch's first step makes it: fused kernels walk both alike."""
+            """Give it its parameter's memory order, as torch's first step does, for fused kernels."""
             found = read.on(home or device)
             return placed.setdefault(found.device, with_strides_of(owner, found))
 
         return as_owner
 
     def _shared_tensor(self, spec: LeafSpec, *, own: bool) -> torch.Tensor | None:
-        """The live tensor of another blob, or of another optimizer, that an entry was the same tensor as.
+        """The live tensor of another blob or optimizer that an entry was tied to.
 
-        A container is given the entry's `own` tensor, if there is one that fits: the program may hold it.
+        A container gets the entry's `own` tensor, if one fits, because the program may hold it.
         """
         if spec.alias_of is None and spec.name not in self.draft.aliased:
             return None
@@ -379,9 +387,9 @@ class _Load:
     def _as_shared(
         self, shared: torch.Tensor, live: Any, owner: torch.Tensor | None, *, fits: bool
     ) -> Builder:
-        """The shared tensor; where the entry has one of its own, that one, in the memory of the other.
+        """The shared tensor; or the entry's own one, with the memory of the other.
 
-        A program may hold either of the two, and change it. Not so where others of the load have the own one.
+        A program may hold and change either of the two. Not so if other objects of the load have the own one.
         """
         if shared is live:
             return lambda device: shared
@@ -397,12 +405,13 @@ class _Load:
     def _install(
         self, groups: list[dict[str, Builder]], state: dict[str, dict[str, Builder]], shared: Builder
     ) -> None:
+        """Install everything."""
         for added in self.added:
             self.optimizer.add_param_group({PARAMS: added})
         for group, entries in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({key: build(None) for key, build in entries.items()})
         devices = {
-            id(parameter): parameter.device  # where kernels read `step`; else torch keeps it on the CPU
+            id(parameter): parameter.device  # if kernels read `step`; else torch keeps it on the CPU
             if group.get("capturable") or group.get("fused")
             else torch.device("cpu")
             for group in self.optimizer.param_groups
@@ -414,10 +423,11 @@ class _Load:
     def _install_state(
         self, state: dict[str, dict[str, Builder]], step_devices: Mapping[int, torch.device]
     ) -> None:
+        """Install the state of parameters."""
         before = dict(self.local.state)
         self.local.state.clear()
         stepped = {id(one) for one in parameters(self.local)}  # not those of other ranks
-        for name, parameter in self.members.items():  # as most programs get them
+        for name, parameter in self.members.items():  # in the form of most programs
             if name not in state or id(parameter) not in stepped:
                 continue
             step_device = step_devices[id(parameter)]

@@ -1,4 +1,4 @@
-"""The parts of a restoration: what is stored, what does not fit, what to read, what to do afterwards.
+"""Collect a restoration: what is stored, what does not fit, what to read, what to do afterwards.
 
 A `RestorePlan` collects these for all blobs while nothing is changed. Each kind of blob has a function that
 adds its share (`module_restore`, `optimizer_restore`, `stateful_restore`).
@@ -35,20 +35,20 @@ from torchrelay.errors import BlobError, DamagedError
 from torchrelay.records import Json
 
 Maker = Callable[[torch.device | None], torch.Tensor]
-"""Gives a tensor once everything is read; plain ones go to the device."""
+"""Returns a tensor once everything is read; plain ones go to the device."""
 
 
 class RestorePlan:
-    """A restoration in the making. Adding to it changes no object of the user's.
+    """A restoration being planned. Adding to it changes no object of the user's.
 
-    `late` has plans for stored buffers that a module has not made yet, and whether it has a place for them;
-    `reshaped` describes those that it has in another shape. Both are differences if there are any others.
-    `names` are those of the parameters of the given objects, by id; `states` those of modules that were asked
-    before.
+    `late` has plans for stored buffers that a module has not created yet, and whether it has a place for
+    them; `reshaped` describes those that it has in another shape. Both are differences if there are any
+    others. `names` are those of the parameters of the given objects, by id; `states` those of modules that
+    were listed before.
     """
 
     rehearsed = False
-    """Whether objects are to be taken as a later start makes them, without state of optimizers."""
+    """Whether objects are taken as a later launch makes them, without state of optimizers."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class RestorePlan:
         self.converted: dict[str, torch.dtype] = {}
         """New tensors that get another type than the stored one, by the leaf's name."""
         self.left_out: list[str] = []
-        """Stored leaves that cannot be loaded without those that the patterns of `exclude` mean."""
+        """Stored leaves that cannot be loaded without excluded ones."""
         self.states = states or ModuleStates()
         self.names = parameter_names(objects, self.states)
         self._modules = {blob: one for blob, one in objects.items() if isinstance(one, nn.Module)}
@@ -79,7 +79,7 @@ class RestorePlan:
         self.late: dict[str, tuple[Callable[[], None], bool]] = {}
         self.destinations: list[tuple[str, torch.Tensor]] = []
         self.fills: list[tuple[str, Callable[[], None]]] = []
-        """What live tensors need beside the reads, before anything looks at them."""
+        """Changes that live tensors need before anything else uses them."""
         self.steps: list[tuple[str, Callable[[], None]]] = []
         self._by_blob: dict[str, list[LeafSpec]] = {}
         self._taken: set[str] = set()
@@ -102,7 +102,7 @@ class RestorePlan:
 
     @property
     def blobs(self) -> tuple[str, ...]:
-        """Names of the stored blobs, in order; not of those that are only offered."""
+        """Names of the stored blobs, in order, without those that are optional."""
         if not self._offered:
             return tuple(self._by_blob)
         return tuple(
@@ -116,19 +116,19 @@ class RestorePlan:
         return self._by_blob.get(blob, [])
 
     def take(self, name: str, live: torch.Tensor | None = None) -> LeafSpec | None:
-        """The stored leaf of this name, now accounted for; None, noted as missing, if there is none."""
+        """The stored leaf of this name, marked as used; None, noted as missing, without one."""
         if (spec := self.find(name)) is None:
             self.lacks(name, live)
         return spec
 
     def find(self, name: str) -> LeafSpec | None:
-        """The stored leaf of this name, or with this name in an older version, now accounted for."""
+        """The stored leaf of this name, or an older form of it, marked as used."""
         if (spec := self.known(name)) is not None:
             self._taken.add(spec.name)
         return spec
 
     def known(self, name: str) -> LeafSpec | None:
-        """The same, and not accounted for."""
+        """The same, not marked as used."""
         spec = self.specs.get(name)
         if spec is None and name not in self.kept:
             spec = self._renamed.get(name)
@@ -141,14 +141,13 @@ class RestorePlan:
     def lacks(self, name: str, live: torch.Tensor | None = None) -> None:
         """Note a leaf as missing.
 
-        It is not if it is one of those that keep their content, or if the tensor `live`, which it would be
-        read into, turns out to be read by another name.
+        It is not missing if it keeps its content, or if the tensor `live` is read by another name.
         """
         if name not in self.kept and not f"{name}.".startswith(self._may_lack):
             self._absent.append((name, live))
 
     def called(self, parameter: torch.Tensor, stored: Collection[str]) -> str | None:
-        """Which of these stored names is one that a parameter has or once had; None where none is."""
+        """Which of these stored names a parameter has or once had; None without any."""
         name = self.names.get(id(parameter))
         if name in stored:
             return name
@@ -159,6 +158,7 @@ class RestorePlan:
 
     @cached_property
     def _spellings(self) -> Mapping[int, set[str]]:
+        """Cache of `spellings` for all modules."""
         found: dict[int, set[str]] = {}
         for blob, module in self._modules.items():
             for number, names in spellings(module).items():
@@ -167,22 +167,22 @@ class RestorePlan:
 
     @cached_property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The parameters of given modules, and the registered ones, by their names."""
+        """Parameters of given modules, and registered ones, by name."""
         found = (named_parameters(blob, module, ModuleStates()) for blob, module in self._modules.items())
         return {**self._tensors, **{name: one for named in found for name, one in named}}
 
     @cached_property
     def _renamed(self) -> Mapping[str, LeafSpec]:
-        """Stored leaves by what they are called today, where an older version named them otherwise."""
+        """Stored leaves by their current names, if an older version named them otherwise."""
         names = ((name, spec) for spec in self.specs.values() for name in current_names(spec.name))
         return dict(reversed(list(names)))  # the first of one name counts
 
     def rest(self, blob: str) -> list[LeafSpec]:
-        """The stored leaves of a blob that nobody has taken."""
+        """Stored leaves of a blob that are not used."""
         return [spec for spec in self.stored(blob) if spec.name not in self._taken]
 
     def note_rest(self, blob: str) -> None:
-        """Note what nobody has taken as unexpected."""
+        """Note unused leaves as unexpected."""
         self.findings.unexpected += [spec.name for spec in self.rest(blob) if spec.name not in self._offered]
 
     def unlike(self, text: str) -> None:
@@ -197,7 +197,7 @@ class RestorePlan:
     def into(self, blob: str, spec: LeafSpec, live: torch.Tensor) -> None:
         """Read a leaf into a live tensor, in place; a tensor of several names is read once.
 
-        Of a wrapper subclass its inner tensors are read, where both are of the same description.
+        For a wrapper subclass its inner tensors are read, if both have the same description.
         """
         source = _source(spec)
         if spec.role is Role.SUBCLASS or is_wrapper(live):
@@ -231,11 +231,11 @@ class RestorePlan:
             self.fills.append((blob, partial(take_memory_of, first, live)))
 
     def conclude(self) -> None:
-        """Decide what could not be decided while leaves were still coming.
+        """Decide what needed all leaves.
 
-        A tensor that two stored leaves are for can be loaded if they have the same bytes. A leaf that is not
-        stored is not missing where its tensor is read by another name. Buffers that a module has not made yet
-        are planned where nothing else differs.
+        - Two stored leaves may be read into one tensor if they have the same bytes.
+        - A leaf is not missing if its tensor is read by another name.
+        - Buffers that a module has not created yet are planned if nothing else differs.
         """
         strict = self.options.strict
         late_buffers = strict or self.options.late_buffers
@@ -272,10 +272,11 @@ class RestorePlan:
         return self._read_into.of(live) is None
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether some byte of a tensor is one that a leaf is read into."""
+        """Whether a tensor shares a byte with one that a leaf is read into."""
         return self._extents.overlap(tensor, self.live_tensors)
 
     def _is_read(self, live: torch.Tensor) -> bool:
+        """Whether a leaf is read into a tensor."""
         if is_wrapper(live):
             return all(self._is_read(part) for part in inner_tensors(live, "").values())
         return self._read_into.of(live) is not None
@@ -283,7 +284,7 @@ class RestorePlan:
     def _parts(
         self, spec: LeafSpec, live: torch.Tensor, add: Callable[[LeafSpec, torch.Tensor], None]
     ) -> bool:
-        """Take the inner leaves of a wrapper; False, noted, where the live tensor is another one."""
+        """Use the inner leaves of a wrapper; False, noted, if the live tensor is another one."""
         stored = self.json(spec) if spec.role is Role.SUBCLASS else None
         here = description(live, spec.name) if is_wrapper(live) else None
         known = spec.role is Role.SUBCLASS and isinstance(stored, dict)
@@ -301,7 +302,7 @@ class RestorePlan:
         return True
 
     def alike(self, spec: LeafSpec, model: torch.Tensor | None) -> Maker:
-        """A function that makes a new tensor from a leaf once all is read: a DTensor if `model` is one.
+        """Returns a function that makes a new tensor from a leaf once all is read: a DTensor if `model` is.
 
         A wrapper subclass needs a `model` of its description; its parts are made like the model's.
         """
@@ -314,11 +315,11 @@ class RestorePlan:
         return self.fresh(spec).on
 
     def wrapper_alike(self, spec: LeafSpec, model: torch.Tensor | None) -> Maker:
-        """The same for a wrapper subclass; noted where the model is none of its description."""
+        """The same for a wrapper subclass; noted if the model has another description."""
         if model is None or not is_wrapper(model):
             self.unlike(
                 f"{spec.name} is {told(self.json(spec))} in the checkpoint, and there is no such tensor "
-                "here that it could be made like"
+                "here to make it like"
             )
             return lambda device: torch.empty(0)
         build = rebuilder(model)
@@ -328,7 +329,7 @@ class RestorePlan:
         return lambda device: build({name[cut:]: part(device) for name, part in parts.items()})
 
     def fresh(self, spec: LeafSpec) -> Read:
-        """Read a leaf into fresh memory, the same for all its names."""
+        """Read a leaf into new memory, the same for all its names."""
         source = _source(spec)
         if source not in self._fresh:
             own = self.specs.get(source, spec)
@@ -346,7 +347,7 @@ class RestorePlan:
     def models(
         self, blob: str, value: Any, ask: Callable[[], Mapping[str, torch.Tensor]]
     ) -> Mapping[str, torch.Tensor]:
-        """The tensors of an object's state now, as `ask` finds them; asked for only where it matters."""
+        """The tensors of an object's current state, from `ask`; called only if needed."""
         special = any(spec.sharding or spec.role is Role.SUBCLASS for spec in self.stored(blob))
         return ask() if special else {}
 
@@ -360,7 +361,7 @@ class RestorePlan:
 
     @cached_property
     def aliased(self) -> frozenset[str]:
-        """The leaves that stand for the bytes of others, too."""
+        """Leaves that have aliases."""
         return frozenset(spec.alias_of for spec in self.specs.values() if spec.alias_of is not None)
 
     def value(self, spec: LeafSpec) -> Any:
@@ -370,11 +371,11 @@ class RestorePlan:
     def json(self, spec: LeafSpec) -> Json:
         """The typed form of a stored value."""
         if _source(spec) not in self.values:
-            raise DamagedError(f"the checkpoint describes value {spec.name!r} and does not hold it")
+            raise DamagedError(f"the checkpoint describes value {spec.name!r} but does not hold it")
         return self.values[_source(spec)]
 
     def fits(self, spec: LeafSpec, live: torch.Tensor) -> bool:
-        """Whether a leaf can be read into a tensor, converted where `cast` has that type for it."""
+        """Whether a leaf can be read into a tensor, converted if `cast` has that type for it."""
         if same_form(spec, live):
             return True
         number = spec.kind == "tensor" and torch_dtype(by_name(spec.dtype or "")).is_floating_point
@@ -386,9 +387,9 @@ class RestorePlan:
 
 
 def shared_across_files(specs: dict[str, LeafSpec], in_place: Collection[str] = ()) -> dict[str, LeafSpec]:
-    """Take for one tensor what lies in two files and was the same, where both are among what is loaded.
+    """Tie again what was one tensor and is stored in two files, if both are loaded.
 
-    The tensors `in_place` are among it, too.
+    Tensors `in_place` count as loaded.
     """
     shared = {
         spec.name: spec.same_as
@@ -409,4 +410,5 @@ def shared_across_files(specs: dict[str, LeafSpec], in_place: Collection[str] = 
 
 
 def _source(spec: LeafSpec) -> str:
+    """The leaf that stores the bytes."""
     return spec.alias_of or spec.name

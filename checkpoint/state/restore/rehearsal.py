@@ -1,10 +1,9 @@
-"""A restore that is planned for the sake of what it would refuse, before a new structure is saved.
+"""Plan a restore of a new structure before it is saved, to find what a resume would refuse.
 
-Leaves that were just listed are planned into the objects that they were listed of, these taken as a later
-start makes them: optimizers have no state, and of wrapper subclasses inside of an object with `state_dict`
-it has those that were there at its first save or load, or that it shows. Nothing is made, read or asked.
-What modules, tensors and optimizers consist of is compared with what this start had built when its `setup`
-ended, for the next one builds the same: a layer that came since would find no place there.
+The listed leaves are planned into their own objects, as a later launch makes them: without optimizer state,
+and with those wrapper subclasses in objects with `state_dict` that were there at the first save or load.
+Nothing is made, read or called. Modules, tensors and optimizers are also compared with what this launch had
+built when its `setup` ended, because the next one builds the same: a layer added later would have no place.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ class _Built:
 
 
 class NodeStructure:
-    """What the modules, tensors and optimizers of a node consist of; holds none of them."""
+    """The structure of the modules, tensors and optimizers of a node; holds none of them."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self.tensors: dict[str, _Built] = {}
         self.parts: set[str] = set()
-        """What the names of tensors in a module begin with."""
+        """Prefixes of names of tensors in modules."""
         self.groups: dict[str, list[set[str]]] = {}
-        """The names of the parameters in each group of an optimizer."""
+        """Names of the parameters in each group of an optimizer."""
         self.arrays = arrays_of(objects)
         self.loose: set[tuple[str, int]] = set()
         """The groups, by optimizer and number, with a parameter that no blob holds."""
@@ -80,7 +79,7 @@ class NodeStructure:
             if alias is None:
                 alone[name] = tensor
         self.overlaps = overlaps_of(alone)
-        """What shares memory with another tensor, and is not the same one."""
+        """Tensors that share memory with another one, and are not the same."""
         for blob, value in objects.items():
             if kind_of(value) is Kind.OPTIMIZER:
                 own = {id(one): name for name, one in orphans(blob, value)}
@@ -90,6 +89,7 @@ class NodeStructure:
                 self.loose.update((blob, n) for n, group in enumerate(groups) if not held >= set(group))
 
     def _found(self, objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """All tensors by name."""
         for blob, value in objects.items():
             kind = kind_of(value)
             if kind is Kind.TENSOR:
@@ -109,7 +109,7 @@ class NodeStructure:
                         yield f"{blob}.{path}{name}", buffer, True
 
     def placed(self, now: NodeStructure) -> list[str]:
-        """The tensors that are sharded `now` and were not, or the other way round."""
+        """Tensors that are sharded `now` and were not, or the reverse."""
         before = self.tensors
         return [
             name
@@ -118,7 +118,7 @@ class NodeStructure:
         ]
 
     def differences(self, now: NodeStructure) -> Iterator[tuple[str, str]]:
-        """What a load of what is there `now` would refuse where objects are as they were: names and texts."""
+        """Names and texts of what a load of the objects `now` would refuse."""
         for name, built in now.tensors.items():
             before = self.tensors.get(name)
             if before is None:
@@ -133,7 +133,7 @@ class NodeStructure:
         for name, place in self.overlaps.items():
             other, _ = place
             alike = all(self.tensors[one] == now.tensors.get(one) for one in (name, other))
-            if alike and now.overlaps.get(name) != place:  # unlike ones get memory of their own from a load
+            if alike and now.overlaps.get(name) != place:  # unlike ones get separate memory from a load
                 yield name, f"shared memory with {other} at the start, and does not share it now"
         yield from ((name, "is gone since the start") for name in self.tensors if name not in now.tensors)
         arrays = ((blob, now.arrays.get(blob, was), was) for blob, was in self.arrays.items())
@@ -154,7 +154,7 @@ class NodeStructure:
 
 
 def orders_of(objects: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    """In which order the dimensions of tensors lie that a load fills in place, see `order_of`."""
+    """Memory order of tensors that a load fills in place, see `order_of`."""
     orders: dict[str, tuple[int, ...] | None] = {}
 
     def note(name: str, one: Any) -> None:
@@ -179,24 +179,28 @@ def orders_of(objects: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
 
 
 def _in_containers(objects: Mapping[str, Any]) -> set[int]:
+    """Identities of tensors in containers."""
     containers = {blob: value for blob, value in objects.items() if kind_of(value) is Kind.CONTAINER}
     return {id(one) for blob, value in containers.items() for _, one in container_tensors(blob, value)}
 
 
 def _sort(built: _Built) -> str:
+    """Class of a tensor."""
     return "a buffer" if built.is_buffer else "a parameter"
 
 
 def _element(built: _Built) -> str:
+    """Element type of a tensor."""
     return built.form.partition("[")[0]
 
 
 def _whose(built: _Built) -> str:
+    """Whether a tensor is separate or tied."""
     return "a tensor of its own" if built.alias_of is None else f"the same tensor as {built.alias_of}"
 
 
 def arrays_of(objects: Mapping[str, Any]) -> dict[str, str]:
-    """What numpy arrays among the blobs are like: a load fills them, and changes neither type nor shape."""
+    """Forms of numpy arrays among the blobs: a load fills them, and changes neither type nor shape."""
     arrays = ((blob, one) for blob, one in objects.items() if is_array(one))
     return {blob: f"an array of {one.dtype}{list(one.shape)}" for blob, one in arrays}
 
@@ -212,12 +216,11 @@ def rehearse(
     shown: Collection[str] | None = None,
     changed: Sequence[str] = (),
 ) -> None:
-    """Plan to load `leaves`, as they were just listed, into these objects; raise BlobError for what cannot.
+    """Plan to load `leaves`, as just listed, into these objects; raise BlobError for what would not fit.
 
-    `objects` are those that are registered, as a later start makes them; `states` are those of modules that
-    the listing has asked, and `where` is the node, for people. `shown`: see `Rehearsal`. `changed` are
-    differences from how the program built them, which are refused as well. Nothing is read, made, or asked
-    of an object that a listing has asked.
+    `objects` are those that are registered, as a later launch makes them. `states` are those of modules that
+    were listed, and `where` is the node, for messages. `shown`: see `Rehearsal`. `changed` are differences
+    from what the program built, which raise as well. Nothing is read or made, and no listed object is called.
     """
     stored = {spec.name: spec for spec in specs if spec.role not in OF_POSITION}
     for spec in specs:
@@ -236,7 +239,7 @@ def rehearse(
     in_place = _in_place(objects, stored)
     stored = {name: spec for name, spec in stored.items() if name not in in_place.tensors}
     stored = shared_across_files(stored, in_place.tensors)
-    # What is one tensor here has one content.
+    # tied tensors have one content
     options = RestoreOptions(kept=kept, in_place=in_place.tensors, same_content=lambda *_: True)
     draft = Rehearsal(stored, values, objects, options, listed, shown, states)
     drafted(draft, in_place.rest(objects), objects, ContainerLoad(objects), ())
@@ -254,8 +257,9 @@ def rehearse(
         remedy = f"Build the object at every start as it is saved, or leave it out with exclude={refused!r}"
         if changed:
             remedy = (
-                "Make this change before training, where the job is built or in @job.setup. If every start "
-                "builds the object as the epoch that it resumes from has it, declare it with rebuilt=True"
+                "Make this change before training, where the job is built or in @job.setup. If every "
+                "start builds the object as the epoch that it resumes from has it, declare it with "
+                "rebuilt=True"
             )
         raise BlobError(
             f"blob {', '.join(map(repr, refused))} of {where}: a resume by the same program could not "
@@ -267,7 +271,7 @@ _BLOBS = (Role.TENSOR, Role.PARAMETER)
 
 
 def _in_place(objects: Mapping[str, Any], stored: Mapping[str, LeafSpec]) -> InPlace:
-    """The registered tensors that nothing need be asked about."""
+    """Registered tensors that fit without further checks."""
     times = Counter(spec.blob for spec in stored.values())
     specs = [
         spec
@@ -279,7 +283,7 @@ def _in_place(objects: Mapping[str, Any], stored: Mapping[str, LeafSpec]) -> InP
 
 
 def _lines(findings: Mismatches, kept: Collection[str]) -> list[str]:
-    """A line for each difference, as a save says it."""
+    """A line for each difference, in the words of a save."""
     return [
         *findings.refused,
         *findings.unlike,
@@ -289,10 +293,10 @@ def _lines(findings: Mismatches, kept: Collection[str]) -> list[str]:
 
 
 class Rehearsal(RestorePlan):
-    """A restoration of what was just listed, for the sake of what it would refuse. Makes no tensor.
+    """A restoration of just listed leaves, to find what it would refuse. Makes no tensor.
 
-    `listed` are tensors of objects with `state_dict`, by leaf name: these objects are not asked again.
-    `shown` are wrapper subclasses that such objects have from their start, None where that is not known.
+    `listed` are tensors of objects with `state_dict`, by leaf name, which are not called again. `shown` are
+    wrapper subclasses that such objects had initially, None if unknown.
     """
 
     rehearsed = True
@@ -316,7 +320,7 @@ class Rehearsal(RestorePlan):
     def models(
         self, blob: str, value: Any, ask: Callable[[], Mapping[str, torch.Tensor]]
     ) -> Mapping[str, torch.Tensor]:
-        """Those that were listed."""
+        """The listed tensors."""
         self._shows[blob] = callable(getattr(value, "state_dict_to_load_into", None))
         return self._listed
 
@@ -325,7 +329,7 @@ class Rehearsal(RestorePlan):
         return model
 
     def wrapper_alike(self, spec: LeafSpec, model: torch.Tensor | None) -> Maker:
-        """Where there is no model, one that the object had from its start or shows will do."""
+        """Without a model, one that the object had initially or shows will do."""
         if model is not None:
             return super().wrapper_alike(spec, model)
         stored = self.json(spec)
@@ -333,20 +337,21 @@ class Rehearsal(RestorePlan):
         known = self._shown is None or spec.name in self._shown or self._shows.get(spec.blob)
         if not known and not self._can_be_made(stored):
             self.unlike(
-                f"{spec.name} is {told(stored)}, which came after the start: a load finds no such tensor in "
-                "the object that it could be made like; give its class a method state_dict_to_load_into() "
-                "that returns the state with such tensors in it"
+                f"{spec.name} is {told(stored)}, which came after the start, so a load could not build "
+                "it: give its class a method state_dict_to_load_into() that returns the state with such "
+                "tensors in it"
             )
         return lambda device: torch.empty(0)
 
     def _can_be_made(self, described: Json) -> bool:
-        """Whether some live optimizer makes such a tensor; each form is looked for once."""
+        """Whether some live optimizer makes such a tensor; each form is looked up once."""
         form = repr(described)
         if form not in self._makes:
             self._makes[form] = made_by_an_optimizer(described) is not None
         return self._makes[form]
 
     def _take_inner(self, spec: LeafSpec) -> None:
+        """Mark the inner leaves of a wrapper as used."""
         stored = self.json(spec)
         for name in stored.get("inner", ()) if isinstance(stored, dict) else ():
             if (inner := self.take(f"{spec.name}.{name}")) is not None and inner.role is Role.SUBCLASS:

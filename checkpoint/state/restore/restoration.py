@@ -1,8 +1,8 @@
-"""Leaves back into objects, in two phases: everything is verified before anything changes.
+"""Load leaves into objects in two phases: everything is verified before anything changes.
 
-plan = restoration(objects, specs, values)        # compares and raises; changes nothing
-for read in plan.reads: fill(read.memory())       # into live memory where that is possible
-workspace.update(plan.finish())                   # the rest: copies, optimizers, load_state_dict
+plan = restoration(objects, specs, values)  # compares and raises; changes nothing
+for read in plan.reads: fill(read.memory())                     # into live memory if possible
+workspace.update(plan.finish())             # the rest: copies, optimizers, load_state_dict
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ Builder = Callable[[], Any]
 
 
 def draft_stateful(draft: RestorePlan, blob: str, value: Any) -> None:
-    """Plan to hand the stored tree to `load_state_dict`.
+    """Plan to pass the stored tree to `load_state_dict`.
 
-    Its tensors are fresh and lie on the CPU, but where the object now has a DTensor or a wrapper
-    subclass under the same name, they are made like it.
+    Its tensors are new and on the CPU, except those for which the object now has a DTensor or a wrapper
+    subclass under the same name: they are made like it.
     """
     spec = _root(draft, blob, value, (Role.STATE,))
     if spec is not None:
@@ -64,9 +64,9 @@ def draft_stateful(draft: RestorePlan, blob: str, value: Any) -> None:
 
 
 def _left_out(draft: RestorePlan, value: Any, spec: LeafSpec) -> list[tuple[Any, ...]]:
-    """The paths of the state of excluded parameters, in the states of optimizers that an object gives.
+    """Paths of the state of excluded parameters, in states of optimizers inside an object's state.
 
-    A `state_dict` of torch's says by its numbers whose state it is; the object has the optimizer.
+    Torch's `state_dict` refers to parameters by number; the object has the optimizer.
     """
     if not draft.options.excluded:
         return []
@@ -76,7 +76,7 @@ def _left_out(draft: RestorePlan, value: Any, spec: LeafSpec) -> list[tuple[Any,
     for path, state, groups in _optimizer_states(tree):
         numbers = [number for group in groups for number in group["params"]]
         fitting = [names for names in optimizers if len(names) == len(numbers)]
-        if fitting:  # in the order in which the object has them, and again for further states of theirs
+        if fitting:  # in the object's order, repeated for further states of theirs
             optimizers.append(optimizers.pop(optimizers.index(fitting[0])))
             left = {
                 number
@@ -89,6 +89,7 @@ def _left_out(draft: RestorePlan, value: Any, spec: LeafSpec) -> list[tuple[Any,
 
 
 def _inner_tensors(tree: Any) -> Iterator[StoredTensor]:
+    """Tensors in a tree."""
     if isinstance(tree, StoredTensor):
         yield tree
     elif isinstance(tree, Mapping | list | tuple):
@@ -97,7 +98,7 @@ def _inner_tensors(tree: Any) -> Iterator[StoredTensor]:
 
 
 def _optimizer_states(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
-    """What an `Optimizer.state_dict` gave, anywhere in a value: its path, `state` and `param_groups`."""
+    """Results of `Optimizer.state_dict` anywhere in a value: path, `state` and `param_groups`."""
     if isinstance(tree, Mapping):
         state, groups = tree.get("state"), tree.get("param_groups")
         listed = isinstance(groups, list) and all(
@@ -117,22 +118,24 @@ def _optimizer_states(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[t
 
 
 def _hand_over(value: Any, left: Sequence[tuple[Any, ...]], state: Any, *, known: bool) -> None:
+    """Pass the state to the object."""
     for *above, last in left:  # the value was built for this load
         del reduce(getitem, above, state)[last]
     value.load_state_dict(state)
     for optimizer in optimizers_in(value):
         match_strides(optimizer, known=known)
     if isinstance(value, DataLoader):
-        # torchdata's makes an iterator of its state when it is asked next, and draws a seed for its workers.
-        # Undisturbed, that draw was part of the past: it belongs before the random streams are restored.
+        # torchdata's loader makes an iterator of its state at the next call, and draws a seed for its
+        # workers.
+        # Uninterrupted, that draw came earlier: it must precede the restore of the random streams.
         value.state_dict()  # type: ignore[attr-defined]
 
 
 def restore_learning_rates(objects: Mapping[str, Any], loaded: Container[str]) -> None:
-    """Give optimizers that are no blob the learning rates that their loaded schedulers set last.
+    """Set unregistered optimizers to the learning rates that their loaded schedulers set last.
 
-    Schedulers go on from the rates of their optimizer. That is not loaded where it is registered in part,
-    as the local part of a ZeroRedundancyOptimizer is, or not at all.
+    Schedulers continue from the rates of their optimizer, which may be registered in part (the local part of
+    a ZeroRedundancyOptimizer) or not at all.
     """
     known = {id(one) for one in objects.values()}
     for blob, value in objects.items():
@@ -146,11 +149,10 @@ def restore_learning_rates(objects: Mapping[str, Any], loaded: Container[str]) -
 
 
 def _shown(draft: RestorePlan, blob: str, value: Any) -> dict[str, torch.Tensor]:
-    """The tensors of the object's state by their names.
+    """The tensors of the object's state by name.
 
-    An object whose `state_dict` leaves out what it does not have yet (the state of an optimizer before
-    its first step) shows it by a method `state_dict_to_load_into`; else live optimizers are asked what
-    their first step makes.
+    An object whose `state_dict` lacks state before the first step shows it by a method
+    `state_dict_to_load_into`; else live optimizers show what their first step makes.
     """
     ask = getattr(value, "state_dict_to_load_into", value.state_dict)
     found = tree_tensors(ask(), blob)
@@ -172,19 +174,19 @@ def draft_tensor(draft: RestorePlan, blob: str, value: torch.Tensor) -> None:
 
 
 def draft_value(draft: RestorePlan, blob: str, value: Any) -> Builder | None:
-    """Plan to make the tensor or value anew that takes the place of a value in the workspace."""
+    """Plan to make a new tensor or value that replaces a value in the workspace."""
     spec = _root(draft, blob, value, (Role.VALUE, Role.TENSOR, Role.PARAMETER))
     return None if spec is None else _builder(draft, blob, spec)
 
 
 def draft_new(draft: RestorePlan, blob: str) -> Builder | None:
-    """Plan to make a stored blob for which no object is given; only tensors and values can be made."""
+    """Plan to make a stored blob without a given object; only tensors and values can be made."""
     spec = draft.specs.get(blob)
     if spec is None or spec.role in NEEDS_OBJECT:
         draft.unlike(
-            f"{blob} is {_stored_kind(draft, blob)} in the checkpoint, and no object of this name is given to"
-            f" load it into: register it as a blob, job.blobs({blob}=object), or as a factory, which setup"
-            " calls at every start (init does not run when a run is resumed)"
+            f"{blob} is {_stored_kind(draft, blob)} in the checkpoint, and no object of this name is "
+            f"given to load it into: register it as a blob, job.blobs({blob}=object), or as a factory, "
+            "which setup calls at every start (a resumed run skips init)"
         )
         return None
     draft.take(blob)
@@ -192,6 +194,7 @@ def draft_new(draft: RestorePlan, blob: str) -> Builder | None:
 
 
 def _builder(draft: RestorePlan, blob: str, spec: LeafSpec) -> Builder:
+    """Returns the value once all is read."""
     if spec.kind == "value":
         tree = draft.tree(spec)
         draft.note_rest(blob)
@@ -203,7 +206,7 @@ def _builder(draft: RestorePlan, blob: str, spec: LeafSpec) -> Builder:
 
 
 def _root(draft: RestorePlan, blob: str, value: Any, roles: tuple[Role, ...]) -> LeafSpec | None:
-    """The leaf that is called like its blob, if the stored blob is of the right sort."""
+    """The leaf with the name of its blob, if the stored blob has the right kind."""
     spec = draft.specs.get(blob)
     if spec is not None and spec.role in roles:
         return draft.take(blob)
@@ -216,6 +219,7 @@ def _root(draft: RestorePlan, blob: str, value: Any, roles: tuple[Role, ...]) ->
 
 
 def _stored_kind(draft: RestorePlan, blob: str) -> str:
+    """The kind of the stored blob, for messages."""
     spec = draft.specs.get(blob)
     if spec is None:
         return "a module or optimizer"
@@ -227,9 +231,9 @@ def _stored_kind(draft: RestorePlan, blob: str) -> str:
 
 
 def restore_requires_grad(objects: Mapping[str, Any], specs: Mapping[str, LeafSpec]) -> list[str]:
-    """Make parameters and registered tensors learn, or not, as when they were saved; gives their names.
+    """Restore the saved requires_grad of parameters and registered tensors; returns changed names.
 
-    For a run that is resumed. A load into another model leaves this to the program.
+    For a resumed run only. A load into another model leaves this to the program.
     """
     changed: list[str] = []
     for blob, value in objects.items():
@@ -244,10 +248,10 @@ def restore_requires_grad(objects: Mapping[str, Any], specs: Mapping[str, LeafSp
 
 
 def stay_as_built(objects: Mapping[str, Any], specs: dict[str, LeafSpec]) -> list[str]:
-    """With a process group, let what learns lie as it does where the training had laid it otherwise; names.
+    """With a process group, keep the built memory order of parameters that training had changed; names.
 
-    Once it is made, DistributedDataParallel mixes up the elements of parameters that are laid otherwise
-    (torch 2.13), and nothing tells which ones it has.
+    A constructed DistributedDataParallel mixes up elements of parameters in another order (torch 2.13), and
+    does not show which parameters it holds.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []
@@ -265,7 +269,7 @@ def stay_as_built(objects: Mapping[str, Any], specs: dict[str, LeafSpec]) -> lis
 
 
 def _with_gradients(blob: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors that a program may train, by the names of their leaves."""
+    """Tensors that a program may train, by the names of their leaves."""
     if isinstance(value, nn.Module):
         return named_parameters(blob, value, ModuleStates())
     found = [(blob, value)] if isinstance(value, torch.Tensor) else []
@@ -277,11 +281,13 @@ def _with_gradients(blob: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]
 class Restoration:
     """A load that fits: what to read, and what to do when all of it is read.
 
-    Reads into live memory change user objects, so a failure from the first read on leaves them partly
-    loaded. `created` holds, after `finish`, the values, containers and new tensors by blob name; `missing`
-    and `unexpected` are the leaves that `strict=False` has skipped, `replaced` the given values, and the
-    containers of another type, in whose place something else is created. `left_out` are stored leaves that
-    cannot be loaded without those that are excluded.
+    Reads into live memory change user objects, so a failure from the first read on leaves them partly loaded.
+
+    Attributes:
+        created: after `finish`, the values, containers and new tensors by blob name.
+        missing, unexpected: leaves that `strict=False` has skipped.
+        replaced: given values, and containers of another type, that are replaced by new objects.
+        left_out: stored leaves that cannot be loaded without excluded ones.
     """
 
     def __init__(
@@ -298,10 +304,10 @@ class Restoration:
         self._builders = builders
 
     def finish(self) -> dict[str, object]:
-        """Install what was read, and give back what belongs into the workspace.
+        """Install what was read, and return new objects for the workspace.
 
-        These are all values, containers among them, and tensors for which no object was given. Raises
-        PartiallyLoadedError when a `load_state_dict` of the user's refuses its state.
+        These are all values, containers included, and tensors without a given object. Raises
+        PartiallyLoadedError when a user's `load_state_dict` raises.
         """
         with outside_inference_mode(), torch.no_grad():
             for blob, step in self._steps:
@@ -320,11 +326,11 @@ def restoration(
     """Plan to load the stored leaves `specs`, with the content `values` of values, into `objects`.
 
     Modules, optimizers, tensors and containers are loaded in place. Stored blobs without an object are
-    created, if they are tensors or values; so leave out of `specs` what is not wanted, and out of `objects`
-    tensors that may be replaced.
-    Raises BlobError with a list of all leaves that are missing, unexpected (neither with
-    `strict=False`) or of another form, and DamagedError for malformed values. No object has changed
-    then, nor after success: that begins with the reads.
+    created, if they are tensors or values; so omit unwanted ones from `specs`, and replaceable tensors from
+    `objects`.
+
+    Raises BlobError with a list of all leaves that are missing, unexpected (neither with `strict=False`) or
+    of another form, and DamagedError for malformed values. No object changes before the reads.
     """
     stored = {name: spec for name, spec in specs.items() if spec.role not in OF_POSITION}
     stored, values, partial = regrouped(objects, stored, values)
@@ -353,8 +359,9 @@ def drafted(
     """Draft the loads into `given`, which are among `objects`, and of stored blobs without an object."""
     builders: dict[str, Callable[[], Any]] = {}
     containers = {blob for blob, value in given.items() if kind_of(value) is Kind.CONTAINER}
-    # Modules first, as their load hooks may tell optimizers what parameters were called; and tensors, as what
-    # an optimizer shared with one may have become two, of which only the optimizer can get a new one.
+    # Modules first, because their load hooks may rename parameters for optimizers; and tensors, because a
+    # tensor
+    # shared with an optimizer may now be two, of which only the optimizer can get a new one.
     fixed_first = sorted(given, key=lambda blob: not isinstance(given[blob], nn.Module | torch.Tensor))
     for blob, value in given.items():
         if isinstance(value, torch.optim.Optimizer):
@@ -375,6 +382,7 @@ def drafted(
 
 
 def _draft_blob(draft: RestorePlan, blob: str, value: Any) -> Callable[[], Any] | None:
+    """Draft the load of one blob."""
     kind = kind_of(value)
     if kind is Kind.MODULE:
         lazy = [name for name, one in draft.states.of(value).items() if is_lazy(one)]
@@ -387,8 +395,8 @@ def _draft_blob(draft: RestorePlan, blob: str, value: Any) -> Callable[[], Any] 
             where = "not initialised yet" if is_lazy(empty[0]) else "on the meta device"
             draft.refuse(
                 blob,
-                f"{blob} is an optimizer of parameters {where}: give the model its memory first (load it, "
-                "model.to_empty(device=...), or a forward pass), and build the optimizer after that",
+                f"{blob} is an optimizer of parameters {where}: give the model its memory first (load "
+                "it, model.to_empty(device=...), or a forward pass), and build the optimizer after that",
             )
             return None
     if kind is Kind.VALUE:
@@ -406,12 +414,13 @@ _DRAFTERS: dict[Kind, Callable[[RestorePlan, str, Any], None]] = {
 
 
 def _run(blob: str, step: Callable[[], None]) -> None:
+    """Run a step of the installation; raises PartiallyLoadedError if it fails."""
     try:
         step()
     except RelayError:
         raise
     except Exception as error:
         raise PartiallyLoadedError(
-            f"blob {blob!r} refused its stored state ({type(error).__name__}: {error}); other objects may"
-            " have changed already: load all of them again, or build the object as it was when it was saved"
+            f"blob {blob!r} refused its stored state ({type(error).__name__}: {error}); other objects "
+            "may have changed already: load all of them again "
         ) from error
