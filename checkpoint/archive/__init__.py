@@ -1,1 +1,1 @@
-"""The former place of state archives, which lie in `torchrelay.models.archive`."""
+"""Keep the former place of state archives, now in `torchrelay.models.archive`."""

@@ -1,4 +1,4 @@
-"""The former place of `torchrelay.models.archive.singa`, for programs that import it from here."""
+"""Keep the former place of `torchrelay.models.archive.singa`, for programs that import it from here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchrelay.models.archive.singa import read_singa_states
 __all__ = ["read_singa_states"]
 
 warnings.warn(
-    "torchrelay.checkpoint.archive.singa is torchrelay.models.archive.singa now: import it from there",
+    "torchrelay.checkpoint.archive.singa is torchrelay.models.archive.singa now: import it from there ",
     DeprecationWarning,
     stacklevel=2,
 )

@@ -1,1 +1,1 @@
-"""Files that stand alone: blob files, and other formats."""
+"""Read and write standalone files: blob files, and other formats."""

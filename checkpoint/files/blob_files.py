@@ -1,4 +1,4 @@
-"""Blobs in single files, without any job: written whole or not at all, and loaded by name.
+"""Save blobs in single files without a job, atomically, and load them by name.
 
 save_blobs("weights.safetensors", {"model": model, "classes": ["cat", "dog"]}, dtype=torch.bfloat16)
 model.load_state_dict(load_blobs("weights.safetensors", "model", prefix="model."))
@@ -51,12 +51,12 @@ from torchrelay.records import Json, dataclass
 _IDENTITY = ShardIdentity("", Position(0), "blobs", MAIN_GROUP, "")
 _ONE_FILE = ShardLimits(data_bytes=1 << 62, header_bytes=90_000_000, values_bytes=90_000_000)
 _WITHIN = 2
-"""Containers that a value lies in: the metadata and the object of all values."""
+"""Nesting of a value in the file: the metadata and the object of all values."""
 
 
 @dataclass(frozen=True)
 class FileContent:
-    """What a blob file is written of; `kept` is what keeps the memory of entries in place meanwhile."""
+    """Content of a blob file; `kept` keeps the memory of entries alive."""
 
     entries: Entries
     values: Mapping[str, Json]
@@ -65,7 +65,7 @@ class FileContent:
     kept: PlainTensors | None = None
 
     def part(self) -> ShardPart:
-        """The one file, as long as this object is kept; raises BlobError for more than one can hold."""
+        """The one file, valid as long as this object; raises BlobError if the content does not fit."""
         parts = cut(_IDENTITY, self.entries, self.values, self.aliases, _ONE_FILE, self.values_text)
         if len(parts) > 1:
             raise BlobError(f"{len(self.entries)} tensors are too many for one file: save fewer in each")
@@ -73,7 +73,7 @@ class FileContent:
 
 
 def content_of_plain(blobs: Mapping[str, torch.Tensor], plain: PlainTensors) -> FileContent:
-    """The content of a file of tensors alone, each a blob by itself."""
+    """The content of a file that has only tensors, each a blob by itself."""
     names = list(blobs)
     entries = whole_entries(names, plain.forms, plain.memories, in_memory=True)
     firsts = {type(tensor): tensor for tensor in blobs.values()}
@@ -107,10 +107,11 @@ def content_of(leaves: Sequence[Leaf]) -> FileContent:
 
 
 def _type(name: str, tensor: torch.Tensor) -> str:
+    """Stored type of a tensor."""
     if is_sharded(tensor):
         raise BlobError(
-            f"{name} is a sharded tensor (DTensor), and one process writes the file: give "
-            "full_tensor() of it, or ctx.full_state_dict(module)"
+            f"{name} is a sharded tensor (DTensor), and one process writes the file: pass its "
+            "full_tensor(), or ctx.full_state_dict(module)"
         )
     return logical_dtype(tensor.dtype, name).name
 
@@ -118,9 +119,9 @@ def _type(name: str, tensor: torch.Tensor) -> str:
 def _values_text(
     texts: Mapping[str, bytes], values: Mapping[str, Json], rows: Sequence[str], sealed: Sequence[str]
 ) -> bytes:
-    """The canonical JSON of all values and, as one of them, of what the leaves are to their blobs.
+    """The canonical JSON of all values, including the list of leaves and roles.
 
-    Put together from texts, for the checks of canonical JSON would take longer than all else.
+    Joined from texts, because the checks of canonical JSON would take longer than all else.
     """
     sha256 = seal((sealed[some] for some in slices(len(sealed))), values)
     own = f'{{"leaves":[{"],".join(rows)}]],"sha256":"{sha256}"}}'.encode()
@@ -130,7 +131,7 @@ def _values_text(
 def write_blob_file(where: Where, content: FileContent, *, overwrite: bool) -> None:
     """Write a file with this content.
 
-    Raises UsageError where the name is taken, BlobError for what cannot be stored, StorageError.
+    Raises UsageError if the name exists, BlobError for what cannot be stored, StorageError.
     """
     part = content.part()
     publish(
@@ -141,7 +142,7 @@ def write_blob_file(where: Where, content: FileContent, *, overwrite: bool) -> N
 
 
 def file_bytes(content: FileContent) -> int:
-    """How long the file is; the bytes of tensors are not looked at."""
+    """Size of the file; reads no tensor."""
     frame = HeaderFrame(content.part())
     return frame.nbytes + frame.data_bytes
 
@@ -161,16 +162,28 @@ def save_blobs(
     include: Patterns = None,
     exclude: Patterns = None,
 ) -> None:
-    """Save blobs into one file, which any reader of safetensors opens too.
+    """Save blobs into one file, which any reader of safetensors can open.
 
-    Blobs are tensors, modules, optimizers, objects with `state_dict`, or JSON-like values.
-    `rename={"ema": "model"}` stores blobs under other names. `dtype` converts floating-point tensors (all,
-    or by pattern, `{"model.*": torch.bfloat16}`, the first that fits), but not those of optimizers and
-    other objects with state, whose numbers must stay what they are. `include` and `exclude` choose leaves
-    by patterns of their new names, of which each must mean one; values and objects with state go whole. The
-    file appears whole and durable or not at all; it replaces another only with `overwrite`.
-    Raises UsageError (a name taken, used twice or unfit), BlobError with the path inside the blob, or
-    StorageError.
+    The file appears complete and durable or not at all.
+
+    Args:
+        url: path or URL of the file.
+        blobs: tensors, modules, optimizers, objects with `state_dict`, or JSON-like values, by name.
+        rename: new names by old ones, such as `{"ema": "model"}`.
+        dtype: type, or types by pattern, `{"model.*": torch.bfloat16}`, to which floating-point tensors are
+            converted, except those of optimizers and other objects with state.
+        overwrite: replace an existing file.
+        include: patterns of leaves, by new names, to save; each must match. Values and objects with state are
+            saved whole.
+        exclude: patterns of leaves to leave out; each must match.
+
+    Raises:
+        UsageError: the name exists, is used twice or invalid.
+        BlobError: a blob cannot be stored; with the path inside it.
+        StorageError: the storage failed.
+
+    Example:
+        save_blobs("weights.safetensors", {"model": model}, dtype=torch.bfloat16)
     """
     content = _content(blobs, rename, dtype, selection_of(include, exclude))
     write_blob_file(url, content, overwrite=overwrite)
@@ -184,7 +197,21 @@ def estimate_bytes(
     include: Patterns = None,
     exclude: Patterns = None,
 ) -> int:
-    """The size in bytes that the file of `save_blobs` with these arguments has; raises as it does."""
+    """Compute the size of the file that `save_blobs` writes with these arguments; raises as it does.
+
+    Args:
+        blobs: the blobs by name; no tensor is read.
+        rename: as for `save_blobs`.
+        dtype: as for `save_blobs`.
+        include: as for `save_blobs`.
+        exclude: as for `save_blobs`.
+
+    Returns:
+        Size in bytes.
+
+    Example:
+        estimate_bytes({"model": model}, dtype=torch.bfloat16)
+    """
     return file_bytes(_content(blobs, rename, dtype, selection_of(include, exclude), meta=True))
 
 
@@ -196,9 +223,12 @@ def _content(
     *,
     meta: bool = False,
 ) -> FileContent:
+    """The content of a file with these options."""
     if not isinstance(blobs, Mapping) or not blobs:
-        raise UsageError(f'give the blobs by name, save_blobs(url, {{"model": model}}), not {_shown(blobs)}')
-    if rename is None and type(blobs) is dict:  # one of another type may make a value when asked for it
+        raise UsageError(
+            f'invalid blobs {_shown(blobs)}: expected them by name, save_blobs(url, {{"model": model}})'
+        )
+    if rename is None and type(blobs) is dict:  # another type of mapping may create values on access
         named = dict(blobs)
     else:
         named = {new: blobs[old] for new, old in renamed_all(blobs, rename).items()}
@@ -227,20 +257,33 @@ def load_blobs(
     device: str | torch.device | None = None,
     verify: str = "full",
 ) -> dict[str, Any]:
-    """Load tensors and values from files of `save_blobs`, all or nothing, every byte verified (see `verify`).
+    """Load tensors and values from files of `save_blobs`, all or nothing, every byte verified.
 
-    Without `names` everything is loaded; `model` means that tensor or value, or all below it, `*`, `?`
-    and `[...]` stand for any text. A module comes as its tensors by full name (`model.0.weight`), an
-    object with state as what its `state_dict` returned. `rename` gives other names, `prefix` is taken
-    off the names that begin with it; not both. `strict` demands that every name is there. Tensors go to
-    `device` (those inside values stay on the CPU); tied names give one tensor. `verify="headers"` takes
-    tensors as the storage gives them: damage then passes in silence. `load_into` fills objects that are
-    there already.
-    Raises UsageError when a file or name is given twice, two files have what is wanted, or names would
-    become one; DamagedError, FormatError or StorageError for what a file holds.
+    A module is loaded as its tensors by full name (`model.0.weight`), an object with state as the result of
+    its `state_dict`. `load_into` fills existing objects instead.
+
+    Args:
+        urls: one or more paths or URLs.
+        names: names to load; None: all. `model` is that tensor or value, or all below it; `*`, `?` and
+            `[...]` match any text.
+        rename: new names by stored ones; not with `prefix`.
+        prefix: removed from the names that begin with it.
+        strict: raise for a name that is missing.
+        device: where tensors are made; those inside values stay on the CPU.
+        verify: "headers" trusts the tensor bytes of the storage, so that damaged ones are loaded silently.
+
+    Returns:
+        Tensors and values by name; tied names give one tensor.
+
+    Raises:
+        UsageError: a file or name is given twice, two files have it, or two new names are equal.
+        DamagedError, FormatError, StorageError: a file is damaged, of another format, or unreadable.
+
+    Example:
+        model.load_state_dict(load_blobs("weights.safetensors", "model", prefix="model."))
     """
     if rename is not None and prefix is not None:
-        raise UsageError("rename and prefix were both given: rename={'model.': ''} says what prefix says")
+        raise UsageError("rename and prefix exclude each other: give one")
     checked_device(device)
     files = _open_all(urls, verify)
     chosen = _chosen(files, _patterns(names), strict=strict)
@@ -248,7 +291,7 @@ def load_blobs(
     created: dict[str, Any] = {}
     for file in files:
         created.update(read_blobs(file, [name for name, holder in chosen.items() if holder is file]))
-    placed: dict[int, Any] = {}  # names of one tensor get one tensor
+    placed: dict[int, Any] = {}  # tied names get one tensor
     for value in created.values():
         if id(value) not in placed:
             placed[id(value)] = value.to(device) if isinstance(value, torch.Tensor) else value
@@ -256,11 +299,12 @@ def load_blobs(
 
 
 def _open_all(urls: Where | Sequence[Where], verify: str) -> list[BlobFile]:
+    """Open the files; raises UsageError for one that is given twice."""
     if not isinstance(urls, (str, os.PathLike, Iterable)):
-        raise UsageError(f"{urls!r} is no path: give a file of save_blobs")
+        raise UsageError(f"invalid path {urls!r}: expected a file of save_blobs")
     given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     if not given:
-        raise UsageError("load_blobs was given no file: name at least one")
+        raise UsageError("no file: name at least one for load_blobs")
     files = [open_blob_file(url, verify=verify) for url in given]
     paths = [os.path.realpath(file.path) if isinstance(file.path, Path) else file.path for file in files]
     for path in paths:
@@ -270,17 +314,18 @@ def _open_all(urls: Where | Sequence[Where], verify: str) -> list[BlobFile]:
 
 
 def _patterns(names: str | Sequence[str] | None) -> list[str]:
+    """The names as a list."""
     if names is None:
         return ["*"]
     patterns = pattern_list(names)
     for pattern in patterns:
         if patterns.count(pattern) > 1:
-            raise UsageError(f"{pattern!r} is asked for twice: list every name once")
+            raise UsageError(f"{pattern!r} is given twice: list every name once")
     return patterns
 
 
 def _chosen(files: Sequence[BlobFile], patterns: Sequence[str], *, strict: bool) -> dict[str, BlobFile]:
-    """What to load, and from which file; tensors inside a value come with it, unless named themselves."""
+    """The file of each chosen leaf; tensors inside a value come with it, unless named themselves."""
     inner = [file.inner for file in files]
     found: dict[str, BlobFile] = {}
     for pattern in patterns:
@@ -292,8 +337,7 @@ def _chosen(files: Sequence[BlobFile], patterns: Sequence[str], *, strict: bool)
                     holder = found.setdefault(name, file)
                     if holder is not file:
                         raise UsageError(
-                            f"{name!r} is in {holder.path} and {file.path}: say which by loading them "
-                            "one by one"
+                            f"{name!r} is in {holder.path} and {file.path}: load them one by one"
                         )
         if strict and not hit:
             known = [name for file in files for name in file.specs]
@@ -323,16 +367,18 @@ def _alone(spec: LeafSpec, blob: str) -> LeafSpec:
 
 
 def _plain(blobs: Mapping[str, Any]) -> PlainTensors | None:
-    """What the blobs are, if all are plain tensors in memory and none is there twice."""
+    """The forms of the blobs, if all are distinct plain tensors in memory."""
     alone = len(set(map(id, blobs.values()))) == len(blobs)
     return plain_tensors(blobs.values()) if alone else None
 
 
 def _shown(blobs: object) -> str:
+    """An argument, for a message."""
     return "none" if blobs == {} else type(blobs).__name__
 
 
 def _converted(leaf: Leaf, kind: Kind, dtype: Cast, *, meta: bool) -> Leaf:
+    """A leaf with its tensor converted."""
     content = leaf.content
     if kind not in _CONVERTIBLE or not isinstance(content, torch.Tensor) or leaf.role is Role.VALUE:
         return leaf

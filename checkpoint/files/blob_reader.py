@@ -1,8 +1,8 @@
-"""One blob file: a shard that stands alone, with what its leaves are to their blobs.
+"""Read one blob file: a shard with its own list of leaves.
 
-The file is a shard as `shard.py` describes it, of node `blobs` at position 0. What a manifest would say
-is one more value, `:leaves` (no blob can have that name): `{"leaves": [[leaf, blob, role], ...],
-"sha256": ...}`, the digest being that of all leaves and values, so that a changed header shows too.
+The file is a shard as `shard.py` describes it, of node `blobs` at position 0. Instead of a manifest it has
+one more value, `:leaves` (not a valid blob name): `{"leaves": [[leaf, blob, role], ...], "sha256": ...}`. The
+digest covers all leaves and values, so that a changed header is detected.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
     import torch
 
 _AT_ONCE = 512
-"""Rows that are hashed with one call, while the processor's cache has them."""
+"""Rows that are hashed with one call, so that they stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
 class BlobFile:
-    """An open blob file; its header was checked, no tensor was read."""
+    """An open blob file; its header was verified, no tensor was read."""
 
     path: Path | str
-    """Where it lies; a text for a URL."""
+    """Its path; text for a URL."""
     specs: BlobLeaves
     """Every leaf by its name, in the order in which the blobs were given."""
     header: ShardHeader
@@ -67,9 +67,9 @@ class BlobFile:
 
     @cached_property
     def inner(self) -> dict[str, str]:
-        """The tensors that lie inside values, each with the name of that value.
+        """The tensors inside values, each with the name of that value.
 
-        Raises DamagedError for one that is not there.
+        Raises DamagedError for a missing one.
         """
         found: dict[str, str] = {}
         for name, json in self.values.items():
@@ -80,7 +80,7 @@ class BlobFile:
         return found
 
     def same_content(self, one: str, other: str) -> bool:
-        """Whether two stored tensors of one form have the same bytes; the header tells."""
+        """Whether two stored tensors of one form have the same bytes, by the header."""
         entries = self.header.entries
         return entries[self.specs.key_of(one)].digests == entries[self.specs.key_of(other)].digests
 
@@ -97,11 +97,11 @@ class BlobFile:
 
     @property
     def is_far(self) -> bool:
-        """Whether what is read comes over a network, request by request."""
+        """Whether reads go over a network, request by request."""
         return self.header.is_far
 
     def plan(self, reads: Iterable[LeafRead]) -> ReadPlan:
-        """What it takes to fill all destinations, of which nothing is done yet. Raises DamagedError."""
+        """Plan the reads of all destinations. Raises DamagedError."""
         straight: list[tuple[ShardHeader, ReadRequest]] = []
         boxes: list[BoxRead] = []
         for read in reads:
@@ -115,9 +115,9 @@ class BlobFile:
         return ReadPlan(straight, BoxPlan(boxes, lambda leaf, node, key: self.header))
 
     def check_keys(self, keys: Sequence[str]) -> int:
-        """Verify all blocks of these entries where they lie; the number of bytes. Raises as `fill` does.
+        """Verify all blocks of these entries; returns the number of bytes. Raises as `fill` does.
 
-        Where blocks are not verified it is only seen that the file is still the same.
+        If blocks are not verified, it only checks that the file is unchanged.
         """
         if not self.verify:
             self.header.check_in_place()
@@ -133,11 +133,10 @@ class BlobFile:
 
 @undisturbed()
 def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> BlobFile:
-    """Open a file that `save_blobs` wrote; reads and checks its header.
+    """Open a file of `save_blobs`; reads and verifies its header.
 
-    With `verify="headers"` tensors are later taken as the storage gives them.
-    Raises UsageError where there is no file, DamagedError for one that is cut short or changed,
-    FormatError for any other file.
+    `verify="headers"` trusts the tensor bytes of the storage. Raises UsageError for a missing file,
+    DamagedError if it is truncated or changed, FormatError for any other file.
     """
     verifying = verifies(verify)
     path, storage, name = _found(where)
@@ -147,14 +146,12 @@ def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> Bl
         if not _of_others(storage, name):
             raise
         raise FormatError(
-            f"{path} was not written by save_blobs: open it with safetensors, or take it over with "
+            f"{path} was not written by save_blobs: open it with safetensors, or convert it by "
             "import_checkpoint(..., format='safetensors')"
         ) from error
     said = header.values.get(LEAVES)
     if said is None:
-        raise FormatError(
-            f"{path} was not written by save_blobs; an epoch of a run is opened by open_checkpoint"
-        )
+        raise FormatError(f"{path} was not written by save_blobs; for an epoch of a run use open_checkpoint")
     try:
         leaves = BlobLeaves(header, said["leaves"])
         file = BlobFile(path, leaves, header, verifying)
@@ -167,19 +164,19 @@ def open_blob_file(where: str | os.PathLike[str], *, verify: str = "full") -> Bl
 
 
 def _found(where: str | os.PathLike[str]) -> tuple[Path | str, Storage, str]:
-    """What to call a file that is there, the storage that it lies in, and its name there."""
+    """The shown name of an existing file, its storage, and its name there."""
     path = as_written(where, "a file of save_blobs")
     if isinstance(path, str):
         storage, name = object_at(path, "the blob file")
         if storage.stat(name) is None:
-            raise UsageError(f"{storage.url}/{name} is not there: give a file of save_blobs")
+            raise UsageError(f"{storage.url}/{name} does not exist: give a file of save_blobs")
         return f"{storage.url}/{name}", storage, name
     check_file(path, "a file of save_blobs")
     return path, LocalStorage(path.parent), path.name
 
 
 def _of_others(storage: Storage, name: str) -> bool:
-    """Whether a file is a safetensors file whose metadata say nothing of torchrelay."""
+    """Whether this is a safetensors file without metadata of torchrelay."""
     try:
         length = int.from_bytes(storage.read_range(name, 0, 8), "little")
         if not 2 <= length <= min(LENGTH_LIMIT, (storage.stat(name) or 0) - 8):
@@ -194,7 +191,7 @@ def _of_others(storage: Storage, name: str) -> bool:
 
 
 def seal(rows: Iterable[Sequence[str]], values: Mapping[str, Json]) -> str:
-    """SHA-256 of all that a header says of leaves (see `tensor_rows`, `row`; some at a time) and values."""
+    """SHA-256 of all that a header states of leaves (see `tensor_rows`, `row`; in batches) and values."""
     hashed, comma = hashlib.sha256(b"[["), ""
     for some in rows:
         hashed.update(f"{comma}{','.join(some)}".encode())
@@ -204,18 +201,18 @@ def seal(rows: Iterable[Sequence[str]], values: Mapping[str, Json]) -> str:
 
 
 def slices(count: int) -> Iterator[slice]:
-    """Of so many leaves some at a time."""
+    """Slices of so many leaves."""
     return (slice(at, at + _AT_ONCE) for at in range(0, count, _AT_ONCE))
 
 
 def row(one: LeafSpec) -> str:
-    """What is sealed of a leaf, in canonical JSON; raises UsageError for what has none."""
+    """The sealed text of a leaf, in canonical JSON; raises UsageError for what has none."""
     said = [one.name, one.blob, one.role._value_, one.kind, one.dtype, one.shape, one.alias_of]
     return canonical_json.dumps(said).decode()
 
 
 def openings(names: Sequence[str], blobs: Sequence[str], roles: Iterable[str]) -> list[str]:
-    """What leaves are to their blobs, in canonical JSON but for the last bracket; UsageError for no text."""
+    """Name, blob and role of leaves, in canonical JSON without the last bracket; UsageError for non-text."""
     words = canonical_json.words(names)
     if names == blobs:
         return [f'[{name},{name},"{role}"' for name, role in zip(words, roles, strict=True)]
@@ -224,11 +221,12 @@ def openings(names: Sequence[str], blobs: Sequence[str], roles: Iterable[str]) -
 
 
 def tensor_rows(opened: Iterable[str], forms: Sequence[EntryForm]) -> list[str]:
-    """The rows of very many tensors that are no aliases: few have a form of their own."""
+    """The rows of very many tensors without aliases, most of which share their form."""
     return list(map(add, opened, _row_ends(forms)))
 
 
 def _row_ends(forms: Sequence[EntryForm]) -> Iterator[str]:
+    """The part of each row that depends on the form."""
     known = {id(form): form for form in forms}
     ends = {
         key: f',"tensor",{canonical_json.dumps([form.dtype, list(form.shape)]).decode()[1:-1]},null]'
@@ -238,7 +236,7 @@ def _row_ends(forms: Sequence[EntryForm]) -> Iterator[str]:
 
 
 class BlobLeaves(Mapping[str, LeafSpec]):
-    """The leaves of a blob file by name; described when they are asked for."""
+    """The leaves of a blob file by name; specs are made on demand."""
 
     def __init__(self, header: ShardHeader, said: WrittenRows | Sequence[Sequence[str]]) -> None:
         """Of rows of leaf, blob and role; TypeError or ValueError for others."""
@@ -255,9 +253,9 @@ class BlobLeaves(Mapping[str, LeafSpec]):
             self._names, self._blobs, self._roles = columns
         own = self._numbers.keys()
         if len(own) < len(said):
-            raise ValueError("a leaf is there twice")
+            raise ValueError("a leaf occurs twice")
         if self._blobs != self._names and not set(map(type, self._blobs)) <= {str}:
-            raise TypeError("a blob has a name that is no text")
+            raise TypeError("the name of a blob must be text")
         own_entries = entries >= own and own.isdisjoint(values)
         plain = (own_entries and header.entries.all_plain) or all_plain(self._names)
         self._all_plain = plain and own_entries
@@ -266,7 +264,7 @@ class BlobLeaves(Mapping[str, LeafSpec]):
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        """The place of each leaf in the list."""
+        """The index of each leaf in the list."""
         return dict(zip(self._names, range(len(self._names)), strict=True))
 
     def __getitem__(self, name: str) -> LeafSpec:
@@ -288,7 +286,7 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         return len(self._names)
 
     def plain_blobs(self, among: Collection[str]) -> list[str]:
-        """The blobs among these that are one tensor, whose name is its key."""
+        """Those of these blobs that are one tensor, whose name is its key."""
         if self._all_plain and self._blobs == self._names and set(self._roles) <= _BLOBS:
             here = self._names
             return here if here == list(among) else [name for name in here if name in among]
@@ -304,19 +302,20 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         ]
 
     def key_of(self, name: str) -> str:
-        """Under which key the bytes of a leaf lie."""
+        """The key under which the bytes of a leaf are stored."""
         if name in self._header.aliases:
             return encode_name(self[name].alias_of or name)
         return encode_name(name)
 
     def seal(self, values: Mapping[str, Json]) -> str:
-        """What `seal` gives for these leaves; raises KeyError, TypeError or ValueError for what is none."""
+        """`seal` of these leaves; raises KeyError, TypeError or ValueError for malformed ones."""
         if not set(self._roles) <= _ROLES.keys():
-            raise ValueError("a leaf has a role that is none")
+            raise ValueError("a leaf has an unknown role")
         forms = self._header.entries.forms(self._names) if self._all_plain else []
         return seal((self._rows(some, forms) for some in slices(len(self._names))), values)
 
     def _rows(self, some: slice, forms: Sequence[EntryForm]) -> list[str]:
+        """Rows of some leaves."""
         columns = self._names[some], self._blobs[some], self._roles[some]
         if self._all_plain and self._written:
             names, _, roles = columns
@@ -331,7 +330,7 @@ class BlobLeaves(Mapping[str, LeafSpec]):
 
 
 def _row(spec: LeafSpec) -> LeafRow:
-    """A tensor of a blob file as boxes of it are read: under the name that its bytes lie under."""
+    """A tensor of a blob file under its key, to read boxes of it."""
     name = spec.alias_of or spec.name
     return LeafRow(
         name, spec.blob, "tensor", spec.role, spec.dtype, spec.shape, spec.nbytes, "", spec.group, 0
@@ -339,7 +338,7 @@ def _row(spec: LeafSpec) -> LeafRow:
 
 
 def _alone(shape: tuple[int, ...]) -> Near:
-    """The stored parts of a leaf of which there is one, the whole."""
+    """The stored parts of a leaf that is stored whole."""
     return Near((0,), ("",), ((False, whole(shape)),))
 
 
@@ -348,12 +347,13 @@ _BLOBS = frozenset((str(Role.TENSOR), str(Role.PARAMETER)))
 
 
 def _plain_spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:
-    """Of a leaf whose name is its key: nothing but its row is looked at."""
+    """The spec of a leaf whose name is its key."""
     form = header.entries.form(name)
     return LeafSpec(name, blob, role, MAIN_GROUP, "tensor", form.dtype, form.shape, form.nbytes)
 
 
 def _spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:
+    """The spec of any leaf."""
     if name in header.values:
         return LeafSpec(name, blob, role, MAIN_GROUP, "value", None, (), 0)
     key = header.aliases.get(name)

@@ -1,4 +1,4 @@
-"""Directories of torch.distributed.checkpoint (DCP), and epochs as a storage that it loads from.
+"""Read and write directories of torch.distributed.checkpoint (DCP), and let it load from epochs.
 
 dcp.load({"model": model.state_dict()}, storage_reader=DcpReader("runs/hello", epoch=3))
 """
@@ -41,14 +41,14 @@ T = TypeVar("T")
 
 
 def write_dcp(directory: Path, content: Mapping[str, Any]) -> None:
-    """Let DCP save a flat state dict into an empty directory.
+    """Have DCP save a flat state dict into an empty directory.
 
-    Raises BlobError for element types whose size DCP cannot tell, StorageError for what it met.
+    Raises BlobError for element types whose size DCP does not know, StorageError for any failure.
     """
     for name, value in content.items():
         if isinstance(value, torch.Tensor):
             _check_sized(name, value.dtype)
-    # More threads than one hide errors of the disk: a save would seem to have worked.
+    # With more than one thread errors of the disk are lost: a save would seem to have worked.
     writer = FileSystemWriter(directory, thread_count=1, sync_files=True)
     try:
         _alone(lambda: save(dict(content), storage_writer=writer, no_dist=True))
@@ -57,17 +57,17 @@ def write_dcp(directory: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_dcp(directory: Path, scratch: Path, *, trust: bool) -> Incoming:
-    """All that a DCP directory holds, tensors in a nameless file in `scratch`.
+    """Read all of a DCP directory, tensors into an unnamed file in `scratch`.
 
-    DCP's metadata is a pickle, which can run any code when it is read: UsageError unless `trust` says
-    that the directory comes from somebody who may. FormatError for what DCP cannot read.
+    DCP's metadata is a pickle, which can run any code when it is read: raises UsageError unless `trust` is
+    set. Raises FormatError if DCP cannot read it.
     """
     if not (directory / ".metadata").is_file():
         raise UsageError(f"{directory} has no .metadata: give a directory that DCP wrote")
     if not trust:
         raise UsageError(
-            f"{directory}: reading DCP's metadata can run code that its writer chose (it is a pickle). Say "
-            "trust=True (--i-trust-this) if you know who wrote it"
+            f"{directory}: reading DCP's metadata can run code of its writer (it is a pickle). Give "
+            "trust=True (--i-trust-this) if you trust its source"
         )
     try:
         return Incoming(_alone(lambda: _read(directory, scratch)))
@@ -78,6 +78,7 @@ def read_dcp(directory: Path, scratch: Path, *, trust: bool) -> Incoming:
 
 
 def _read(directory: Path, scratch: Path) -> dict[str, Any]:
+    """Load with DCP."""
     reader = FileSystemReader(directory)
     metadata = reader.read_metadata()
     shapes = {
@@ -93,7 +94,7 @@ def _read(directory: Path, scratch: Path) -> dict[str, Any]:
 
 
 class _Into(_EmptyStateDictLoadPlanner):
-    """Loads everything, in the tree that was saved, into tensors that exist already."""
+    """Loads everything, in the saved tree, into existing tensors."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         super().__init__()
@@ -106,6 +107,7 @@ class _Into(_EmptyStateDictLoadPlanner):
 
 
 def _replace(tree: Any, paths: Mapping[str, tuple[Any, ...]], tensors: Mapping[str, Any]) -> None:
+    """Put tensors into a tree."""
     for name, tensor in tensors.items():
         *way, last = paths.get(name, (name,))
         node = tree
@@ -115,6 +117,7 @@ def _replace(tree: Any, paths: Mapping[str, tuple[Any, ...]], tensors: Mapping[s
 
 
 def _check_sized(name: str, dtype: torch.dtype) -> None:
+    """Raise BlobError for an element type whose size DCP does not know."""
     try:
         if dtype is not torch.bool:
             (torch.finfo if dtype.is_floating_point or dtype.is_complex else torch.iinfo)(dtype)
@@ -123,14 +126,14 @@ def _check_sized(name: str, dtype: torch.dtype) -> None:
 
 
 def _alone(work: Callable[[], T]) -> T:
-    """DCP says at every call that it runs in one process, which is what we ask for."""
+    """Suppress DCP's warning that it runs in one process, which is intended."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return work()
 
 
 def _reason(error: BaseException) -> str:
-    """The last line: that of the failure itself, where DCP puts the ranks' tracebacks into one text."""
+    """The last line, which is the failure itself if DCP joins the ranks' tracebacks into one text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"[:300]
 
@@ -139,11 +142,18 @@ BATCH_BYTES = 64 << 20
 
 
 class DcpReader(StorageReader):
-    """Reads one epoch; every byte that is loaded is verified.
+    """Storage reader of DCP for one epoch; every byte that is loaded is verified.
 
-    `where` and `epoch` are those of `open_checkpoint`. DCP's names are our leaf names
-    (`model.layer.weight`), changed by `rename`; what every node has of its own is called `node:name`.
-    Errors come as DCP wraps them (CheckpointException), with ours inside.
+    DCP's names are leaf names (`model.layer.weight`); a leaf that differs between nodes is `node:name`. DCP
+    wraps errors in CheckpointException.
+
+    Args:
+        where: as for `open_checkpoint`.
+        epoch: as for `open_checkpoint`.
+        rename: new names by stored names.
+
+    Example:
+        dcp.load({"model": model.state_dict()}, storage_reader=DcpReader("runs/hello", epoch=3))
     """
 
     def __init__(
@@ -154,31 +164,50 @@ class DcpReader(StorageReader):
         self._names = renamed_all(_addresses(self._checkpoint), rename)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load of the same epoch begins; an id that DCP passes changes nothing."""
+        """Begin another load of the same epoch; the id is ignored."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never chosen by DCP itself: give this reader as `storage_reader`."""
+        """Return False, so that DCP never chooses this reader by itself."""
         return False
 
     def read_metadata(self) -> Metadata:
-        """All tensors, each as one chunk, and all values."""
+        """Return all tensors, each as one chunk, and all values."""
         known = {**self._tensors(), **dict.fromkeys(self._values(), BytesStorageMetadata())}
         return Metadata(state_dict_metadata=known)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Nothing to do: the epoch was opened when this reader was made."""
+        """Do nothing: the epoch is open already.
+
+        Args:
+            metadata: ignored.
+            is_coordinator: ignored.
+
+        Example:
+            Called by `dcp.load`.
+        """
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Do the plan's reads, one after another."""
+        """Do the plan's reads, one after another.
+
+        Args:
+            plan: DCP's reads.
+            planner: gets the bytes and tensors.
+
+        Returns:
+            A completed future.
+
+        Example:
+            Called by `dcp.load`.
+        """
         gate()
         for item in plan.items:
             name = self._names[item.storage_index.fqn]
@@ -193,10 +222,12 @@ class DcpReader(StorageReader):
         return done
 
     def _values(self) -> list[str]:
+        """Names of all values."""
         values = set(_addresses(self._checkpoint, "value"))
         return [name for name, old in self._names.items() if old in values]
 
     def _tensors(self) -> dict[str, Any]:
+        """Descriptions of all tensors by name."""
         tensors = set(_addresses(self._checkpoint, "tensor"))
         return {
             name: _described(self._checkpoint[old]) for name, old in self._names.items() if old in tensors
@@ -204,7 +235,7 @@ class DcpReader(StorageReader):
 
 
 def _addresses(checkpoint: Checkpoint, *kinds: str) -> list[str]:
-    """All leaves, those that nodes have of their own by `node:name`; without random states."""
+    """All leaves except random states; those that differ between nodes as `node:name`."""
     manifest = checkpoint.manifest
     removed = manifest.removed(checkpoint.entry.groups)
     left_out = {leaf.name for leaf in manifest.leaves if leaf.role in OF_POSITION or leaf.group in removed}
@@ -220,12 +251,13 @@ def _addresses(checkpoint: Checkpoint, *kinds: str) -> list[str]:
 
 
 def _described(handle: TensorHandle) -> TensorStorageMetadata:
+    """DCP's description of a tensor."""
     chunk = ChunkStorageMetadata(torch.Size([0] * len(handle.shape)), handle.shape)
     return TensorStorageMetadata(TensorProperties(dtype=handle.dtype), handle.shape, [chunk])
 
 
 def _copy(handle: TensorHandle, item: ReadItem, target: torch.Tensor) -> None:
-    """The asked part of a tensor into `target`, at most 64 MiB (or one row) of it in memory at a time."""
+    """Copy the requested part of a tensor into `target`, at most 64 MiB (or one row) at a time."""
     box = [(start, start + length) for start, length in zip(item.storage_offsets, item.lengths, strict=True)]
     if not box:
         target.copy_(handle.read())

@@ -1,8 +1,8 @@
-"""Epochs out to other formats, and in from them.
+"""Export epochs to other formats, and import checkpoints from them.
 
-A mapping of names to tensors is what a module's `state_dict` looks like: its entries become leaves that
-load into a module. Whatever is deeper (an optimizer's state dict, say) becomes one value with tensors
-inside, which comes back as it was. Everything at the top that is no mapping is a blob by itself.
+A mapping of names to tensors, as a module's `state_dict`, becomes leaves that load into a module. Deeper
+structures (an optimizer's state dict) become one value with tensors inside, which is loaded unchanged. All
+else at the top level is a blob by itself.
 """
 
 from __future__ import annotations
@@ -73,23 +73,23 @@ def content_of(
     dtype: Cast,
     nodes: Nodes = None,
 ) -> ExportContent:
-    """Tensors and values by pattern; without one all but random states, and values that differ by node.
+    """Tensors and values by pattern; by default all but random states, and values that differ by node.
 
-    `prefix` is taken off the names that begin with it. `nodes` says whose value is meant of what differs
-    between nodes. Raises UsageError for a pattern that matches nothing, for names that become one, and for
-    a tensor with several values of which nobody said which.
+    `prefix` is removed from the names that begin with it. `nodes` chooses the node of leaves that differ.
+    Raises UsageError for a pattern that matches nothing, for duplicate names, and for a tensor with several
+    values and no chosen node.
     """
     checked_cast(dtype)
     manifest = checkpoint.manifest
     tensors: dict[str, ExportedTensor] = {}
     ties: dict[str, str] = {}
     chosen = _chosen(checkpoint, blobs, nodes)
-    # Older epochs have in their names what wrappers inserted.
+    # Older epochs contain names of wrappers.
     outside = without_prefix((name for name, _, _ in chosen), prefix, without_reserved)
     new_names = {name: new for new, name in outside.items()}
     check_types_used((*new_names.values(), *manifest.rows), dtype)
     places = {name: (find_row(manifest, name, node), node) for name, node, kind in chosen if kind == "tensor"}
-    # Of several names the one that the program had first, as readers of other formats expect.
+    # Of several names the first in the program, as readers of other formats expect.
     first = {place: name for name, place in reversed(places.items())}
     first.update({place: name for name, place in places.items() if manifest.leaves[place[0]].name == name})
     for name, place in places.items():
@@ -112,6 +112,7 @@ def content_of(
 def _chosen(
     checkpoint: Checkpoint, blobs: str | Sequence[str] | None, nodes: Nodes
 ) -> list[tuple[str, str | None, str]]:
+    """Names, nodes and kinds of the chosen leaves."""
     if blobs is None:
         return _all_leaves(checkpoint, nodes)
     manifest, patterns = checkpoint.manifest, pattern_list(blobs)
@@ -123,15 +124,16 @@ def _chosen(
             for name, node in choose(manifest, pattern, kind, strict=False, nodes=nodes)
         ]
         if not hits:
-            choose(manifest, pattern, "tensor", strict=True)  # says what there is
+            choose(manifest, pattern, "tensor", strict=True)  # raises with the alternatives
         found += hits
     found = list(dict.fromkeys(found))
     if len({name for name, _, _ in found}) != len(found):
-        raise UsageError(f"{patterns} mean leaves of several nodes under one name: export them one by one")
+        raise UsageError(f"{patterns} match leaves of several nodes under one name: export them one by one")
     return found
 
 
 def _all_leaves(checkpoint: Checkpoint, nodes: Nodes) -> list[tuple[str, str | None, str]]:
+    """All leaves that are exported by default."""
     manifest = checkpoint.manifest
     removed = manifest.removed(checkpoint.entry.groups)
     left_out = {leaf.name for leaf in manifest.leaves if leaf.role in OF_POSITION or leaf.group in removed}
@@ -148,6 +150,7 @@ def _all_leaves(checkpoint: Checkpoint, nodes: Nodes) -> list[tuple[str, str | N
 
 
 def _outgoing(checkpoint: Checkpoint, name: str, node: str | None, cast: Any) -> ExportedTensor:
+    """A tensor to export."""
     handle = checkpoint[_address(name, node)]
     floating = handle.dtype.is_floating_point
     element = by_name(str(handle.dtype).removeprefix("torch."))
@@ -173,9 +176,9 @@ SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote; `left_out` names the leaves that the format, or nobody, asked for.
+    """Result of an export; `left_out` names leaves that the format cannot hold, or that were not requested.
 
-    `nodes` has, by the new names of what differs between nodes, whose value was taken.
+    `nodes` has the node whose value was taken, by the new names of leaves that differ between nodes.
     """
 
     path: Path | str
@@ -199,28 +202,40 @@ def export_checkpoint(
     overwrite: bool = False,
     nodes: Nodes = None,
 ) -> Exported:
-    """Write an epoch, or what `blobs` (names or patterns) means of it, in another format.
+    """Write an epoch, or some blobs of it, in another format.
 
-    `to` is `safetensors` (one file), `hf` (a directory of files of at most `shard_bytes` of data, with
-    an index), `torch` (one file for `torch.load`), or `dcp` (a directory). The first two hold tensors
-    only. `prefix`, with which some name must begin, is taken off; `dtype` converts floating-point tensors,
-    all or by pattern of the new names. `nodes` says whose value is taken of what differs between nodes: a
-    node, or one per blob; a tensor with several values is refused without it. Every byte is verified on its
-    way; memory stays bounded. The result appears whole and durable or not at all; a file is replaced only
-    with `overwrite`, a directory never. `path` may be a URL: files are then made in the directory for
-    temporary ones, and sent, an index last.
-    Raises UsageError, BlobError for what the format cannot hold, and what `open_checkpoint` raises.
+    Every byte is verified; memory stays bounded. The result appears complete and durable or not at all.
+    Raises UsageError, and BlobError for a tensor that the format cannot hold.
+
+    Args:
+        where: as for `open_checkpoint`.
+        path: file or directory to write, or a URL (written to the directory for temporary files first).
+        epoch: as for `open_checkpoint`.
+        to: `safetensors` (one file), `hf` (a directory of files with an index), both for tensors only;
+            `torch` (one file for `torch.load`), or `dcp` (a directory).
+        blobs: names or patterns; None: all.
+        prefix: removed from names; at least one must begin with it.
+        dtype: type, or types by pattern of the new names, for floating-point tensors.
+        shard_bytes: maximum bytes of data in a file of `hf`.
+        overwrite: replace an existing file; a directory is never replaced.
+        nodes: whose value to take of tensors that differ between nodes: a node, or one per blob.
+
+    Returns:
+        Path, numbers and bytes of what was written, and the names left out.
+
+    Example:
+        export_checkpoint("runs/hello", "model.safetensors", blobs="model", prefix="model.")
     """
     if to not in FORMATS:
-        raise UsageError(f"to={to!r} is no format: give one of {', '.join(FORMATS)}")
+        raise UsageError(f"invalid to={to!r}: expected one of {', '.join(FORMATS)}")
     if type(shard_bytes) is not int or shard_bytes < 1:
-        raise UsageError(f"shard_bytes is {shard_bytes!r}; it is a whole number from 1")
+        raise UsageError(f"invalid shard_bytes={shard_bytes!r}: expected a whole number from 1")
     directory = to in ("hf", "dcp")
     place = expanded(path, "the target")
     check_free(place, overwrite=overwrite, directory=directory)
     content = content_of(open_checkpoint(where, epoch), blobs, prefix, dtype, nodes)
     if not content.tensors and to in ("safetensors", "hf"):
-        raise UsageError(f"there is no tensor to export, and {to} holds nothing else")
+        raise UsageError(f"no tensor to export, and {to} holds only tensors")
     writers: dict[str, Callable[[Path], None]] = {
         "safetensors": lambda at: write_safetensors(at, content.tensors, content.ties),
         "hf": lambda at: write_huggingface(at, content, shard_bytes),
@@ -236,7 +251,7 @@ def export_checkpoint(
 
 
 def _mapped(content: ExportContent, at: Path) -> dict[str, Any]:
-    """Everything as a mapping, tensors in a nameless file beside the target."""
+    """Everything as a mapping, tensors in an unnamed file beside the target."""
     shapes = {name: (tensor.element, tensor.shape) for name, tensor in content.tensors.items()}
     tensors = mapped_tensors(at.parent, shapes)
     check_savable(tensors)
@@ -249,19 +264,20 @@ def _mapped(content: ExportContent, at: Path) -> dict[str, Any]:
 
 
 def _write_dcp(content: ExportContent, at: Path) -> None:
+    """Write a DCP directory."""
     from torchrelay.checkpoint.files.dcp import write_dcp
 
     write_dcp(at, _mapped(content, at))
 
 
 def leaves_from(incoming: Incoming, blob: str | None) -> list[Leaf]:
-    """The leaves. Flat tensors belong to `blob`, or, where it is None, to what their names begin with.
+    """The leaves. Flat tensors belong to `blob`, or, if it is None, to the first part of their names.
 
-    Raises BlobError for what cannot be stored, UsageError for names that cannot be.
+    Raises BlobError for what cannot be stored, UsageError for invalid names.
     """
     tree = incoming.tree
     if not isinstance(tree, Mapping) or not all(isinstance(name, str) for name in tree):
-        raise UsageError(f"there is a {type(tree).__name__} where a mapping of names is needed")
+        raise UsageError(f"invalid top level {type(tree).__name__}: expected a mapping of names")
     found: list[Leaf] = []
     owners: dict[str, None] = {}
     flat = any(isinstance(value, torch.Tensor) for value in tree.values())
@@ -306,7 +322,7 @@ def _entry(name: str, blob: str, value: Any) -> Iterator[Leaf]:
 
 
 def _tied(leaves: list[Leaf]) -> list[Leaf]:
-    """Of several names of the same memory the first is stored."""
+    """Make further names of the same memory aliases of the first."""
     first: dict[tuple[Any, ...], str] = {}
     found = []
     for leaf in leaves:
@@ -326,8 +342,9 @@ def _dense(tensor: torch.Tensor) -> bool:
 
 
 def _checked(leaves: list[Leaf], owners: Mapping[str, None]) -> list[Leaf]:
+    """The leaves, with valid and distinct names."""
     if not leaves:
-        raise UsageError("there is nothing in it to import")
+        raise UsageError("nothing to import")
     check_blob_names(owners)
     seen: set[str] = set()
     for leaf in leaves:
@@ -344,7 +361,7 @@ IMPORT_FORMATS = ("torch", "dcp", "safetensors", "hf")
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import made."""
+    """Result of an import."""
 
     path: Path | str
     tensors: int
@@ -360,27 +377,37 @@ def import_checkpoint(
     blob: str | None = "model",
     trust: bool = False,
 ) -> Imported:
-    """Make a directory of checkpoints with one epoch, 0, of what a foreign checkpoint holds.
+    """Convert a foreign checkpoint to a new directory of checkpoints with one epoch, 0.
 
-    `format` is `torch`, `dcp`, `safetensors` or `hf` (see `export_checkpoint`). Tensors at the top of
-    the source become leaves of `blob`; with None the first part of their names is their blob. The epoch is
-    for `open_checkpoint`: no run resumes from it. Files of `torch.save` are read by torch's restricted
-    unpickler; DCP's metadata are not, so they need `trust=True`. Memory stays bounded: sources are
-    mapped. `prefix` must be new or empty; it appears whole or not at all.
-    Raises UsageError, BlobError for what cannot be stored, FormatError or DamagedError for a source that
-    is not what it should be, StorageError. Both places may be URLs; a copy of the source is then made.
+    The epoch is for `open_checkpoint`; no run resumes from it. Files of `torch.save` are read by torch's
+    restricted unpickler. Memory stays bounded, because sources are mapped. The result appears complete or not
+    at all. Raises UsageError, BlobError, and FormatError, DamagedError or StorageError for the source.
+
+    Args:
+        source: path or URL of the checkpoint.
+        prefix: directory or URL to create; must be new or empty.
+        format: `torch`, `dcp`, `safetensors` or `hf` (see `export_checkpoint`).
+        blob: blob of the tensors at the top level; None: the first part of their names.
+        trust: allow DCP's metadata, a pickle that can run any code.
+
+    Returns:
+        Path, numbers and bytes of what was imported.
+
+    Example:
+        import_checkpoint("model.safetensors", "imported", format="safetensors")
     """
     if format not in IMPORT_FORMATS:
-        raise UsageError(f"format={format!r} is no format: give one of {', '.join(IMPORT_FORMATS)}")
+        raise UsageError(f"invalid format={format!r}: expected one of {', '.join(IMPORT_FORMATS)}")
     target = expanded(prefix, "the prefix")
     check_free(target, directory=True)
     with fetched(expanded(source, "the source"), "what shall be imported") as path:
         if is_directory(path) is None:
-            raise UsageError(f"{source} is not there: give what shall be imported")
+            raise UsageError(f"{source} does not exist: give the checkpoint to import")
         return _imported(path, target, format, blob, trust=trust)
 
 
 def _imported(path: Path, target: Path | str, format: str, blob: str | None, *, trust: bool) -> Imported:
+    """Convert into a local directory."""
     made: list[tuple[int, int, int]] = []
 
     def make(temporary: Path) -> None:
@@ -394,6 +421,7 @@ def _imported(path: Path, target: Path | str, format: str, blob: str | None, *, 
 
 
 def _read(path: Path, format: str, scratch: Path, *, trust: bool) -> Incoming:
+    """Read a source of this format."""
     if format == "torch":
         return Incoming(read_torch_file(path))
     if format == "safetensors":
@@ -406,7 +434,7 @@ def _read(path: Path, format: str, scratch: Path, *, trust: bool) -> Incoming:
 
 
 def _write_epoch(root: Path, leaves: Sequence[Leaf]) -> None:
-    """One committed epoch of one node, as a save writes it."""
+    """Write one committed epoch of one node, as a save does."""
     storage = LocalStorage(root)
     log = LogWriter.take(storage, None)
     try:
@@ -429,6 +457,7 @@ def _write_epoch(root: Path, leaves: Sequence[Leaf]) -> None:
 def _shards(
     storage: LocalStorage, plan: SavePlan, identity: TryIdentity, place: NodePlace, leaves: Mapping[str, Leaf]
 ) -> list[ShardRow]:
+    """Write the shards."""
     rows = []
     for group, assignments in plan.files(place.rank).items():
         tensors: list[Any] = []
@@ -451,6 +480,7 @@ def _shards(
 
 
 def _commit(storage: LocalStorage, log: LogWriter, manifest: Manifest) -> None:
+    """Write manifest and record."""
     data = manifest.encode()
     storage.link_exclusive(manifest_path(manifest.tries[0]), data)
     storage.sync_dir(try_directory(manifest.tries[0]))

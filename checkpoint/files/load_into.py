@@ -1,4 +1,4 @@
-"""Blobs of an epoch or of a blob file into what a workspace has under their names."""
+"""Load blobs of an epoch or of a blob file into existing objects, or into a workspace by name."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def load_blobs_into(
 ) -> LoadResult:
     """Load blobs from a run directory, a `db_prefix` (there of `epoch`), or a file of `save_blobs`.
 
-    `names` are those in the workspace, or patterns for stored blobs, by their new names. Objects are
-    loaded in place, everything else takes the place of what the workspace had or is made anew. All
-    reading is done and verified before anything changes.
-    Raises KeyError for an object that the workspace lacks, and the errors of `open_checkpoint(...).load`.
+    `names` are those in the workspace, or patterns for stored blobs, by their new names. Objects are loaded
+    in place; all other values are replaced or created. All bytes are read and verified before anything
+    changes. Raises KeyError for an object that the workspace lacks, and the errors of
+    `open_checkpoint(...).load`.
     """
-    from torchrelay.checkpoint.load.checkpoint import open_checkpoint  # files of blobs need none of it
+    from torchrelay.checkpoint.load.checkpoint import open_checkpoint  # not for files of blobs
 
     source: FileSource | EpochSource = (
         FileSource(open_blob_file(where))
@@ -71,9 +71,9 @@ def load_blobs_into(
         elif kind != "stateful":
             contents[name] = source.content(blob)
         elif name in workspace:
-            raise UsageError(f"there is no tensor or value {name!r} there{nearest(name, kinds)}")
+            raise UsageError(f"no tensor or value {name!r}{nearest(name, kinds)}")
         else:
-            objects[name] = workspace[name]  # raises, naming the nearest
+            objects[name] = workspace[name]  # raises with the nearest name
     left_out = pattern_list(exclude)
     result = LoadResult(())
     if objects:
@@ -95,20 +95,33 @@ def load_into(
     exclude: str | Sequence[str] = (),
     dtype: Cast = None,
 ) -> LoadResult:
-    """Load blobs of a file of `save_blobs` into objects, in place, on whatever devices they are.
+    """Load blobs of a file of `save_blobs` into objects, in place, on any device.
 
-    Objects are modules, optimizers, tensors and objects with `load_state_dict`, by blob name;
-    `rename={"model.encoder.": "encoder."}` changes stored names first. Everything is compared before
-    anything changes, and `strict` demands that both sides have the same leaves. Leaves of the objects that
-    `exclude` names (a name with all below it, or a pattern) stay as they are. Floating-point tensors whose
-    type is another one than the object's are converted if `dtype` says that type: for all, or by pattern of
-    the new names. With `atomic` all bytes are verified before the first object changes, and again while they
-    are read into it; without, they are read at once, and damage raises PartiallyLoadedError. So does a
-    storage that fails between the two.
-    `verify="headers"` takes tensors as the storage gives them, in one pass: damage then passes in silence.
-    Modules get memory for what is on the meta device, and buffers that they had not made yet.
-    Raises UsageError, also for a pattern of `exclude` that matches nothing unless `strict` is False,
-    BlobError with all differences, DamagedError, FormatError or StorageError.
+    All names, shapes and types are compared before any object changes. Modules on the meta device, and
+    buffers not created yet, get memory.
+
+    Args:
+        url: path or URL of the file.
+        objects: modules, optimizers, tensors and objects with `load_state_dict`, by blob name.
+        rename: new names by stored names, such as `{"model.encoder.": "encoder."}`; applied first.
+        strict: raise unless both sides have the same leaves.
+        atomic: verify all bytes before the first object changes, and again while they are read. False: read
+            once; damage then raises PartiallyLoadedError.
+        verify: "headers" trusts the tensor bytes of the storage, so that damaged ones are loaded silently.
+        exclude: names (with all below) or patterns of leaves of the objects to leave as they are.
+        dtype: type, or types by pattern of the new names, to which floating-point tensors are converted.
+
+    Returns:
+        Names of the loaded, missing and unexpected leaves, and the bytes read.
+
+    Raises:
+        UsageError: an argument is invalid, or, when strict, a pattern of `exclude` matches nothing.
+        BlobError: names, shapes or types differ; lists all differences.
+        DamagedError, FormatError, StorageError: the file is damaged, of another format, or unreadable.
+        PartiallyLoadedError: reading failed after objects had changed.
+
+    Example:
+        load_into("weights.safetensors", {"model": model})
     """
     objects = checked_objects(objects)
     return FileSource(open_blob_file(url, verify=verify)).load(
@@ -117,7 +130,7 @@ def load_into(
 
 
 def _wanted(workspace: Workspace, kinds: Mapping[str, str], names: str | Iterable[str]) -> list[str]:
-    """The names that are meant. A pattern means every stored blob that can be loaded here."""
+    """The chosen names. A pattern matches every stored blob that can be loaded here."""
     found: dict[str, None] = {}
     for name in [names] if isinstance(names, str) else names:
         if not is_pattern(name):
@@ -132,18 +145,18 @@ def _wanted(workspace: Workspace, kinds: Mapping[str, str], names: str | Iterabl
 
 
 class EpochSource:
-    """A committed epoch; `nodes` says whose content is meant where every node has its own."""
+    """A committed epoch; `nodes` chooses the node of leaves that differ."""
 
     def __init__(self, checkpoint: Checkpoint, nodes: Nodes) -> None:
         self.checkpoint = checkpoint
         self.nodes = nodes
 
     def kinds(self) -> dict[str, str]:
-        """Without the random states."""
+        """Kinds by name, without the random states."""
         return {name: blob.kind for name, blob in self.checkpoint.blobs.items() if name != "rng"}
 
     def content(self, blob: str) -> Any:
-        """A tensor or value of the node that is meant."""
+        """A tensor or value of the chosen node."""
         node = self.nodes.get(blob) if isinstance(self.nodes, Mapping) else self.nodes
         name = blob if node is None else f"{node}:{blob}"
         if self.checkpoint.blobs[blob].kind == "tensor":
@@ -172,7 +185,7 @@ class FileSource:
         self.file = file
 
     def kinds(self) -> dict[str, str]:
-        """A blob is a tensor or value if its own name is the leaf that holds all of it."""
+        """Kinds by name; a blob is a tensor or value if a leaf of its name holds all of it."""
         found: dict[str, str] = {}
         for spec in self.file.specs.values():
             own = spec.name == spec.blob and spec.role not in NEEDS_OBJECT
@@ -226,15 +239,13 @@ class FileSource:
         *,
         strict: bool,
     ) -> tuple[dict[str, str], dict[str, LeafSpec], Restoration]:
-        """New names with stored ones, the leaves, and what to do, of what is not in place."""
+        """Stored names by new name, the leaves, and the restoration of all that is not in place."""
         rest = in_place.rest(objects)
         stored = self._stored_names(rest, rename)
         specs = self._specs(rest, stored)
         known = {spec.blob for spec in specs.values()}
         if strange := [name for name in rest if name not in known]:
-            raise UsageError(
-                f"there is no blob {strange[0]!r} in {self.file.path}{nearest(strange[0], self.kinds())}"
-            )
+            raise UsageError(f"no blob {strange[0]!r} in {self.file.path}{nearest(strange[0], self.kinds())}")
         kept: set[str] = set()
         if exclude:
             everything, here = renamed_all(self.file.specs, rename), leaf_names(rest)
@@ -263,7 +274,7 @@ class FileSource:
         return stored, specs, plan
 
     def _stored_names(self, objects: Mapping[str, Any], rename: Rename | None) -> dict[str, str]:
-        """New name to stored name of what goes into the objects; tensors inside values keep their names."""
+        """Stored names by new name of the objects' leaves; tensors inside values keep theirs."""
         inner = self.file.inner
         named: Iterable[str] = self.file.specs
         if inner:
@@ -277,6 +288,7 @@ class FileSource:
         return {**found, **{leaf: leaf for leaf, tree in inner.items() if tree in trees}}
 
     def _specs(self, objects: Mapping[str, Any], stored: Mapping[str, str]) -> dict[str, LeafSpec]:
+        """Specs by new name."""
         inner = self.file.inner
         new_names = {old: new for new, old in stored.items()} if inner else {}
         first: dict[str, str] = {}

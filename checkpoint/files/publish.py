@@ -1,8 +1,8 @@
-"""From a user's path or URL to a new file there, whole and durable or not at all.
+"""Create a file or directory at a user's path or URL, complete and durable or not at all.
 
-A name tells what is made and by which process, so that a later writer of the same file can clear up without
-any lock: a process that is seen to be gone writes nothing more. Of one that cannot be seen from here (another
-host, an earlier boot, another container) nothing is believed but that nothing of it has changed for a week.
+Temporary names contain the target and the process, so that a later writer can delete leftovers without a
+lock. A process that visibly ended writes nothing more. One that cannot be seen from here (another host, an
+earlier boot, another container) counts as gone when its files have not changed for a week.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchrelay.records import dataclass
 Where = str | os.PathLike[str]
 _PIECE_BYTES = 32 << 20
 UNSEEN_SECS = 7 * 24 * 3600.0
-"""So long nothing of a writer that cannot be seen has changed before it is taken for gone."""
+"""Seconds without a change after which a writer that cannot be seen counts as gone."""
 _DIGITS = 12
 _NAME = re.compile(
     rf"{re.escape(PRIVATE)}([0-9a-f]+)-([0-9a-f]+)-([0-9]{{1,9}})-([0-9]{{1,19}})-[0-9a-f]+(?:\..*)?"
@@ -40,7 +40,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class Maker:
-    """The process behind a name: where processes can be told apart (nothing if nowhere), pid, start."""
+    """The process behind a temporary name: process namespace (empty if unknown), pid, start time."""
 
     place: str
     pid: int
@@ -48,23 +48,23 @@ class Maker:
 
     @classmethod
     def here(cls) -> Maker:
-        """The process that asks."""
+        """The current process."""
         me = WriterIdentity.here("")
         known = bool(me.boot_id and me.pid_namespace and me.pid_start)
         return cls(_digest(f"{me.boot_id} {me.pid_namespace}") if known else "0", me.pid, me.pid_start or "0")
 
     def seen_from(self, other: Maker) -> bool:
-        """Whether `other` can tell if this one lives."""
+        """Whether `other` can see if this process lives."""
         return self.place == other.place != "0"
 
     def is_gone(self) -> bool:
-        """Whether the process has ended; asked where it can be seen."""
+        """Whether the process has ended; call only where it can be seen."""
         now = process_start(self.pid)
         return now is None or now not in ("", self.start)
 
 
 def temporary_beside(path: Path) -> Path:
-    """A new name for what is to become `path`, which listings hide; what dead writers left of it goes."""
+    """A hidden temporary name for the future `path`; deletes leftovers of dead writers."""
     sweep(path)
     me = Maker.here()
     return path.with_name(
@@ -73,7 +73,7 @@ def temporary_beside(path: Path) -> Path:
 
 
 def sweep(path: Path) -> None:
-    """Delete what writers of `path` left that are gone; what cannot be deleted stays, in silence."""
+    """Delete leftovers of dead writers of `path`; errors are ignored."""
     me, mine = Maker.here(), _digest(path.name)
     names: list[str] = []
     with suppress(OSError):
@@ -96,6 +96,7 @@ def _is_old(path: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
+    """Delete a file or directory."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -104,13 +105,14 @@ def _delete(path: Path) -> None:
 
 
 def _digest(text: str) -> str:
+    """Short digest of a text."""
     return sha256(os.fsencode(text))[:_DIGITS]
 
 
 def as_written(where: Where, what: str) -> Path | str:
-    """A place as it was given: a URL, or the path, no `~` expanded. Raises UsageError for what is no file."""
+    """The path or URL as given, no `~` expanded. Raises UsageError if invalid."""
     if not isinstance(where, (str, os.PathLike)) or not isinstance(os.fspath(where), str):
-        raise UsageError(f"{' '.join(repr(where).split()):.80} is no path: give {what}, as str or Path")
+        raise UsageError(f"invalid path {' '.join(repr(where).split()):.80}: expected {what}, as str or Path")
     if is_remote(where):
         return str(where)
     text = os.fspath(where).removeprefix(FILE)
@@ -120,14 +122,14 @@ def as_written(where: Where, what: str) -> Path | str:
 
 
 def expanded(where: Where, what: str) -> Path | str:
-    """The same with `~` expanded, as of directories of runs."""
+    """The same with `~` expanded, as for run directories."""
     if is_remote(where):
         return str(where).rstrip("/")
     return local_directory(where.removeprefix(FILE) if isinstance(where, str) else where, what)
 
 
 def check_free(place: Path | str, *, overwrite: bool = False, directory: bool = False) -> None:
-    """Refuse, by UsageError, a path or URL that is taken. A directory is never replaced."""
+    """Raise UsageError for a path or URL that exists. A directory is never replaced."""
     if isinstance(place, str):
         storage, name = object_at(place, "the target")
         if storage.list(name) or (storage.stat(name) is not None and (directory or not overwrite)):
@@ -144,6 +146,7 @@ def check_free(place: Path | str, *, overwrite: bool = False, directory: bool = 
 
 
 def _taken(place: Path | str) -> UsageError:
+    """The error for a name that exists."""
     return UsageError(f"{place} exists already: choose another name, or overwrite=True (--overwrite)")
 
 
@@ -155,13 +158,12 @@ def publish(
     directory: bool = False,
     several: bool = False,
 ) -> Path | str:
-    """Let `write` make a file, or a directory, that then appears as `place`, whole and durable; its name.
+    """Have `write` make a file or directory that then appears as `place`, complete and durable; its name.
 
-    `write` gets a hidden name beside a path; what is for a URL lies in a temporary directory first. With
-    `several` it gets a directory, for a file of the name of `place` and others that this one names. They come
-    before it; of a directory in a store those that tell of others come last.
-    Raises UsageError where the name is taken, StorageError where the disk refuses; nothing is left then. What
-    a writer of this path left that was killed goes first.
+    `write` gets a hidden name beside a path, or in a temporary directory for a URL. With `several` it gets a
+    directory, for a file with the name of `place` and others that it refers to, which are published first. In
+    a store, indexes of a directory are sent last. Raises UsageError if the name exists, StorageError if the
+    disk fails; nothing is left then. Leftovers of a killed writer of this path are deleted.
     """
     check_free(place, overwrite=overwrite, directory=directory)
     name = place if isinstance(place, Path) else shown(place)
@@ -203,6 +205,7 @@ def _name(temporary: Path, place: Path, *, overwrite: bool) -> None:
 
 
 def _name_several(folder: Path, place: Path, *, overwrite: bool) -> None:
+    """Give several files their names."""
     others = [one.rename(place.with_name(one.name)) for one in folder.iterdir() if one.name != place.name]
     try:
         _name(folder / place.name, place, overwrite=overwrite)
@@ -213,6 +216,7 @@ def _name_several(folder: Path, place: Path, *, overwrite: bool) -> None:
 
 
 def _sync_tree(path: Path) -> None:
+    """Make a directory tree durable."""
     for folder, _, files in os.walk(path, topdown=False):
         for name in files:
             _sync(Path(folder, name))
@@ -222,6 +226,7 @@ def _sync_tree(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
+    """Make a file or directory durable."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -229,6 +234,7 @@ def _sync(path: Path) -> None:
 def _send(
     url: str, write: Callable[[Path], object], *, overwrite: bool, directory: bool, several: bool
 ) -> None:
+    """Upload a file or directory."""
     storage, name = object_at(url, "the target")
     with tempfile.TemporaryDirectory(prefix="torchrelay-") as scratch:
         made = Path(scratch) / "made"
@@ -245,15 +251,15 @@ def _send(
 
 
 def _told_last(file: Path) -> tuple[bool, bool, str]:
-    """An index after what it names, and the log of an epoch after its files."""
+    """Sort key: an index after the files in it, and the log of an epoch after its files."""
     return file.parent.name == "log", file.suffix == ".json" or file.name == ".metadata", str(file)
 
 
 @contextmanager
 def fetched(place: Path | str, what: str) -> Iterator[Path]:
-    """A path itself; of a URL a local copy, of the object there or of all that lie below it.
+    """A path itself; for a URL a local copy of the object or of all below it.
 
-    Errors that a copy was not what it should be tell of the URL. Raises UsageError where nothing is there.
+    Errors of the copy name the URL. Raises UsageError if nothing exists there.
     """
     if isinstance(place, Path):
         yield place
@@ -264,7 +270,7 @@ def fetched(place: Path | str, what: str) -> Iterator[Path]:
         for path in _files(storage, name):
             _fetch(storage, path, copy.joinpath(*path.split("/")[1:]))
         if not copy.exists():
-            raise UsageError(f"{storage.url}/{name} is not there: give {what}")
+            raise UsageError(f"{storage.url}/{name} does not exist: give {what}")
         try:
             yield copy
         except (DamagedError, FormatError) as error:
@@ -272,6 +278,7 @@ def fetched(place: Path | str, what: str) -> Iterator[Path]:
 
 
 def _files(storage: ObjectStorage, path: str) -> Iterator[str]:
+    """All files below a path."""
     if storage.stat(path) is not None:
         yield path
         return
@@ -280,6 +287,7 @@ def _files(storage: ObjectStorage, path: str) -> Iterator[str]:
 
 
 def _fetch(storage: ObjectStorage, path: str, target: Path) -> None:
+    """Download a file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     size = storage.stat(path) or 0
     with target.open("xb") as file:

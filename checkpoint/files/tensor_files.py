@@ -1,12 +1,10 @@
-"""Files of other formats: of torch.save, of safetensors, and directories of Hugging Face.
+"""Read and write files of torch.save, of safetensors, and directories of Hugging Face.
 
-Reading goes through torch's restricted unpickler alone (`weights_only=True`), which makes tensors and
-plain containers and calls nothing that a file names. Writing runs no code of a file. Nothing of ours is
-stored this way: only what comes from elsewhere, or goes there because somebody asked for it.
-`tests/test_rules.py` allows these calls in this file and nowhere else.
+Reads use torch's restricted unpickler (`weights_only=True`), which makes only tensors and plain containers,
+and calls nothing that a file names. `tests/test_rules.py` allows these calls only in this file. Checkpoints
+are never stored this way.
 
-Of names that are tied the first is stored; the others are noted in the file's metadata, name to stored
-name, as safetensors' own `save_model` does.
+Of tied names the first is stored; the others are in the file's metadata, as by safetensors' `save_model`.
 """
 
 from __future__ import annotations
@@ -42,14 +40,14 @@ from torchrelay.jobs.runtime import check_file
 from torchrelay.records import dataclass
 
 _PROTOCOL = b"\x80"
-"""How files of torch before 1.6 begin, and those that were written the same way since."""
+"""First bytes of files of torch before 1.6, and of later ones in the same format."""
 
 
 def read_torch_file(path: Path) -> Any:
-    """What a file of `torch.save` holds; tensors stay in the mapped file until they are used.
+    """Read a file of `torch.save`; tensors stay in the mapped file until they are used.
 
-    Raises UsageError where there is no file, FormatError for a file that is none of torch's or holds
-    other objects than tensors, numbers, texts and containers, StorageError when it cannot be read.
+    Raises UsageError for a missing file, FormatError for another format or objects other than tensors,
+    numbers, texts and containers, StorageError if it cannot be read.
     """
     check_file(path, "a file of torch.save")
     try:
@@ -70,20 +68,20 @@ def write_torch_file(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse, by BlobError with its name, a tensor whose element type torch cannot write or read."""
+    """Raise BlobError for a tensor whose element type torch cannot write or read."""
     known: set[torch.dtype] = set()
     for name, tensor in tensors.items():
         if tensor.dtype in known:
             continue
         try:
             torch.load(saved_bytes(torch.empty(0, dtype=tensor.dtype)), weights_only=True)
-        except Exception as error:  # KeyError, RuntimeError, UnpicklingError: it depends on the type
+        except Exception as error:  # the type decides whether it is KeyError, RuntimeError or UnpicklingError
             raise BlobError(f"{name}: torch cannot save tensors of {tensor.dtype}: leave it out") from error
         known.add(tensor.dtype)
 
 
 def saved_bytes(value: Any) -> io.BytesIO:
-    """A value as `torch.save` writes it, which is what DCP's load planner takes."""
+    """A value in the form of `torch.save`, as DCP's load planner needs it."""
     memory = io.BytesIO()
     torch.save(value, memory)
     memory.seek(0)
@@ -91,30 +89,32 @@ def saved_bytes(value: Any) -> io.BytesIO:
 
 
 def _why_not(path: Path, error: Exception) -> str:
-    """What a file is that was refused, and why, without torch's advice to run its code."""
+    """Why a file was refused, without torch's advice to run its code."""
     if not (_mappable(path) or _beginning(path).startswith(_PROTOCOL)):
-        return "no file of torch.save: give one that is, or say which format it has (--from)"
+        return "not a file of torch.save: give its format (--from)"
     if type(error).__name__ != "UnpicklingError":
-        return f"no file of torch.save, or a damaged one: {_reason(error)}"
-    return f"no file of torch.save that can be read without running its code: {_reason(error)}"
+        return f"not a file of torch.save, or a damaged one: {_reason(error)}"
+    return f"not a file of torch.save that can be read without running its code: {_reason(error)}"
 
 
 def _reason(error: Exception) -> str:
+    """The reason in torch's error."""
     text = str(error)
     refused = re.search(r"Unsupported [^.]*: ?(?:GLOBAL )?[\w.]+", text)
     if refused is not None:
         return f"{refused[0]}; save tensors, numbers, texts and containers of these (a state_dict)"
-    told = re.search(r"WeightsUnpickler error:\s*([^\n]*)", text)  # around it stands torch's advice
+    told = re.search(r"WeightsUnpickler error:\s*([^\n]*)", text)  # surrounded by torch's advice
     first = " ".join((told[1] if told else text.partition("\n")[0]).split())
     return f"{type(error).__name__} {first}".rstrip()[:200]
 
 
 def _mappable(path: Path) -> bool:
-    """Files of torch before 1.6 are no archives and cannot be mapped."""
+    """Whether the file can be mapped; files of torch before 1.6 cannot."""
     return _beginning(path) == b"PK\x03\x04"
 
 
 def _beginning(path: Path) -> bytes:
+    """The first bytes of a file."""
     with path.open("rb") as file:
         return file.read(4)
 
@@ -124,9 +124,9 @@ Shapes = Mapping[str, tuple[ElementType, tuple[int, ...]]]
 
 
 def mapped_tensors(directory: Path, shapes: Shapes) -> dict[str, torch.Tensor]:
-    """Tensors whose bytes lie in a nameless file in `directory`, gone with the last of them.
+    """Tensors in an unnamed file in `directory`, deleted with the last of them.
 
-    The kernel writes their pages out when memory is short. Raises StorageError where there is no space.
+    The kernel writes their pages to disk when memory is short. Raises StorageError if the disk is full.
     """
     places: dict[str, int] = {}
     end = 0
@@ -148,7 +148,7 @@ def mapped_tensors(directory: Path, shapes: Shapes) -> dict[str, torch.Tensor]:
 def tensor_in(
     memory: mmap.mmap | None, offset: int, element: ElementType, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """A tensor that lies in a mapping, which lives as long as it."""
+    """A tensor in a mapping, which stays alive as long as the tensor."""
     nbytes = element.nbytes(shape)
     if memory is None or nbytes == 0:
         return torch.empty(shape, dtype=torch_dtype(element))
@@ -164,7 +164,7 @@ PIECE = 8 * BLOCK
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A stored tensor on its way out. `fill` reads bytes [start, stop) of it as it is stored."""
+    """A stored tensor to be exported. `fill` reads bytes [start, stop) in stored form."""
 
     stored: ElementType
     shape: tuple[int, ...]
@@ -173,16 +173,16 @@ class ExportedTensor:
 
     @property
     def element(self) -> ElementType:
-        """The type that it has outside."""
+        """The exported type."""
         return self.stored if self.cast is None else by_name(logical_name(self.cast))
 
     @property
     def nbytes(self) -> int:
-        """Its bytes outside."""
+        """The exported size in bytes."""
         return self.element.nbytes(self.shape)
 
     def pieces(self) -> Iterator[memoryview]:
-        """Its bytes outside, in order; each piece is valid until the next one is asked for."""
+        """The exported bytes in order; each piece is valid until the next one is requested."""
         total = math.prod(self.shape) * self.stored.itemsize
         scratch = torch.empty(min(PIECE, total), dtype=torch.uint8)
         for start in range(0, total, PIECE):
@@ -196,9 +196,9 @@ class ExportedTensor:
 
 @dataclass(frozen=True)
 class ExportContent:
-    """What is exported, by the names outside. `ties` are further names of tensors; `left_out` stays.
+    """What is exported, by new name. `ties` are further names of tensors; `left_out` is not exported.
 
-    `nodes` has, of what differs between nodes, whose value it is.
+    `nodes` has the node whose value is taken, for leaves that differ between nodes.
     """
 
     tensors: Mapping[str, ExportedTensor]
@@ -210,9 +210,9 @@ class ExportContent:
 
 @dataclass(frozen=True)
 class Incoming:
-    """What is imported: a tree of mappings, sequences, values and CPU tensors, most of them mapped files.
+    """What is imported: a tree of mappings, sequences, values and CPU tensors, mostly mapped files.
 
-    `ties` are names at the top that mean the tensor of another one.
+    `ties` are names at the top level for the tensor of another one.
     """
 
     tree: Mapping[str, Any]
@@ -228,8 +228,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, ExportedTensor], ties: M
     for name, tensor in ordered:
         if tensor.element.raw or name == "__metadata__":
             raise BlobError(
-                f"{name}: safetensors cannot hold {tensor.element.name} tensors of this name; leave it out, "
-                "or export to torch"
+                f"{name}: safetensors cannot hold {tensor.element.name} tensors; export to torch instead"
             )
     entries = ((name, one.element.code, one.shape, one.nbytes) for name, one in ordered)
     header = safetensors_header(entries, {"format": "pt", **ties}, _ALIGNMENT)
@@ -241,6 +240,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, ExportedTensor], ties: M
 
 
 def _write(file: Any, data: memoryview) -> None:
+    """Write bytes to a file."""
     while len(data):
         data = data[file.write(data) :]
 
@@ -248,8 +248,8 @@ def _write(file: Any, data: memoryview) -> None:
 def read_safetensors(path: Path) -> Incoming:
     """Open a file; tensors stay in the mapping until they are used.
 
-    Raises UsageError where there is no file, FormatError for what is no safetensors file, DamagedError
-    for a header that does not fit the file, StorageError when it cannot be read.
+    Raises UsageError for a missing file, FormatError for another format, DamagedError for a header that does
+    not fit the file, StorageError if it cannot be read.
     """
     check_file(path, "a safetensors file")
     try:
@@ -261,13 +261,13 @@ def read_safetensors(path: Path) -> Incoming:
             header = canonical_json.loads(file.read(length), what="its header", limit_bytes=HEADER_LIMIT)
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (FormatError, DamagedError) as error:
-        raise type(error)(f"{path} is no safetensors file that can be read: {error}") from error
+        raise type(error)(f"{path} is not a readable safetensors file: {error}") from error
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise FormatError(f"{path} is no safetensors file: {error}") from error
+        raise FormatError(f"{path} is not a safetensors file: {error}") from error
     if not isinstance(header, dict):
-        raise FormatError(f"{path} is no safetensors file: its header is no object")
+        raise FormatError(f"{path} is not a safetensors file: its header is not an object")
     said = header.pop("__metadata__", {})
     tree = {name: _tensor(path, memory, 8 + length, name, entry) for name, entry in header.items()}
     ties = said.items() if isinstance(said, dict) else ()
@@ -275,15 +275,16 @@ def read_safetensors(path: Path) -> Incoming:
 
 
 def _tensor(path: Path, memory: mmap.mmap, data: int, name: str, entry: Any) -> Any:
+    """A tensor of a mapped file."""
     try:
         start, stop = entry["data_offsets"]
         shape, element = tuple(entry["shape"]), by_code(entry["dtype"])
         numbers = (start, stop, *shape)
         sound = all(type(n) is int and n >= 0 for n in numbers) and stop - start == element.nbytes(shape)
     except (KeyError, TypeError, ValueError) as error:
-        raise DamagedError(f"{path}: the header says of {name!r} what cannot be") from error
+        raise DamagedError(f"{path}: the header has invalid data about {name!r}") from error
     if not sound or data + stop > len(memory):
-        raise DamagedError(f"{path}: the bytes of {name!r} are not all there")
+        raise DamagedError(f"{path}: some bytes of {name!r} are missing")
     return tensor_in(memory, data + start, element, shape)
 
 
@@ -293,7 +294,7 @@ _INDEX_LIMIT = 256 << 20
 
 
 def write_huggingface(directory: Path, content: ExportContent, shard_bytes: int) -> None:
-    """Write files of at most `shard_bytes` of data (or one tensor), and the index if there are several."""
+    """Write files of at most `shard_bytes` of data (or one tensor), and an index for several."""
     shards = _shards(content, shard_bytes)
     if len(shards) == 1:
         write_safetensors(directory / ONE, content.tensors, content.ties)
@@ -310,6 +311,7 @@ def write_huggingface(directory: Path, content: ExportContent, shard_bytes: int)
 
 
 def _shards(content: ExportContent, shard_bytes: int) -> list[list[str]]:
+    """Divide names over files."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, tensor in content.tensors.items():
@@ -324,8 +326,8 @@ def _shards(content: ExportContent, shard_bytes: int) -> list[list[str]]:
 def read_huggingface(directory: Path) -> Incoming:
     """All tensors of a directory, by its index or of its only file.
 
-    Raises UsageError where there is neither, DamagedError where index and files disagree, and what
-    `read_safetensors` raises.
+    Raises UsageError if it has neither, DamagedError if index and files disagree, and as `read_safetensors`
+    does.
     """
     if not (directory / INDEX).is_file():
         if not (directory / ONE).is_file():
@@ -345,6 +347,7 @@ def read_huggingface(directory: Path) -> Incoming:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
+    """The index of a directory."""
     try:
         if path.stat().st_size > _INDEX_LIMIT:
             raise FormatError(f"{path} is too large for an index")
@@ -352,11 +355,11 @@ def _weight_map(path: Path) -> dict[str, str]:
             "weight_map"
         ]
     except RelayError as error:
-        raise FormatError(f"{path} is no index: {error}") from error
+        raise FormatError(f"{path} is not an index: {error}") from error
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{path} is no index: it has no weight_map") from error
+        raise FormatError(f"{path} is not an index: it has no weight_map") from error
     sound = isinstance(found, dict) and all(
         isinstance(file, str) and file not in ("", ".", "..") and not set(file) & set("/\\\0")
         for file in found.values()

@@ -1,1 +1,1 @@
-"""The storages through which every byte of a checkpoint goes: local directories and remote stores."""
+"""Read and write every byte of a checkpoint: local directories and remote stores."""

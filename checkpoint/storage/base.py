@@ -1,12 +1,10 @@
-"""The storage interface: the verbs through which every byte of a checkpoint goes.
+"""Define the storage interface, and check that a storage keeps a second writer out.
 
-A path is relative to the storage's root, with `/` between parts that were validated before
-(`names.py`); an implementation refuses anything that would leave the root or follow a link.
-Verbs raise StorageError naming path and reason, except where a docstring says otherwise.
-Nothing valid is ever opened for writing again: `open_exclusive` and `link_exclusive` create.
-
-Everything that protects a directory from a second job stands on that, so it is tried before anything is
-written.
+Paths are relative to the storage's root, with `/` between parts that were validated before (`names.py`). An
+implementation refuses paths that would leave the root or follow a link. Methods raise StorageError naming
+path and reason, except where a docstring states otherwise. Committed files are never opened for writing
+again: `open_exclusive` and `link_exclusive` create. The protection against a second job depends on exclusive
+creation, so it is probed before anything is written.
 """
 
 from __future__ import annotations
@@ -20,40 +18,42 @@ from typing import Literal, Protocol, runtime_checkable
 from torchrelay.errors import StorageError, UsageError
 
 PRIVATE = ".tmp-"
-"""How the names of files begin that have not got their own yet, where a storage gives it last."""
+"""Prefix of temporary files, for storages that name a file when it is complete."""
 Memory = memoryview | ctypes.Array[ctypes.c_ubyte]
-"""1-D bytes that are written to; of very many, arrays at an address are quicker made."""
+"""1-D bytes that are written to; arrays at an address are quicker to make in large numbers."""
 
 
 class WriteHandle(Protocol):
-    """A file that is being written for the first and only time."""
+    """A new file that is being written."""
 
     path: str
     alignment: int
-    """After `preallocate`: writes whose offset, address and length are multiples of it are worth a copy,
-    and several threads may then write different places at once; 0: neither."""
+    """Alignment of direct writes, after `preallocate`; 0: none.
+
+    Aligned offset, address and length are worth a copy then, and several threads may write different places.
+    """
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write all of `data` (1-D bytes) at `offset`; short writes are continued."""
 
     def preallocate(self, nbytes: int) -> None:
-        """Reserve space, so that a full disk shows before the bytes are spent; may do nothing."""
+        """Reserve space, so that a full disk is found early; may do nothing."""
 
     def sync_file(self) -> None:
-        """Make the bytes durable. Never retried after a failure: the file is then not written."""
+        """Make the bytes durable. Never retried after a failure: the file then counts as not written."""
 
     def close(self) -> None:
-        """Release the descriptor; reports errors that the system kept until now."""
+        """Release the descriptor; raises errors that the system has delayed."""
 
 
 class ReadHandle(Protocol):
     """A file that is read in many pieces, by any threads."""
 
     def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
-        """As `Storage.read_into`; `direct` reads past the cache what it does not have."""
+        """As `Storage.read_into`; `direct` bypasses the cache for bytes that are not cached."""
 
     def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
-        """Fill some hundreds of `destinations`, one behind the other, as `read_into` fills one."""
+        """Fill some hundreds of `destinations` in order, as `read_into` fills one."""
 
     def close(self) -> None:
         """Release the descriptor."""
@@ -61,15 +61,15 @@ class ReadHandle(Protocol):
 
 @runtime_checkable
 class Cached(ReadHandle, Protocol):
-    """What a handle may offer besides: to tell what a cache has."""
+    """Optional interface of a handle: what is in a cache."""
 
     def is_at_hand(self, offset: int, nbytes: int) -> bool:
-        """Whether bytes of the range can be read without waiting for the device, as far as one can say."""
+        """Whether bytes of the range can probably be read without waiting for the device."""
 
 
 @runtime_checkable
 class LongReads(Protocol):
-    """What a storage may offer besides: files that stay open while they are read."""
+    """Optional interface of a storage: files that stay open while they are read."""
 
     def open_read(self, path: str) -> ReadHandle:
         """Open a file; FileNotFoundError when there is no such file."""
@@ -77,7 +77,7 @@ class LongReads(Protocol):
 
 @runtime_checkable
 class Storage(Protocol):
-    """A place for checkpoints: a local directory tree, or an object store."""
+    """A storage for checkpoints: a local directory tree, or an object store."""
 
     url: str
 
@@ -85,14 +85,13 @@ class Storage(Protocol):
         """Create a new file, mode 0644; FileExistsError when the name is taken."""
 
     def link_exclusive(self, path: str, data: bytes) -> None:
-        """Create `path` holding exactly `data`, which no other creator has, whole and synced or not at all.
+        """Create `path` with exactly `data`, which no other creator writes, completely or not at all.
 
-        FileExistsError when the name is taken, by whoever was first. The name itself is durable
-        only after `sync_dir` of its directory.
+        Raises FileExistsError if the name exists. The name is durable only after `sync_dir` of its directory.
         """
 
     def replace(self, path: str, data: bytes) -> None:
-        """Put `data` at `path`, atomically but unsynced; for unproved files only (hints, counters)."""
+        """Write `data` to `path`, atomically but unsynced; for unverified files only (hints, counters)."""
 
     def mkdir(self, path: str) -> None:
         """Create a directory and its missing parents; an existing one is fine."""
@@ -110,65 +109,65 @@ class Storage(Protocol):
         """Fill `destination` (1-D bytes) from `offset`; returns the bytes read, as `read_range`."""
 
     def stat(self, path: str) -> int | None:
-        """The size of a file in bytes; None when there is none (or it is no regular file)."""
+        """The size of a file in bytes; None unless it is a regular file."""
 
     def delete(self, path: str) -> None:
-        """Remove a file, or a directory without names (`list`); an absent one is fine."""
+        """Delete a file, or a directory without names (`list`); an absent one is fine."""
 
     def list(self, path: str) -> list[str]:
-        """Names in a directory, sorted, for orphans and retention only; empty when there is none."""
+        """Names in a directory, sorted, for orphans and retention only; empty for an absent one."""
 
 
 @runtime_checkable
 class Leftovers(Protocol):
-    """A storage that writes under private names first, which a crash leaves behind."""
+    """A storage that writes under temporary names first, which a crash leaves behind."""
 
     def leftovers(self, path: str) -> list[str]:
-        """Private names in a directory, sorted; `list` does not show them. Empty when there is none."""
+        """Temporary names in a directory, sorted; `list` does not show them. Empty for an absent one."""
 
 
 @runtime_checkable
 class Unfinished(Protocol):
-    """A storage that keeps parts of files which a crash left unfinished, where no name shows them."""
+    """A storage that keeps invisible parts of files which a crash left unfinished."""
 
     def unfinished(self, path: str) -> list[tuple[str, str]]:
-        """What was begun below a directory and is not there yet; some hundreds at most."""
+        """Incomplete uploads below a directory; some hundreds at most."""
 
     def give_up(self, upload: tuple[str, str]) -> None:
-        """Forget the parts of one; one that is not there any more is fine."""
+        """Delete the parts of an upload; an absent one is fine."""
 
 
 @runtime_checkable
 class SupportsFreeSpace(Protocol):
-    """A storage that can say how much room is left."""
+    """A storage that knows its free space."""
 
     def room(self) -> tuple[int, int] | None:
-        """Free bytes and free files for this user; None where the system does not say."""
+        """Free bytes and free files for this user; None if the system does not report them."""
 
 
 @runtime_checkable
 class Placed(Protocol):
-    """A storage whose place can be lost while it is in use."""
+    """A storage whose directory can disappear while it is in use."""
 
     def check_place(self) -> None:
-        """Raise LostDirectoryError where writing would go elsewhere than before."""
+        """Raise LostDirectoryError if writes would go elsewhere than before."""
 
 
 @runtime_checkable
 class Distant(Protocol):
-    """A storage of which each request takes its time, however few bytes it is for."""
+    """A storage with high per-request latency."""
 
     request_bytes: int
-    """So many bytes more come sooner with a request than by one of their own."""
+    """Gap in bytes below which two reads are merged into one request."""
 
 
 def worth_of_a_request(storage: Storage) -> int:
-    """How many bytes beside the wanted ones may be read to save a request; 0 where requests cost nothing."""
+    """Unwanted bytes that may be read to save a request; 0 if requests are cheap."""
     return storage.request_bytes if isinstance(storage, Distant) else 0
 
 
 class _EachAlone:
-    """Reads of a storage that opens a file anew for each."""
+    """Reads of a storage that opens a file for each."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         self._storage = storage
@@ -183,13 +182,13 @@ class _EachAlone:
         return read_each(self.read_into, offset, destinations)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 def read_each(
     read_into: Callable[[int, memoryview], int], offset: int, destinations: Sequence[Memory]
 ) -> int:
-    """What `read_scattered` does, one destination at a time; up to the end of the file."""
+    """Implement `read_scattered` by one read per destination, up to the end of the file."""
     done = 0
     for destination in destinations:
         view = memoryview(destination).cast("B")
@@ -201,13 +200,13 @@ def read_each(
 
 
 def reads_of(storage: Storage, path: str) -> ReadHandle:
-    """A handle on a file of a storage that keeps none open; nothing is looked at."""
+    """A handle on a file of a storage that keeps none open; accesses nothing."""
     return _EachAlone(storage, path)
 
 
 @contextmanager
 def open_for_reading(storage: Storage, path: str) -> Iterator[ReadHandle]:
-    """A file for many reads, however the storage does them; raises as `read_into` does."""
+    """Open a file for many reads in any storage; raises as `read_into` does."""
     handle = storage.open_read(path) if isinstance(storage, LongReads) else reads_of(storage, path)
     try:
         yield handle
@@ -216,39 +215,39 @@ def open_for_reading(storage: Storage, path: str) -> Iterator[ReadHandle]:
 
 
 SingleWriter = Literal["external"] | None
-"""`external`: not the storage but somebody else makes sure that one job at a time writes."""
+"""`external`: something else than the storage ensures that one job at a time writes."""
 _REMEDY = (
-    "two jobs could overwrite each other's epochs there. Choose another place, or, if something else makes "
-    "sure that never more than one job writes there, say single_writer='external'"
+    "two jobs could overwrite each other's epochs there. Choose another place, or, if something else "
+    "ensures that only one job at a time writes there, give single_writer='external'"
 )
 
 
 @runtime_checkable
 class Distrusted(Protocol):
-    """What a storage may say besides: that it needs no probe, or that none would help."""
+    """Optional interface of a storage: that it needs no probe, or that a probe would be useless."""
 
     single_writer: SingleWriter
 
     @property
     def doubt(self) -> str | None:
-        """Why nothing that a probe finds would prove anything; None if it would."""
+        """Why a probe cannot verify exclusive creation here; None if it can."""
 
 
 def check_single_writer(given: object) -> SingleWriter:
-    """The option as users give it; UsageError for what it cannot be."""
+    """The option, checked; raises UsageError."""
     if given is None or given == "external":
         return given
     raise UsageError(
-        f"single_writer is {given!r:.80}; it is 'external', where something else makes sure that one job at "
-        "a time writes, or None"
+        f"invalid single_writer={given!r:.80}: expected 'external', if something else ensures that one "
+        "job at a time writes, or None"
     )
 
 
 def check_exclusion(storage: Storage) -> None:
-    """Create one name twice; leaves nothing behind.
+    """Try to create one name twice; leaves nothing behind.
 
-    Raises UsageError, with the remedy, where the second creation succeeds, where the store knows no such
-    creation, or where nothing could prove it; StorageError where nothing can be written at all.
+    Raises UsageError, with the remedy, if the second creation succeeds, if the store has no exclusive
+    creation, or if it cannot be verified; StorageError if nothing can be written at all.
     """
     if isinstance(storage, Distrusted):
         if storage.single_writer is not None:
@@ -263,18 +262,20 @@ def check_exclusion(storage: Storage) -> None:
 
         if not may_pass(error):
             _delete(storage, path)
-        raise  # a store that does not answer was asked for long enough
+        raise  # a store that does not answer was retried for long enough
     _delete(storage, path)
     if fault:
         raise UsageError(f"{storage.url} {fault}: {_REMEDY}")
 
 
 def _delete(storage: Storage, path: str) -> None:
+    """Delete the probe."""
     with suppress(StorageError):
         storage.delete(path)
 
 
 def _fault(storage: Storage, path: str) -> str | None:
+    """What is wrong with exclusive creation, if anything."""
     first, second = (f"{word} {secrets.token_hex(8)}\n".encode() for word in ("first", "second"))
     try:
         storage.link_exclusive(path, first)
@@ -283,13 +284,13 @@ def _fault(storage: Storage, path: str) -> str | None:
 
         if may_pass(error):
             raise
-        storage.replace(path, first)  # where this fails, too, it is no matter of exclusion
+        storage.replace(path, first)  # if this fails too, exclusion is not the problem
         return f"refuses to create a file exclusively ({error})"
     try:
         storage.link_exclusive(path, second)
     except FileExistsError:
         there = storage.read_range(path, 0, len(first) + 1)
-        return None if there == first else "says that a name is taken, and replaces what lies there"
+        return None if there == first else "reports that a name exists, but replaces what lies there"
     except StorageError as error:
         return f"refuses to create a file exclusively ({error})"
     return "creates a file although its name is taken"

@@ -1,4 +1,4 @@
-"""Local directories as a storage."""
+"""Implement the storage interface on local directories."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _NO_RENAMES = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 def give_name(temporary: Path, full: Path, *, alone: bool = False) -> None:
-    """Make the file of `temporary` appear as `full`: by `link`, else by a rename that does not replace.
+    """Give the file of `temporary` its name `full`: by `link`, else by a rename that does not replace.
 
-    `temporary` may be left. With `alone` nobody else writes there, and a look before a plain rename will do
-    where neither exists. Raises FileExistsError when the name is taken, another OSError when it cannot be.
+    `temporary` may stay. With `alone`, if neither works, a plain rename after a check will do, because there
+    is no other writer. Raises FileExistsError if the name exists, another OSError if it cannot be given.
     """
     try:
         os.link(temporary, full)
@@ -53,6 +53,7 @@ def give_name(temporary: Path, full: Path, *, alone: bool = False) -> None:
 
 
 def _rename(temporary: Path, full: Path, no_link: OSError, *, alone: bool) -> None:
+    """Rename without replacing."""
     try:
         rename_without_replacing(temporary, full)
     except OSError as error:
@@ -66,7 +67,7 @@ def _rename(temporary: Path, full: Path, no_link: OSError, *, alone: bool) -> No
 
 
 def rename_without_replacing(source: Path, target: Path) -> None:
-    """`renameat2` with RENAME_NOREPLACE; OSError with ENOSYS where the system has no such call."""
+    """`renameat2` with RENAME_NOREPLACE; OSError with ENOSYS if the system lacks it."""
     call = _renameat2()
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(target))
@@ -77,6 +78,7 @@ def rename_without_replacing(source: Path, target: Path) -> None:
 
 @cache
 def _renameat2() -> Any:
+    """The C function, or None."""
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
@@ -86,6 +88,7 @@ def _renameat2() -> Any:
 
 
 def _same_file(one: Path, other: Path) -> bool:
+    """Whether two names are one file."""
     try:
         a, b = os.lstat(one), os.lstat(other)
     except OSError:
@@ -97,15 +100,16 @@ MODE = 0o644
 
 
 def _refusal(path: str | Path, verb: str, error: OSError) -> StorageError:
+    """The StorageError for an OSError, with a remedy."""
     reason = error.strerror or str(error)
     hint = {
         errno.ENOSPC: "free some space",
         errno.EDQUOT: "raise the quota or free some space",
         errno.EROFS: "choose a writable place",
-        errno.EACCES: f"let uid {os.getuid()} write there, or choose another place",
-        errno.EPERM: f"let uid {os.getuid()} write there, or choose another place",
+        errno.EACCES: f"let uid {os.getuid()} write there",
+        errno.EPERM: f"let uid {os.getuid()} write there",
         errno.ENOTDIR: "a part of the path is a file: choose another place",
-        errno.ENOENT: "its directory is gone: put it back, or start again",
+        errno.ENOENT: "its directory has disappeared: put it back",
     }.get(error.errno or 0, "")
     failure = StorageError(f"cannot {verb} {path}: {reason}" + (f"; {hint}" if hint else ""))
     failure.errno = error.errno
@@ -113,9 +117,10 @@ def _refusal(path: str | Path, verb: str, error: OSError) -> StorageError:
 
 
 class _named(underway):  # noqa: N801 - as `underway`
-    """Turn an OSError into a StorageError that names the path; note the call, which moves `nbytes`.
+    """Raises StorageError with the path for an OSError, and notes the call, which moves `nbytes`.
 
-    `passing` is the error of presence that the verb promises; any other says that a directory is gone.
+    `passing` is the error of presence that the method promises; any other means that a directory has
+    disappeared.
     """
 
     __slots__ = ("_passing",)
@@ -127,12 +132,13 @@ class _named(underway):  # noqa: N801 - as `underway`
         self._passing = passing
 
     def _failed(self, error: BaseException) -> None:
+        """Raise StorageError for an error."""
         if isinstance(error, OSError) and not isinstance(error, (self._passing, StorageError)):
             raise _refusal(self._path, self._verb, error) from error
 
 
 class LocalWriteHandle:
-    """A new file behind its descriptor, and behind a second one for direct writes where it is large."""
+    """A new file, with a second descriptor for direct writes if it is large."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
@@ -143,7 +149,7 @@ class LocalWriteHandle:
         self._reserved = 0
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        """Write all of `data`; a write of nothing twice in a row is an error, not a loop."""
+        """Write all of `data`; raises if the system writes nothing twice in a row."""
         view, stalls = data.cast("B"), 0
         with _named(self.path, "write", nbytes=len(view)):
             if self._direct is not None:
@@ -158,7 +164,7 @@ class LocalWriteHandle:
                 view, offset = view[written:], offset + written
 
     def preallocate(self, nbytes: int) -> None:
-        """Reserve blocks where the file system can, and open a large file for direct writes."""
+        """Reserve blocks if the file system can, and open a large file for direct writes."""
         if nbytes == 0:
             return
         self._reserved = nbytes
@@ -173,7 +179,7 @@ class LocalWriteHandle:
                 raise _refusal(self.path, "reserve space for", error) from error
 
     def hurry(self) -> None:
-        """Have the device begin with every MiB: for a file of any size that is hashed while it is written."""
+        """Start device writes after every MiB: for a file that is hashed while it is written."""
         self._pacer.stride = SHORT_STRIDE
 
     def sync_file(self) -> None:
@@ -194,7 +200,7 @@ class LocalWriteHandle:
 
 
 class _LocalReads(LocalReadHandle):
-    """Says which file could not be read."""
+    """A read handle whose errors name the file."""
 
     def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
         with _named(self.path, "read", FileNotFoundError, nbytes=len(destination)):
@@ -218,7 +224,7 @@ class _LocalReads(LocalReadHandle):
 class LocalStorage:
     """A directory tree; links below the root are never followed.
 
-    With `single_writer="external"` a file system that can neither link nor rename without replacing will do.
+    `single_writer="external"` also accepts a file system that can neither link nor rename without replacing.
     """
 
     doubt = None
@@ -231,19 +237,20 @@ class LocalStorage:
         self._place = SamePlace(self.root)
 
     def check_place(self) -> None:
-        """Raise LostDirectoryError where the root is not the directory any more that was written to."""
+        """Raise LostDirectoryError if the root is not the same directory as before."""
         self._place.check()
 
     def _changed(self, path: str) -> Path:
-        """The path of what is about to be made, replaced or deleted."""
+        """The full path for a change."""
         self.check_place()
         return self._path(path)
 
     def _path(self, path: str) -> Path:
+        """The full path."""
         return Path(self._text(path))
 
     def _text(self, path: str) -> str:
-        """The full path; as text because reads are many, and `Path` takes longer than the system does."""
+        """The full path, as text because that is faster for many reads."""
         parts = path.split("/") if path else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
             raise StorageError(f"{path!r} is not a path below {self.root}")
@@ -251,7 +258,9 @@ class LocalStorage:
         for part in parts[:-1]:
             full = f"{full}/{part}"
             if _is_link(full):
-                raise StorageError(f"{full} is a link; a checkpoint directory must hold none: remove it")
+                raise StorageError(
+                    f"{full} is a link, which is not allowed in a checkpoint directory: remove it"
+                )
         return f"{full}/{parts[-1]}" if parts else full
 
     def open_exclusive(self, path: str) -> LocalWriteHandle:
@@ -261,7 +270,7 @@ class LocalStorage:
             return _create(full)
 
     def link_exclusive(self, path: str, data: bytes) -> None:
-        """Write and sync under a private name, then give it the real one, which never replaces."""
+        """Write and sync under a temporary name, then give it the real one, which never replaces."""
         full = self._changed(path)
 
         def name(temporary: Path) -> None:
@@ -271,19 +280,20 @@ class LocalStorage:
             self._beside(full, data, name, sync=True)
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write beside and rename over; readers see the old or the new, after a crash maybe neither."""
+        """Write a temporary file and rename it; readers see the old or the new one."""
         full = self._changed(path)
         with _named(full, "replace"):
             self._beside(full, data, lambda temporary: temporary.replace(full), sync=False)
 
     def _beside(self, full: Path, data: bytes, name: Callable[[Path], object], *, sync: bool) -> None:
-        """Write under a private name, then name it; once more where a new writer of the log swept it."""
+        """Write under a temporary name, then name it; repeated if a new writer of the log deleted it."""
         try:
             self._once_beside(full, data, name, sync=sync)
         except FileNotFoundError:
             self._once_beside(full, data, name, sync=sync)
 
     def _once_beside(self, full: Path, data: bytes, name: Callable[[Path], object], *, sync: bool) -> None:
+        """One attempt of `_beside`."""
         temporary = full.with_name(f"{PRIVATE}{secrets.token_hex(8)}")
         try:
             self._write_whole(temporary, data, sync=sync)
@@ -293,6 +303,7 @@ class LocalStorage:
                 temporary.unlink()
 
     def _write_whole(self, full: Path, data: bytes, *, sync: bool) -> None:
+        """Write a file completely."""
         handle = _create(full)
         try:
             handle.write_at(0, memoryview(data))
@@ -302,7 +313,7 @@ class LocalStorage:
             handle.close()
 
     def mkdir(self, path: str) -> None:
-        """Create with parents."""
+        """Create the directory and its parents."""
         full = self._changed(path)
         with _named(full, "create directory"):
             try:
@@ -313,7 +324,7 @@ class LocalStorage:
                 ) from error
 
     def sync_dir(self, path: str) -> None:
-        """Fsync the directory itself; with the root, once, also the directories that lead to it."""
+        """Fsync the directory; for the root, once, also the directories that lead to it."""
         full = self._path(path)
         with _named(full, "sync directory"):
             _sync(full)
@@ -322,7 +333,7 @@ class LocalStorage:
                 self._root_is_durable = True
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """Read into fresh memory."""
+        """Read into new memory."""
         size = self.stat(path)
         if size is None:
             raise FileNotFoundError(errno.ENOENT, "no such file", str(self._path(path)))
@@ -333,7 +344,7 @@ class LocalStorage:
             handle.close()
 
     def read_into(self, path: str, offset: int, destination: memoryview) -> int:
-        """Read in place; a special file or a link is refused."""
+        """Read in place; a special file or a link raises."""
         handle = self.open_read(path)
         try:
             return handle.read_into(offset, destination)
@@ -341,14 +352,14 @@ class LocalStorage:
             handle.close()
 
     def open_read(self, path: str) -> LocalReadHandle:
-        """Open for many reads; a special file or a link is refused."""
+        """Open for many reads; a special file or a link raises."""
         full = self._text(path)
         with _named(full, "read", FileNotFoundError):
             descriptor = os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             if stat_module.S_ISREG(os.fstat(descriptor).st_mode):
                 return _LocalReads(full, descriptor)
             os.close(descriptor)
-            raise StorageError(f"{full} is no regular file")
+            raise StorageError(f"{full} is not a regular file")
 
     def stat(self, path: str) -> int | None:
         """Size of a regular file, not following a link."""
@@ -361,7 +372,7 @@ class LocalStorage:
         return found.st_size if stat_module.S_ISREG(found.st_mode) else None
 
     def delete(self, path: str) -> None:
-        """Unlink, or remove a directory that holds nothing but temporary files of a process that crashed."""
+        """Unlink, or remove a directory with nothing but temporary files of a crashed process."""
         full = self._changed(path)
         with _named(full, "delete"), suppress(FileNotFoundError):
             if full.is_dir() and not full.is_symlink():
@@ -370,7 +381,7 @@ class LocalStorage:
                 full.unlink()
 
     def list(self, path: str) -> list[str]:
-        """Sorted names, without our own temporary ones."""
+        """Sorted names, without temporary ones."""
         full = self._path(path)
         with _named(full, "list"):
             try:
@@ -379,7 +390,7 @@ class LocalStorage:
                 return []
 
     def leftovers(self, path: str) -> builtins.list[str]:
-        """Sorted private names, of writes under way and of those that a crash cut off."""
+        """Sorted temporary names, of writes in flight and of crashed ones."""
         full = self._path(path)
         with _named(full, "list"):
             try:
@@ -388,7 +399,7 @@ class LocalStorage:
                 return []
 
     def room(self) -> tuple[int, int] | None:
-        """What statvfs says; None where it counts nothing, as some network file systems do."""
+        """Free space from statvfs; None if it reports none, as some network file systems do."""
         try:
             found = os.statvfs(self.root)
         except OSError:
@@ -398,9 +409,10 @@ class LocalStorage:
 
 
 def _is_link(full: str) -> bool:
+    """Whether a path is a link."""
     try:
         return stat_module.S_ISLNK(os.lstat(full).st_mode)
-    except OSError:  # whoever uses the path says what is wrong with it
+    except OSError:  # the use of the path raises the error
         return False
 
 
@@ -416,6 +428,7 @@ def _create(full: Path) -> LocalWriteHandle:
 
 
 def _remove_empty(directory: Path) -> None:
+    """Remove a directory with only temporary files."""
     names = os.listdir(directory)
     if all(name.startswith(PRIVATE) for name in names):
         for name in names:
@@ -424,14 +437,17 @@ def _remove_empty(directory: Path) -> None:
 
 
 def _sync(directory: Path) -> None:
+    """Fsync a directory."""
     _sync_opened(_opened(directory))
 
 
 def _opened(directory: Path) -> int:
+    """A descriptor of a directory."""
     return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _sync_opened(descriptor: int) -> None:
+    """Fsync a descriptor."""
     try:
         os.fsync(descriptor)
     finally:
@@ -439,9 +455,10 @@ def _sync_opened(descriptor: int) -> None:
 
 
 def _sync_above(root: Path) -> None:
-    """A power cut must not take the name of a new root, nor of a directory above it, with all that is in it.
+    """Make the names of a new root and of the directories above it durable.
 
-    Whoever may not read a directory did not make a name in it; neither is one made across a mount.
+    Unreadable directories are skipped, because this process cannot have made a name there; so are other
+    mounts.
     """
     device = root.stat().st_dev
     for directory in root.parents:

@@ -1,16 +1,12 @@
-"""Reads and writes of local files: page cache, direct I/O, hints to the kernel.
+"""Read and write local files: page cache, direct I/O, hints to the kernel.
 
-Written data are handed to the device while the next are still being hashed, so that the sync at the end
-finds little left to do. A system without these calls writes and reads the same, only later.
+Written data are handed to the device while the next are hashed, so that little is left for the sync. A system
+without these calls does the same, more slowly. Direct reads leave the page cache to other data and save a
+copy, but loads are quicker through the cache, which the processes of a host share (benchmarks/README.md).
 
-A direct read leaves the cache to others and spares the kernel's copy; loads are quicker through the cache
-all the same, and it lets the processes of a host share what they read. Both were measured
-(benchmarks/README.md).
-
-There is no list of file systems and no probe on the side: the file that is being written is asked. One
-that cannot be opened so, or that refuses a write, is written through the page cache, and so is the end
-of a file that fills no page. No page is ever written both ways at once, so that the kernel keeps the
-cache coherent.
+Direct writes are tried on the file itself. A file that cannot be opened so, or that refuses a write, is
+written through the page cache, and so is the last partial page. No page is written both ways at once, so that
+the kernel keeps the cache coherent.
 """
 
 from __future__ import annotations
@@ -27,15 +23,15 @@ from torchrelay.checkpoint.storage.base import Memory, read_each
 from torchrelay.records import dataclass
 
 STRIDE = 8 << 20
-"""Bytes after which the device is told to begin; smaller files are left to the sync."""
+"""Bytes after which device writes begin; smaller files are left to the sync."""
 SHORT_STRIDE = 1 << 20
-"""The same where much is computed while a file is written: then even a small one need not wait."""
+"""The same for a file with much computation during the write, where small files gain too."""
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 _LONG_READ = 1 << 20
 
 
 class Pacer:
-    """Tells the device of a growing file's bytes as they are written."""
+    """Starts device writes of a growing file."""
 
     def __init__(self, descriptor: int) -> None:
         self.stride = STRIDE
@@ -43,7 +39,7 @@ class Pacer:
         self._start = self._end = 0
 
     def wrote(self, offset: int, nbytes: int) -> None:
-        """Count bytes that were just written; those of a stride that is full are started."""
+        """Count written bytes, and start the device write of each full stride."""
         if offset != self._end:
             self._begin()
             self._start = offset
@@ -52,8 +48,9 @@ class Pacer:
             self._begin()
 
     def _begin(self) -> None:
+        """Start a device write."""
         if _sync_file_range is not None and self._end - self._start >= self.stride:
-            # A failure is no error: the sync that follows finds and reports what could not be written.
+            # Ignored: the sync that follows reports what could not be written.
             _sync_file_range(self._descriptor, self._start, self._end - self._start, _START_WRITING)
         self._start = self._end
 
@@ -65,6 +62,7 @@ def expect_long_read(descriptor: int, nbytes: int) -> None:
 
 
 def _found() -> Callable[..., int] | None:
+    """The C function, or None."""
     try:
         found = ctypes.CDLL(None).sync_file_range
     except (AttributeError, OSError):
@@ -77,9 +75,9 @@ _sync_file_range = _found()
 
 
 DIRECT_FROM = 1 << 20
-"""Shorter reads are not worth going past the cache."""
+"""Below this size reads do not bypass the cache."""
 ALIGN = 4096
-"""Direct reads begin and end at multiples of this, in the file and in memory."""
+"""Alignment of direct reads, in the file and in memory."""
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -98,7 +96,7 @@ class LocalReadHandle:
     def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
         """Fill `destination`; fewer bytes only at the end of the file. Raises OSError.
 
-        A long `direct` read goes past the page cache, unless that has the bytes already.
+        A long `direct` read bypasses the page cache, unless that has the bytes already.
         """
         view, done = destination.cast("B"), 0
         if len(view) >= DIRECT_FROM and direct and not self._is_cached(offset, len(view)):
@@ -114,7 +112,7 @@ class LocalReadHandle:
         return done
 
     def read(self, offset: int, length: int) -> bytes:
-        """So many bytes in fresh memory; fewer only at the end of the file. Raises OSError."""
+        """Read bytes into new memory; fewer only at the end of the file. Raises OSError."""
         expect_long_read(self._descriptor, length)
         found = os.pread(self._descriptor, length, offset)
         while len(found) < length and (
@@ -124,7 +122,7 @@ class LocalReadHandle:
         return found
 
     def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
-        """Fill `destinations`, at most 1,024, with one call of the system; fewer bytes only at the end."""
+        """Fill `destinations`, at most 1,024, with one system call; fewer bytes only at the end."""
         if not self._announced:
             self._announced = True
             expect_long_read(self._descriptor, DIRECT_FROM)
@@ -134,13 +132,13 @@ class LocalReadHandle:
         return read_each(self.read_into, offset, destinations)
 
     def is_at_hand(self, offset: int, nbytes: int) -> bool:
-        """Whether bytes of the range lie in the page cache; yes where the system cannot say."""
+        """Whether bytes of the range are in the page cache; True if unknown."""
         return self._is_cached(offset, nbytes)
 
     def close(self) -> None:
         """Close once; later calls do nothing."""
         descriptors = (self._descriptor, self._direct)
-        # A descriptor whose close failed is closed all the same: its number may be another's by now.
+        # A descriptor whose close failed is closed anyway: its number may be reused.
         self._descriptor, self._direct, self._refused = -1, -1, True
         try:
             _close(descriptors[0])
@@ -148,9 +146,9 @@ class LocalReadHandle:
             _close(descriptors[1])
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:
-        """Whether two bytes of the range lie in the page cache; yes where the system cannot say.
+        """Whether two bytes of the range are in the page cache; True if unknown.
 
-        Asking brings in the page that was asked for: that is why one hit says nothing.
+        A query caches the page that it asks for, so one hit is not conclusive.
         """
         nowait = getattr(os, "RWF_NOWAIT", None)
         if nowait is None:
@@ -166,7 +164,7 @@ class LocalReadHandle:
         return True
 
     def _read_direct(self, offset: int, view: memoryview) -> int:
-        """All of `view`, or 0 where the file system or the end of the file does not allow it."""
+        """Fill `view` and return its size, or 0 if the file system or the end of the file prevents it."""
         plan = _aligned(offset, len(view), _address(view))
         if plan is None or not self._opened_direct():
             return 0
@@ -182,7 +180,7 @@ class LocalReadHandle:
             self._scratch.append(scratch)
 
     def _opened_direct(self) -> bool:
-        """Open the same file once more, for direct reads; False where that cannot be done."""
+        """Open the same file again for direct reads; False if that fails."""
         with self._lock:
             if self._direct < 0 and not self._refused:
                 with suppress(OSError):
@@ -195,16 +193,17 @@ class LocalReadHandle:
 
 
 def _close(descriptor: int) -> None:
+    """Close a descriptor."""
     if descriptor >= 0:
         os.close(descriptor)
 
 
 @dataclass(frozen=True)
 class _Aligned:
-    """A direct read of the file from `first` on: `before` bytes beside, `count` to `landing`, `after` beside.
+    """A direct read from offset `first`: `before` extra bytes, `count` to `landing`, `after` extra bytes.
 
-    The middle belongs to `place`, at most ALIGN bytes behind where it lands: memory is as it is, and what
-    the device is asked for is aligned. `landing` and `place` count from the beginning of the destination.
+    Requests to the device are aligned, but the destination may not be: the middle belongs at `place`, at most
+    ALIGN bytes after `landing`. Both are relative to the destination.
     """
 
     first: int
@@ -217,7 +216,7 @@ class _Aligned:
 
 
 def _aligned(offset: int, nbytes: int, address: int) -> _Aligned | None:
-    """None where no aligned piece fits into the range."""
+    """The plan of a direct read; None if no aligned piece fits into the range."""
     first, end = offset // ALIGN * ALIGN, -(-(offset + nbytes) // ALIGN) * ALIGN
     start, stop = -(-offset // ALIGN) * ALIGN, (offset + nbytes) // ALIGN * ALIGN
     landing = (address + start - offset) // ALIGN * ALIGN - address
@@ -229,7 +228,7 @@ def _aligned(offset: int, nbytes: int, address: int) -> _Aligned | None:
 
 
 def _read_aligned(descriptor: int, plan: _Aligned, view: memoryview, scratch: memoryview) -> bool:
-    """Read and put into place; False if the file ended before its time."""
+    """Read and move into place; False if the file ended early."""
     before, after = scratch[: plan.before], scratch[2 * ALIGN : 2 * ALIGN + plan.after]
     middle = view[plan.landing : plan.landing + plan.count]
     got = os.preadv(descriptor, [part for part in (before, middle, after) if len(part)], plan.first)
@@ -244,15 +243,16 @@ def _read_aligned(descriptor: int, plan: _Aligned, view: memoryview, scratch: me
 
 
 def _address(view: memoryview) -> int:
+    """Address of memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
-"""Offset, length and address of a direct write are multiples of it: no disk known today asks for more."""
+"""Alignment of offset, length and address of direct writes: no known disk needs more."""
 WORTH_IT = 16 << 20
-"""Bytes of a file from which on direct writes pay: below, the page cache is as quick."""
+"""File size from which direct writes pay."""
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
-"""What file systems answer that take no direct writes, or not these."""
+"""Errors of file systems that do not support direct writes, or not these."""
 
 
 class DirectFile:
@@ -261,12 +261,12 @@ class DirectFile:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.refused = False
-        """Whether the file system would not take a write: do not try again."""
+        """Whether the file system has refused a write: do not try again."""
 
     def write(self, offset: int, view: memoryview) -> int:
-        """Write as much of the beginning of 1-D bytes as can be; returns how many bytes that was.
+        """Write as many of the first bytes of `view` as possible; returns their number.
 
-        Nothing unless `offset` and the memory are aligned. Raises OSError for what is not a refusal.
+        Writes nothing unless `offset` and the memory are aligned. Raises OSError other than a refusal.
         """
         whole, done = len(view) - len(view) % ALIGNMENT, 0
         if offset % ALIGNMENT or not _is_aligned(view):
@@ -283,14 +283,14 @@ class DirectFile:
         return done
 
     def close(self) -> None:
-        """Close once; raises OSError for what the system kept until now."""
+        """Close once; raises delayed errors."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def open_direct(path: str, descriptor: int) -> DirectFile | None:
-    """The file behind `descriptor` for direct writes; None where that cannot be."""
+    """The file of `descriptor` for direct writes; None if not possible."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
@@ -304,6 +304,7 @@ def open_direct(path: str, descriptor: int) -> DirectFile | None:
 
 
 def _is_aligned(view: memoryview) -> bool:
+    """Whether memory is aligned."""
     if view.readonly or len(view) < ALIGNMENT:
         return False
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT == 0

@@ -1,8 +1,8 @@
-"""The storage interface on an object store, through fsspec.
+"""Implement the storage interface on an object store, through fsspec.
 
-An object is absent or whole. A record is created by one small conditional PUT (`If-None-Match`), which alone
-decides between writers; a doubtful answer is resolved by reading back, because no two records are alike.
-Shards have names that nobody else uses. Nothing is inferred from listings, and none is remembered.
+An object is absent or complete. A record is created by one small conditional PUT (`If-None-Match`), which
+alone decides between writers. An ambiguous answer is resolved by reading back, because no two records are
+equal. Shards have unique names. Nothing is inferred from listings, and none is cached.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PUT_IN_ONE_BYTES = 32 * 2**20
-"""Up to here a staged file is one PUT from memory; longer ones go in parts."""
+"""Up to this size a staged file is one PUT from memory; longer ones are sent in parts."""
 CREATE_IN_ONE_BYTES = 4 * 2**20
-"""What the client of every store here creates in one request."""
+"""Size that the clients of all stores here create in one request."""
 _FLAT = frozenset({"s3", "s3a", "az", "abfs", "abfss", "gs", "gcs", "memory"})
 """Stores without directories."""
 _CREATE_EXCLUSIVELY = _FLAT | {"sftp", "ssh"}
-"""Protocols whose client asks for a small `create` in one step: it is then the server that decides, and that
-it does is probed. Elsewhere the client looks first and then writes, which no probe can tell apart."""
+"""Protocols whose client creates small objects exclusively in one request, so that the server decides.
+
+This is probed. Other clients check first and then write, which no probe can detect.
+"""
 _COLONS = _FLAT | {"sftp", "ssh", "adl"}
-"""Stores that take a colon in a name; for others it is percent-encoded."""
+"""Stores that allow a colon in a name; for others it is percent-encoded."""
 _IN_THIS_PROCESS = threading.Lock()
-"""fsspec's memory file system looks before it creates; threads must not come between."""
+"""fsspec's memory file system checks before it creates; the lock keeps threads out in between."""
 
 
 class ObjectStorage:
     """Everything below `root` of an fsspec file system. `url` is for messages and names.
 
-    With `single_writer="external"` somebody else makes sure that one job at a time writes here: a name is
-    then only looked up before it is created.
+    With `single_writer="external"` a name is only checked before it is created, because there is no other
+    writer.
     """
 
     request_bytes = 1 << 20
@@ -78,12 +80,12 @@ class ObjectStorage:
 
     @classmethod
     def open(cls, url: str, what: str, single_writer: SingleWriter = None) -> Self:
-        """The storage at a URL; asks the store nothing. Raises UsageError, naming the URL as `what`."""
+        """The storage at a URL; sends no request. Raises UsageError, naming the URL as `what`."""
         return cls(*open_file_system(url, what), shown(url), single_writer=single_writer)
 
     @property
     def doubt(self) -> str | None:
-        """Why nothing that a probe finds would prove that creation is exclusive here; None if it would."""
+        """Why a probe cannot verify exclusive creation here; None if it can."""
         if self._protocols & _CREATE_EXCLUSIVELY:
             return None
         return f"nothing is known of how {'/'.join(sorted(self._protocols))} creates a file exclusively"
@@ -91,24 +93,28 @@ class ObjectStorage:
     # Names
 
     def _name(self, path: str) -> str:
+        """Name of an object in the file system."""
         parts = path.split("/") if path else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
             raise StorageError(f"{path!r} is not a path below {self.url}")
         return "/".join([self.root, *map(self._encoded, parts)])
 
     def _encoded(self, part: str) -> str:
+        """A part of a name as the store takes it."""
         return part.replace("%", "%25").replace(":", "%3A") if self._escaped else part
 
     def _decoded(self, part: str) -> str:
+        """The inverse of `_encoded`."""
         return part.replace("%3A", ":").replace("%25", "%") if self._escaped else part
 
     def _try(self, verb: str, path: str, work: Callable[[], T], passing: type[Exception] = StorageError) -> T:
-        """Do work persistently; what it raises in the end becomes a StorageError, but for `passing`."""
+        """Do work with retries; the last error becomes a StorageError, except `passing`."""
         return self._try_once(verb, path, lambda: persistently(work, self.patience), passing)
 
     def _try_once(
         self, verb: str, path: str, work: Callable[[], T], passing: type[Exception] = StorageError
     ) -> T:
+        """The same without retries."""
         try:
             return work()
         except (passing, StorageError):
@@ -119,21 +125,21 @@ class ObjectStorage:
     # Creating
 
     def open_exclusive(self, path: str) -> StagedFile:
-        """Stage a new object. That its name is free is looked up: it holds a nonce that nobody else has."""
+        """Stage a new object. Its name is only checked to be free, because it contains a nonce."""
         if self.stat(path) is not None:
             raise FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}")
         return StagedFile(f"{self.url}/{path}", partial(self._put_staged, path))
 
     def open_replacing(self, path: str) -> StagedFile:
-        """Stage an object that takes the place of one of that name, if there is one, when it is put whole."""
+        """Stage an object that replaces one of that name, if any, when it is complete."""
         return StagedFile(f"{self.url}/{path}", partial(self._put_staged, path))
 
     def put_file(self, path: str, file: IO[bytes], nbytes: int, *, create: bool = False) -> None:
-        """Put an open local file of so many bytes over what is there, or, with `create`, where nothing is.
+        """Upload an open local file over an existing object, or, with `create`, only where none exists.
 
-        Raises FileExistsError where something is. The store decides where a file goes in one request to one
-        whose client can ask so (`doubt`); of longer ones the name is looked up before, for large uploads
-        ignore conditions in some stores. Bytes that lie there already, the very same, count as ours.
+        Raises FileExistsError if one exists. For small files the store decides, if its client can request
+        that (`doubt`). For larger ones the name is checked before, because some stores ignore conditions on
+        large uploads. An object with exactly these bytes counts as ours.
         """
         if create and 0 < nbytes <= CREATE_IN_ONE_BYTES and not self.doubt and self.single_writer is None:
             file.seek(0)
@@ -144,6 +150,7 @@ class ObjectStorage:
         self._put_staged(path, file, nbytes)
 
     def _put_staged(self, path: str, file: IO[bytes], nbytes: int) -> None:
+        """Upload a staged file."""
         name = self._name(path)
 
         def put() -> None:
@@ -165,9 +172,9 @@ class ObjectStorage:
             raise StorageError(f"{self.url}/{path} has {found} bytes after {nbytes} were sent: try again")
 
     def link_exclusive(self, path: str, data: bytes) -> None:
-        """Create by a conditional PUT; whoever has lost the answer reads what lies there.
+        """Create by a conditional PUT; reads the object back if the answer was lost.
 
-        So bytes that are there already count as ours: every creator has to put a nonce into them.
+        An object with these bytes counts as ours, so every creator must put a nonce into them.
         """
         if not data:
             raise StorageError(
@@ -185,6 +192,7 @@ class ObjectStorage:
         self._try("create", path, create, FileExistsError)
 
     def _create(self, path: str, name: str, data: bytes) -> None:
+        """One conditional PUT."""
         self._make_parent(name)
         if self.single_writer is None:
             self.system.pipe_file(name, data, mode="create")
@@ -194,7 +202,7 @@ class ObjectStorage:
         self.system.pipe_file(name, data)
 
     def _resolve(self, path: str, data: bytes, error: Exception) -> None:
-        """Whether a creation that failed, or seemed to, was ours after all: stores refuse in many words."""
+        """Return if a creation that seemed to fail was ours after all; stores have many error messages."""
         try:
             found = self.read_range(path, 0, len(data) + 1)
         except FileNotFoundError:
@@ -203,10 +211,11 @@ class ObjectStorage:
             raise FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}") from error
 
     def _alone(self) -> AbstractContextManager[object]:
+        """A lock, if the client is not atomic."""
         return _IN_THIS_PROCESS if "memory" in self._protocols else nullcontext()
 
     def replace(self, path: str, data: bytes) -> None:
-        """Put over whatever is there."""
+        """Put over any existing object."""
         name = self._name(path)
 
         def put() -> None:
@@ -216,15 +225,16 @@ class ObjectStorage:
         self._try("replace", path, put)
 
     def _make_parent(self, name: str) -> None:
+        """Create the parent directory, if the store has directories."""
         if not self._flat:
             self.system.makedirs(name.rpartition("/")[0], exist_ok=True)
 
     def mkdir(self, path: str) -> None:
-        """Nothing to do: a name needs no directory."""
+        """Do nothing: objects need no directory."""
         self._name(path)
 
     def sync_dir(self, path: str) -> None:
-        """Nothing to do: what was answered is durable."""
+        """Do nothing: acknowledged objects are durable."""
 
     # Reading
 
@@ -247,7 +257,7 @@ class ObjectStorage:
         return data
 
     def _nothing_at(self, path: str, offset: int, length: int) -> bytes:
-        """No bytes, where a file has none at `offset` or none are wanted."""
+        """Return no bytes, if the file has none at `offset` or none are wanted."""
         size = self.stat(path)
         if size is None:
             raise FileNotFoundError(errno.ENOENT, "no such file", f"{self.url}/{path}")
@@ -262,11 +272,11 @@ class ObjectStorage:
         return len(data)
 
     def open_read(self, path: str) -> ReadHandle:
-        """Nothing is opened: a name at which one GET fills many destinations."""
+        """A handle that fills many destinations with one GET; opens nothing."""
         return _Reads(self, path)
 
     def stat(self, path: str) -> int | None:
-        """The size that the store tells; None for a name with others below it."""
+        """The size that the store reports; None for a prefix of other names."""
         name = self._name(path)
 
         def look() -> int | None:
@@ -278,7 +288,7 @@ class ObjectStorage:
         return self._try("look at", path, look)
 
     def delete(self, path: str) -> None:
-        """Delete one object; a directory, where the store has such, when it is empty."""
+        """Delete one object, or an empty directory if the store has directories."""
         name = self._name(path)
 
         def delete() -> None:
@@ -293,6 +303,7 @@ class ObjectStorage:
         self._try("delete", path, delete)
 
     def _remove_empty(self, name: str) -> None:
+        """Remove an empty directory."""
         found = [one.rstrip("/") for one in self.system.ls(name, detail=False)]
         if all(one.rpartition("/")[2].startswith(PRIVATE) for one in found):
             for one in found:
@@ -304,22 +315,23 @@ class ObjectStorage:
         return [name for name in self._list(path) if not name.startswith(PRIVATE)]
 
     def leftovers(self, path: str) -> builtins.list[str]:
-        """Files that a client over SFTP had not named when it was killed, or that one writes right now."""
+        """Temporary files of SFTP clients, killed or still writing."""
         if self._flat:
             return []
         return [name for name in self._list(path) if name.startswith(PRIVATE)]
 
     def unfinished(self, path: str) -> builtins.list[tuple[str, str]]:
-        """Uploads in parts below a path that nobody completed or gave up; see `Unfinished`."""
+        """Multipart uploads below a path that are incomplete; see `Unfinished`."""
         if not takes_parts(self.system):
             return []
         return self._try("list uploads of", path, lambda: unfinished(self.system, self._name(path)))
 
     def give_up(self, upload: tuple[str, str]) -> None:
-        """Give one of them up."""
-        self._try("give up an upload to", "", lambda: give_up(self.system, *upload))
+        """Abort a multipart upload."""
+        self._try("abort an upload to", "", lambda: give_up(self.system, *upload))
 
     def _list(self, path: str) -> builtins.list[str]:
+        """Names below a path."""
         name = self._name(path)
 
         def look() -> builtins.list[str]:
@@ -327,7 +339,7 @@ class ObjectStorage:
                 found = self.system.ls(name, detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            # A store may name the directory itself, and memory:// a file.
+            # A store may list the directory itself, and memory:// a file.
             below = [one.rstrip("/") for one in found if one.rstrip("/").startswith(f"{name}/")]
             return sorted(self._decoded(one.rpartition("/")[2]) for one in below)
 
@@ -335,7 +347,7 @@ class ObjectStorage:
 
 
 class _Reads:
-    """Reads of one object: what lies side by side comes with one request."""
+    """Reads of one object; adjacent ranges share a request."""
 
     def __init__(self, storage: ObjectStorage, path: str) -> None:
         self._storage, self._path = storage, path
@@ -345,7 +357,7 @@ class _Reads:
         return self._storage.read_into(self._path, offset, destination)
 
     def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
-        """One ranged GET for all destinations, and copies."""
+        """Fill all destinations with one ranged GET."""
         views = [memoryview(one).cast("B") for one in destinations]
         data = memoryview(self._storage.read_range(self._path, offset, sum(map(len, views))))
         at = 0
@@ -356,4 +368,4 @@ class _Reads:
         return at
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""

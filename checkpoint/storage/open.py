@@ -1,4 +1,4 @@
-"""From a path or URL to a storage or a file system, what users say of a local place, and counts of reads."""
+"""Open a path or URL as a storage or file system; define the `Tier` option and a read counter."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _FEATURES = {
 
 
 def is_url(text: str) -> bool:
-    """Whether a text names a place by a URL."""
+    """Whether a text is a URL."""
     return "://" in text
 
 
 def protocol_of(url: str) -> str:
-    """What stands before `://`."""
+    """The part before `://`."""
     return url.partition("://")[0]
 
 
 def shown(url: str) -> str:
-    """A URL as it may be printed: without what stands before an `@` in its host, which may be a password."""
+    """A URL for display: without the part before an `@` in its host, which may contain a password."""
     protocol, mark, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     user, at, name = host.rpartition("@")
@@ -61,10 +61,10 @@ def shown(url: str) -> str:
 
 
 def open_file_system(url: str, what: str) -> tuple[Any, str]:
-    """The file system of a URL and the path in it; asks the store nothing.
+    """The file system of a URL and the path in it; sends no request.
 
-    Where it answers and who asks is told by the environment (`AWS_*`, `FSSPEC_*`) and fsspec's own files.
-    Raises UsageError, naming the URL as `what`, for one that cannot be, and where its package is missing.
+    Endpoint and credentials come from the environment (`AWS_*`, `FSSPEC_*`) and fsspec's own files. Raises
+    UsageError, naming the URL as `what`, for an invalid one, and for a missing package.
     """
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in url):
         raise UsageError(f"{what} {shown(url)!r} has control characters: choose another URL")
@@ -92,9 +92,10 @@ def open_file_system(url: str, what: str) -> tuple[Any, str]:
 
 
 def _by_fsspec(url: str, protocol: str) -> tuple[Any, str]:
+    """The file system and path, by fsspec."""
     from fsspec.core import url_to_fs  # imported late: local paths need none of it
 
-    # Not an instance of earlier: the environment may tell another endpoint by now.
+    # not a cached instance: the environment may have changed
     system, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **_options(protocol))
     if protocol in _S3:
         system.retries = 1
@@ -102,10 +103,10 @@ def _by_fsspec(url: str, protocol: str) -> tuple[Any, str]:
 
 
 def _sftp(url: str) -> tuple[Any, str]:
-    """What the URL does not say is in fsspec's configuration for `sftp`; names are those of asyncssh.
+    """The SFTP file system; defaults for its options are in fsspec's configuration for `sftp`.
 
-    fsspec reads the environment when it is imported, which any library may have done before a program has
-    set its variables: what it did not see then is looked for now.
+    fsspec reads the environment when it is imported, possibly before the program sets its variables; later
+    ones are therefore read here.
     """
     from fsspec.config import conf, set_conf_env
     from fsspec.utils import infer_storage_options
@@ -126,10 +127,10 @@ def _sftp(url: str) -> tuple[Any, str]:
 
 
 def _options(protocol: str) -> dict[str, Any]:
-    """What is asked of a client, where the user's configuration does not say something else.
+    """Options of a client, unless the user's configuration sets them.
 
-    Of S3 the repeating is ours alone: botocore's draws its pauses from Python's global random stream, and
-    what several layers repeat takes several times as long. Azure's client would wait for minutes.
+    Retries are made here only. Botocore's own use Python's global random stream, and retries in several
+    layers multiply; Azure's client would wait for minutes.
     """
     from fsspec.config import conf
 
@@ -143,6 +144,7 @@ def _options(protocol: str) -> dict[str, Any]:
 
 
 def _without(url: str, error: Exception) -> str:
+    """The error's text without credentials of the URL."""
     return str(error).strip().replace(url, shown(url))
 
 
@@ -152,7 +154,7 @@ FILE = "file://"
 def storage_of(
     where: str | os.PathLike[str], what: str, single_writer: SingleWriter = None
 ) -> LocalStorage | ObjectStorage:
-    """The storage of a path or URL; touches nothing. Raises UsageError, naming it as `what`."""
+    """The storage of a path or URL; accesses nothing. Raises UsageError, naming it as `what`."""
     if is_remote(where):
         from torchrelay.checkpoint.storage.object_store import ObjectStorage
 
@@ -162,7 +164,7 @@ def storage_of(
 
 
 def is_remote(where: object) -> bool:
-    """Whether a place lies in a store."""
+    """Whether a path or URL is in a store."""
     return isinstance(where, str) and is_url(where) and not where.startswith(FILE)
 
 
@@ -177,14 +179,14 @@ def object_at(url: str, what: str) -> tuple[ObjectStorage, str]:
 
 
 def joined(place: str, name: str) -> str:
-    """A name below a place, of which the form is kept."""
+    """A name below a directory or URL, in the same form."""
     if is_url(place):
         return f"{place.rstrip('/')}/{name}"
     return os.path.join(place, name)  # noqa: PTH118 - as the user wrote it
 
 
 class CountingStorage:
-    """Passes every verb on to `storage`; `bytes_read` and `reads` say what reading has cost so far."""
+    """Passes all calls to `storage`; `bytes_read` and `reads` count what was read."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -213,11 +215,12 @@ class CountingStorage:
         return _CountedReads(self, open_for_reading(self.storage, path))
 
     def _counted(self, data: bytes) -> bytes:
+        """Count bytes, and return them."""
         self.count(len(data))
         return data
 
     def count(self, nbytes: int) -> None:
-        """Note one read."""
+        """Count one read."""
         with self._lock:
             self.reads += 1
             self.bytes_read += nbytes
@@ -281,24 +284,30 @@ class _CountedReads:
 
 
 NOTES = "tier.json"
-"""The file of a near directory that says what it is near to."""
+"""Name of the file in a local directory that identifies its remote."""
 
 
 @python_dataclass(frozen=True)
 class Tier:
-    """A quick local directory before the place of the checkpoints (docs/tier.md).
+    """Local directory for saves, with background upload to the checkpoints' own place (docs/tier.md).
 
-    Saves are written to `near`, and acknowledged as `local`: they survive the death of the processes, not
-    the loss of that disk. Behind the training they are sent to the place of the checkpoints, oldest first,
-    and are `replicated` once its log has them. Hosts share the `near` directory, or have one each on disks of
-    their own: then what is `local` needs all of these disks.
+    Saves are written to `near`, and acknowledged as `local`: they survive the death of the processes, not the
+    loss of that disk. They are uploaded in the background, oldest first, and are `replicated` once the remote
+    log has them. Hosts share the `near` directory, or have one each on their own disks: then a `local` save
+    needs all of these disks.
 
-    `lag`: how many saved positions may be `local` only. A save beyond that waits at its boundary until one is
-    replicated, and fails after `patience_secs` without; a save before a run leaves early does not wait.
-    `drain_secs`: how long the end of a run waits until all is replicated; what is not goes up at the next
-    start. `uploads`: files that are sent at once.
+    Args:
+        near: the local directory.
+        lag: number of saved positions that may be `local` only. A further save waits until one is replicated.
+        patience_secs: seconds after which a waiting save fails. A save before an early exit does not wait.
+        drain_secs: seconds that the end of a run waits for uploads; the rest is uploaded at the next launch.
+        uploads: number of files that are sent in parallel.
 
-    Raises UsageError for anything but a path, whole numbers from 1, and seconds from 0.
+    Raises:
+        UsageError: an argument is not a path, a whole number from 1, or seconds from 0.
+
+    Example:
+        JobRunner(job, "runs/a", tier=Tier(near="/local/nvme/a", lag=4))
     """
 
     near: str | os.PathLike[str]
@@ -312,16 +321,16 @@ class Tier:
         for name in ("lag", "uploads"):
             count = getattr(self, name)
             if type(count) is not int or count < 1:
-                raise UsageError(f"Tier({name}={count!r:.80}): it is a whole number from 1")
+                raise UsageError(f"invalid Tier({name}={count!r:.80}): expected a whole number from 1")
         for name in ("patience_secs", "drain_secs"):
             secs = getattr(self, name)
             if isinstance(secs, bool) or not isinstance(secs, (int, float)) or not 0 <= secs < float("inf"):
-                raise UsageError(f"Tier({name}={secs!r:.80}): it is a number of seconds from 0")
+                raise UsageError(f"invalid Tier({name}={secs!r:.80}): expected a number of seconds from 0")
         object.__setattr__(self, "directory", Path(local_directory(self.near, "Tier(near=...)")))
 
 
 def check_tier(given: object) -> Tier | None:
-    """The option as users give it; UsageError for what it cannot be."""
+    """The option, checked; raises UsageError."""
     if given is None or isinstance(given, Tier):
         return given
-    raise UsageError(f"tier is {given!r:.80}; give torchrelay.Tier(near='/local/directory')")
+    raise UsageError(f"invalid tier={given!r:.80}: give torchrelay.Tier(near='/local/directory')")

@@ -1,9 +1,9 @@
-"""Files over SFTP, with what a storage needs of them: whole or absent, created exclusively, read in part.
+"""Implement an fsspec file system over SFTP with complete files, exclusive creation, and range reads.
 
-fsspec's own two implementations overwrite where they should create, look before they write, or read whole
-files where a range was asked for. Here a file is written under a private name, made durable by OpenSSH's
-`fsync`, and then given its name: by a hard link, which the server refuses where the name is taken, or by a
-rename that replaces. The connection is made when it is first needed, and again after it was lost.
+fsspec's own two implementations overwrite on creation, check before they write, or read whole files for a
+range. Here a file is written under a temporary name, made durable by OpenSSH's `fsync`, and then named: by a
+hard link, which the server refuses if the name exists, or by a rename that replaces. The connection is made
+on demand, and again after it was lost.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torchrelay.checkpoint.storage.base import PRIVATE
 
 _PIECE_BYTES = 8 << 20
 _PATIENCE = {"connect_timeout": 20, "login_timeout": 20, "keepalive_interval": 10, "keepalive_count_max": 3}
-"""In seconds; a server that is silent for half a minute is lost."""
+"""Seconds; a server that is silent for this long is lost."""
 
 
 class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not annotated
-    """Files of an SFTP server; `options` are those of `asyncssh.connect`, of which none turns checks off.
+    """Files of an SFTP server; `options` are those of `asyncssh.connect`.
 
-    The server's key has to be known, as for every ssh: in `~/.ssh/known_hosts`, or in the file `known_hosts`.
+    Host key checks stay on: the key must be in `~/.ssh/known_hosts`, or in the file `known_hosts`.
     """
 
     protocol = ("sftp", "ssh")
@@ -52,7 +52,7 @@ class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not an
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[Any]:
-        """The connection; its errors in the words of the system."""
+        """The connection; raises errors of the operating system."""
         line = await self._connected()
         try:
             yield line[1]
@@ -64,6 +64,7 @@ class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not an
             raise ConnectionResetError(f"the connection to {self.host} was lost: {error}") from error
 
     async def _connected(self) -> tuple[Any, Any]:
+        """The cached connection, or a new one."""
         if self._connecting is None:
             self._connecting = asyncio.Lock()
         async with self._connecting:
@@ -72,20 +73,25 @@ class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not an
             return self._line
 
     async def _connect(self) -> tuple[Any, Any]:
+        """Make a connection."""
         try:
             connection = await asyncssh.connect(self.host, **self._options)
             weakref.finalize(self, _close, self.loop, connection)
             return connection, await connection.start_sftp_client()
         except (asyncssh.PermissionDenied, asyncssh.HostKeyNotVerifiable) as error:
-            raise PermissionError(f"{self.host} and this process do not trust each other: {error}") from error
+            raise PermissionError(
+                f"authentication between {self.host} and this process failed: {error}"
+            ) from error
         except (asyncssh.Error, TimeoutError, asyncio.TimeoutError) as error:
             raise ConnectionResetError(f"no connection to {self.host}: {error}") from error
 
     def _drop_if_lost(self, line: tuple[Any, Any], error: Exception) -> None:
+        """Drop a connection after an error that means it was lost."""
         if isinstance(error, (asyncssh.SFTPConnectionLost, asyncssh.SFTPNoConnection)):
             self._drop(line)
 
     def _drop(self, line: tuple[Any, Any]) -> None:
+        """Close a connection."""
         if self._line is line:
             self._line = None
         line[0].abort()
@@ -161,7 +167,7 @@ class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not an
 
 @asynccontextmanager
 async def _beside(client: Any, path: str) -> AsyncIterator[str]:
-    """A new private name beside a path; what lies under it afterwards goes."""
+    """A temporary name beside a path; its file is removed afterwards."""
     temporary = str(PurePosixPath(path).with_name(f"{PRIVATE}{secrets.token_hex(8)}"))
     try:
         yield temporary
@@ -171,22 +177,22 @@ async def _beside(client: Any, path: str) -> AsyncIterator[str]:
 
 
 async def _link(client: Any, temporary: str, path: str) -> None:
-    """Give a file a name that is free. Servers without links refuse to rename to one that is taken."""
+    """Give a file a name that is free. Servers without links use a rename that fails if it exists."""
     try:
         try:
             await client.link(temporary, path)
         except asyncssh.SFTPOpUnsupported:
             await client.rename(temporary, path)
-    except asyncssh.SFTPNoSuchFile as error:  # a takeover removes what lies there without a name
-        raise InterruptedError(errno.EINTR, f"{temporary} was removed by somebody") from error
+    except asyncssh.SFTPNoSuchFile as error:  # a takeover deletes temporary files
+        raise InterruptedError(errno.EINTR, f"{temporary} was removed by another process") from error
     except (asyncssh.SFTPFailure, asyncssh.SFTPFileAlreadyExists) as error:  # most say no more than that
         if await client.exists(path):
-            raise FileExistsError(f"{path} is taken") from error
+            raise FileExistsError(f"{path} exists") from error
         raise
 
 
 async def _replace(client: Any, temporary: str, path: str) -> None:
-    """Give a file a name, of what had it before there is nothing left. Without the extension in two steps."""
+    """Give a file a name, replacing its file. In two steps without the extension."""
     try:
         await client.posix_rename(temporary, path)
     except asyncssh.SFTPOpUnsupported:
@@ -196,11 +202,13 @@ async def _replace(client: Any, temporary: str, path: str) -> None:
 
 
 async def _sync(file: Any) -> None:
-    with suppress(asyncssh.SFTPOpUnsupported):  # then a server says nothing of when bytes are durable
+    """Make a file durable, if the server can."""
+    with suppress(asyncssh.SFTPOpUnsupported):  # then a server does not state when bytes are durable
         await file.fsync()
 
 
 def _told(path: str, attributes: Any) -> dict[str, Any]:
+    """The description of a file for fsspec."""
     permissions = attributes.permissions or 0
     kinds = (("directory", stat.S_ISDIR), ("link", stat.S_ISLNK), ("file", stat.S_ISREG))
     kind = next((kind for kind, is_it in kinds if is_it(permissions)), "other")
@@ -208,7 +216,7 @@ def _told(path: str, attributes: Any) -> dict[str, Any]:
 
 
 def _in_other_words(error: Exception) -> Exception:
-    """The error of the system that says the same."""
+    """The operating system's error for an SFTP error."""
     if isinstance(error, (asyncssh.SFTPNoSuchFile, asyncssh.SFTPNoSuchPath)):
         return FileNotFoundError(str(error))
     if isinstance(error, (asyncssh.SFTPPermissionDenied, asyncssh.SFTPWriteProtect)):
@@ -221,5 +229,6 @@ def _in_other_words(error: Exception) -> Exception:
 
 
 def _close(loop: Any, connection: Any) -> None:
+    """Close a connection."""
     with suppress(RuntimeError):  # the loop may have ended with its program
         loop.call_soon_threadsafe(connection.abort)

@@ -1,12 +1,11 @@
-"""Transfers over a network: calls retried until a deadline, and uploads, large ones in parts.
+"""Retry network calls until a deadline, and upload files, large ones in parts.
 
-Nothing here knows what a call does: whoever repeats one must be able to, or look first what became of it.
+Callers must ensure that a call can be repeated, or check its outcome first. Incomplete uploads are invisible
+but cost money until they are aborted: here after a failed part, and at a takeover of the log those of a
+killed writer.
 
-What was begun and not completed is invisible, and is paid for until somebody gives it up: this module does
-when a part fails, and whoever takes the log over does so with what a killed writer left.
-
-A store cannot write the header of a shard last, at offset 0, into an object that exists. Staging costs
-local space for the file (in the directory for temporary files) and a copy; nothing is visible before.
+A store cannot overwrite a header at offset 0 of an object, so files are staged first. Staging needs local
+space for the file (in the directory for temporary files) and a copy; nothing is visible before.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torchrelay.records import dataclass
 T = TypeVar("T")
 
 AT_LEAST = 3
-"""Attempts that are made even if the first ones took longer than the deadline (large files do)."""
+"""Minimum of attempts, even if the first ones took longer than the deadline (large files do)."""
 _PASSING = frozenset(
     {
         errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EPIPE,
@@ -41,13 +40,13 @@ _PASSING_NAMES = frozenset(
         "ResponseParserError", "ServiceRequestError", "ServiceResponseError",
     }
 )  # fmt: skip
-"""Errors of the clients below fsspec that are no OSError, by the names of their classes."""
+"""Names of error classes of the clients below fsspec that are not OSError."""
 _PASSING_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 
 
 @dataclass(frozen=True)
 class RetryTimeouts:
-    """How long, in seconds, a call is repeated, and how long the pauses between are at most."""
+    """Seconds until retries stop, and the longest pause between them."""
 
     deadline_secs: float = 120.0
     first_pause_secs: float = 0.1
@@ -55,13 +54,13 @@ class RetryTimeouts:
 
 
 def persistently(work: Callable[[], T], patience: RetryTimeouts) -> T:
-    """Do `work`, again and again while what it raises may pass; raises its last error."""
+    """Do `work`, and repeat it while its error may be temporary; raises the last error."""
     until = time.monotonic() + patience.deadline_secs
     for attempt, pause in enumerate(_pauses(patience), 1):
         try:
             return work()
         except Exception as error:
-            settled = isinstance(error, StorageError) or not may_pass(error)  # ours was persistent already
+            settled = isinstance(error, StorageError) or not may_pass(error)  # already retried
             if settled or (time.monotonic() + pause > until and attempt >= AT_LEAST):
                 raise
         time.sleep(pause)
@@ -69,16 +68,16 @@ def persistently(work: Callable[[], T], patience: RetryTimeouts) -> T:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same call may succeed a moment later: overload, time-outs, lost connections."""
+    """Whether an error may be temporary: overload, time-outs, lost connections."""
     return any(_passes(one) for one in _chain(error))
 
 
 def refusal(place: str, verb: str, error: BaseException) -> StorageError:
-    """The error of ours for what a store answered."""
+    """The StorageError for an error of a store."""
     reason = str(error).strip() or type(error).__name__
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
-        hint = "; check the credentials and what they allow"
+        hint = "; check the credentials and their permissions"
     elif isinstance(error, FileNotFoundError):
         hint = "; check that the bucket exists"
     elif may_pass(error):
@@ -91,7 +90,7 @@ def refusal(place: str, verb: str, error: BaseException) -> StorageError:
 
 
 def _pauses(patience: RetryTimeouts) -> Iterator[float]:
-    """Growing pauses with jitter, from the system's randomness: the user's streams must not be touched."""
+    """Growing pauses with jitter, from the system's randomness: the user's streams must not change."""
     pause, random = patience.first_pause_secs, secrets.SystemRandom()
     while True:
         yield pause * random.uniform(0.5, 1.0)
@@ -99,6 +98,7 @@ def _pauses(patience: RetryTimeouts) -> Iterator[float]:
 
 
 def _passes(error: BaseException) -> bool:
+    """Whether a single error may be temporary."""
     if isinstance(error, (ConnectionError, TimeoutError)):
         return True
     if isinstance(error, OSError) and error.errno is not None:
@@ -109,7 +109,7 @@ def _passes(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error tells, in the forms of botocore, aiohttp and azure."""
+    """The HTTP status of an error of botocore, aiohttp or azure."""
     response = getattr(error, "response", None)
     told = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
     for found in (told, getattr(error, "status", None), getattr(error, "status_code", None)):
@@ -119,6 +119,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and its causes."""
     step: BaseException | None = error
     for _ in range(8):
         if step is None:
@@ -128,10 +129,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def size_of(system: Any, name: str) -> int | None:
-    """The size of a file; None for a directory. Raises FileNotFoundError and what the client raises.
+    """The size of a file; None for a directory. Raises FileNotFoundError and the client's errors.
 
-    s3fs, which looks for directories, too, lists what may lie below a name that nothing has; a store is
-    asked for hundreds of these.
+    s3fs also lists names below a missing one, which is too slow for hundreds of files.
     """
     if hasattr(system, "call_s3"):
         bucket, key, _ = system.split_path(name)
@@ -152,9 +152,9 @@ def takes_parts(system: Any) -> bool:
 
 
 def put_in_parts(system: Any, name: str, file: IO[bytes], nbytes: int, patience: RetryTimeouts) -> None:
-    """Put a local file of so many bytes; every request is repeated by itself. Raises what the client raises.
+    """Upload a local file in parts; every request is retried by itself. Raises the client's errors.
 
-    The name has to be nobody else's: an answer that was lost is looked up by the object's size.
+    The name must be unique: after a lost answer the object is recognised by its size.
     """
     bucket, key, _ = system.split_path(name)
     size = max(PART_BYTES, -(-nbytes // _MOST_PARTS))
@@ -181,12 +181,13 @@ def put_in_parts(system: Any, name: str, file: IO[bytes], nbytes: int, patience:
 
 
 def _each(work: Callable[[T], None], items: Iterator[T]) -> None:
+    """Do work for each item in parallel."""
     for item in items:
         work(item)
 
 
 def _complete(system: Any, name: str, nbytes: int, upload: str, parts: list[dict[str, Any]]) -> None:
-    """Have the parts become the object; one that did, unheard of, is refused when it is repeated."""
+    """Complete an upload; a repeated request fails if the first one succeeded."""
     bucket, key, _ = system.split_path(name)
     try:
         system.call_s3(
@@ -201,6 +202,7 @@ def _complete(system: Any, name: str, nbytes: int, upload: str, parts: list[dict
 
 
 def _part(file: IO[bytes], offset: int, nbytes: int) -> bytes:
+    """Read one part."""
     data = os.pread(file.fileno(), nbytes, offset)
     if len(data) != nbytes:
         raise StorageError(f"the staged file ends at byte {offset + len(data)}: try again")
@@ -208,25 +210,25 @@ def _part(file: IO[bytes], offset: int, nbytes: int) -> bytes:
 
 
 def unfinished(system: Any, name: str) -> list[tuple[str, str]]:
-    """Names below `name`, and ids, of uploads that were begun and not completed or given up; at most 1000."""
+    """Names below `name`, and ids, of incomplete uploads; at most 1000."""
     bucket, key, _ = system.split_path(name)
     found = system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
     return [(f"{bucket}/{one['Key']}", one["UploadId"]) for one in found.get("Uploads", ())]
 
 
 def give_up(system: Any, name: str, upload: str) -> None:
-    """End an upload; one that is not there any more is fine."""
+    """Abort an upload; an absent one is fine."""
     bucket, key, _ = system.split_path(name)
     with suppress(FileNotFoundError):
         system.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
 
 
 Put = Callable[[IO[bytes], int], None]
-"""Puts a staged file of so many bytes, all of it or nothing; raises StorageError."""
+"""Uploads a staged file completely or not at all; raises StorageError."""
 
 
 class StagedFile:
-    """The write handle of an object. `sync_file` puts it; closed without that, it never existed."""
+    """The write handle of an object. `sync_file` uploads it; closed before that, it never existed."""
 
     alignment = 0
 
@@ -249,7 +251,7 @@ class StagedFile:
             raise self._no_room(error) from error
 
     def preallocate(self, nbytes: int) -> None:
-        """Reserve local space where the file system can."""
+        """Reserve local space if the file system can."""
         try:
             if nbytes:
                 os.posix_fallocate(self._file.fileno(), 0, nbytes)
@@ -257,16 +259,17 @@ class StagedFile:
             raise self._no_room(error) from error
 
     def sync_file(self) -> None:
-        """Put the object; it is durable when the store has answered."""
+        """Upload the object; it is durable when the store has answered."""
         self._put(self._file, os.fstat(self._file.fileno()).st_size)
 
     def close(self) -> None:
-        """Let go of the staged file; later calls do nothing."""
+        """Delete the staged file; later calls do nothing."""
         self._file.close()
 
     def _no_room(self, error: OSError) -> StorageError:
+        """The error for a full local disk."""
         where = tempfile.gettempdir()
         return StorageError(
-            f"{self.path} cannot be staged in {where}: {error.strerror or error}; a file lies there whole "
-            "before it is sent: free some space, or set TMPDIR to a place with room for the largest shard"
+            f"{self.path} cannot be staged in {where}: {error.strerror or error}; the whole file is "
+            "stored there before it is sent: set TMPDIR to a place with room for the largest shard"
         )

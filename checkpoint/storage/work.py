@@ -1,10 +1,8 @@
-"""Work in progress: calls in flight, how far long works are, their threads, the time of phases.
+"""Track calls in flight, progress of long operations, helper threads, and seconds by phase.
 
-A thread inside a call that never returns cannot tell. Each call is noted where it begins and forgotten where
-it ends; who watches the process asks for those that take longer than any storage that still moves.
-
-Works say what they do and how many bytes they are going to move; the storages' calls say what was moved
-(`underway`). Nobody waits here, and nothing is decided by it.
+A thread inside a call that never returns cannot report it. Each call is therefore noted when it begins and
+removed when it ends, so that the monitor of the process finds those that take too long. Operations state
+their name and size; the storages' calls count the bytes (`underway`). Nothing here waits or decides.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from typing import NamedTuple, TypeVar
 from torchrelay.records import dataclass
 
 PATIENCE_SECS = 60.0
-"""How long a call may take that moves no bytes to speak of."""
+"""Seconds that a call may take if it moves few bytes."""
 LEAST_RATE = 16 << 20
-"""Bytes per second by which a call that moves many may take longer: a storage that is slower hangs."""
+"""Bytes per second: a call that moves more may take longer. A slower storage hangs."""
 _PATIENT_VERBS = {"delete": 300.0}  # a large file's blocks are freed within the call
 
 
 class StorageCall(NamedTuple):
-    """One call: what it does to which path, how many bytes it moves, and since when (monotonic clock)."""
+    """One call: method, path, bytes that it moves, and start time (monotonic clock)."""
 
     verb: str
     path: str
@@ -44,13 +42,13 @@ class StorageCall(NamedTuple):
 _MOVING_VERBS = {"read", "write"}
 
 _calls: dict[int, tuple[str, str, int, float]] = {}
-"""What a `StorageCall` has, by the object that notes it: made quickly, for storages are called very often."""
+"""The fields of a `StorageCall`, by the object that notes it: quick, because calls are frequent."""
 _moved: dict[int, int] = {}
 """By thread, so that no count is lost."""
 
 
 class underway:  # noqa: N801 - it reads as the statement that it is; a generator would take twice the time
-    """Note a call for as long as the block takes; what is written or read then counts as moved."""
+    """Note a call for the duration of the block; its bytes then count as moved."""
 
     __slots__ = ("_nbytes", "_path", "_verb")
 
@@ -72,10 +70,11 @@ class underway:  # noqa: N801 - it reads as the statement that it is; a generato
             moved(self._nbytes)
 
     def _failed(self, error: BaseException) -> None:
-        """Say more of an error that ends the call."""
+        """Add details to an error that ends the call."""
 
     def __del__(self) -> None:
-        # Ctrl-C may come where the block begins or ends: what is not forgotten seems to hang for ever.
+        # Ctrl-C may come at the begin or end of the block: a call that stays noted would seem to hang for
+        # ever.
         _calls.pop(id(self), None)
 
 
@@ -87,17 +86,17 @@ def moved(nbytes: int) -> None:
 
 
 def moved_bytes() -> int:
-    """What all threads of this process have moved in storages since it began."""
+    """Bytes that all threads of this process have moved in storages so far."""
     return sum(list(_moved.values()))
 
 
 def calls() -> list[StorageCall]:
-    """The calls of this process that are going on, the oldest first."""
+    """The calls of this process in flight, oldest first."""
     return [StorageCall(*one) for one in list(_calls.values())]
 
 
 def hanging() -> str | None:
-    """Say which call hangs, for how long; None when none does."""
+    """A message about a call that hangs, and for how long; None without one."""
     now = time.monotonic()
     for call in calls():
         if call.hangs(now):
@@ -109,7 +108,7 @@ def hanging() -> str | None:
 
 @dataclass(frozen=True)
 class Work:
-    """One work: `nbytes` in all (None: not known), of which `done` are moved, in `secs` until now."""
+    """One operation: `nbytes` in all (None if unknown), of which `done` are moved, in `secs` so far."""
 
     what: str
     nbytes: int | None
@@ -118,7 +117,7 @@ class Work:
 
     @property
     def secs_left(self) -> float | None:
-        """At the rate until now; None while nothing tells."""
+        """Estimate at the rate so far; None without a rate."""
         if not self.nbytes or not self.done or self.secs <= 0:
             return None
         return max(self.nbytes - self.done, 0) * self.secs / self.done
@@ -130,7 +129,7 @@ _works: dict[int, tuple[str, int | None, int, float]] = {}
 
 @contextmanager
 def headway(what: str, nbytes: int | None = None) -> Iterator[None]:
-    """Say that the block is such a work."""
+    """Note the block as a long operation."""
     number = next(_numbers)
     _works[number] = (what, nbytes, moved_bytes(), time.monotonic())
     try:
@@ -140,7 +139,7 @@ def headway(what: str, nbytes: int | None = None) -> Iterator[None]:
 
 
 def works() -> list[Work]:
-    """The works that are going on, the oldest first. What two at once move is counted for both."""
+    """The long operations in flight, oldest first. Bytes moved during two of them count for both."""
     moved, now = moved_bytes(), time.monotonic()
     found = []
     for what, nbytes, before, since in list(_works.values()):
@@ -151,10 +150,9 @@ def works() -> list[Work]:
 
 T = TypeVar("T")
 WRITERS = 3
-"""Threads that write a file, however many processes do so: one copies and hashes while others wait for
-the device; more gain nothing."""
+"""Threads that write a file: one copies and hashes while others wait for the device."""
 LOOK_SECS = 5.0
-"""How often whoever waits for a helper looks at it, whatever became of the signal."""
+"""Seconds after which a thread that waits for a helper checks it, even without its signal."""
 
 
 def share(
@@ -162,8 +160,8 @@ def share(
 ) -> None:
     """Call `work` in this thread and in `threads - 1` others; together they get each item once, in order.
 
-    All have ended when it returns. The first error ends them after the item that each is at, and is
-    raised; an interrupt goes before other errors. With fewer threads than asked for it takes longer.
+    All have ended when it returns. The first error ends them after their current item, and is raised; an
+    interrupt takes precedence. Works with fewer threads too.
     """
     shared, errors = _Shared(items), list[BaseException]()
 
@@ -189,10 +187,9 @@ def share(
 def beside(
     work: Callable[[], T], others: Iterable[Callable[[], object]], helpers: int = 1, *, name: str
 ) -> T:
-    """What `work` returns, done by this thread; others do `others` meanwhile, and this one what is left.
+    """Return the result of `work`, done by this thread; others do `others` meanwhile, and this one the rest.
 
-    All have ended when it returns or raises. What `work` raises ends the others after the one that each
-    thread is at.
+    All have ended when it returns or raises. An error of `work` ends the others after their current item.
     """
     caller, found = threading.get_ident(), list[T]()
 
@@ -207,10 +204,9 @@ def beside(
 
 
 class _Helper(threading.Thread):
-    """A thread that tells when its work has ended.
+    """A thread that signals its end.
 
-    `Thread.join` does not do for that: where it is interrupted, Python up to 3.12 may take a living thread
-    for one that has ended (bpo-45274).
+    An interrupted `Thread.join` may mark a live thread as ended up to Python 3.12 (bpo-45274).
     """
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
@@ -226,18 +222,18 @@ class _Helper(threading.Thread):
 
 
 def _start(helpers: list[_Helper]) -> None:
+    """Start the helpers."""
     for helper in helpers:
         try:
             helper.start()
-        except RuntimeError:  # no more threads in this process
+        except RuntimeError:  # this process has no more threads
             return
 
 
 def _ended(helpers: list[_Helper], shared: _Shared[T]) -> list[BaseException]:
-    """Wait for all that began, whatever happens meanwhile; returns what interrupted the waiting.
+    """Wait for all that began, in spite of interrupts; returns these.
 
-    A helper without a number has not begun: if it still does, an interrupt has stopped the sequence, or this
-    thread has come to its end.
+    A helper without a number has not begun; if it begins later, the sequence has been stopped or has ended.
     """
     errors: list[BaseException] = []
     for helper in helpers:
@@ -251,7 +247,7 @@ def _ended(helpers: list[_Helper], shared: _Shared[T]) -> list[BaseException]:
 
 
 class _Shared(Iterator[T]):
-    """An iterator that several threads may ask."""
+    """An iterator for several threads."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items = iter(items)
@@ -265,7 +261,7 @@ class _Shared(Iterator[T]):
             return next(self._items)
 
     def stop(self) -> None:
-        """No more items for anybody."""
+        """Yield no more items to any thread."""
         self._stopped = True
 
 
@@ -273,14 +269,14 @@ BASE_PATIENCE_SECS = 600.0
 
 
 SLOWEST_BYTES_PER_SEC = 10e6
-"""A rank that writes slower than this on top of the base is late."""
+"""A rank that writes more slowly than this, plus the base, is late."""
 
 
 @dataclass
 class Clock:
-    """Seconds by phase: of this process, of one thread, or on average over the threads of a write.
+    """Seconds by phase: of this process, of one thread, or averaged over the threads of a write.
 
-    So they never add up to more than the time that passed.
+    Their sum therefore never exceeds the elapsed time.
     """
 
     secs: dict[str, float] = field(default_factory=dict)
@@ -295,12 +291,12 @@ class Clock:
             self.secs[phase] = self.secs.get(phase, 0.0) + time.monotonic() - start
 
     def add_mean(self, parts: Sequence[Clock], threads: int) -> None:
-        """Add what `threads` threads have counted in any number of parts."""
+        """Add the average over `threads` threads of any number of parts."""
         for phase in {phase: None for part in parts for phase in part.secs}:
             total = sum(part.secs.get(phase, 0.0) for part in parts)
             self.secs[phase] = self.secs.get(phase, 0.0) + total / threads
 
 
 def patience_secs(nbytes: int) -> float:
-    """How long the others wait for a rank that writes or reads so much from a very slow disk."""
+    """Seconds to wait for a rank that writes or reads so many bytes from a very slow disk."""
     return BASE_PATIENCE_SECS + nbytes / SLOWEST_BYTES_PER_SEC

@@ -58,7 +58,7 @@ def test_s11_a_repeated_input_is_refused_at_save(tmp_path: Path) -> None:
 def test_s11_a_repeated_output_is_refused_at_load(tmp_path: Path) -> None:
     """A name listed twice, or two names that become one, are refused."""
     save_blobs(tmp_path / "f", {"a": torch.ones(1), "b": torch.ones(1)})
-    with pytest.raises(UsageError, match="'a' is asked for twice"):
+    with pytest.raises(UsageError, match="'a' is given twice"):
         load_blobs(tmp_path / "f", ["a", "a"])
     with pytest.raises(UsageError, match="'a' and 'b' both"):
         load_blobs(tmp_path / "f", rename={"a": "x", "b": "x"})
@@ -106,7 +106,7 @@ def test_s11_a_missing_file_is_named(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "foreign")
     with pytest.raises((FormatError, DamagedError), match="foreign"):
         load_blobs(tmp_path / "foreign")
-    with pytest.raises(UsageError, match="memory://bucket/f is not there"):
+    with pytest.raises(UsageError, match="memory://bucket/f does not exist"):
         load_blobs("memory://bucket/f")
     with pytest.raises(UsageError, match="no file: name"):
         load_blobs([])

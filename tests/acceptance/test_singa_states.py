@@ -238,7 +238,7 @@ def test_sng_4_urls_of_fsspec() -> None:
     other = Tied()
     assert torchrelay.load_states(url, other) == {"epoch": 2}
     assert same_states(model, other)
-    with pytest.raises(UsageError, match="not there"):
+    with pytest.raises(UsageError, match="does not exist"):
         torchrelay.load_states("memory://singa-archives/b.zip", model)
 
 

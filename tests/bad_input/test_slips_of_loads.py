@@ -25,8 +25,8 @@ def file(tmp_path: Path) -> Path:
     ("options", "told"),
     [
         ({"device": "gpu"}, r"device='gpu' cannot be used here"),
-        ({"names": 3}, r"3 is no name or pattern"),
-        ({"rename": "net"}, r"rename is 'net'; give new names by old ones"),
+        ({"names": 3}, r"invalid 3: expected a name"),
+        ({"rename": "net"}, r"invalid rename='net': expected new names by old ones"),
         ({"prefix": "modle."}, r"no name begins with prefix='modle\.'"),
     ],
 )
@@ -41,7 +41,7 @@ def test_odd_arguments_of_a_load(file, options, told):
     [
         ({"model": torch.nn.Linear(2, 1)}, {"dtype": {"modle": torch.float16}}, "no leaf matches 'modle', a"),
         ({"": 1}, {}, r"'' cannot be the name of a blob: it is empty"),
-        (torch.nn.Linear(2, 1), {}, r"give the blobs by name, .*, not Linear$"),
+        (torch.nn.Linear(2, 1), {}, r"invalid blobs Linear: expected them by name"),
     ],
 )
 def test_odd_arguments_of_a_save(tmp_path, blobs, options, told):
@@ -53,7 +53,7 @@ def test_odd_arguments_of_a_save(tmp_path, blobs, options, told):
 
 def test_a_rename_that_is_no_mapping(file):
     """Also where objects are filled."""
-    with pytest.raises(UsageError, match=r"rename is 'net'; give new names by old ones"):
+    with pytest.raises(UsageError, match=r"invalid rename='net': expected new names by old ones"):
         torchrelay.load_into(file, {"model": torch.nn.Linear(2, 1)}, rename="net")
 
 
@@ -93,7 +93,7 @@ def test_what_torch_did_not_write_is_said_to_be_none_of_its_files(tmp_path):
     (tmp_path / "odd").write_bytes(b'\x80\x02".')
     reasons = {"text": "--from", "empty": "--from", "cut": "damaged", "odd": "Unsupported operand 34$"}
     for name, reason in reasons.items():
-        with pytest.raises(FormatError, match=rf"{name} is no file of torch.save.*{reason}") as caught:
+        with pytest.raises(FormatError, match=rf"{name} is not a file of torch.save.*{reason}") as caught:
             torchrelay.import_checkpoint(tmp_path / name, tmp_path / "out", format="torch")
         assert "weights_only" not in str(caught.value)
         assert ("its code" in str(caught.value)) == (name == "odd")

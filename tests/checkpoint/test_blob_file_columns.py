@@ -186,7 +186,7 @@ FORGERIES = {
     "a leaf twice": lambda rows: [*rows, rows[0]],
     "a leaf that is a list": lambda rows: [[["a"], "a", "tensor"], *rows[1:]],
     "a leaf that is not there": lambda rows: [*rows, ["zz", "zz", "tensor"]],
-    "a role that is none": lambda rows: [[*rows[0][:2], "king"], *rows[1:]],
+    "an unknown role": lambda rows: [[*rows[0][:2], "king"], *rows[1:]],
     "a blob that is a list": lambda rows: [[rows[0][0], ["a"], "tensor"], *rows[1:]],
     "a blob that is a number": lambda rows: [[rows[0][0], 1, "tensor"], *rows[1:]],
     "a value of a blob that is a list": lambda rows: [

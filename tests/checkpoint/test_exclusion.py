@@ -153,7 +153,7 @@ def test_with_an_external_single_writer_such_a_directory_works(tmp_path, monkeyp
 @pytest.mark.parametrize("given", ["yes", True, ""])
 def test_the_option_is_checked(given, tmp_path):
     """Anything but 'external' is refused where the manager is made."""
-    with pytest.raises(UsageError, match="single_writer is"):
+    with pytest.raises(UsageError, match="invalid single_writer"):
         MultiNodeCheckpointManager(tmp_path, single_writer=given)
     with pytest.raises(UsageError, match=r"single_writer .*manager"):
         JobRunner(Trial().job, MultiNodeCheckpointManager(tmp_path), single_writer="external")

@@ -401,7 +401,7 @@ def test_odd_arguments_are_refused(run, tmp_path):
             export_checkpoint(run, out, **options)
     with pytest.raises(UsageError, match="onnx"):
         import_checkpoint(run, out, format="onnx")
-    with pytest.raises(UsageError, match="not there"):
+    with pytest.raises(UsageError, match="does not exist"):
         import_checkpoint(tmp_path / "absent", out, format="torch")
     with pytest.raises(UsageError, match="exists already"):
         import_checkpoint(run, run, format="torch")

@@ -327,10 +327,10 @@ DAMAGES = {
     damage_shape: r"ema is float32\[3\] here, float32\[2\] in the checkpoint",
     damage_dtype: r"ema is float64\[2\] here, float32\[2\]",
     damage_kind: r"ema is a Tally \(stateful object\) here, a tensor in the checkpoint",
-    damage_names: r"not in the checkpoint: model.wieght \(there is model.weight",
+    damage_names: r"not in the checkpoint: model.wieght \(similar: model.weight",
     damage_groups: r"optimizer has groups of \[2, 1\] parameters here, of \[2\]",
     damage_member: r"optimizer has model.extra.weight in group 0 here, and not in the checkpoint",
-    damage_missing: r"not in the checkpoint: emma \(there is ema",
+    damage_missing: r"not in the checkpoint: emma \(similar: ema",
     damage_homeless: r"tally is a stateful object in the checkpoint, and no object.*factory",
 }
 

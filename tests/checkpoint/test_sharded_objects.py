@@ -72,7 +72,7 @@ def test_leaves_on_equal_device_meshes_have_one_mesh():
 def test_fsdp1_is_refused_with_the_way_out():
     """Flat parameters are not saved under names that nobody could load."""
     model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
-    with pytest.raises(BlobError, match=r"blob 'model' is wrapped by FullyShardedDataParallel.*fully_shard"):
+    with pytest.raises(BlobError, match=r"blob 'model' is wrapped by FullyShardedDataParallel.*fsdp_state"):
         leaves_of({"model": model})
 
 

@@ -213,4 +213,4 @@ def _covering(names: Sequence[str]) -> list[str]:
 def _nearest(name: str, stored: Mapping[str, LeafSpec]) -> str:
     """Similar stored names, for a message."""
     near = difflib.get_close_matches(name, stored, n=2)
-    return f"(similar: {', '.join(near)})" if near else ""
+    return f" (similar: {', '.join(near)})" if near else ""
