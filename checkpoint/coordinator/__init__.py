@@ -1,1 +1,1 @@
-"""The log and retention as the processes of a run use them together."""
+"""Use the log and retention together in all processes of a run."""

@@ -1,8 +1,8 @@
-"""Retention as the engine applies it: the log says what goes, then files go behind the training.
+"""Apply retention for the engine: commit what is deleted to the log, then delete files in the background.
 
-On demand, of a run that nobody writes to, what is said beforehand and what is done come from the same
-functions. As in training, an epoch that stays is proved first, the log says durably what goes, and only then
-files are deleted; what an interruption left of them is found in the log and goes the next time.
+The same functions report and perform a prune of a run without a writer. As in training, an epoch that stays
+is verified first, the log durably retires others, and only then files are deleted. An interrupted deletion is
+in the log and is finished the next time.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from torchrelay.jobs.session import Peers, decide, warn
 from torchrelay.records import dataclass
 
 LOOKED_AT = 64
-"""Holders of files that one look opens at most: a header costs a read, and the training may wait for it."""
+"""Holders whose files one call opens at most: each header costs a read, for which training may wait."""
 
 
 class Lasting:
-    """Proves the newest epochs up to their headers, before each retirement.
+    """Verifies the headers of the newest epochs before each retirement.
 
-    Where an epoch lies in the files of more than `LOOKED_AT` nodes a share of them is looked at, another
-    one each time. The bytes themselves are not read: that is for whoever loads them, and for `verify`.
+    At most `LOOKED_AT` nodes' files are read per call; larger epochs are checked in rotation. Blocks are
+    verified only by loads and by `verify`.
     """
 
     def __init__(self) -> None:
         self._turn = 0
         self._nodes: int | None = None
-        """How many nodes the last epoch had that was looked at."""
+        """Number of nodes of the last epoch that was checked."""
 
     def unproved(
         self, storage: Storage, view: LogView, unseen: frozenset[str] = frozenset()
     ) -> tuple[Proof, ...]:
-        """Of the positions that a job may resume from the newest that are not proved, up to one that is.
+        """The newest resumable positions that are not verified, up to one that is.
 
-        `unseen` are tries of which not all files are to be seen from here; nothing is said of them.
-        Up to one that cannot be read, too, which is then the last: a storage that is away may keep each look
-        waiting for minutes, and the other processes with it.
+        `unseen` are attempts that are not completely visible here; they are skipped. A position that cannot
+        be read ends the search too, because an unavailable storage may delay each check, and all processes,
+        for minutes.
         """
         found: list[Proof] = []
         for entry in view.candidates(boundary=True):
@@ -73,6 +73,7 @@ class Lasting:
         return tuple(found)
 
     def _look(self, storage: Storage, entry: CommittedPosition) -> Proof:
+        """Verify an epoch's headers."""
         if self._nodes is None:
             self._remember(prove(storage, entry, want=()))
         shares = max(1, -(-(self._nodes or 1) // LOOKED_AT))
@@ -82,23 +83,24 @@ class Lasting:
         return proof
 
     def _remember(self, proof: Proof) -> None:
+        """Remember verified positions."""
         if proof.manifest is not None:
             self._nodes = len(proof.manifest.world.nodes)
 
 
 _EXPECTED = 3
-"""So many positions may well have no metrics: the first state, and epochs that were not evaluated."""
+"""Number of positions that usually have no metrics: the first state, and epochs without evaluation."""
 
 
 class KnownMetrics:
-    """Metrics of the healthy whole epochs of the current branch, as far as they were read."""
+    """Cached metrics of the healthy whole epochs of the current branch."""
 
     def __init__(self) -> None:
         self._known: dict[str, Mapping[str, float]] = {}
         self._unread: dict[CommittedPosition, OSError] = {}
 
     def look(self, storage: Storage, view: LogView) -> None:
-        """Read what is not known yet; what cannot be read is asked for again the next time."""
+        """Read metrics that are not cached yet; unreadable ones are retried the next time."""
         line = [entry for entry in view.line() if entry.position.boundary and entry.healthy]
         self._known = {one.try_name: self._known[one.try_name] for one in line if one.try_name in self._known}
         self._unread = {}
@@ -111,51 +113,52 @@ class KnownMetrics:
                 self._unread[entry] = error
 
     def told(self, keeping: Keeping) -> Keeping:
-        """The same rules, knowing the scores that they ask for."""
+        """The same rules with the scores that they need."""
         if keeping.best is None:
             return keeping
         unread = frozenset(entry.try_name for entry in self._unread)
         return replace(keeping, scores=Scores(self._values(keeping.best), unread))
 
     def missing(self, best: Best) -> str:
-        """Why no epoch is the best, for people; empty where one is."""
+        """Why no epoch is the best, for messages; empty if one is."""
         if self._unread or any(map(math.isfinite, self._values(best).values())):
             return ""
         names = sorted({name for found in self._known.values() for name in found})
-        there = ", ".join(names) or "none at all"
-        return f"no epoch has a finite value of metric {best.metric!r}; there is {there}"
+        there = ", ".join(names) or "no metric"
+        return f"no epoch has a finite value of metric {best.metric!r} (found: {there})"
 
     def doubts(self, best: Best) -> Iterator[str]:
-        """What keeps epochs that might have to go, for people."""
+        """Warnings about epochs that are kept because their metrics are unknown."""
         if len(self._known) > _EXPECTED and (missing := self.missing(best)):
-            yield f"{missing}: as long as none is known to be the best, all stay"
+            yield f"{missing}: all epochs stay as long as none is known to be the best"
         for entry, error in self._unread.items():
             yield f"epoch {entry.position} may be the best and stays: its metrics cannot be read ({error})"
 
     def _values(self, best: Best) -> dict[str, float]:
+        """Finite values of the metric by attempt."""
         return {name: found[best.metric] for name, found in self._known.items() if best.metric in found}
 
 
 @dataclass(frozen=True)
 class Retaining:
-    """Carries `keeping` out in the directory of `ledger`; on other ranks than 0 there is nothing to do."""
+    """Applies `keeping` in the directory of `ledger`; does nothing on other ranks than 0."""
 
     ledger: Ledger
     keeping: Keeping
     lasting: Lasting = field(default_factory=Lasting)
     metrics: KnownMetrics = field(default_factory=KnownMetrics)
     told: set[str] = field(default_factory=set)
-    """Doubts that people have heard of."""
+    """Warnings already shown."""
 
     def now(self, peers: Peers) -> None:
-        """Say in the log what goes. All processes together: FencedError when another job has the log."""
+        """Retire epochs in the log. All processes together: FencedError when another job has the log."""
         if self.keeping != KEEP_ALL:
             decide(peers, "save: retention", self._retire)
 
     def behind(self) -> None:
-        """Say so behind the training too, for that waits for the disk; being fenced is found out later.
+        """Retire epochs in the background; fencing is detected later.
 
-        No save in flight can need what goes: it refers to nothing but what the newest entry keeps.
+        No save in flight can need them: it references only what the newest entry keeps.
         """
         writer = self.ledger.writer
         if writer is None or self.keeping == KEEP_ALL:
@@ -170,7 +173,7 @@ class Retaining:
         self._ask("old epochs", work)
 
     def delete_left(self) -> None:
-        """Give back the space of what earlier generations left; tell of deletions that failed."""
+        """Delete leftovers of earlier generations; report deletions that failed."""
         self.ledger.tell_failed_deletions()
         writer = self.ledger.writer
         if writer is not None and is_left(writer):
@@ -179,12 +182,13 @@ class Retaining:
     def end(self, peers: Peers) -> None:
         """Return when all is deleted. All processes together: FencedError when another job has the log."""
         if self.keeping == KEEP_ALL:
-            self.delete_left()  # positions inside the last epoch, which its commit has passed
+            self.delete_left()  # positions inside the last epoch, completed by its commit
             self.ledger.finish_deletions()
         else:
             decide(peers, "save: retention ended", self._end)
 
     def _retire(self) -> None:
+        """Retire epochs, and warn once of each problem."""
         writer = self.ledger.writer
         if writer is None:
             return
@@ -198,7 +202,7 @@ class Retaining:
             warn(f"old epochs could not be deleted: {unsure}", stacklevel=2)
 
     def _retire_but(self, writer: LogWriter) -> str:
-        """Give up what may go, as long as an epoch that stays is proved; returns doubts, for people."""
+        """Retire epochs if one that stays is verified; returns warnings."""
         view, keeping, doubts = writer.view, self.keeping, list[str]()
         if keeping.best is not None:
             self.metrics.look(self.ledger.storage, view)
@@ -206,35 +210,37 @@ class Retaining:
             self.told.update(doubts)
             keeping = self.metrics.told(keeping)
         if not (keeping.chosen(view) or keeping.chosen_optimizers(view)):
-            return "; ".join(doubts)  # nothing goes, so nothing need be proved
+            return "; ".join(doubts)  # nothing is deleted, so nothing need be verified
         unproved = self.lasting.unproved(self.ledger.storage, view, self.ledger.unseen())
         if not any(proof.outcome is VerificationStatus.UNKNOWN for proof in unproved):
             suspects: frozenset[Key] = frozenset(proof.entry.key for proof in unproved)
             keeping.retire(writer, suspects, self.ledger.needed())
         if unproved:
-            doubts.append(f"{'; '.join(proof.told for proof in unproved)}: older ones stay in its place")
+            doubts.append(f"{'; '.join((proof.told for proof in unproved))}: older ones stay instead")
         return "; ".join(doubts)
 
     def at_once(self, writer: LogWriter) -> str:
-        """Say what goes, and delete it, in the calling thread; returns doubts, for people."""
+        """Retire and delete, in the calling thread; returns warnings."""
         unsure = "" if self.keeping == KEEP_ALL else self._retire_but(writer)
         delete_left(writer)
         return unsure
 
     def _end(self) -> None:
+        """Finish on rank 0."""
         self.ledger.finish_deletions()
         if self.ledger.writer is not None:
             self.ledger.writer.check()
 
     def _ask(self, what: str, work: Callable[[], object]) -> None:
+        """Queue a deletion."""
         self.ledger.deletions.ask(f"{what} could not be deleted", work)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One deletion. `entry` is the epoch whose files these are, None where it was given up before.
+    """One deletion. `entry` is the epoch of the files, None if it was retired before.
 
-    `groups` None: all files of the try. `nbytes` is what lies there now.
+    `groups` None: all files of the attempt. `nbytes` is their current size.
     """
 
     retirement: Retirement
@@ -243,13 +249,13 @@ class Loss:
 
     @property
     def groups(self) -> tuple[str, ...] | None:
-        """The groups of files that go; None: all."""
+        """The groups of files to delete; None: all."""
         return self.retirement.groups
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """What goes, oldest epoch first, and the log before and after. `doubts` are for people."""
+    """Deletions, oldest epoch first, and the log before and after. `doubts` are for display."""
 
     losses: tuple[Loss, ...]
     before: LogView
@@ -263,11 +269,11 @@ class Pruned:
 
 
 def plan_pruning(storage: Storage, view: LogView, keeping: Keeping) -> Pruned:
-    """What `prune` would do to a log as it was read; changes nothing.
+    """Plan what `prune` would do to a log; changes nothing.
 
-    Raises UsageError for one of several near directories that make up the epochs; UnknownEpochError where
-    nothing is committed, or no epoch has the metric of `keeping.best`; StorageError where what is to stay
-    cannot be looked at now.
+    Raises UsageError for one of several local directories that make up the epochs; UnknownEpochError without
+    a commit, or if no epoch has the metric of `keeping.best`; StorageError if what is to stay cannot be read
+    now.
     """
     from torchrelay.checkpoint.log.tiered_storage import only_near, refuse_part
 
@@ -280,11 +286,11 @@ def plan_pruning(storage: Storage, view: LogView, keeping: Keeping) -> Pruned:
 
 
 def prune(storage: Storage, keeping: Keeping, *, patience_secs: float = PATIENCE_SECS) -> Pruned:
-    """Give up what no rule keeps, and delete it; returns what went.
+    """Retire what no rule keeps, and delete it; returns what was deleted.
 
-    Takes the log over unless there is nothing to do: DirectoryInUseError where its writer lives. Raises
-    what `plan_pruning` raises, before anything is changed; StorageError where a deletion failed, and then
-    the log knows what is still to go.
+    Takes the log over unless there is nothing to do: DirectoryInUseError if its writer is alive. Raises as
+    `plan_pruning` does, before anything is changed; StorageError if a deletion failed, which the log
+    remembers.
     """
     from torchrelay.checkpoint.log.tiered_storage import only_near
 
@@ -293,7 +299,7 @@ def prune(storage: Storage, keeping: Keeping, *, patience_secs: float = PATIENCE
         return planned
     check_exclusion(storage)
     writer = LogWriter.take(storage, planned.before.job_name, patience_secs=patience_secs)
-    try:  # planned again, for somebody may have written before we took over; marks of guests still count
+    try:  # planned again, because the log may have changed before the takeover; guests' marks still count
         before = writer.view
         keeping, suspects, doubts = _decided(storage, before, keeping)
         keeping.retire(writer, suspects, only_near(storage, before))
@@ -305,11 +311,11 @@ def prune(storage: Storage, keeping: Keeping, *, patience_secs: float = PATIENCE
 
 
 def _check_named(view: LogView, epochs: Collection[int]) -> None:
-    """Refuse epochs that are not there, that never go, or whose files another epoch needs."""
+    """Raise UsageError for epochs that do not exist, are protected, or are needed by another epoch."""
     entries = {entry.position.epoch: entry for entry in whole_epochs(view)}
     if unknown := [number for number in epochs if number not in entries]:
         raise UnknownEpochError(
-            f"epoch {unknown[0]} is not among the committed ones ({ranges(list(entries)) or 'none'})"
+            f"epoch {unknown[0]} is not committed (epochs: {ranges(list(entries)) or 'none'})"
         )
     named = [entries[number] for number in epochs]
     going = {entry.key for entry in named}
@@ -322,15 +328,15 @@ def _check_named(view: LogView, epochs: Collection[int]) -> None:
         needing = [one for one in view.entries if entry.try_name in one.needs and one.key not in going]
         if needing:
             more = ", ".join(str(one.position) for one in needing[:4])
-            raise UsageError(f"epoch {number} stays: epoch {more} uses files of it; give that up first")
+            raise UsageError(f"epoch {number} stays: epoch {more} uses files of it; delete that one first")
 
 
 def _decided(
     storage: Storage, view: LogView, keeping: Keeping
 ) -> tuple[Keeping, frozenset[Key], tuple[str, ...]]:
-    """The rules with the metrics that they ask for; newest epochs that are no reason to let older ones go.
+    """The rules with their metrics; and the newest epochs that do not let older ones be deleted.
 
-    A metric that no epoch has is a mistake of the user's.
+    A metric that no epoch has is an error.
     """
     _check_named(view, keeping.without)
     doubts: list[str] = []
@@ -345,14 +351,15 @@ def _decided(
     for proof in proofs:
         if proof.outcome is VerificationStatus.UNKNOWN:
             raise StorageError(
-                f"{proof.told}: older epochs go only for one that is proved, so nothing is deleted; try "
-                "again when the storage answers"
+                f"{proof.told}: older epochs are deleted only if a newer one is verified, so nothing is "
+                "deleted; try again when the storage answers"
             )
-    doubts += [f"{proof.told}: older ones stay in its place" for proof in proofs]
+    doubts += [f"{proof.told}: older ones stay instead" for proof in proofs]
     return keeping, frozenset(proof.entry.key for proof in proofs), tuple(doubts)
 
 
 def _losses(storage: Storage, before: LogView, after: State) -> Iterator[Loss]:
+    """Deletions between two states of a log."""
     entries = {entry.try_name: entry for entry in before.entries}
     for one in sorted(after.retiring, key=lambda one: (one.try_name, one.groups or ())):
         entry = None if one in before.retiring else entries.get(one.try_name)

@@ -1,7 +1,7 @@
-"""The log as the processes of a session use it together, and deletions behind the training.
+"""Share the log between the processes of a session, and delete files in the background.
 
-Rank 0 reads and writes; what it finds or decides is told to all, and what it raises all raise.
-Reading needs no right to write. All verbs are called by all processes in the same order.
+Rank 0 reads and writes. Its results are sent to all, and its errors raise on all. Reading needs no write
+access. All methods are called by all processes in the same order.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from torchrelay.jobs.runtime import Worker, WorkItem
 from torchrelay.jobs.session import Peers, decide, warn
 
 PATIENCE_SECS = 300.0
-"""How long is waited for deletions at most: less than the other processes wait for this one."""
+"""Maximum seconds to wait for deletions: less than the other processes wait for this one."""
 
 
 class Deletions:
-    """Works off what was asked for, one after the other; keeps failures until somebody takes them."""
+    """Runs queued deletions one after the other; keeps failures until they are taken."""
 
     def __init__(self) -> None:
         self._worker = Worker("torchrelay deletions")
@@ -49,7 +49,7 @@ class Deletions:
         self._failed: list[str] = []
 
     def ask(self, what: str, work: Callable[[], object]) -> None:
-        """Run `work` in the thread; where it raises, `what` and the reason are kept as a failure."""
+        """Run `work` in the thread; if it raises, `what` and the reason are kept as a failure."""
 
         def run() -> None:
             runtime.behind()
@@ -63,21 +63,21 @@ class Deletions:
             run()
 
     def wait(self, patience_secs: float = PATIENCE_SECS) -> bool:
-        """Return when all that was asked for is done; False if that takes longer."""
+        """Return when all queued work is done; False if that takes longer."""
         with runtime.waiting():
             return self._last is None or self._last.over.wait(patience_secs)
 
     def take_failures(self) -> list[str]:
-        """What could not be done since the last time, for people."""
+        """Failures since the last call, for display."""
         return [self._failed.pop(0) for _ in range(len(self._failed))]
 
 
 TAKEOVER_MARGIN_SECS = 60.0
-"""How much longer than the takeover itself the other ranks wait for rank 0."""
+"""Extra seconds, beyond the takeover, that other ranks wait for rank 0."""
 
 
 class Ledger:
-    """One directory's log, looked at, taken over, appended to and released."""
+    """One directory's log: read, taken over, appended to and released."""
 
     def __init__(self, storage: Storage, takeover_secs: float) -> None:
         self.storage = storage
@@ -85,31 +85,32 @@ class Ledger:
         self.job_name: str | None = None
         self.launch = ""
         self.hurried: Callable[[], bool] = lambda: False
-        """Whether the run is about to leave: then nobody waits for another place."""
+        """Whether the run is about to exit: then it does not wait for uploads."""
         self.secs_left: Callable[[], float | None] = lambda: None
-        """How long this process may still live; None where nobody said so."""
+        """Seconds until this process must exit; None without a deadline."""
         self.in_run = False
-        """A run keeps the log until it ends; a save by hand has it only while it lasts."""
+        """A run keeps the log until it ends; a save by hand holds it only for the save."""
         self.when_fenced: WhenFenced = not_told
         """Called on rank 0, from a thread, when another job has taken the log that a run holds."""
         self.holding: LeaseInfo | None = None
         self.writer: LogWriter | None = None
-        """On rank 0, while the log is ours."""
+        """On rank 0, while the log is held."""
         self.deletions = Deletions()
-        """What goes behind the training; there is none on other ranks."""
+        """Background deletions, on rank 0."""
         self._pending_rewind: tuple[Position | None, dict[str, Any]] | None = None
         self._proved: Target | None = None
         self._exclusive = False
 
-    # Looking
+    # Reading
 
     def look(self, peers: Peers, *, tolerant: bool = False) -> Look:
-        """Read the log. `tolerant`: a directory that cannot be read looks empty, with a notice."""
-        found = decide(peers, "look at the log", lambda: self._look(tolerant=tolerant), by=self.reader)
+        """Read the log. `tolerant`: a directory that cannot be read counts as empty, with a notice."""
+        found = decide(peers, "read the log", lambda: self._look(tolerant=tolerant), by=self.reader)
         facts = None if found["facts"] is None else position.facts_of(found["facts"], "the log")
         return Look(**{**found, "facts": facts, "notices": tuple(found["notices"])})
 
     def _look(self, *, tolerant: bool) -> dict[str, Any]:
+        """What all processes receive."""
         try:
             return self._looked(self.view())
         except StorageError as error:
@@ -118,10 +119,11 @@ class Ledger:
             return {**self._looked(LogView()), "notices": [str(error)]}
 
     def _looked(self, view: LogView) -> dict[str, Any]:
+        """What all processes receive of a view."""
         newest, whole = view.newest(), view.newest(boundary=True)
         facts = None
         if newest is not None:
-            with suppress(OSError):  # whoever loads it will say what is wrong with it
+            with suppress(OSError):  # the load reports the error
                 facts = position.facts_json(codec.read(self.storage, newest).facts)
         return {
             "commits": bool(view.entries),
@@ -135,28 +137,28 @@ class Ledger:
         }
 
     def view(self) -> LogView:
-        """What the log says now: our own writer's view while we hold it. On rank `reader` only."""
+        """The current log: this process's own view while it holds the log. On rank `reader` only."""
         return self.writer.view if self.writer is not None else open_log(self.storage, self.job_name)
 
     @property
     def reader(self) -> int:
-        """The rank that sees the log."""
+        """The rank that reads the log."""
         return 0
 
     def may_name(self, entry: CommittedPosition) -> bool:
-        """Whether the log on the disk names an entry's try; True where it cannot be read. Rank 0 only."""
+        """Whether the log on disk has an entry's attempt; True if it cannot be read. Rank 0 only."""
         try:
             return entry.try_name in open_log(self.storage, self.job_name).state.tries
         except OSError:
             return True
 
     def find(self, peers: Peers, epoch: int) -> CommittedPosition:
-        """The entry of an epoch as seen from the current branch; UnknownEpochError lists what there is."""
+        """The entry of an epoch as seen from the current branch; UnknownEpochError lists what exists."""
         found = decide(peers, "find the epoch", lambda: entry_json(self._known(epoch)), by=self.reader)
         return entry_of(found, "the log")
 
     def find_or_none(self, peers: Peers, epoch: int) -> CommittedPosition | None:
-        """The same, None when the epoch is not committed."""
+        """The same, None if the epoch is not committed."""
 
         def find() -> list[Any]:
             return [entry_json(entry) for entry in (self.view().find(epoch),) if entry is not None]
@@ -165,6 +167,7 @@ class Ledger:
         return entry_of(told[0], "the log") if told else None
 
     def _known(self, epoch: int) -> CommittedPosition:
+        """The entry of an epoch, on rank `reader`."""
         view = self.view()
         entry = view.find(epoch)
         if entry is None:
@@ -177,10 +180,10 @@ class Ledger:
     # Holding
 
     def open(self, peers: Peers, *, tolerant: bool = False) -> bool:
-        """Take the log over; False where a process has to leave before all is done: then nothing may be read.
+        """Take the log over; False if a process has to exit before all is done: then nothing may be read.
 
-        Raises DirectoryInUseError for a living holder. `tolerant`: a directory that cannot be used
-        is left alone, and every save tries again.
+        Raises DirectoryInUseError for a live holder. `tolerant`: a directory that cannot be used is skipped,
+        and every save tries again.
         """
         self.launch = peers.launch
 
@@ -198,10 +201,11 @@ class Ledger:
 
     @property
     def takes_secs(self) -> float:
-        """How long taking over may take, but for the margin."""
+        """Maximum seconds of a takeover, without the margin."""
         return self.takeover_secs
 
     def _take(self) -> list[Any]:
+        """Take the log, on rank 0."""
         if self.writer is None:
             self._check_exclusion()
             self.writer = self._taken()
@@ -211,6 +215,7 @@ class Ledger:
         return self._told()
 
     def _taken(self) -> LogWriter:
+        """The new writer."""
         if self.storage.stat(NOTES) is not None:
             from torchrelay.checkpoint.log.tiered_storage import refuse_near
 
@@ -224,25 +229,26 @@ class Ledger:
         )
 
     def _check_exclusion(self) -> None:
-        """Once per ledger: a place does not change."""
+        """Check exclusive creation, once per ledger."""
         if not self._exclusive:
             self.storage.mkdir("")
             check_exclusion(self.storage)
             self._exclusive = True
 
     def _told(self) -> list[Any]:
+        """What all processes receive of a held log."""
         writer = self.required()
         return [writer.view.job_name, writer.view.job_uuid, writer.view.current.id, self.generation]
 
     @property
     def generation(self) -> int:
-        """The start that holds the log, greater than that of every earlier one. Rank 0 only."""
+        """Number of the launch that holds the log, greater than all earlier ones. Rank 0 only."""
         return self.required().generation
 
     def rewind(self, peers: Peers, base: Position | None, request: dict[str, Any]) -> None:
         """Begin a new branch at `base` (None: before everything); later epochs are abandoned.
 
-        Where the log could not be taken yet, the branch begins when it is.
+        If the log is not held yet, the branch begins when it is.
         """
         if self.holding is None:
             self._pending_rewind = (base, request)
@@ -255,13 +261,13 @@ class Ledger:
         self.holding = LeaseInfo(*decide(peers, "rewind", append))
 
     def required(self) -> LogWriter:
-        """The writer; NotAllowedNowError where the log is not ours."""
+        """The writer; NotAllowedNowError if the log is not held."""
         if self.writer is None:
             raise NotAllowedNowError("the checkpoint log is not open: save within a train call")
         return self.writer
 
     def required_holding(self) -> LeaseInfo:
-        """What all processes know of the log; NotAllowedNowError where it is not ours."""
+        """What all processes know of the log; NotAllowedNowError if it is not held."""
         if self.holding is None:
             raise NotAllowedNowError("the checkpoint log is not open: save within a train call")
         return self.holding
@@ -271,42 +277,42 @@ class Ledger:
         self.required().commit(entry)
 
     def ask(self) -> None:
-        """Ask the storage whether the run is still ours: FencedError where it is another's. Rank 0 only."""
+        """Check the storage: FencedError if another job has taken the log. Rank 0 only."""
         if self.writer is None:
-            raise FencedError("the log was let go")
+            raise FencedError("the log was released")
         self.writer.ask()
 
     def last_generation(self) -> int:
-        """The generation of the newest writer, whoever that is, as the storage tells it. Rank 0 only."""
+        """Generation of the newest writer of any job, from the storage. Rank 0 only."""
         return open_log(self.storage, self.job_name).generation
 
     def needed(self) -> frozenset[str]:
-        """Tries that retention leaves alone, whatever it is told to keep."""
+        """Attempts that retention must not delete under any rule."""
         return frozenset()
 
     def unseen(self) -> frozenset[str]:
-        """Tries of which rank 0 does not see all files; others do."""
+        """Attempts of which rank 0 does not see all files; others do."""
         return frozenset()
 
     def apart(self) -> Apart | None:
-        """Who writes where, if hosts write to directories of their own."""
+        """Which processes share a directory, with per-host directories."""
         return None
 
     def wait_for_room(self, peers: Peers) -> None:
         """Called before a save by all processes: returns when it may begin."""
 
     def drain(self, peers: Peers) -> bool:
-        """Called at the end of a run by all processes. Returns whether retention may let more go since."""
+        """Called at the end of a run by all processes. Returns whether retention may now delete more."""
         return False
 
     def take_replicated(self) -> list[Position]:
-        """Positions that came to a second place since the last time; without one there are none."""
+        """Positions uploaded since the last call; empty without a tier."""
         return []
 
     def close(self) -> None:
-        """Release the log, so that the next writer need not wait, after what is being deleted.
+        """Finish deletions, and release the log, so that the next writer need not wait.
 
-        Warns where either fails.
+        Warns if either fails.
         """
         self.finish_deletions()
         writer, self.writer = self.writer, None
@@ -317,26 +323,26 @@ class Ledger:
         try:
             writer.release()
         except FencedError:
-            pass  # it is another's by now, who need not wait for us
+            pass  # another job has it and need not wait for us
         except (RelayError, OSError) as error:
             warn(f"the checkpoint log was not released: {error}", stacklevel=2)
 
     def finish_deletions(self) -> None:
-        """Wait for what is being deleted; failures, and what takes minutes, are told as warnings."""
+        """Wait for pending deletions; warns of failures, and of those that take minutes."""
         done = self.deletions.wait()
         if not done:
             warn("files of old epochs are still being deleted: the disk is slow", stacklevel=2)
         self.tell_failed_deletions()
 
     def tell_failed_deletions(self) -> None:
-        """Warn of deletions that failed; the next ones try them again."""
+        """Warn of deletions that failed; the next ones retry them."""
         for failure in self.deletions.take_failures():
             warn(failure, stacklevel=2)
 
-    # Proving
+    # Verification
 
     def prove(self, peers: Peers, epoch: int, *, whole: bool = True) -> Target:
-        """Prove exactly this epoch of the current branch; raises DamagedError, never falls back.
+        """Verify exactly this epoch of the current branch; raises DamagedError, without a fallback.
 
         `whole`: UsageError for an epoch that lost its optimizer to retention.
         """
@@ -346,40 +352,41 @@ class Ledger:
         proof = self._joint_proof(peers, entry)
         if proof.outcome is VerificationStatus.DAMAGED:
             raise DamagedError(
-                f"epoch {epoch} in {self.storage.url} is damaged: {proof.reason}; an epoch that was "
-                "asked for is never replaced by another: choose another one, or restore the files from a copy"
+                f"epoch {epoch} in {self.storage.url} is damaged: {proof.reason}; an explicit epoch is "
+                "never replaced by another: choose another one"
             )
         return self._target(entry, proof)
 
     def _asked_for(self, peers: Peers, epoch: int) -> CommittedPosition:
+        """The entry of an explicit epoch; raises UsageError if it cannot be resumed from."""
         entry = self.find(peers, epoch)
         if not entry.resumable:
             raise UsageError(
-                f"epoch {epoch} in {self.storage.url} cannot be resumed from: retention removed a part of it "
-                f"(left: {', '.join(entry.groups)}); choose a newer one. What is left is loaded by "
-                "open_checkpoint or by name, and keep_optimizer_last says how many epochs stay whole"
+                f"epoch {epoch} in {self.storage.url} cannot be resumed from: retention deleted a part "
+                f"of it (left: {', '.join(entry.groups)}); choose a newer one. open_checkpoint loads "
+                "what is left, and keep_optimizer_last decides how many epochs stay whole"
             )
         return entry
 
     def check(self, peers: Peers, epoch: int) -> None:
-        """Raise what `prove` raises, as far as that is known before the log is taken."""
+        """Raise the errors of `prove` that are known before the log is taken."""
         self.prove(peers, epoch)
 
     def newest(self, peers: Peers, say: Callable[[str], None]) -> Target:
-        """The newest position of the current branch that all processes can prove.
+        """The newest position of the current branch that all processes can verify.
 
-        A damaged one is quarantined, the reason said, and the next older one tried; what then
-        replaces the damaged epochs belongs to a new branch. Raises NoProvableEpochError when none is
-        left, StorageError when one cannot be read now.
+        A damaged one is quarantined, with the reason reported, and the next older one tried; epochs after it
+        are saved on a new branch. Raises NoProvableEpochError if none is left, StorageError if one cannot be
+        read now.
         """
         return self._newest_after(peers, say, [])
 
     def instead_of(
         self, peers: Peers, failed: Target, error: RelayError, say: Callable[[str], None]
     ) -> Target:
-        """The next older position, where a proved one could not be loaded because its blocks are damaged.
+        """The next older position, if a verified one could not be loaded because its blocks are damaged.
 
-        Every byte of it is read again first: raises `error` where none is damaged.
+        Every byte of it is read again first: raises `error` if none is damaged.
         """
         proof = prove_together(peers, self.storage, failed.entry, level="full")
         if proof.outcome is not VerificationStatus.DAMAGED:
@@ -387,38 +394,41 @@ class Ledger:
         return self._newest_after(peers, say, [self._give_up(peers, failed.entry, proof.reason, say)])
 
     def _newest_after(self, peers: Peers, say: Callable[[str], None], tried: list[str]) -> Target:
+        """The newest verified position; `tried` are reasons so far."""
         while True:
             told = decide(peers, "newest epoch", self._newest)
             if told is None:
                 raise NoProvableEpochError(
-                    f"no epoch in {self.storage.url} can be proved ({'; '.join(tried) or 'none is left'}). "
-                    "Restore the files from a copy, or begin anew with resume='never'"
+                    f"no epoch in {self.storage.url} can be verified "
+                    f"({'; '.join(tried) or 'none is left'}): restore the files from a copy, or begin "
+                    "again with resume='never'"
                 )
             entry = entry_of(told["entry"], "the log")
             proof = self._joint_proof(peers, entry)
             if proof.outcome is not VerificationStatus.DAMAGED:
                 target = self._target(entry, proof)
-                if told["passed"]:  # the new branch keeps the old one's request: the same command goes on
+                if told["passed"]:  # the new branch keeps the request, so that the same command continues
                     request = decide(peers, "fallback", lambda: dict(self.required().view.begun_by or {}))
                     self.rewind(peers, entry.position, {**request, "fallback": True})
                 return target
             tried.append(self._give_up(peers, entry, proof.reason, say))
 
     def _joint_proof(self, peers: Peers, entry: CommittedPosition) -> JointProof:
+        """Verify an epoch in all processes."""
         return prove_together(peers, self.storage, entry)
 
     def _give_up(
         self, peers: Peers, entry: CommittedPosition, reason: str, say: Callable[[str], None]
     ) -> str:
-        """Quarantine a damaged entry and say so."""
+        """Quarantine a damaged entry and report it."""
         say(f"epoch {entry.position} is damaged ({reason}); an older one is used instead")
         decide(peers, "quarantine", partial(self._quarantine, entry, reason))
         return f"epoch {entry.position}: {reason}"
 
     def _newest(self) -> Any:
-        """The newest entry to try, and whether others of its branch stand beyond it.
+        """The newest entry to try, and whether others of its branch follow it.
 
-        These are quarantined, now or before: by a start that ended before its rewind, or by hand.
+        These are quarantined: now, by a launch that ended before its rewind, or by hand.
         """
         view = self.required().view
         newest = view.newest()
@@ -427,10 +437,11 @@ class Ledger:
         return {"entry": entry_json(newest), "passed": view.line()[-1].key != newest.key}
 
     def _quarantine(self, entry: CommittedPosition, reason: str) -> None:
+        """Quarantine an entry, on rank 0."""
         self.required().quarantine(entry.key, reason)
 
     def _target(self, entry: CommittedPosition, proof: JointProof) -> Target:
-        """What was proved, with the manifest that was: reading it anew could fail on one rank alone."""
+        """The verified position with its manifest: a second read could fail on one rank alone."""
         if proof.manifest is None:
             raise StorageError(
                 f"epoch {entry.position} in {self.storage.url} cannot be read now: {proof.reason}; nothing "

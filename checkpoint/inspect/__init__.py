@@ -1,1 +1,1 @@
-"""Epochs without torch: what they hold, what changed between two, where it went bad, what can be repaired."""
+"""Inspect epochs without torch: contents, differences, anomalies, repair."""

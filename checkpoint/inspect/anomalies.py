@@ -1,10 +1,9 @@
-"""Epochs that are not as they should be: the first bad one, jumps of a metric, and why one is not used.
+"""Find epochs with problems: the first bad one, jumps of a metric, and why one is not used.
 
-A change from one epoch to the next is a jump if it is further than `factor` spreads from the median of
-the changes before it (at most `WINDOW` of them, at least `LEAST`). The spread is their median absolute
-deviation, scaled to a standard deviation, but no less than a hundredth of the level (the median size of
-the values in the window): a curve that is smooth to the last digit does not make a jump of a wiggle.
-NaN and Inf are jumps.
+A change from one epoch to the next is a jump if it is more than `factor` spreads from the median of the
+changes before it (at most `WINDOW` of them, at least `LEAST`). The spread is their median absolute deviation,
+scaled to a standard deviation. It is at least a hundredth of the level (the median size of the values in the
+window), so that a smooth curve has no jumps by small variations. NaN and Inf are jumps.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from torchrelay.records import Json, dataclass
 
 
 def first_bad(count: int, is_bad: Callable[[int], bool]) -> int | None:
-    """The lowest number below `count` that is bad, None if the last is not.
+    """The lowest number below `count` that is bad, by bisection; None if the last is not bad.
 
-    Asks at most ceil(log2(count)) + 1 times, each number once: the last, then halves. The neighbour below the
-    answer was always asked, and was good. Where a good one follows a bad one, an answer is still a bad one
-    behind a good one, but perhaps not the first; where the last is good, it is None.
+    Asks at most ceil(log2(count)) + 1 times, each number once. The neighbour below the answer was asked, and
+    was good. If a good one follows a bad one, the answer is a bad one after a good one, but maybe not the
+    first.
     """
     if count < 1 or not is_bad(count - 1):
         return None
@@ -53,7 +52,7 @@ _LEVEL = 0.01
 class Jump:
     """Value number `at` is a jump; the change from the one before, the usual change, and the spread.
 
-    The three are None where the value is NaN or Inf.
+    The three are None if the value is NaN or Inf.
     """
 
     at: int
@@ -65,7 +64,7 @@ class Jump:
 def first_jump(values: Sequence[float], factor: float = FACTOR) -> Jump | None:
     """The first jump of a row of values; None without one.
 
-    The first `LEAST` changes are never a jump unless they lead to NaN or Inf: nothing says what is usual.
+    The first `LEAST` changes are never a jump unless they lead to NaN or Inf, because nothing is usual yet.
     """
     for at, value in enumerate(values):
         if not math.isfinite(value):
@@ -89,7 +88,7 @@ def _usual(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Account:
-    """How a position stands: `standing` is one word, `reason` a sentence, `happened` what the log says."""
+    """State of a position: `standing` is one word, `reason` a sentence, `happened` the log's history."""
 
     position: Position
     branch: int | None
@@ -98,7 +97,7 @@ class Account:
     happened: tuple[Happening, ...] = ()
 
     def json(self) -> dict[str, Json]:
-        """As an object of `why --json`."""
+        """An object of `why --json`."""
         return {
             "epoch": self.position.epoch,
             "step": self.position.step,
@@ -111,10 +110,10 @@ class Account:
 
 @dataclass(frozen=True)
 class ResumePreview:
-    """What automatic resume would do now: `chosen` is None where it would not train from an epoch.
+    """What automatic resume would do now: `chosen` is None if it would not resume.
 
-    `passed` are the newer positions that it would try first, each with what is wrong with it. `over`: the
-    epochs were over at the chosen one, so that the same program would train no further.
+    `passed` are the newer positions that it would try first, each with its damage. `over`: the run was
+    finished at the chosen one, so that the same program would train no further.
     """
 
     chosen: CommittedPosition | None
@@ -125,12 +124,12 @@ class ResumePreview:
 
 
 def start_now(storage: Storage, view: LogView) -> ResumePreview:
-    """What a start of the job would choose: the newest position of the current branch that is proved.
+    """Predict what a launch would resume from: the newest verified position of the current branch.
 
-    Proves as a start does, up to the headers: a damaged block would show while it is loaded.
+    Verifies headers, as a launch does: a damaged block would show while it is loaded.
     """
     if view.empty:
-        return ResumePreview(None, "a start now would begin anew: nothing is committed", 0)
+        return ResumePreview(None, "a start now would begin from scratch: nothing is committed", 0)
     passed: list[Proof] = []
     for entry in view.candidates():
         proof = prove(storage, entry)
@@ -138,8 +137,9 @@ def start_now(storage: Storage, view: LogView) -> ResumePreview:
             after = f", after {len(passed)} newer that are damaged" if passed else ""
             if entry.position.boundary and proof.check()[0].facts.over:
                 text = (
-                    f"the run was over at epoch {entry.position} of branch {entry.branch}{after}: a start "
-                    "now would resume nowhere; with more epochs or patience it would resume there"
+                    f"the run was over at epoch {entry.position} of branch {entry.branch}{after}: a "
+                    "start now would train no further; with more epochs or patience it would resume "
+                    "there"
                 )
                 return ResumePreview(entry, text, 0, tuple(passed), over=True)
             text = f"a start now would resume from epoch {entry.position} of branch {entry.branch}{after}"
@@ -148,12 +148,12 @@ def start_now(storage: Storage, view: LogView) -> ResumePreview:
         if proof.outcome is VerificationStatus.UNKNOWN:
             text = (
                 f"a start now would end with an error: epoch {entry.position} cannot be read "
-                f"({proof.reason}); it is not passed over, because it may be whole"
+                f"({proof.reason}); it is not skipped, because it may be intact"
             )
             return ResumePreview(None, text, StorageError.exit_code, tuple(passed))
     text = (
-        "a start now would end with an error: no epoch of the current branch can be proved; restore files "
-        "from a copy, or begin anew with resume='never'"
+        "a start now would end with an error: no epoch of the current branch can be verified; restore "
+        "files from a copy, or begin again with resume='never'"
     )
     return ResumePreview(None, text, NoProvableEpochError.exit_code, tuple(passed))
 
@@ -161,7 +161,7 @@ def start_now(storage: Storage, view: LogView) -> ResumePreview:
 def explain(
     view: LogView, history: History, start: ResumePreview, wanted: Position, branch: int | None = None
 ) -> Account:
-    """Why a position is used or not, as the log stands and as `start_now` found it."""
+    """Explain why automatic resume would or would not use this checkpoint."""
     happened = tuple(happened_to(history, wanted, branch))
     entry = view.find(wanted.epoch, branch, step=wanted.step)
     if entry is None and branch is None:
@@ -172,7 +172,7 @@ def explain(
 
 
 def newest_and_chosen(view: LogView, start: ResumePreview) -> Iterator[CommittedPosition]:
-    """The positions to explain where none was named: the newest one and all down to the chosen one."""
+    """Positions to explain by default: from the newest to the chosen one."""
     for entry in reversed(view.line()):
         yield entry
         if start.chosen is not None and entry.key == start.chosen.key:
@@ -180,31 +180,33 @@ def newest_and_chosen(view: LogView, start: ResumePreview) -> Iterator[Committed
 
 
 def _absent(history: History, happened: tuple[Happening, ...]) -> tuple[str, str]:
+    """Standing and reason of a position that is not in the log."""
     last = next((one for one in reversed(happened) if one.kind in ("retire", "commit")), None)
     if last is not None and "retired" in last.text:
         return "retired", f"{last.text}, {last.when}"
     if happened:
-        return "gone", "it was committed, and the record that retired it is not there any more"
+        return "gone", "it was committed, and the record that retired it is gone"
     if history.complete:
         return "unknown", "it was never committed"
     return "unknown", (
-        f"it is not committed now, and records go back to slot {history.begins} only: older ones were "
-        "thinned away or are damaged"
+        f"it is not committed now, and records begin at slot {history.begins} only: older ones were "
+        "deleted or are damaged"
     )
 
 
 def _standing(
     view: LogView, start: ResumePreview, entry: CommittedPosition, happened: tuple[Happening, ...]
 ) -> tuple[str, str]:
+    """Standing and reason of an entry."""
     if not entry.healthy:
-        return "quarantined", _last(happened, "quarantine", "the record that said why was thinned away")
+        return "quarantined", _last(happened, "quarantine", "the record with the reason was deleted")
     if entry.key not in {one.key for one in view.line()}:
-        rewound = _last(happened, "rewind", f"branch {view.current.id} does not see it")
+        rewound = _last(happened, "rewind", f"it is not on branch {view.current.id}")
         return "abandoned", f"{rewound}; it loads as {entry.key} and is never chosen"
     if not entry.resumable:
         left = ", ".join(entry.groups) or "nothing"
-        taken = _last(happened, "retire", "retention took a part of it")
-        return "not resumable", f"{taken}; left: {left}. It loads, and a run cannot go on from it"
+        taken = _last(happened, "retire", "retention deleted a part of it")
+        return "not resumable", f"{taken}; left: {left}. It can be loaded, but not resumed from"
     failed = next((one for one in start.passed if one.entry.key == entry.key), None)
     if failed is not None:
         return failed.outcome.value, failed.reason
@@ -212,14 +214,16 @@ def _standing(
 
 
 def _usable(start: ResumePreview, entry: CommittedPosition) -> tuple[str, str]:
+    """Standing and reason of a healthy entry."""
     kind = "" if entry.position.boundary else "mid-epoch, for automatic resume only; "
     if start.chosen is None:
-        return "not reached", f"{kind}a newer one stands before it"
+        return "not reached", f"{kind}a newer one comes before it"
     if start.chosen.key == entry.key:
-        return "chosen", f"{kind}the newest that is proved, up to the headers"
-    return "older", f"{kind}a start takes the newest, epoch {start.chosen.position}; ask for it by its number"
+        return "chosen", f"{kind}the newest one with verified headers"
+    return "older", f"{kind}a start takes the newest, epoch {start.chosen.position}; give its number"
 
 
 def _last(happened: tuple[Happening, ...], kind: str, otherwise: str) -> str:
+    """Text of the last event of a kind."""
     found = next((one for one in reversed(happened) if one.kind == kind), None)
     return otherwise if found is None else f"{found.text}, {found.when}"

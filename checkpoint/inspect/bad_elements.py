@@ -1,4 +1,4 @@
-"""NaN and Inf in the tensors of an epoch: where, how many, and the first of each leaf. Needs numpy."""
+"""Find NaN and Inf in the tensors of an epoch: place, number, and the first of each leaf. Needs numpy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrelay.records import dataclass
 
 @dataclass(frozen=True)
 class BadLeaf:
-    """A tensor with `nan` NaN and `inf` Inf; `first` is the number of the first in row-major order."""
+    """A tensor with `nan` NaN and `inf` Inf; `first` is the index of the first in row-major order."""
 
     name: str
     blob: str
@@ -41,9 +41,9 @@ class BadLeaf:
 
 
 class Looker:
-    """Looks through epochs of one run; blocks that it has seen to be good are not read again.
+    """Searches epochs of one run; blocks that were good are not read again.
 
-    With `nan_only` an Inf is no sign: masks have some on purpose. `loads` counts the epochs.
+    With `nan_only` Inf is ignored, because masks contain some on purpose. `loads` counts the epochs.
     """
 
     def __init__(self, patterns: Sequence[str] = (), *, nan_only: bool = False) -> None:
@@ -53,7 +53,7 @@ class Looker:
         self._buffer = Buffer()
 
     def bad_leaves(self, epoch: Epoch) -> list[BadLeaf]:
-        """All that have a NaN or Inf, in the order of the manifest; leaves that are gone are not looked at.
+        """All leaves that have a NaN or Inf, in the order of the manifest; deleted leaves are skipped.
 
         Raises DamagedError, naming file, leaf and block, or StorageError.
         """
@@ -63,6 +63,7 @@ class Looker:
         return [bad for item in able if (bad := self._look(epoch, item)) is not None]
 
     def _look(self, epoch: Epoch, item: NodeLeaf) -> BadLeaf | None:
+        """Search one leaf."""
         leaf, dtype = item.leaf, str(item.leaf.dtype)
         nan = inf = 0
         firsts: list[int] = []
@@ -80,7 +81,7 @@ class Looker:
         return BadLeaf(item.name, leaf.blob, dtype, leaf.shape, nan, inf, min(firsts))
 
     def _unknown(self, part: LeafPart, dtype: str) -> Iterator[tuple[int, int]]:
-        """Bytes of blocks that were not seen to be good, at most a chunk at a time."""
+        """Byte ranges of blocks that are not known to be good, at most a chunk at a time."""
         start = stop = 0
         for block in range(block_count(part.nbytes)):
             first, last = block * BLOCK, min((block + 1) * BLOCK, part.nbytes)

@@ -1,7 +1,4 @@
-"""What an epoch holds, and where the verified bytes of its tensors are. Needs no torch.
-
-Apart from what computes, because it is asked before numpy is imported.
-"""
+"""List what an epoch holds, and read the verified bytes of its tensors. Needs no torch or numpy."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ from torchrelay.records import Json, dataclass
 
 @dataclass(frozen=True)
 class NodeLeaf:
-    """A leaf as `owner`, the number of a node, has it; None where all nodes share it.
+    """A leaf of the node with number `owner`; None if all nodes share it.
 
-    `name` is the leaf's, or `trainer_1:total` for what differs between nodes.
+    `name` is the leaf's, or `trainer_1:total` if it differs between nodes.
     """
 
     name: str
@@ -44,20 +41,20 @@ class NodeLeaf:
 
     @property
     def tensor(self) -> bool:
-        """Whether it has bytes of its own: a tensor that is no alias."""
+        """Whether it has bytes: a tensor that is not an alias."""
         return self.leaf.kind == "tensor" and self.leaf.alias_of is None
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch that is looked at; `groups` are those whose files still exist, empty for all."""
+    """An open epoch; `groups` are those whose files still exist, empty for all."""
 
     reader: LeafReader
     groups: tuple[str, ...] = ()
 
     @property
     def manifest(self) -> Manifest:
-        """What it consists of."""
+        """Its manifest."""
         return self.reader.manifest
 
     @cached_property
@@ -66,15 +63,16 @@ class Epoch:
         return {item.name: item for item in _items(self.manifest)}
 
     def gone(self, item: NodeLeaf) -> bool:
-        """Whether retention has removed the files of its group."""
+        """Whether retention has deleted the files of its group."""
         return item.leaf.group in self._removed
 
     @cached_property
     def _removed(self) -> frozenset[str]:
+        """Groups whose files are deleted."""
         return self.manifest.removed(self.groups)
 
     def chosen(self, patterns: Sequence[str]) -> dict[str, NodeLeaf]:
-        """The items that a pattern means, by leaf or with the node in front; all without patterns."""
+        """The items that match a pattern, by leaf or with the node in front; all without patterns."""
         if not patterns:
             return self.items
         return {
@@ -84,7 +82,7 @@ class Epoch:
         }
 
     def value(self, item: NodeLeaf) -> Json:
-        """A value in its typed form; raises DamagedError or StorageError for what the storage has."""
+        """A value in its typed form; raises DamagedError or StorageError."""
         if item.row in self.manifest.values:
             return self.manifest.values[item.row]
         node = item.owner
@@ -95,7 +93,7 @@ class Epoch:
 
 
 def open_epoch(storage: Storage, entry: CommittedPosition) -> Epoch:
-    """Prove record and manifest; files are proved when they are needed.
+    """Verify record and manifest; files are verified when they are needed.
 
     Raises DamagedError or StorageError.
     """
@@ -104,7 +102,7 @@ def open_epoch(storage: Storage, entry: CommittedPosition) -> Epoch:
 
 
 def check_chosen(epochs: Sequence[Epoch], patterns: Sequence[str]) -> None:
-    """Raise UsageError for a pattern that means nothing in any of the epochs."""
+    """Raise UsageError for a pattern that matches nothing in any of the epochs."""
     for pattern in patterns:
         if not any(epoch.chosen([pattern]) for epoch in epochs):
             items = [item for epoch in epochs for item in epoch.items.values()]
@@ -113,6 +111,7 @@ def check_chosen(epochs: Sequence[Epoch], patterns: Sequence[str]) -> None:
 
 
 def _items(manifest: Manifest) -> Iterator[NodeLeaf]:
+    """All leaves, per node if they differ."""
     names = manifest.world.names
     for row, leaf in enumerate(manifest.leaves):
         layout = manifest.layouts[leaf.layout]
@@ -126,17 +125,17 @@ def _items(manifest: Manifest) -> Iterator[NodeLeaf]:
 
 
 CHUNK_BYTES = 8 << 20
-"""So much of a part is read at a time."""
+"""Bytes of a part that are read at a time."""
 SMALL_BYTES = 32 << 10
-"""Parts up to this are read together with others."""
+"""Parts up to this size are read together with others."""
 
 
 @dataclass(frozen=True)
 class LeafPart:
     """A stored part of a leaf of `shape`: one entry of one file.
 
-    `run` are the elements of the leaf that it holds, where these are one run in row-major order; `box`
-    is the box of a part that is none.
+    `run` are the elements of the leaf that it holds, if contiguous in row-major order; otherwise `box` is its
+    box.
     """
 
     header: ShardHeader
@@ -171,7 +170,7 @@ class LeafPart:
             first += volume(box)
 
     def index_of(self, element: int) -> int:
-        """Where an element of the part stands in the row-major order of the leaf."""
+        """The index of an element of the part in the row-major order of the leaf."""
         if self.run is not None:
             return self.run[0] + element
         place, extents = 0, [stop - start for start, stop in self.box or ()]
@@ -185,9 +184,9 @@ class LeafPart:
 
 
 def parts(epoch: Epoch, item: NodeLeaf) -> list[LeafPart]:
-    """The stored parts of a tensor; opens and proves the headers of their files.
+    """The stored parts of a tensor; opens and verifies the headers of their files.
 
-    Raises DamagedError or StorageError for what the storage has.
+    Raises DamagedError or StorageError.
     """
     leaf = item.leaf
     layout = epoch.manifest.layouts[leaf.layout]
@@ -202,6 +201,7 @@ def parts(epoch: Epoch, item: NodeLeaf) -> list[LeafPart]:
 
 
 def _extent(key: Key, shape: tuple[int, ...]) -> tuple[Interval | None, Bounds | None]:
+    """The range or the box of a key."""
     if isinstance(key, Flat):
         return (key.start, key.stop), None
     box = key.intervals if isinstance(key, Box) else whole(shape)
@@ -212,13 +212,13 @@ def _extent(key: Key, shape: tuple[int, ...]) -> tuple[Interval | None, Bounds |
 
 
 class Buffer:
-    """Memory that is used again for every read of up to `CHUNK_BYTES`."""
+    """Memory that is reused for every read of up to `CHUNK_BYTES`."""
 
     def __init__(self) -> None:
         self._memory = bytearray()
 
     def filled(self, epoch: Epoch, part: LeafPart, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of a part, verified; good until the next call.
+        """Bytes [start, stop) of a part, verified; valid until the next call.
 
         Raises DamagedError naming file, key and block, or StorageError.
         """
@@ -231,7 +231,7 @@ class Buffer:
 
 
 class PartReader:
-    """Bytes of an epoch: small parts that were read together beforehand, others as they are asked for."""
+    """Bytes of an epoch: small parts are read together in advance, others on demand."""
 
     def __init__(self, epoch: Epoch) -> None:
         self.epoch = epoch
@@ -239,7 +239,7 @@ class PartReader:
         self._held: dict[tuple[str, str], memoryview] = {}
 
     def fetch(self, wanted: Iterable[LeafPart]) -> None:
-        """Read small parts, all of each, neighbours with one read; those of before are let go.
+        """Read small parts completely, neighbours with one read; releases earlier ones.
 
         Raises as `Buffer.filled` does.
         """
@@ -254,7 +254,7 @@ class PartReader:
             self.epoch.reader.read_stored(header, requests)
 
     def filled(self, part: LeafPart, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of a part, verified; good until the next call. Raises as `fetch` does."""
+        """Bytes [start, stop) of a part, verified; valid until the next call. Raises as `fetch` does."""
         held = self._held.get((part.header.path, part.key))
         return self.buffer.filled(self.epoch, part, start, stop) if held is None else held[start:stop]
 
@@ -263,6 +263,6 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16", "complex128", "complex64
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 _WHOLE = ("int64", "uint64", "int32", "uint32", "int16", "uint16", "int8", "uint8", "bool")
 CAN_BE_BAD = frozenset((*_FLOATS, *_FLOAT8))
-"""Types with a NaN; of these all but most of the float8 types have an Inf, too."""
+"""Types with a NaN; all of them except most of the float8 types have an Inf too."""
 HAVE_NUMBERS = CAN_BE_BAD | frozenset(_WHOLE)
-"""All others (less than a byte, `bits*`, `float4_e2m1fn_x2`) are compared by their bytes alone."""
+"""All others (less than a byte, `bits*`, `float4_e2m1fn_x2`) are compared by their bytes only."""

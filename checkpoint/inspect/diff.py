@@ -1,9 +1,8 @@
-"""What changed between two epochs: which leaves, and by how much.
+"""Compare two epochs: which leaves changed, and by how much.
 
-Pure. Both epochs may have stored the leaf in other parts: cut at other places, in other boxes.
-
-Digests decide first: where the blocks of both line up, equal ones are not read. Elements are compared in
-logical order, however many nodes wrote them and on whatever mesh. Memory stays below 64 MiB.
+The epochs may have stored a leaf in other parts: cut at other places, in other boxes. Digests decide first:
+equal blocks at the same places are not read. Elements are compared in logical order, for any number of
+writers and any mesh. Memory stays below 64 MiB.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Suspect:
-    """Elements of a strip that digests do not call equal; `differs` where they say so of each block."""
+    """Elements of a strip without equal digests; `differs` if the digests of each block differ."""
 
     start: int
     stop: int
@@ -51,9 +50,9 @@ class Strip:
     count: int
 
     def unequal(self) -> list[Suspect]:
-        """The elements of the strip, from its start, of which the digests do not say that they are equal.
+        """Elements of the strip, relative to its start, that digests do not show to be equal.
 
-        Digests tell of blocks that lie in both parts at the same place of the strip, whole.
+        Digests can be compared for blocks that are whole and at the same place in both parts.
         """
         width = self.a.item_bytes
         start, shift = self.a_at * width, (self.b_at - self.a_at) * width
@@ -75,7 +74,7 @@ class Strip:
         return [Suspect(0, self.count, differs=False)] if self.count else []
 
     def _equal(self, first: int, shift: int, start: int, stop: int) -> bool | None:
-        """Whether the block at byte `first` of part a and the one there in b are the same; None: unknown."""
+        """Whether the block at byte `first` of part a equals the one there in b; None: unknown."""
         end = min(first + BLOCK, self.a.nbytes)
         other = first + shift
         if first < start or end > stop or other < 0 or min(other + BLOCK, self.b.nbytes) != end + shift:
@@ -86,7 +85,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Region:
-    """A box of the leaf that is stored in other orders in two parts.
+    """A box of the leaf that is stored in different orders in two parts.
 
     `a_source` and `b_source` are the boxes that hold it, which begin at these elements of their parts.
     """
@@ -101,6 +100,7 @@ class Region:
 
 
 def _append(found: list[Suspect], one: Suspect) -> None:
+    """Add a suspect, merged with the one before if adjacent."""
     last = found[-1] if found else None
     if last is not None and last.stop == one.start and last.differs == one.differs:
         found[-1] = Suspect(last.start, one.stop, differs=last.differs)
@@ -109,7 +109,7 @@ def _append(found: list[Suspect], one: Suspect) -> None:
 
 
 def matched(a: Sequence[LeafPart], b: Sequence[LeafPart]) -> Iterator[Strip | Region]:
-    """All elements of a leaf, each once, as they lie in the parts of one epoch and of the other."""
+    """All elements of a leaf, each once, as stored in the parts of both epochs."""
     boxes = {part.box: part for part in b if part.box is not None}
     same = [(part, boxes[part.box]) for part in a if part.box is not None and part.box in boxes]
     for one, other in same:
@@ -138,7 +138,7 @@ def _along(a: Sequence[LeafPart], b: Sequence[LeafPart]) -> Iterator[Strip]:
 
 
 def _across(a: Sequence[LeafPart], b: Sequence[LeafPart]) -> Iterator[Region]:
-    """Boxes of the one cut with boxes of the other."""
+    """Boxes of one cut intersected with boxes of the other."""
     for one in a:
         for a_source, a_first in one.boxes:
             for other in b:
@@ -149,16 +149,16 @@ def _across(a: Sequence[LeafPart], b: Sequence[LeafPart]) -> Iterator[Region]:
 
 
 _TOGETHER = 256
-"""So many leaves are looked at before the small ones of them are read."""
+"""Number of leaves that are compared by digests before the small ones of them are read."""
 Kind = Literal["same", "added", "removed", "form", "value", "content", "gone"]
 
 
 @dataclass(frozen=True)
 class DiffOptions:
-    """How closely to look.
+    """Precision of a comparison.
 
-    Without `figures` nothing is read where digests tell. With `whole` all blocks of a changed leaf are
-    read, so that its norms and cosine are those of the leaf, not of its changed blocks.
+    Without `figures` nothing is read if digests decide. With `whole` all blocks of a changed leaf are read,
+    so that its norms and cosine are those of the leaf, not of its changed blocks.
     """
 
     patterns: tuple[str, ...] = ()
@@ -171,10 +171,10 @@ WITH_FIGURES = DiffOptions()
 
 @dataclass(frozen=True)
 class LeafChange:
-    """What became of one leaf; `kind` is `gone` where retention has removed the files of one side.
+    """Change of one leaf; `kind` is `gone` if retention has deleted the files of one side.
 
-    `before` and `after` are forms (`float32[3]`), of a value its typed JSON, None for what is not there.
-    `change` has the figures of the blocks that were compared; `elements` is the size of all of the leaf.
+    `before` and `after` are forms (`float32[3]`), of a value its typed JSON, None if missing. `change` has
+    the statistics of the compared blocks; `elements` is the size of the whole leaf.
     """
 
     name: str
@@ -187,10 +187,10 @@ class LeafChange:
 
 
 def leaf_changes(a: Epoch, b: Epoch, wish: DiffOptions = WITH_FIGURES) -> Iterator[LeafChange]:
-    """One after another in the order of the second epoch, those that only the first has at the end.
+    """Changes in the order of the second epoch; leaves that only the first has come last.
 
-    Raises UsageError for a pattern that means nothing in either, or where numpy is needed and missing;
-    DamagedError or StorageError, naming file, leaf and block, for what the storages have.
+    Raises UsageError for a pattern that matches nothing in either, or if numpy is needed and missing;
+    DamagedError or StorageError, naming file, leaf and block.
     """
     check_chosen([a, b], wish.patterns)
     before, after = a.chosen(wish.patterns), b.chosen(wish.patterns)
@@ -209,7 +209,7 @@ def _compared_together(
     group: Sequence[tuple[str, NodeLeaf]],
     wish: DiffOptions,
 ) -> Iterator[LeafChange]:
-    """Some leaves, of which the small ones that differ are read with few reads."""
+    """Compare some leaves; small ones that differ are read with few reads."""
     known = [
         _known(*sources, before[name], item)
         if name in before
@@ -223,7 +223,7 @@ def _compared_together(
 
 
 def _known(left: PartReader, right: PartReader, one: NodeLeaf, other: NodeLeaf) -> LeafChange | Comparison:
-    """What can be told without reading a tensor, else what is to be compared."""
+    """The change, if known without reading a tensor, else the comparison to make."""
     a, b = left.epoch, right.epoch
     name, blob, size = other.name, other.leaf.blob, other.leaf.elements
     forms = (one.form, other.form)
@@ -241,6 +241,7 @@ def _known(left: PartReader, right: PartReader, one: NodeLeaf, other: NodeLeaf) 
 
 
 def _looked_into(comparison: Comparison, wish: DiffOptions) -> LeafChange:
+    """The change of a comparison."""
     item = comparison.item
     told = (item.form, item.form, item.leaf.elements)
     if wish.figures and item.leaf.dtype in HAVE_NUMBERS:
@@ -262,25 +263,25 @@ class Comparison:
         alike = [(part.key, part.digests) for part in left] == [(part.key, part.digests) for part in right]
         self._pairs: Sequence[Strip | Region] = () if alike else list(matched(left, right))
         self.alike = alike
-        """Whether both have the same digests of the same parts: then they are the same."""
+        """Whether both have the same digests of the same parts, and are therefore equal."""
 
     @property
     def small(self) -> list[Strip]:
-        """Strips of small parts with numbers that digests do not call equal."""
+        """Strips of small parts with numbers that digests do not show to be equal."""
         if self.item.leaf.dtype not in HAVE_NUMBERS:
             return []
         strips = (pair for pair in self._pairs if isinstance(pair, Strip))
         return [one for one in strips if max(one.a.nbytes, one.b.nbytes) <= SMALL_BYTES and one.unequal()]
 
     def differs(self) -> bool:
-        """Whether a bit differs; reads only where no digest tells."""
+        """Whether a bit differs; reads only if no digest decides."""
         suspects = [
             one for pair in self._pairs if isinstance(pair, Strip) for one in pair.unequal() if one.differs
         ]
         return bool(suspects) or any(bytearray(a) != b for a, b in self._chunks(whole=False))
 
     def change(self, *, whole: bool) -> Change:
-        """The figures, of the blocks that digests do not call equal or of all if any bit differs."""
+        """Statistics of the blocks that digests do not show to be equal, or of all if any bit differs."""
         from torchrelay.checkpoint.inspect.statistics import change_between, joined_changes
 
         whole = whole and self.differs()
@@ -290,14 +291,16 @@ class Comparison:
 
     @property
     def _width(self) -> int:
+        """Bytes of an element."""
         return self._pairs[0].a.item_bytes
 
     def _chunks(self, *, whole: bool) -> Iterator[tuple[memoryview, memoryview]]:
-        """The same elements of both, as bytes; good until the next ones are asked for."""
+        """The same elements of both, as bytes; valid until the next ones are requested."""
         for pair in self._pairs:
             yield from self._of_strip(pair, whole) if isinstance(pair, Strip) else self._of_region(pair)
 
     def _of_strip(self, strip: Strip, whole: bool) -> Iterator[tuple[memoryview, memoryview]]:
+        """Chunks of a strip."""
         width = self._width
         for suspect in strip.everything if whole else strip.unequal():
             for low in range(suspect.start, suspect.stop, CHUNK_BYTES // width):
@@ -309,6 +312,7 @@ class Comparison:
                 )
 
     def _of_region(self, region: Region) -> Iterator[tuple[memoryview, memoryview]]:
+        """Chunks of a region."""
         from torchrelay.checkpoint.inspect.statistics import gathered, small_boxes
 
         a, b = self._a, self._b

@@ -1,7 +1,7 @@
-"""What lies in a directory beside what the log needs, how it is repaired, and who uses the bytes.
+"""Find files that the log does not need or lacks, repair a directory, and report its disk usage.
 
-Only the owner of the log deletes. What lay there before our takeover, and what no record refers to after
-it, can never be committed by anybody any more; so nothing that is in flight is ever touched.
+Only the holder of the log deletes. Files that existed before our takeover, and that no record refers to after
+it, can never be committed; so nothing in flight is deleted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torchrelay.errors import DamagedError, UnknownEpochError
 from torchrelay.records import Json, dataclass
 
 Does = Literal["mend", "delete", "keep"]
-"""What repair does with a finding: always, only when told, never."""
+"""How repair treats a finding: always, only on request, never."""
 
 _SLOT = re.compile(r"[0-9]{20}\.json", re.ASCII)
 _BASE = re.compile(r"base-[0-9a-f]{6,64}\.json", re.ASCII)
@@ -48,7 +48,7 @@ _TOP = frozenset({job_file.JOB_PATH, lease.PATH, TIER_NOTES, LOG, DATA, "pins", 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be; `path` is relative to the directory."""
+    """One problem; `path` is relative to the directory."""
 
     does: Does
     kind: str
@@ -56,13 +56,13 @@ class Finding:
     text: str
 
     def json(self) -> dict[str, Json]:
-        """As an object of `repair --json`."""
+        """An object of `repair --json`."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """Everything that was found. `view` is None while a lost base file keeps the log from being read."""
+    """All findings. `view` is None while a lost base file prevents reading the log."""
 
     findings: tuple[Finding, ...]
     view: LogView | None
@@ -70,15 +70,15 @@ class Inventory:
     lost: tuple[LostBase, ...] = field(default=(), repr=False)
 
     def paths(self, kind: str) -> frozenset[str]:
-        """Where findings of a kind lie."""
+        """Paths of findings of a kind."""
         return frozenset(one.path for one in self.findings if one.kind == kind)
 
 
 def take_inventory(storage: Storage) -> Inventory:
-    """Look at everything.
+    """Find all problems.
 
-    Raises UnknownEpochError where no job has begun, DamagedError for a log that cannot be trusted,
-    FormatError for a newer version's, StorageError for what cannot be read.
+    Raises UnknownEpochError without a job, DamagedError for a log that cannot be trusted, FormatError for a
+    newer version's, StorageError for unreadable files.
     """
     job = job_file.read_job(storage)
     newest = find_tail(lambda slot: storage.stat(slot_path(slot)) is not None, read_hint(storage))
@@ -95,7 +95,7 @@ def take_inventory(storage: Storage) -> Inventory:
     findings = [Finding("mend", "job file", job_file.JOB_PATH, one) for one in job.notices]
     findings += [_lost(one) for one in lost]
     findings += [
-        Finding("keep", "damaged record", path, "damaged: it stays as it is, newer ones tell what is live")
+        Finding("keep", "damaged record", path, "damaged: left unchanged, because newer ones have the state")
         for path in history.damaged
     ]
     if isinstance(tail, DamagedError):
@@ -111,23 +111,26 @@ def take_inventory(storage: Storage) -> Inventory:
 
 
 def _lost(one: LostBase) -> Finding:
+    """The finding of a lost base file."""
     if one.data is None:
-        text = f"{one.reason}; nothing tells what it held: restore it from a copy"
+        text = f"{one.reason}; its content is unknown: restore it from a copy"
         return Finding("keep", "lost base", one.ref.path, text)
-    return Finding("mend", "base", one.ref.path, f"{one.reason}; it can be made again")
+    return Finding("mend", "base", one.ref.path, f"{one.reason}; it can be recreated")
 
 
 def _derived(storage: Storage, tail: Tail, newest: int) -> Iterator[Finding]:
+    """Wrong hints and counters."""
     hint = read_hint(storage)
     leads = hint is not None and hint <= newest and floor(hint) == floor(newest)
     if not leads or storage.stat(slot_path(hint or 0)) is None:
         said = "nothing" if hint is None else f"slot {hint}"
         yield Finding("mend", "hint", HINT, f"says {said}, the log ends at slot {newest}")
     if not _counts(storage, tail.view):
-        yield Finding("mend", "counter", lease.PATH, "is no counter of the newest writer")
+        yield Finding("mend", "counter", lease.PATH, "is not a counter of the newest writer")
 
 
 def _counts(storage: Storage, view: LogView) -> bool:
+    """Whether the counter belongs to the newest writer."""
     try:
         found = json.loads(storage.read_range(lease.PATH, 0, lease.LIMIT_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
@@ -136,12 +139,12 @@ def _counts(storage: Storage, view: LogView) -> bool:
 
 
 def _gone(storage: Storage, view: LogView) -> Iterator[Finding]:
-    """Directories that are not there, of live epochs that nobody has quarantined yet."""
+    """Missing directories of live epochs that are not quarantined yet."""
     healthy = [one for one in view.entries if one.healthy]
     needed = {name for one in healthy for name in one.tries}
     for name in sorted(needed - set(storage.list(DATA))):
         if storage.stat(f"{try_directory(name)}/{MANIFEST}") is not None:
-            continue  # listings of an object store may lag behind
+            continue  # listings of an object store may be outdated
         needing = [f"{one.position} (branch {one.branch})" for one in healthy if name in one.tries]
         text = f"gone, and needed by epoch {', '.join(needing[:8])}{' and others' * (len(needing) > 8)}"
         remedy = "restore it from a copy, or torchrelay ckpt verify --quarantine"
@@ -149,6 +152,7 @@ def _gone(storage: Storage, view: LogView) -> Iterator[Finding]:
 
 
 def _undeleted(storage: Storage, view: LogView) -> Iterator[Finding]:
+    """Retired files that still exist."""
     there = set(storage.list(DATA))
     for one in view.retiring:
         files = list(files_of(storage, one))
@@ -159,7 +163,7 @@ def _undeleted(storage: Storage, view: LogView) -> Iterator[Finding]:
 
 
 def files_of(storage: Storage, one: Retirement) -> Iterator[str]:
-    """The files of a try, or of some groups of it, that are there."""
+    """The existing files of an attempt, or of some groups of it."""
     directory = try_directory(one.try_name)
     for name in storage.list(directory):
         if one.groups is None or _group_of(name) in one.groups:
@@ -174,8 +178,8 @@ def _group_of(name: str) -> str | None:
 
 
 def _unneeded(storage: Storage, view: LogView, history: History, job: str) -> Iterator[Finding]:
-    """What no record refers to. While damage hides a part of the log a try may be a committed one."""
-    busy = "" if view.released else "; or a save in flight, where its writer still lives"
+    """Files that no record refers to; while damage hides a part of the log they may be committed."""
+    busy = "" if view.released else "; or a save in flight, if its writer is alive"
     known = view.state.tries | {one.try_name for one in view.retiring}
     for name in storage.list(DATA):
         if TRY.fullmatch(name) and name not in known:
@@ -196,7 +200,7 @@ def _unneeded(storage: Storage, view: LogView, history: History, job: str) -> It
 
 
 def _referred(storage: Storage, history: History, job: str) -> frozenset[str] | None:
-    """Base files that any record refers to, old ones at multiples of 256 too; None if one is unclear."""
+    """Base files that any record refers to, also old ones at multiples of 256; None if one is unclear."""
     if history.damaged:
         return None
     found = {record.base.name for record in history.records if record.base is not None}
@@ -211,6 +215,7 @@ def _referred(storage: Storage, history: History, job: str) -> frozenset[str] | 
 
 
 def _foreign(storage: Storage, view: LogView) -> Iterator[Finding]:
+    """Files that are not torchrelay's."""
     yield from _strangers("", (name for name in storage.list("") if name not in _TOP))
     strange = (name for name in storage.list(LOG) if not (_SLOT.fullmatch(name) or _BASE.fullmatch(name)))
     yield from _strangers(LOG, (name for name in strange if f"{LOG}/{name}" != HINT))
@@ -224,12 +229,14 @@ def _foreign(storage: Storage, view: LogView) -> Iterator[Finding]:
 
 
 def _strangers(directory: str, names: Iterable[str]) -> Iterator[Finding]:
+    """Names in a directory that are not torchrelay's."""
     for name in names:
         path = f"{directory}/{name}" if directory else name
         yield Finding("keep", "foreign", path, "not ours, and never touched")
 
 
 def _size(storage: Storage, files: Sequence[str]) -> str:
+    """Number and bytes of files, for a message."""
     return f"{len(files)} files, {sum(storage.stat(path) or 0 for path in files)} bytes"
 
 
@@ -238,25 +245,24 @@ _OWN_FILES = ("temporary", "unused base")
 
 @dataclass(frozen=True)
 class Repaired:
-    """What was found before, and what of it is left."""
+    """Findings before and after a repair."""
 
     before: Inventory
     after: Inventory
 
     @property
     def done(self) -> tuple[Finding, ...]:
-        """What is in order now."""
+        """Findings that were repaired."""
         left = {(one.kind, one.path) for one in self.after.findings}
         return tuple(one for one in self.before.findings if (one.kind, one.path) not in left)
 
 
 def repair(storage: Storage, *, delete: bool = False, patience_secs: float = PATIENCE_SECS) -> Repaired:
-    """Mend what can be mended; with `delete` also remove what no record refers to.
+    """Repair what can be repaired; with `delete` also delete files that no record refers to.
 
-    Takes the log over, unless there is nothing to do for which that is needed: DirectoryInUseError
-    where its writer lives, UsageError where two writers could not be told apart, and nothing was changed but
-    base files, which come back byte for byte. Raises DamagedError for a log that cannot be trusted,
-    StorageError for what cannot be read or written.
+    Takes the log over if necessary: DirectoryInUseError if its writer is alive, UsageError if the storage
+    does not keep a second writer out; then only base files have been restored, byte for byte. Raises
+    DamagedError for a log that cannot be trusted, StorageError for files that cannot be read or written.
     """
     before = take_inventory(storage)
     for lost in before.lost:
@@ -273,7 +279,7 @@ def repair(storage: Storage, *, delete: bool = False, patience_secs: float = PAT
 
 
 def _as_owner(storage: Storage, found: Inventory, *, delete: bool, patience_secs: float) -> None:
-    """The takeover and the release write the hint and the counter anew."""
+    """Repair as holder of the log; takeover and release write hint and counter again."""
     refuse_part(storage)
     check_exclusion(storage)
     writer = LogWriter.take(storage, open_log(storage).job_name, patience_secs=patience_secs)
@@ -287,7 +293,7 @@ def _as_owner(storage: Storage, found: Inventory, *, delete: bool, patience_secs
 
 
 def _delete_own_files(storage: Storage, found: Inventory) -> None:
-    """Those that lay there before our takeover and that no record has come to refer to since."""
+    """Delete files that existed before our takeover and that no record refers to since."""
     now = take_inventory(storage)
     gone = [path for kind in _OWN_FILES for path in sorted(found.paths(kind) & now.paths(kind))]
     for path in gone:
@@ -297,13 +303,13 @@ def _delete_own_files(storage: Storage, found: Inventory) -> None:
 
 
 NOTES = "notes"
-"""What is no shard: manifests, statistics, strangers' files."""
+"""Group of files other than shards: manifests, statistics, unknown files."""
 Standing = Literal["live", "retired", "orphan"]
 
 
 @dataclass(frozen=True)
 class TryUse:
-    """A try's files in bytes by group; `needed_by` are other epochs that refer to bytes in it."""
+    """Bytes of an attempt's files by group; `needed_by` are other epochs that reference it."""
 
     name: str
     standing: Standing
@@ -313,34 +319,34 @@ class TryUse:
 
     @property
     def bytes(self) -> int:
-        """All its files."""
+        """Bytes of all its files."""
         return sum(self.groups.values())
 
     @property
     def frees(self) -> int:
-        """What dropping its epoch alone would give back: nothing while others refer to it."""
+        """Bytes freed by deleting its epoch alone: 0 while others reference it."""
         return 0 if self.needed_by else self.bytes
 
 
 @dataclass(frozen=True)
 class Usage:
-    """All tries in the order of their names; what keeping the newest epoch alone would free."""
+    """All attempts by name; bytes freed by keeping the newest epoch alone."""
 
     tries: tuple[TryUse, ...]
     freed_by_last: int
 
     def total(self, standing: Standing) -> int:
-        """Bytes of all tries that stand so."""
+        """Bytes of all attempts with this standing."""
         return sum(one.bytes for one in self.tries if one.standing == standing)
 
     @property
     def shared(self) -> int:
-        """Bytes in tries to which other epochs refer."""
+        """Bytes in attempts that other epochs reference."""
         return sum(one.bytes for one in self.tries if one.needed_by)
 
     @property
     def by_group(self) -> Mapping[str, int]:
-        """Bytes of live tries by group of files."""
+        """Bytes of live attempts by group of files."""
         found: Counter[str] = Counter()
         for one in self.tries:
             if one.standing == "live":
@@ -349,7 +355,7 @@ class Usage:
 
 
 def usage_of(storage: Storage, view: LogView) -> Usage:
-    """List all tries; raises StorageError where that cannot be done."""
+    """List all attempts; raises StorageError if that fails."""
     entries = {entry.try_name: entry for entry in view.entries}
     needs = Counter(name for entry in view.entries for name in set(entry.needs))
     retired = {one.try_name for one in view.retiring}
@@ -369,6 +375,7 @@ def usage_of(storage: Storage, view: LogView) -> Usage:
 
 
 def _groups(storage: Storage, try_name: str) -> Mapping[str, int]:
+    """Bytes of an attempt by group."""
     found: Counter[str] = Counter()
     directory = try_directory(try_name)
     for name in storage.list(directory):

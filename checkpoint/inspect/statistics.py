@@ -1,15 +1,13 @@
-"""Statistics of stored tensors in bounded memory, and by how much two tensors differ.
+"""Compute statistics of stored tensors in bounded memory, and by how much two tensors differ.
 
-No core dependency: nothing that trains, saves or loads needs it, and what changed is told by digests
-without it. numpy imports the module of pickles itself; nothing here calls that, and the verbs import
-numpy only when numbers are asked for.
+    leaf_moments(open_epoch(storage, entry), ["model"])  # one Moments per leaf
 
-bfloat16 is the upper half of a float32; the float8 types are looked up in tables of 256 values. Types of
-less than a byte, `bits*` and `float4_e2m1fn_x2` have no numbers here: they are compared by their bytes.
+numpy is an optional dependency, imported only when numbers are requested; nothing that trains, saves or loads
+needs it. bfloat16 is the upper half of a float32; the float8 types are looked up in tables of 256 values.
+Types of less than a byte, `bits*` and `float4_e2m1fn_x2` have no numbers here: they are compared by their
+bytes.
 
-    leaf_moments(open_epoch(storage, entry), ["model"])     # one Moments per leaf
-
-Pure kernels below, joined chunk by chunk; squares neither overflow nor vanish, whatever the numbers are.
+The kernels below are pure and joined chunk by chunk; squares neither overflow nor underflow for any numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ try:
     import numpy as np
 except ImportError as error:
     raise UsageError(
-        f"numbers of tensors need numpy, which is not installed: {install_command('inspect')}"
+        f"statistics of tensors need numpy, which is not installed: {install_command('inspect')}"
     ) from error
 
 
@@ -59,9 +57,9 @@ _EXPONENTS = {
 
 
 def numbers(data: memoryview, dtype: str) -> Array:
-    """Little-endian bytes as an array of the nearest type that numpy has; a copy only where it lacks it.
+    """Little-endian bytes as an array of the nearest numpy type; a copy only if numpy lacks the type.
 
-    `bool` comes as 0 and 1. Raises ValueError for a type that has no numbers.
+    `bool` is returned as 0 and 1. Raises ValueError for a type without numbers.
     """
     if dtype in _PLAIN:
         return np.frombuffer(data, _PLAIN[dtype])
@@ -76,7 +74,7 @@ def numbers(data: memoryview, dtype: str) -> Array:
 
 @cache
 def table(dtype: str) -> Array:
-    """What each of the 256 codes of a float8 type stands for."""
+    """The values of the 256 codes of a float8 type."""
     if dtype == "float8_e8m0fnu":
         found = [2.0 ** (code - 127) for code in range(255)] + [np.nan]
     else:
@@ -85,6 +83,7 @@ def table(dtype: str) -> Array:
 
 
 def _decoded(code: int, dtype: str) -> float:
+    """The value of a code."""
     exponent_bits, fraction_bits, bias = _EXPONENTS[dtype]
     exponent = code >> fraction_bits & (1 << exponent_bits) - 1
     fraction = code & (1 << fraction_bits) - 1
@@ -103,18 +102,17 @@ def _decoded(code: int, dtype: str) -> float:
 
 
 STEP = 1 << 14
-"""So many elements are computed with at a time. Copies of them in double precision take 128 KiB: they stay
-in the cache, and larger ones would take fresh pages from the system each time, at five times the cost."""
+"""Number of elements per step: double precision copies take 128 KiB and stay in the cache."""
 _SAFE = (1e-140, 1e140)
 """Between these a square is a normal number, and so is the sum of very many."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Of so many `elements`, `nan` and `inf` of them; everything else is of the finite ones.
+    """Statistics of `elements` numbers, with `nan` and `inf` of them; all other figures use the finite ones.
 
-    `mean`, `std` (of the population), `minimum` and `maximum` are None where no element is finite, and
-    of complex numbers. `norm` is the root of the sum of squares.
+    `mean`, `std` (of the population), `minimum` and `maximum` are None without finite elements, and for
+    complex numbers. `norm` is the root of the sum of squares.
     """
 
     elements: int = 0
@@ -128,7 +126,7 @@ class Moments:
 
     @property
     def finite(self) -> int:
-        """How many elements are neither NaN nor Inf."""
+        """Number of elements that are neither NaN nor Inf."""
         return self.elements - self.nan - self.inf
 
     def json(self) -> dict[str, Any]:
@@ -137,12 +135,11 @@ class Moments:
 
 
 def leaf_moments(epoch: Epoch, patterns: str | Sequence[str] = ()) -> dict[str, Moments]:
-    """Moments by leaf (`model.weight`, or `trainer_1:total` of what a node has for itself).
+    """Moments by leaf (`model.weight`, or `trainer_1:total` if it differs between nodes).
 
-    Leaves that match any pattern, or all; left out are values, aliases, types without numbers, and
-    leaves whose files retention has removed. Every byte is verified; memory stays below 64 MiB.
-    Raises UsageError for a pattern that means nothing, DamagedError or StorageError for what the
-    storage has.
+    Of leaves that match any pattern, or all, without values, aliases, types without numbers, and deleted
+    leaves. Every byte is verified; memory stays below 64 MiB. Raises UsageError for a pattern that matches
+    nothing, DamagedError or StorageError.
     """
     wanted = [patterns] if isinstance(patterns, str) else list(patterns)
     check_chosen([epoch], wanted)
@@ -155,6 +152,7 @@ def leaf_moments(epoch: Epoch, patterns: str | Sequence[str] = ()) -> dict[str, 
 
 
 def _chunks(epoch: Epoch, item: NodeLeaf) -> Iterator[Array]:
+    """The numbers of a leaf."""
     buffer = Buffer()
     for part in parts(epoch, item):
         for start in range(0, part.nbytes, CHUNK_BYTES):
@@ -169,7 +167,7 @@ def steps(data: memoryview, item_bytes: int, dtype: str) -> Iterator[Array]:
 
 
 def moments_of(values: Array) -> Moments:
-    """Of a 1-D array of any real or complex type."""
+    """Moments of a 1-D array of any real or complex type."""
     finite, nan, inf = finite_part(values)
     if not finite.size:
         return Moments(values.size, nan, inf)
@@ -185,11 +183,12 @@ def moments_of(values: Array) -> Moments:
 
 
 def joined(all_moments: Iterable[Moments]) -> Moments:
-    """The moments of all together."""
+    """Moments of all together."""
     return reduce(_both, all_moments, Moments())
 
 
 def _both(a: Moments, b: Moments) -> Moments:
+    """Moments of two together."""
     counts = (a.elements + b.elements, a.nan + b.nan, a.inf + b.inf)
     total = a.finite + b.finite
     norms = math.hypot(a.norm, b.norm)
@@ -205,7 +204,7 @@ def _both(a: Moments, b: Moments) -> Moments:
 
 
 def finite_part(values: Array) -> tuple[Array, int, int]:
-    """The finite elements, and how many are NaN and Inf. A complex number with a NaN in it is NaN."""
+    """The finite elements, and the numbers of NaN and Inf. A complex number with a NaN in it is NaN."""
     if values.dtype.kind not in "fc":
         return values, 0, 0
     finite = np.isfinite(values)
@@ -216,13 +215,13 @@ def finite_part(values: Array) -> tuple[Array, int, int]:
 
 
 def norm(values: Array) -> float:
-    """The root of the sum of squares of finite numbers; infinite where no double can hold it."""
+    """The root of the sum of squares of finite numbers; infinite if no double can hold it."""
     reals, power = safe(as_reals(values), values)
     return unscaled(math.sqrt(inner(reals, reals)), power)
 
 
 def bad_in(values: Array, *, nan_only: bool) -> tuple[int, int, int | None]:
-    """How many NaN and Inf an array has (no Inf with `nan_only`), and where the first of these is."""
+    """Numbers of NaN and Inf in an array (no Inf with `nan_only`), and the index of the first."""
     if not nan_only and np.isfinite(values).all():
         return 0, 0, None
     nans = np.isnan(values)
@@ -232,19 +231,19 @@ def bad_in(values: Array, *, nan_only: bool) -> tuple[int, int, int | None]:
 
 
 def as_reals(values: Array) -> Array:
-    """Double precision; of complex numbers both parts, one behind the other."""
+    """Double precision; of complex numbers both parts, one after the other."""
     if np.iscomplexobj(values):
         return np.ascontiguousarray(values, np.complex128).view(np.float64)
     return values.astype(np.float64)
 
 
 def is_wide(values: Array) -> bool:
-    """Whether their squares may be beyond what a double can hold."""
+    """Whether their squares may exceed a double."""
     return values.dtype.itemsize >= (16 if np.iscomplexobj(values) else 8)
 
 
 def safe(reals: Array, values: Array) -> tuple[Array, int]:
-    """`values` as reals, scaled so that squares can be added, and the power of two they were divided by."""
+    """`values` as reals, scaled so that squares can be added, and the power of two of the scale."""
     peak = largest(reals) if is_wide(values) else 0.0
     if peak == 0.0 or _SAFE[0] < peak < _SAFE[1]:
         return reals, 0
@@ -253,27 +252,28 @@ def safe(reals: Array, values: Array) -> tuple[Array, int]:
 
 
 def inner(one: Array, other: Array) -> float:
-    """The inner product, by this thread alone: BLAS would share it among threads that wait by spinning."""
+    """The inner product in this thread only: BLAS would use threads that wait by spinning."""
     return float(np.einsum("i,i->", one, other))
 
 
 def largest(reals: Array) -> float:
-    """The largest absolute value; 0 of nothing."""
+    """The largest absolute value; 0 for an empty array."""
     return max(float(reals.max()), -float(reals.min())) if reals.size else 0.0
 
 
 def unscaled(number: float, power: int) -> float:
-    """A figure of scaled numbers as that of the numbers themselves."""
+    """A statistic of scaled numbers converted to the original scale."""
     with np.errstate(over="ignore"):
         return float(np.ldexp(number, power)) if power else float(number)
 
 
 def finite_json(value: Any) -> Any:
-    """A number as JSON can say it."""
+    """A number in a form that JSON has."""
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
 def _of(number: float | None) -> float:
+    """A number as JSON."""
     return 0.0 if number is None else number
 
 
@@ -287,7 +287,7 @@ def gathered(
 ) -> memoryview:
     """The bytes of a box of which `source`, from element `first` of the part on, holds all elements.
 
-    Raises DamagedError or StorageError for what the storage has.
+    Raises DamagedError or StorageError.
     """
     words = next(size for size in (8, 4, 2, 1) if part.item_bytes % size == 0)
     many = part.item_bytes // words
@@ -303,16 +303,19 @@ def gathered(
 
 
 def _copy(source: Bounds, first: int, box: Bounds) -> Copy:
+    """The copy of a box."""
     extents = tuple(stop - start for start, stop in box)
     return Copy(source, first, box, whole(extents), extents)
 
 
 def _strides(source: Bounds, item_bytes: int) -> list[int]:
+    """Byte strides of a box."""
     extents = [stop - start for start, stop in source]
     return [item_bytes * math.prod(extents[dim + 1 :]) for dim in range(len(extents))]
 
 
 def _place(slab: Slab, box: Bounds) -> tuple[slice, ...]:
+    """Slices of a slab in a box."""
     return tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(slab.box, box, strict=True))
 
 
@@ -326,9 +329,9 @@ _NORMS = ("norm_a", "norm_b", "norm_difference", "paired_a", "paired_b")
 class Change:
     """Of `compared` pairs of elements, `changed` differ in their bits.
 
-    NaN and Inf are counted on both sides, each norm is of the finite elements of its side. Difference,
-    cosine and the largest change are of the pairs that are finite on both, `paired_a` and `paired_b`
-    their norms; `along` is the cosine, 0.0 where one of these is 0.
+    NaN and Inf are counted on both sides; each norm uses the finite elements of its side. Difference, cosine
+    and the largest change are of the pairs that are finite on both, `paired_a` and `paired_b` their norms;
+    `along` is the cosine, 0.0 if one of these is 0.
     """
 
     compared: int = 0
@@ -347,17 +350,17 @@ class Change:
 
     @property
     def share(self) -> float:
-        """Of the compared elements, those that changed."""
+        """Fraction of the compared elements that changed."""
         return self.changed / self.compared if self.compared else 0.0
 
     @property
     def relative(self) -> float | None:
-        """The norm of the difference by that of the first; None where the first is all zeros."""
+        """The norm of the difference divided by that of the first; None if the first is all zeros."""
         return self.norm_difference / self.paired_a if self.paired_a else None
 
     @property
     def cosine(self) -> float | None:
-        """Between the two as vectors, from -1 to 1; None where one is all zeros."""
+        """Cosine of the two as vectors, from -1 to 1; None if one is all zeros."""
         return self.along if self.paired_a and self.paired_b else None
 
     def json(self) -> dict[str, Any]:
@@ -368,7 +371,7 @@ class Change:
 
 
 def change_between(a: memoryview, b: memoryview, item_bytes: int, dtype: str) -> Change:
-    """Of stored bytes of one type and length, element by element."""
+    """Change between stored bytes of one type and length."""
     step = STEP * item_bytes
     chunks = ((a[at : at + step], b[at : at + step]) for at in range(0, len(a), step))
     return joined_changes(_of_bytes(one, other, item_bytes, dtype) for one, other in chunks)
@@ -380,6 +383,7 @@ def joined_changes(changes: Iterable[Change]) -> Change:
 
 
 def _both_changes(one: Change, other: Change) -> Change:
+    """The change of two together."""
     paired_a = math.hypot(one.paired_a, other.paired_a)
     paired_b = math.hypot(one.paired_b, other.paired_b)
     weights = (_share(part.paired_a, paired_a) * _share(part.paired_b, paired_b) for part in (one, other))
@@ -391,12 +395,14 @@ def _both_changes(one: Change, other: Change) -> Change:
 
 
 def _share(part: float, whole: float) -> float:
+    """A fraction; 0 of nothing."""
     if math.isinf(whole):
         return float(math.isinf(part))
     return part / whole if whole else 0.0
 
 
 def _of_bytes(a: memoryview, b: memoryview, item_bytes: int, dtype: str) -> Change:
+    """The change of types without numbers."""
     one, other = numbers(a, dtype), numbers(b, dtype)
     changed = changed_elements(a, b, item_bytes)
     first, nan_a, inf_a = finite_part(one)
@@ -409,7 +415,7 @@ def _of_bytes(a: memoryview, b: memoryview, item_bytes: int, dtype: str) -> Chan
 
 
 def changed_elements(a: memoryview, b: memoryview, item_bytes: int) -> int:
-    """How many elements differ in their bits."""
+    """Number of elements that differ in their bits."""
     words = next(size for size in (8, 4, 2, 1) if item_bytes % size == 0)
     differ = np.frombuffer(a, f"<u{words}") != np.frombuffer(b, f"<u{words}")
     if words < item_bytes:
@@ -418,7 +424,7 @@ def changed_elements(a: memoryview, b: memoryview, item_bytes: int) -> int:
 
 
 def _figures(a: Array, b: Array) -> tuple[float, ...]:
-    """Both norms, that of the difference, its largest element, both norms again, and the cosine."""
+    """Both norms, that of the difference, its largest element, both norms of the pairs, and the cosine."""
     if not a.size:
         return (0.0,) * 7
     one, other = as_reals(a), as_reals(b)
@@ -435,7 +441,7 @@ def _figures(a: Array, b: Array) -> tuple[float, ...]:
 def _difference(a: Array, b: Array, one: Array, other: Array) -> tuple[Array, int]:
     """The difference of `one` and `other`, which are a and b as reals.
 
-    It is divided by a power of two where a double could not hold it.
+    It is divided by a power of two if a double could not hold it.
     """
     if a.dtype.kind in "iu" and a.dtype.itemsize == 8:
         first, second = a.view(np.uint64), b.view(np.uint64)  # exact before they are rounded

@@ -1,1 +1,1 @@
-"""The log: records, branches, taking over, fencing, thinning, retention."""
+"""Store which epochs exist: records, branches, takeover, fencing, thinning, retention."""

@@ -1,14 +1,18 @@
-"""The chain of records that a log is: read from its tail, checked, and appended to.
+"""Read the chain of records of a log from its tail, verify it, and append to it.
 
-Reads only, so it works where nothing may be written. A damaged newest record is stepped over, a
-record that no valid predecessor explains is an error; either way it is said.
+Reading needs no write access. A damaged newest record is skipped; a record without a valid predecessor is an
+error; both are reported.
 
-Three ways to lose a slot: a writer of a higher generation has it (we are fenced), anybody else has
-it (their change is taken over and ours computed again), or the storage failed before anything was
-created (the error passes). A creation whose answer was lost is read back and known by its nonce.
+A writer loses a slot in three ways:
 
-Called after the newer slots are durable. Oldest first, so that an interrupted thinning leaves one
-stretch of slots that the next one finishes.
+- A writer of a higher generation has it: this one is fenced.
+- Another writer has it: its change is applied and ours computed again.
+- The storage failed before anything was created: the error propagates.
+
+A creation whose answer was lost is read back and recognised by its nonce.
+
+Old slots are deleted after newer ones are durable, oldest first, so that an interrupted thinning leaves one
+range of slots for the next.
 """
 
 from __future__ import annotations
@@ -52,12 +56,12 @@ from torchrelay.records import Json, dataclass
 HINT = f"{LOG}/HINT"
 HINT_LIMIT_BYTES = 4096
 _ATTEMPTS = 8
-"""A reader beside a busy writer finds slots thinned away under it; it then looks for the tail again."""
+"""A reader beside a busy writer may find slots deleted; it then looks for the tail again."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """A base file that was read and proved; `lost` where it was made again instead, in memory."""
+    """A verified base file; `lost` if it was recreated in memory instead."""
 
     ref: BaseRef
     entries: dict[Key, CommittedPosition] = field(repr=False)
@@ -66,7 +70,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Tail:
-    """The end of a log: what it says, and where and on what the next record stands."""
+    """The end of a log: its state, and the next slot and its predecessor."""
 
     job: JobFile
     view: LogView
@@ -76,7 +80,7 @@ class Tail:
 
     @property
     def stepped_back(self) -> bool:
-        """Whether records after the one that tells the state are damaged."""
+        """Whether records after the one with the state are damaged."""
         return self.next_slot != self.view.slot + 1
 
 
@@ -85,10 +89,10 @@ class _MovedError(Exception):
 
 
 def open_log(storage: Storage, job_name: str | None = None) -> LogView:
-    """What the log says now; an empty view where no job has begun. Reads only.
+    """Read the current state of the log; an empty view without a job.
 
-    With a `job_name` a directory of another job is refused (UsageError). Raises DamagedError when no
-    record can be trusted, FormatError for a newer version's log, StorageError when it cannot be read.
+    With a `job_name` a directory of another job raises UsageError. Raises DamagedError if no record can be
+    trusted, FormatError for a newer version's log, StorageError if it cannot be read.
     """
     if (job := read_job(storage)) is None:
         return LogView()
@@ -99,7 +103,7 @@ def open_log(storage: Storage, job_name: str | None = None) -> LogView:
 
 
 def read_tail(storage: Storage, job: JobFile) -> Tail:
-    """Find and prove the end of the log of `job`; the tail's own job is right where `job.json` is not."""
+    """Find and verify the end of the log of `job`; returns the right job if `job.json` is wrong."""
     try:
         return _tail_of(storage, job)
     except DamagedError:
@@ -110,9 +114,9 @@ def read_tail(storage: Storage, job: JobFile) -> Tail:
 
 
 def _outvoted(storage: Storage, job: JobFile) -> JobFile | None:
-    """The job that log and epochs agree on, where `job.json` is whole and names another; else None.
+    """The job that log and epochs agree on, if `job.json` is intact and names another; else None.
 
-    The log alone does not decide: that could be the one that was copied here from somewhere else.
+    The log alone does not decide, because it could be the copy from another directory.
     """
     record = next(readable_records(storage), None)
     if record is None or record.job == job.uuid:
@@ -122,7 +126,7 @@ def _outvoted(storage: Storage, job: JobFile) -> JobFile | None:
         entries or any(map(TRY.fullmatch, storage.list(DATA)))
     ):
         return None
-    damage = f"{JOB_PATH} is that of another job ({job.name!r}, uuid {job.uuid}), log and epochs are not"
+    damage = f"{JOB_PATH} belongs to another job ({job.name!r}, uuid {job.uuid}) than log and epochs"
     return replace(repeated_in(record.job, record.state.holder), damage=damage)
 
 
@@ -147,24 +151,24 @@ def _tail_of(storage: Storage, job: JobFile) -> Tail:
 
 
 def read_hint(storage: Storage) -> int | None:
-    """The slot that HINT names. It is unproved: anything odd is no hint."""
-    with suppress(OSError):  # a hint that cannot be read is no hint; the log itself will say what is wrong
+    """The slot that HINT names; not verified, None if malformed."""
+    with suppress(OSError):  # the log itself will report the error
         match = re.fullmatch(rb"([0-9]{1,20})\n", storage.read_range(HINT, 0, HINT_LIMIT_BYTES))
         return int(match[1]) if match else None
     return None
 
 
 def advance(storage: Storage, tail: Tail) -> tuple[Tail, Record | None]:
-    """Read the record that somebody else put at `tail.next_slot`; None when it is damaged (a burnt slot)."""
+    """Read the record that another writer put at `tail.next_slot`; None if it is damaged (a lost slot)."""
     slot = tail.next_slot
     data = _bytes_of(storage, slot)
     if data is None:
-        raise StorageError(f"{storage.url}/{slot_path(slot)} is taken but cannot be found: try again")
+        raise StorageError(f"{storage.url}/{slot_path(slot)} exists but cannot be found: try again")
     after = replace(tail, next_slot=slot + 1, previous_sha256=canonical_json.sha256(data))
     try:
         record = decode(data, slot=slot, job=tail.job.uuid)
     except DamagedError as error:
-        notices = (*tail.view.notices, f"{error}; the slot is left as it is")
+        notices = (*tail.view.notices, f"{error}; the slot is left unchanged")
         return replace(after, view=replace(tail.view, notices=notices)), None
     return _told_by(storage, after, record, tail.view.notices), record
 
@@ -180,7 +184,7 @@ def _read_from(storage: Storage, job: JobFile, newest: int) -> Tail:
     try:
         return _told_by(storage, empty, record, notices)
     except DamagedError:
-        _check_not_moved(storage, newest)  # thinning takes old base files too
+        _check_not_moved(storage, newest)  # thinning deletes old base files too
         raise
 
 
@@ -199,13 +203,13 @@ def _newest_valid(storage: Storage, job: JobFile, newest: int) -> tuple[Record, 
             continue
         return record, tuple(f"{one}; {slot_path(slot)} is used instead" for one in damage)
     raise DamagedError(
-        f"{storage.url}/{LOG} has no record that can be trusted ({damage[-1] if damage else 'none there'}): "
-        "restore it from a copy, or choose another directory"
+        f"{storage.url}/{LOG} has no record that can be trusted "
+        f"({damage[-1] if damage else 'none exists'}): restore it from a copy"
     )
 
 
 def _told_by(storage: Storage, tail: Tail, record: Record, notices: tuple[str, ...]) -> Tail:
-    """The tail whose state is that of `record`, with the entries of its base file."""
+    """The tail with the state of `record` and the entries of its base file."""
     base = None if record.base is None else _read_base(storage, record, record.base, tail.base)
     notices = tuple(dict.fromkeys((*notices, *_derived(tail.job, base))))
     entries = whole_entries(record, tuple(base.entries.values()) if base else ())
@@ -226,7 +230,7 @@ def _derived(job: JobFile, base: Base | None) -> tuple[str, ...]:
 
 
 def mended(tail: Tail) -> Tail:
-    """The tail after what its log told was written again."""
+    """The tail after lost files were written again."""
     base = None if tail.base is None else replace(tail.base, lost=None)
     left = tuple(one for one in tail.view.notices if one not in tail.view.derived)
     view = replace(tail.view, notices=left, derived=())
@@ -238,7 +242,7 @@ def _read_base(storage: Storage, record: Record, ref: BaseRef, known: Base | Non
         return replace(known, ref=ref)
     try:
         data = storage.read_range(ref.path, 0, ref.nbytes + 1)
-        if len(data) < ref.nbytes:  # an answer may be cut short; damage is believed when it is seen twice
+        if len(data) < ref.nbytes:  # an answer may be truncated; damage counts when seen twice
             data = storage.read_range(ref.path, 0, ref.nbytes + 1)
         return Base(ref, {entry.key: entry for entry in decode_base(data, ref)})
     except (DamagedError, FileNotFoundError) as error:
@@ -251,11 +255,10 @@ def _read_base(storage: Storage, record: Record, ref: BaseRef, known: Base | Non
 
 
 def _check_chain(storage: Storage, job: JobFile, record: Record, newest: int) -> tuple[str, ...]:
-    """Check the predecessors of a record; returns what people should know.
+    """Check the predecessors of a record; returns notices.
 
-    Raises DamagedError where two intact records contradict each other: then the log is a mixture of
-    two histories. A predecessor that is missing or damaged by itself is a notice, because the newer
-    record tells everything that is live.
+    Raises DamagedError if two intact records contradict each other: the log is a mixture of two histories. A
+    missing or damaged predecessor is a notice, because the newer record has everything that is live.
     """
     notices: list[str] = []
     link: Link | None = Link(record.generation, record.previous_sha256)
@@ -275,8 +278,8 @@ def _check_chain(storage: Storage, job: JobFile, record: Record, newest: int) ->
 
 
 def _check_not_moved(storage: Storage, newest: int) -> None:
-    """Raise when the log went on behind `newest`, which explains a slot that is gone."""
-    following = (newest + 1, floor(newest) + STRIDE)  # the first may be thinned away, the second never
+    """Raise if the log continued after `newest`, which explains a deleted slot."""
+    following = (newest + 1, floor(newest) + STRIDE)  # the first may be deleted, the second never
     if any(storage.stat(slot_path(slot)) is not None for slot in following):
         raise _MovedError
 
@@ -299,17 +302,17 @@ def _bytes_of(storage: Storage, slot: int) -> bytes | None:
 
 
 INLINE = 64
-"""Live entries (and gone ones of the base) that a record may hold itself."""
+"""Maximum of live entries (and deleted ones of the base) inside a record."""
 _REBASED_INLINE = INLINE // 2
-"""How many stay inline when a new base file is written: the room until the next one."""
+"""Entries inside a record after a new base file: room until the next one."""
 
 
 @dataclass(frozen=True)
 class RecordDraft:
-    """A record to be: its kind, and what it changes, computed from the state in whatever slot it gets.
+    """A future record: its kind, and its change, computed from the state in the slot that it gets.
 
-    `generation` None means: that of the slot before (guests), or the slot itself for a takeover.
-    `change` returns None when there is nothing to write.
+    `generation` None means that of the slot before (guests), or the slot itself for a takeover. `change`
+    returns None if there is nothing to write.
     """
 
     kind: str
@@ -319,7 +322,7 @@ class RecordDraft:
 
 @dataclass(frozen=True)
 class Appended:
-    """What came of a draft: the end of the log, and our record if one was written."""
+    """Result of an append: the end of the log, and our record if one was written."""
 
     tail: Tail
     record: Record | None
@@ -334,14 +337,14 @@ class OvertakenError(Exception):
 
 
 def append(storage: Storage, tail: Tail, draft: RecordDraft) -> Appended:
-    """Write a record behind `tail`, or behind whatever came first, and make it durable.
+    """Write a record after `tail`, or after records that came first, and make it durable.
 
-    Raises OvertakenError, without having changed anything, when a writer of a higher generation than
-    the draft's is there; guests give way to nobody, takeovers to whoever was first.
+    Raises OvertakenError, with nothing changed, if a writer of a higher generation than the draft's exists.
+    Guests are never overtaken; takeovers by any earlier record of another writer.
     """
     while True:
         if overtaken(storage, tail):
-            tail = read_tail(storage, tail.job)  # perhaps only guests have marked epochs
+            tail = read_tail(storage, tail.job)  # maybe only guests have marked epochs
             storage.sync_dir(LOG)
             _give_way(tail, draft)
         changed = draft.change(tail.view.state)
@@ -350,9 +353,9 @@ def append(storage: Storage, tail: Tail, draft: RecordDraft) -> Appended:
         record, base = _compose(storage, tail, draft, *changed)
         data = encode(record)
         if len(changed[0].marks) > len(tail.view.marks) and 2 * len(data) > canonical_json.LIMIT_BYTES:
-            raise UsageError(  # the other half is for what writers must be able to append
-                f"{storage.url} has so many tags and pins that a record of its log takes {len(data)} bytes: "
-                "take some away first (torchrelay ckpt tag --delete, torchrelay ckpt pin --delete)"
+            raise UsageError(  # the other half is for records that writers must append
+                f"{storage.url} has so many tags and pins that a record of its log takes {len(data)} "
+                "bytes: delete some first (torchrelay ckpt tag --delete, torchrelay ckpt pin --delete)"
             )
         if _create(storage, record.slot, data):
             if _is_void(storage, tail, record.slot):
@@ -362,7 +365,7 @@ def append(storage: Storage, tail: Tail, draft: RecordDraft) -> Appended:
             previous = canonical_json.sha256(data)
             return Appended(Tail(tail.job, view, record.slot + 1, previous, base), record)
         tail, other = advance(storage, tail)
-        storage.sync_dir(LOG)  # what we stand on must not be lost to a power cut
+        storage.sync_dir(LOG)  # the previous record must survive a power cut
         if other is not None:
             _give_way(tail, draft)
         elif draft.kind == "takeover":
@@ -375,16 +378,16 @@ def _give_way(tail: Tail, draft: RecordDraft) -> None:
 
 
 def overtaken(storage: Storage, tail: Tail) -> bool:
-    """Whether the log went on so far that our next slot may have been thinned away already.
+    """Whether the log continued so far that our next slot may have been deleted already.
 
-    That takes 256 newer slots. Of them the 256th exists, or it was thinned away as well, by as many more.
+    That takes 256 newer slots. The 256th of them exists, or was deleted as well, after as many more.
     """
     beyond = tail.next_slot + STRIDE
     return any(storage.stat(slot_path(slot)) is not None for slot in (beyond, floor(beyond) + STRIDE))
 
 
 def _is_void(storage: Storage, tail: Tail, slot: int) -> bool:
-    """A slot that we could create may have been filled before and thinned since: its record is deleted."""
+    """Whether a slot that we could create had a record that was deleted since: ours is then deleted."""
     void = slot % STRIDE != 0 and overtaken(storage, tail)
     if void:
         storage.delete(slot_path(slot))
@@ -392,23 +395,21 @@ def _is_void(storage: Storage, tail: Tail, slot: int) -> bool:
 
 
 def _create(storage: Storage, slot: int, data: bytes) -> bool:
-    """Create the slot's file; False when somebody else's record is there."""
+    """Create the slot's file; False if another writer's record exists."""
     path = slot_path(slot)
     try:
         storage.link_exclusive(path, data)
     except OSError as error:
-        # The name was taken, or the answer is doubtful: what lies there decides.
+        # The name exists, or the answer is ambiguous: its content decides.
         try:
             found = storage.read_range(path, 0, len(data) + 1)
         except FileNotFoundError:
             found = None
         if found is None and isinstance(error, FileExistsError):
-            raise StorageError(
-                f"{storage.url}/{path} is in the way and is no regular file: remove it"
-            ) from error
+            raise StorageError(f"{storage.url}/{path} exists and is not a regular file: remove it") from error
         if found is None:
             raise
-        return found == data  # the nonce makes our bytes like no other's
+        return found == data  # the nonce makes our bytes unique
     return True
 
 
@@ -444,7 +445,7 @@ def _split(
             return inline, Base(replace(base.ref, gone=gone), base.entries)
     if len(entries) <= INLINE:
         return entries, None
-    # Sorted by branch, then position: the last ones are those that change next.
+    # Sorted by branch, then position: the last ones change next.
     return entries[-_REBASED_INLINE:], _write_base(storage, entries[:-_REBASED_INLINE])
 
 
@@ -457,7 +458,7 @@ def _write_base(storage: Storage, entries: tuple[CommittedPosition, ...]) -> Bas
 
 
 def thin(storage: Storage, job: JobFile, newest: int) -> None:
-    """Delete what a log whose newest slot is `newest` keeps no longer, base files included."""
+    """Delete what a log with the newest slot `newest` no longer keeps, base files included."""
     for slot in reversed(_beyond(storage, newest)):
         base = None
         with suppress(StorageError, FileNotFoundError):
@@ -470,7 +471,7 @@ def thin(storage: Storage, job: JobFile, newest: int) -> None:
 
 
 def _beyond(storage: Storage, newest: int) -> list[int]:
-    """Slots to delete, newest first: down from the 257th newest to the first one that is gone."""
+    """Slots to delete, newest first: from the 257th newest down to the first missing one."""
     found: list[int] = []
     for slot in range(newest - STRIDE, 0, -1):
         if slot % STRIDE == 0:
@@ -482,7 +483,7 @@ def _beyond(storage: Storage, newest: int) -> list[int]:
 
 
 def _may_need(storage: Storage, job: JobFile, slot: int, base: str) -> bool:
-    """Whether a slot's record refers to a base file, or cannot be read, so that nobody knows."""
+    """Whether a slot's record refers to a base file, or cannot be read."""
     try:
         return _read_base_of(storage, job, slot) == base
     except FileNotFoundError:

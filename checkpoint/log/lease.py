@@ -1,12 +1,8 @@
-"""Who writes the log: the lease of one writer, and how another one takes it over.
+"""Decide who may write the log: the lease of one writer, and its takeover by another one.
 
-Deciding is here (`judge`), pure but for asking the system about one process; watching and appending
-are in `takeover.py`. Wall time decides nothing.
-
-It proves nothing about the log; it only tells a would-be writer that somebody is there. Whoever
-reads it measures with his own monotonic clock.
-
-Whoever creates the takeover's slot first has the log; everybody else judges again what is then there.
+`judge` decides from the log, without wall time, and only asks the system about one process. The holder moves
+a counter, which a waiting writer measures with its own monotonic clock. The writer that creates the
+takeover's slot first gets the log; all others judge again.
 """
 
 from __future__ import annotations
@@ -35,16 +31,16 @@ from torchrelay.errors import DirectoryInUseError, StorageError
 from torchrelay.records import Json, dataclass
 
 _GONE_STATES = frozenset("ZX")
-"""Zombies and dead processes: nothing of theirs runs any more."""
+"""States of zombies and dead processes."""
 
 
 @dataclass(frozen=True)
 class WriterIdentity:
-    """The process that writes: enough to name it to people, and to tell later whether it is gone.
+    """The writing process: its description, and what is needed to detect its end.
 
-    An empty `boot_id` or `pid_namespace` (no /proc) equals no other. `launcher_id` is None outside
-    of launchers; `restarts` counts the launcher's restarts, the outer launcher's first. `launch` is what the
-    restarts of one launch share: two launches may well be given the same id. It is empty where nothing tells.
+    An empty `boot_id` or `pid_namespace` (no /proc) equals no other. `launcher_id` is None outside of
+    launchers; `restarts` counts the launcher's restarts, the outer launcher's first. `launch` is shared by
+    the restarts of one launch, because two launches may have the same id; it is empty if unknown.
     """
 
     job: str
@@ -61,7 +57,7 @@ class WriterIdentity:
     def here(
         cls, job: str, environment: Mapping[str, str] = os.environ, *, launch: str = ""
     ) -> WriterIdentity:
-        """The identity of this process, which belongs to the `launch`."""
+        """The identity of this process in a `launch`."""
         launcher_id, restarts = _launcher(environment)
         return cls(
             job=job,
@@ -76,12 +72,12 @@ class WriterIdentity:
         )
 
     def json(self) -> dict[str, Json]:
-        """As it lies in the records."""
+        """The identity as stored in records."""
         return {**asdict(self), "restarts": list(self.restarts)}
 
 
 class Right(Enum):
-    """What a would-be writer may do with a log."""
+    """What a future writer may do with a log."""
 
     AT_ONCE = "take it at once"
     WATCH = "take it if the holder's counter does not move"
@@ -90,27 +86,29 @@ class Right(Enum):
 
 @dataclass(frozen=True)
 class LeaseVerdict:
-    """A right and the reason for it, in words."""
+    """A right and its reason."""
 
     right: Right
     reason: str
 
 
 def judge(view: LogView, me: WriterIdentity, *, certain: bool, live_here: Container[str]) -> LeaseVerdict:
-    """Whether `me` may take over the log that `view` tells.
+    """Whether `me` may take over the log of `view`.
 
-    `certain` is False when newer records are damaged: one of them may be a takeover that we cannot
-    read, so nothing that the older ones say about the holder counts. `live_here` are the nonces of
-    the writers of this process that have not been closed: a process never takes over from itself.
+    `certain` is False if newer records are damaged: one may be an unreadable takeover, so older ones do not
+    decide. `live_here` are the nonces of the open writers of this process, which never takes over from
+    itself.
     """
     holder = view.holder
     if holder.get("nonce") in live_here and not view.released:
-        return LeaseVerdict(Right.REFUSED, "this very process writes there: close its other manager first")
+        return LeaseVerdict(
+            Right.REFUSED, "another manager in this process holds the directory; close it first"
+        )
     if not certain:
         return LeaseVerdict(Right.WATCH, "the newest record is damaged")
     if view.released:
         return LeaseVerdict(Right.AT_ONCE, "the log was released" if holder else "the log is new")
-    if _same_system(holder, me):  # then the system knows, whatever launchers count
+    if _same_system(holder, me):  # the system knows it, regardless of launchers
         if _gone(holder, me):
             return LeaseVerdict(Right.AT_ONCE, "the process that wrote there is gone")
     elif _restarted(holder, me):
@@ -119,7 +117,7 @@ def judge(view: LogView, me: WriterIdentity, *, certain: bool, live_here: Contai
 
 
 def is_gone(noted: Mapping[str, Json]) -> bool | None:
-    """Whether a process that was noted by `process_here` is gone; None where it is not of this system."""
+    """Whether a process described by `process_here` has ended; None if it is on another system."""
     here = WriterIdentity.here("")
     if not _same_system(noted, here):
         return None
@@ -127,13 +125,13 @@ def is_gone(noted: Mapping[str, Json]) -> bool | None:
 
 
 def process_here() -> dict[str, Json]:
-    """What tells this process from all others, as it stands in notes."""
+    """A description that distinguishes this process from all others."""
     here = WriterIdentity.here("").json()
     return {name: here[name] for name in ("host", "boot_id", "pid_namespace", "pid", "pid_start")}
 
 
 def describe(holder: Mapping[str, Json], remedy: str) -> str:
-    """Who holds a log, for an error message."""
+    """Describe the holder of a log, for an error message."""
     since = holder.get("since", "an unknown time")
     return (
         f"job {holder.get('job', '?')!r} on {holder.get('host', '?')} (pid {holder.get('pid', '?')}, "
@@ -142,12 +140,12 @@ def describe(holder: Mapping[str, Json], remedy: str) -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process started (clock ticks since boot), None if it is gone, "" if that cannot be told.
+    """Start time of a process (clock ticks since boot), None if it has ended, "" if unknown.
 
-    A zombie counts as gone. Where /proc hides other users' processes the system is asked otherwise.
+    A zombie counts as ended. If /proc hides other users' processes, a signal is used instead.
     """
     try:
-        # Field 2 is the program's name in parentheses and may itself hold any character.
+        # Field 2 is the program's name in parentheses and may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return "" if _answers(pid) else None
@@ -157,8 +155,8 @@ def process_start(pid: int) -> str | None:
 def _restarted(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
     """Whether the launcher that started the holder has ended it and started us.
 
-    A requeued Slurm job has no process left of its earlier start. An agent's restart is one of the same
-    launch only: the ids of two launches, or of two steps of a job, may be equal, and each counts by itself.
+    A requeued Slurm job has no process of its earlier start. Restarts of torchrun's agent count within one
+    launch only, because two launches, or two steps of a job, may have equal ids.
     """
     before = holder.get("restarts")
     if me.launcher_id is None or holder.get("launcher_id") != me.launcher_id or not isinstance(before, list):
@@ -169,21 +167,24 @@ def _restarted(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
 
 
 def _same_system(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
+    """Whether both processes are on one running system."""
     same_boot = bool(me.boot_id) and holder.get("boot_id") == me.boot_id
     return same_boot and bool(me.pid_namespace) and holder.get("pid_namespace") == me.pid_namespace
 
 
 def _gone(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
+    """Whether the holder has ended."""
     pid, start = holder.get("pid"), holder.get("pid_start")
     if type(pid) is not int or not isinstance(start, str) or not start:
         return False
     if (pid, start) == (me.pid, me.pid_start):
-        return True  # our own process, in which no writer of that nonce lives any more
+        return True  # this process, in which no writer of that nonce is open
     now = process_start(pid)
     return now is None or now not in ("", start)
 
 
 def _answers(pid: int) -> bool:
+    """Whether a process exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -194,6 +195,7 @@ def _answers(pid: int) -> bool:
 
 
 def _launcher(environment: Mapping[str, str]) -> tuple[str | None, tuple[int, ...]]:
+    """Id of the launcher, and its restart counts."""
     torchrun = environment.get("TORCHELASTIC_RUN_ID", "none")
     elastic = _count(environment.get("TORCHELASTIC_RESTART_COUNT"))
     if torchrun not in ("", "none"):
@@ -205,16 +207,19 @@ def _launcher(environment: Mapping[str, str]) -> tuple[str | None, tuple[int, ..
 
 
 def _count(text: str | None) -> int:
+    """A number in the environment."""
     return int(text) if text is not None and text.isdecimal() else 0
 
 
 def _text_of(path: str) -> str:
+    """Content of a file in /proc."""
     with suppress(OSError):
         return Path(path).read_text().strip()
     return ""
 
 
 def _link_of(path: str) -> str:
+    """Target of a link in /proc."""
     with suppress(OSError):
         return str(Path(path).readlink())
     return ""
@@ -225,14 +230,14 @@ LIMIT_BYTES = 4096
 PERIOD_SECS = 1.0
 PATIENCE_SECS = 15.0
 _LOOKS = 60
-"""How often a watched counter is read within the patience."""
+"""Number of reads of a watched counter within the patience."""
 
 
 class Beat:
-    """A small thread that calls `beat(count)` every period until that returns False or `stop()` is called.
+    """A thread that calls `beat(count)` every period until that returns False or `stop()` is called.
 
-    An exception that is an OSError is tried again next time: a counter that cannot be written does
-    not move, and then others take over, which is right.
+    After an OSError it tries again at the next period. A counter that cannot be written does not move, so
+    others may take over, as they should.
     """
 
     def __init__(self, beat: Callable[[int], bool], period_secs: float) -> None:
@@ -246,6 +251,7 @@ class Beat:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
+        """Call `beat` until stopped."""
         count = 1
         while not self._stopped.wait(self._period_secs):
             count += 1
@@ -263,7 +269,7 @@ def move(storage: Storage, generation: int, nonce: str, count: int) -> None:
 
 
 def moves(storage: Storage, patience_secs: float) -> bool:
-    """Watch somebody's counter; True as soon as it moves, False when it stood still all the time."""
+    """Watch another writer's counter; True as soon as it moves, False if it did not within the patience."""
     before = _look(storage)
     until = time.monotonic() + patience_secs
     while (left := until - time.monotonic()) > 0:
@@ -274,6 +280,7 @@ def moves(storage: Storage, patience_secs: float) -> bool:
 
 
 def _look(storage: Storage) -> bytes | None:
+    """Read the counter."""
     try:
         return storage.read_range(PATH, 0, LIMIT_BYTES)
     except FileNotFoundError:
@@ -281,15 +288,15 @@ def _look(storage: Storage) -> bytes | None:
 
 
 _ATTEMPTS = 8
-_REMEDY = "stop that job, or wait until it has ended, or choose another directory"
+_REMEDY = "stop that job, or wait until it has ended"
 
 
 @dataclass(frozen=True)
 class AcquiredLog:
-    """A log that is ours.
+    """A log that this process holds.
 
-    `older_tries` are the tries that lay there before our record was written: whatever of them the
-    log does not know was left by an older generation and can never be committed any more.
+    `older_tries` are the attempts that existed before our record. Those that the log does not know can never
+    be committed any more.
     """
 
     tail: Tail
@@ -306,10 +313,10 @@ def take_over(
     live_here: Container[str],
     patience_secs: float,
 ) -> AcquiredLog:
-    """Append our takeover, after watching the holder where the log does not say that he is gone.
+    """Append our takeover, after watching the holder if it may be alive.
 
-    Raises UsageError for the log of another job than `job_name`, DirectoryInUseError naming the holder when
-    he lives, or when others are always faster.
+    Raises UsageError for the log of another job than `job_name`, DirectoryInUseError, naming the holder, if
+    it is alive, or if others are always faster.
     """
     holder: Mapping[str, Json] = {}
     for _ in range(_ATTEMPTS):
@@ -326,7 +333,7 @@ def take_over(
         storage.sync_dir("")
         older_tries = frozenset(storage.list(DATA))
         cut_off, begun = _temporaries(storage), _begun(storage)
-        storage.sync_dir(LOG)  # never act on a name that a power cut could still remove
+        storage.sync_dir(LOG)  # a name must survive a power cut before it is acted on
         try:
             appended = append(storage, tail, _takeover(tail.job, me, nonce, verdict.reason))
         except OvertakenError:
@@ -338,7 +345,7 @@ def take_over(
 
 
 def _mended(storage: Storage, found: Tail, taken: Tail) -> Tail:
-    """Write again what the log told instead of its files: it is ours, so nobody else does."""
+    """Write lost files again from the log, which this process holds."""
     try:
         if found.job.damage:
             storage.replace(JOB_PATH, encode_job(found.job))
@@ -346,15 +353,15 @@ def _mended(storage: Storage, found: Tail, taken: Tail) -> Tail:
         if found.base is not None and found.base.lost is not None:
             restore(storage, found.base.lost)
     except StorageError:
-        return taken  # the next start finds it in the same way
+        return taken  # the next launch finds it in the same way
     return mended(taken)
 
 
 def _temporaries(storage: Storage) -> list[str]:
-    """Files without a name yet: of a writer that crashed, or of one, or a guest, that writes right now.
+    """Temporary files: of a crashed writer, or of one, or a guest, that is writing now.
 
-    What they are to become is older than the takeover that follows: its slot, at the latest, is filled, so
-    no record of theirs is lost with them; a guest that lives makes its file anew (`LocalStorage`).
+    Their targets are older than the takeover that follows, whose slot exists then, so no record is lost with
+    them; a live guest writes its file again (`LocalStorage`).
     """
     if not isinstance(storage, Leftovers):
         return []
@@ -362,14 +369,14 @@ def _temporaries(storage: Storage) -> list[str]:
 
 
 def _delete(storage: Storage, paths: list[str]) -> None:
-    """What cannot go now stays for the next one."""
+    """Delete files; those that cannot be deleted stay for the next writer."""
     for path in paths:
         with suppress(StorageError):
             storage.delete(path)
 
 
 def _begun(storage: Storage) -> list[tuple[str, str]]:
-    """Parts of shards that older writers sent; without the right to list them there is nothing to be done."""
+    """Incomplete uploads of older writers; empty without the right to list them."""
     if isinstance(storage, Unfinished):
         with suppress(StorageError):
             return storage.unfinished(DATA)
@@ -377,6 +384,7 @@ def _begun(storage: Storage) -> list[tuple[str, str]]:
 
 
 def _give_up(storage: Storage, begun: list[tuple[str, str]]) -> None:
+    """Abort uploads."""
     if isinstance(storage, Unfinished):
         for one in begun:
             with suppress(StorageError):
@@ -384,6 +392,7 @@ def _give_up(storage: Storage, begun: list[tuple[str, str]]) -> None:
 
 
 def _takeover(job: JobFile, me: WriterIdentity, nonce: str, reason: str) -> RecordDraft:
+    """The record of a takeover."""
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
     holder = {**me.json(), **job.repeated(), "nonce": nonce, "since": since}
 

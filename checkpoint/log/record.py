@@ -1,13 +1,12 @@
-"""The log record and `job.json`: their types, their bytes, and what makes them valid.
+"""Define the log record and `job.json`: types, encoding, validation.
 
-A record is a sealed JSON file. It repeats everything that is live (`live.State`); of many live
-entries at most 64 lie inline and the others in a base file, written once, that later records refer
-to: an inline entry replaces the base's entry of the same key, `gone` lists those that are not live
-any more.
+A record is a sealed JSON file with everything that is live (`live.State`). At most 64 of many live entries
+are inline. The others are in a base file, written once and referenced by later records: an inline entry
+replaces the base's entry of the same key, and `gone` lists those that are not live any more.
 
-Created once, exclusively, before anything else. The uuid binds every log record to this directory, so
-that files of another one never pass for its own. Every record repeats what the file says (`holder`), so
-that one which is lost or damaged is read from the log, and written again by the log's next owner.
+`job.json` is created once, exclusively, before anything else. Its uuid binds every record to this directory,
+so that files of another one are detected. Every record repeats its content (`holder`), so that a lost or
+damaged file can be read from the log, and is written again by the next writer.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class BaseRef:
 
     @property
     def path(self) -> str:
-        """Where it lies in the storage."""
+        """Its path in the storage."""
         return f"{LOG}/{self.name}"
 
 
@@ -71,8 +70,8 @@ class BaseRef:
 class Record:
     """One slot of the log.
 
-    `state.entries` are the inline ones alone while `base` is set: `whole_entries` adds the others.
-    `written` is wall time, for people only; order comes from slots.
+    `state.entries` are only the inline ones while `base` is set: `whole_entries` adds the others. `written`
+    is wall time, for display only; slots define the order.
     """
 
     slot: int
@@ -86,12 +85,12 @@ class Record:
     state: State
     base: BaseRef | None = None
     extra: Mapping[str, Json] = field(default_factory=dict)
-    """Fields of a newer minor version: not understood, kept."""
+    """Unknown fields of a newer minor version, kept."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What the chain of predecessors needs to know of a record, of whatever kind it is."""
+    """The part of a record, of any kind, that the chain of predecessors needs."""
 
     generation: int
     previous_sha256: str | None
@@ -134,18 +133,17 @@ def record_json(record: Record) -> dict[str, Json]:
 
 
 def decode(data: bytes, *, slot: int, job: str | None) -> Record:
-    """Read the file of `slot` in the log of job `job` (None: whichever it is of).
+    """Read the file of `slot` in the log of job `job` (None: of any job).
 
-    Raises DamagedError for anything that no writer of this log wrote there, FormatError for what a
-    newer version wrote.
+    Raises DamagedError for bytes that no writer of this log wrote, FormatError for a newer version's.
     """
     what = slot_path(slot)
     fields = _opened(data, slot, job, what)
     kind = fields.text("kind")
     if kind not in KINDS:
         raise FormatError(
-            f"{what} is a {kind!r} record, which this version does not know: "
-            "open the log with the version of torchrelay that wrote it, or a newer one"
+            f"{what} is a {kind!r} record, unknown to this version: open the log with the version of "
+            "torchrelay that wrote it, or a newer one"
         )
     record = Record(
         slot=slot,
@@ -165,7 +163,7 @@ def decode(data: bytes, *, slot: int, job: str | None) -> Record:
 
 
 def decode_link(data: bytes, *, slot: int, job: str) -> Link:
-    """Read only what the chain needs; kinds of newer versions pass. Raises DamagedError."""
+    """Read only the link of a record; also of kinds of newer versions. Raises DamagedError."""
     fields = _opened(data, slot, job, slot_path(slot))
     return Link(fields.integer("generation"), fields.optional("previous_sha256", fields.text))
 
@@ -176,10 +174,10 @@ def encode_base(entries: tuple[CommittedPosition, ...]) -> bytes:
 
 
 def decode_base(data: bytes, ref: BaseRef) -> tuple[CommittedPosition, ...]:
-    """Read a base file whose size and SHA-256 must be those that the record states (DamagedError)."""
+    """Read a base file; raises DamagedError if its size or SHA-256 differs from the record's."""
     if len(data) != ref.nbytes or canonical_json.sha256(data) != ref.sha256:
         raise DamagedError(
-            f"{ref.path} is damaged: it has not the {ref.nbytes} bytes and the SHA-256 that the log states; "
+            f"{ref.path} is damaged: its size or SHA-256 is not that of the log ({ref.nbytes} bytes); "
             "restore it from a copy of the directory"
         )
     value = canonical_json.loads(data, what=ref.path, limit_bytes=len(data), depth=16)
@@ -191,7 +189,7 @@ def decode_base(data: bytes, ref: BaseRef) -> tuple[CommittedPosition, ...]:
 def whole_entries(
     record: Record, base_entries: tuple[CommittedPosition, ...]
 ) -> tuple[CommittedPosition, ...]:
-    """All live entries of a record: those of its base that are not gone, and the inline ones over them."""
+    """All live entries of a record: those of its base without deleted ones, replaced by inline ones."""
     gone = frozenset(record.base.gone) if record.base else frozenset()
     merged = {entry.key: entry for entry in base_entries if entry.key not in gone}
     merged.update((entry.key, entry) for entry in record.state.entries)
@@ -246,7 +244,7 @@ def key_of(fields: Fields) -> Key:
 
 
 def entry_json(entry: CommittedPosition) -> dict[str, Json]:
-    """An entry as it lies in records and base files."""
+    """An entry as stored in records and base files."""
     return {
         **entry.extra,
         **key_json(entry.key),
@@ -322,7 +320,7 @@ def _mark(fields: Fields) -> TagOrPin:
 
 
 def retirement_json(one: Retirement) -> dict[str, Json]:
-    """A retirement as it lies in records."""
+    """A retirement as stored in records."""
     return {"try": one.try_name, "groups": None if one.groups is None else list(one.groups)}
 
 
@@ -353,9 +351,9 @@ SLOT = re.compile(r"([0-9]{20})\.json", re.ASCII)
 
 @dataclass(frozen=True)
 class JobFile:
-    """The job of a directory. `named` is False when the job had no name: then the directory's is used.
+    """The job of a directory. `named` is False if the job had no name: then the directory's is used.
 
-    `damage` says what is wrong with `job.json` where the log told the rest.
+    `damage` describes the error in `job.json` if the rest comes from the log.
     """
 
     name: str
@@ -366,32 +364,32 @@ class JobFile:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What people should know of the file."""
-        said = "the log tells the same, and the next start or torchrelay ckpt repair writes it again"
+        """Notices about the file."""
+        said = "the log has the same data, and the next start or torchrelay ckpt repair writes it again"
         return (f"{self.damage}; {said}",) if self.damage else ()
 
     def repeated(self) -> dict[str, Any]:
-        """What the log's holder says of it; the uuid stands in every record besides."""
+        """The part that the log's holder repeats; the uuid is in every record."""
         return {"job": self.name, "created": self.created, "named": self.named}
 
     def as_repeated(self, holder: Mapping[str, Any]) -> JobFile:
-        """The job as the log's holder tells it, with `damage` where the file says something else."""
+        """The job as the log's holder states it, with `damage` if the file differs."""
         told = repeated_in(self.uuid, holder)
         if told == self or "named" not in holder:  # written before the log repeated the file
             return self
-        return replace(told, damage=self.damage or f"{JOB_PATH} is not as the log repeats it")
+        return replace(told, damage=self.damage or f"{JOB_PATH} differs from the log's copy")
 
 
 def read_job(storage: Storage) -> JobFile | None:
-    """The job that the directory belongs to, None where none was begun.
+    """The job of the directory, or None.
 
-    Where the file is lost or damaged the log tells it (see `JobFile.damage`). Raises FormatError for a
-    file of another version, DamagedError where no record of the log can be trusted either.
+    A lost or damaged file is read from the log (see `JobFile.damage`). Raises FormatError for a file of
+    another version, DamagedError if no record of the log can be trusted either.
     """
     data = _job_bytes(storage)
     if data is None and storage.stat(slot_path(0)) is None:
         return None
-    data = data or _job_bytes(storage)  # whoever began the job since then created this file before the slot
+    data = data or _job_bytes(storage)  # a job begun meanwhile created this file before the slot
     if data is None:
         return _told_by_log(storage, f"{JOB_PATH} is missing")
     try:
@@ -403,20 +401,20 @@ def read_job(storage: Storage) -> JobFile | None:
 
 
 def _told_by_log(storage: Storage, damage: str) -> JobFile | None:
-    """What the newest record that can be read says of the job; None where there is no record at all."""
+    """The job in the newest readable record; None without records."""
     record = next(readable_records(storage), None)
     if record is not None:
         return replace(repeated_in(record.job, record.state.holder), damage=damage)
     if any(map(SLOT.fullmatch, storage.list(LOG))):
         raise DamagedError(
-            f"{storage.url}: {damage}, and no record of its log can be trusted: restore {JOB_PATH} or the "
-            "log from a copy, or choose another directory"
+            f"{storage.url}: {damage}, and no record of its log can be trusted: restore {JOB_PATH} or "
+            "the log from a copy"
         )
     return None
 
 
 def readable_records(storage: Storage) -> Iterator[Record]:
-    """The records of whatever job that can be read, newest first. This lists, so it is for damage only."""
+    """Readable records of any job, newest first. It lists the directory, so use it for damage only."""
     slots = {int(match[1]) for match in map(SLOT.fullmatch, storage.list(LOG)) if match}
     for slot in sorted(slots, reverse=True):
         with suppress(DamagedError, FileNotFoundError):
@@ -424,7 +422,7 @@ def readable_records(storage: Storage) -> Iterator[Record]:
 
 
 def repeated_in(job_uuid: str, holder: Mapping[str, Any]) -> JobFile:
-    """Logs of older versions do not say whether the job had a name: then one without may use them, too."""
+    """Logs of older versions do not state whether the job had a name: a nameless one may use them too."""
     created = holder.get("created", holder.get("since", ""))
     return JobFile(str(holder.get("job", "")), job_uuid, str(created), holder.get("named") is True)
 
@@ -436,26 +434,26 @@ def _job_bytes(storage: Storage) -> bytes | None:
 
 
 def check_job(storage: Storage, job: JobFile, name: str | None) -> JobFile:
-    """Refuse a directory that belongs to another job (UsageError).
+    """Raise UsageError for a directory of another job.
 
-    A job without a name may use a directory that was begun without one, wherever it was moved to.
+    A job without a name may use a directory that was begun without one, also after it was moved.
     """
     if job.name == (name or directory_name(storage)) or (name is None and not job.named):
         return job
     mine = f"job {name!r}" if name else "a job without a name"
     raise UsageError(
-        f"{storage.url} belongs to job {job.name!r}, not to {mine}: "
-        f"choose another directory, or call the job {job.name!r}"
+        f"{storage.url} belongs to job {job.name!r}, not to {mine}: choose another directory, or name "
+        f"the job {job.name!r}"
     )
 
 
 def open_job(storage: Storage, name: str | None) -> JobFile:
-    """Read and check the directory's job, or begin it: whoever is first to create the file decides."""
+    """Read and check the directory's job, or begin it; the first creator of the file decides."""
     return check_job(storage, begin_job(storage, name), name)
 
 
 def begin_job(storage: Storage, name: str | None) -> JobFile:
-    """The same; a job that is there already is not compared with the name."""
+    """The same; the name of an existing job is not compared."""
     if (found := read_job(storage)) is not None:
         return found
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -466,14 +464,14 @@ def begin_job(storage: Storage, name: str | None) -> JobFile:
     except FileExistsError:
         if (found := read_job(storage)) is not None:
             return found
-        # Damaged before anything was written. Of two that get here slot 0 decides, the other one follows.
+        # Damaged before anything was written. Of two processes here slot 0 decides, the other one follows.
         storage.replace(JOB_PATH, encode_job(job))
     storage.sync_dir("")
     return job
 
 
 def directory_name(storage: Storage) -> str:
-    """What a nameless job is called: the last part of the place it is stored in."""
+    """The name of a nameless job: the last part of its path."""
     return storage.url.rstrip("/").rpartition("/")[2]
 
 

@@ -1,16 +1,13 @@
-"""Retention: which epochs users want to keep, which may go, and the deletion of what is left.
+"""Apply retention: rules for the epochs to keep, their deletion, and the deletion of leftovers.
 
-A policy says what it wants kept of the current line; `|` keeps what either wants. Whatever the
-policy, never retired are: the newest provable entry, tagged and pinned ones, tries that an entry
-or a save in flight needs, and abandoned epochs that the current branch has not passed yet. Of mid-epoch
-positions beyond the newest whole epoch (a job resumes from them) the newest stay, as many as epochs do.
+A policy chooses which epochs of the current line to keep; `|` keeps what either keeps. Never deleted are: the
+newest verifiable entry, tagged and pinned ones, attempts that an entry or a save in flight needs, and
+abandoned epochs that the current branch has not passed yet. Of mid-epoch positions beyond the newest whole
+epoch, from which a job resumes, as many of the newest stay as epochs do.
 
-Order: `retire` is in the log, durably; only then files go. A deletion that was interrupted is found
-in the log's list of retirements and finished. Orphans are judged by the log alone, never by age.
-
-Unlinking takes longer the more a file holds. Who asks does not wait; who needs the space, and who lets go
-of the log, does. A process that dies in between leaves files that the log lists as retired or does not
-know, and the next writer's sweep finds them.
+`retire` is durable in the log before files are deleted, so an interrupted deletion is found in the log and
+finished. Orphans are identified by the log alone, never by age. Large deletions are slow: callers wait only
+if they need the space or release the log.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ class _KeepLast(RetentionPolicy):
 
 @dataclass(frozen=True)
 class Scores:
-    """A metric of epochs by try. `unread` are tries whose metrics nobody could read: each may be the best."""
+    """A metric of epochs by attempt. `unread` are attempts with unreadable metrics: any may be the best."""
 
     values: Mapping[str, float]
     unread: frozenset[str] = frozenset()
@@ -109,29 +106,26 @@ def every_n_epochs(epochs: int) -> RetentionPolicy:
 def keep_best(scores: Scores, mode: str, count: int = 1) -> RetentionPolicy:
     """Keep the `count` healthy epochs (at least 1) with the best scores; `mode` is "max" or "min".
 
-    Zero is a score like any other; an epoch without one, or with one that is not finite, is never among
-    the best; of equal ones the earlier is the better. Where no epoch has a score nobody knows which will be
-    the best, and all stay.
+    Zero is a score like any other. An epoch without a finite score is never among the best; the earlier one
+    wins a tie. If no epoch has a score, all stay.
     """
     if mode not in ("max", "min"):
-        raise UsageError(f"keep_best: {mode!r} is no direction: give 'max' or 'min'")
+        raise UsageError(f"keep_best: invalid direction {mode!r}: expected 'max' or 'min'")
     return _KeepBest(scores, mode, _positive(count, "keep_best"))
 
 
 def keep_all() -> RetentionPolicy:
-    """Keep every epoch of the current line; only passed abandoned ones go."""
+    """Keep every epoch of the current line; only passed abandoned ones are deleted."""
     return _KeepAll()
 
 
 def to_retire(
     view: LogView, policy: RetentionPolicy, in_flight: Collection[str] = (), inside: int | None = None
 ) -> tuple[Retirement, ...]:
-    """What to retire now, oldest first. `in_flight` are tries that a save under way refers to.
+    """What to retire now, oldest first. `in_flight` are attempts that a save in flight references.
 
-    `inside`: how many positions stay of the running epoch, None all; damaged ones while no newer one can be
-    resumed from.
-    Damaged entries are not kept for their own sake, but they stay until a newer entry can be resumed
-    from: their files are the evidence.
+    `inside`: how many positions stay of the running epoch, None for all. Damaged entries stay as evidence
+    until a newer entry can be resumed from.
     """
     kept = policy.keep(whole_epochs(view)) | protected(view.state)
     running = [entry for entry in view.line() if not _over(entry, view)]
@@ -145,7 +139,7 @@ def to_retire(
 
 
 def whole_epochs(view: LogView) -> tuple[CommittedPosition, ...]:
-    """The entries at the ends of epochs that the current branch sees, oldest first."""
+    """Entries at the ends of epochs that the current branch sees, oldest first."""
     return tuple(entry for entry in view.line() if entry.position.boundary)
 
 
@@ -156,29 +150,31 @@ def _over(entry: CommittedPosition, view: LogView) -> bool:
 
 
 def _passed(entry: CommittedPosition, view: LogView) -> bool:
-    """Whether the current branch itself, beyond its base, has gone further than an abandoned entry."""
+    """Whether the current branch, beyond its base, has gone further than an abandoned entry."""
     own = [one.position for one in view.candidates() if one.branch == view.current.id]
     return bool(own) and own[0] > entry.position
 
 
 def _resumable(line: tuple[CommittedPosition, ...]) -> list[CommittedPosition]:
+    """Entries that a job may resume from."""
     return [entry for entry in line if entry.healthy and entry.resumable]
 
 
 def _positive(value: int, name: str) -> int:
+    """Raise UsageError unless a whole number from 1."""
     if type(value) is not int or value < 1:
-        raise UsageError(f"{name}({value!r}) keeps nothing: give a whole number from 1 on")
+        raise UsageError(f"invalid {name}({value!r}): expected a whole number from 1")
     return value
 
 
 OPTIMIZER = "optim"
 BestEpochs = tuple[str, str] | tuple[str, str, int] | None
-"""How users write `Best`: `("val/acc", "max")`, or `("val/acc", "max", 3)` for the best three."""
+"""User's form of `Best`: `("val/acc", "max")`, or `("val/acc", "max", 3)` for the best three."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """The `count` best epochs by a metric, where `mode` is "max" or "min"."""
+    """The `count` best epochs by a metric; `mode` is "max" or "min"."""
 
     metric: str
     mode: str
@@ -186,7 +182,7 @@ class Best:
 
     @classmethod
     def of(cls, given: Any) -> Best | None:
-        """What users write, see `BestEpochs`; UsageError for anything else."""
+        """The option as `Best`, see `BestEpochs`; raises UsageError."""
         if given is None:
             return None
         if isinstance(given, tuple) and len(given) in (2, 3):
@@ -195,8 +191,8 @@ class Best:
             if good and type(count) is int and count >= 1:
                 return cls(metric, mode, count)
         raise UsageError(
-            f"keep_best is {given!r:.80}; it is a metric and a direction, and perhaps how many epochs, "
-            "for example ('val/acc', 'max') or ('val/acc', 'max', 3)"
+            f"invalid keep_best={given!r:.80}: expected a metric, a direction, and optionally how many "
+            "epochs, for example ('val/acc', 'max') or ('val/acc', 'max', 3)"
         )
 
     def __str__(self) -> str:
@@ -205,16 +201,17 @@ class Best:
 
 @dataclass(frozen=True)
 class Keeping:
-    """What is kept: an epoch stays if any of these wants it; None of all keeps all.
+    """Retention rules: an epoch stays if at least one rule keeps it; without rules all stay.
 
-    `last` newest epochs, every `every`-th one, and those that are `best` by a metric, of the current branch.
-    The metrics stand in the epochs: without `scores` of them `best` keeps all.
+    Attributes:
+        last: newest epochs to keep.
+        every: keep each epoch whose number is a multiple of this.
+        best: best epochs by a metric of the current branch; keeps all without its scores.
+        optimizer_last: newest kept epochs that keep their optimizer; older ones cannot be resumed from.
+            Marked epochs keep all.
+        without: epochs of the current line to delete, and nothing else.
 
-    `without` names epochs of the current line that go, and nothing else goes then.
-
-    Of the epochs that are kept only the newest `optimizer_last` keep their optimizer's files: an older
-    one cannot be resumed from any more, everything else of it is loadable as before. Marked epochs keep
-    all. Raises UsageError for anything but whole numbers from 1.
+    Raises UsageError for anything but whole numbers from 1.
     """
 
     last: int | None = None
@@ -231,11 +228,13 @@ class Keeping:
             ("keep_optimizer_last", self.optimizer_last),
         ):
             if count is not None and (type(count) is not int or count < 1):
-                raise UsageError(f"{name} is {count!r}; it is a whole number from 1 (None keeps all epochs)")
+                raise UsageError(
+                    f"invalid {name}={count!r}: expected a whole number from 1 (None keeps all epochs)"
+                )
 
     @property
     def policy(self) -> RetentionPolicy:
-        """What is kept of the line, whole or without its optimizer."""
+        """The policy for epochs of the line, with or without their optimizer."""
         wanted: list[RetentionPolicy] = []
         if self.last is not None:
             wanted.append(_NewestHealthy(self.last))
@@ -249,19 +248,19 @@ class Keeping:
 
     @property
     def rule(self) -> str:
-        """What was asked for, as it stands in the records."""
+        """The rules, as stored in the records."""
         asked_for = (("keep_last", self.last), ("keep_every", self.every), ("keep_best", self.best))
         asked = [f"{name}={value}" for name, value in asked_for if value is not None]
         if self.without:
             return f"epoch {', '.join(map(str, self.without))} was named"
-        return ", ".join(asked) or "what a rewind abandoned goes once it is passed"
+        return ", ".join(asked) or "abandoned epochs are deleted once the branch has passed them"
 
     def chosen(
         self, view: LogView, suspects: Collection[Key] = (), needed: Collection[str] = ()
     ) -> tuple[Retirement, ...]:
-        """What goes whole. `suspects` are entries that are not proved: none of them is a reason to let go.
+        """Epochs to delete. `suspects` are unverified entries: none of them lets older ones be deleted.
 
-        `needed` are tries that stay, whatever the rules.
+        `needed` are attempts that stay under any rule.
         """
         if not self.without:
             return to_retire(_suspecting(view, suspects), self.policy, needed, self.last)
@@ -271,20 +270,20 @@ class Keeping:
     def chosen_optimizers(
         self, view: LogView, suspects: Collection[Key] = (), needed: Collection[str] = ()
     ) -> tuple[Retirement, ...]:
-        """What loses its optimizer."""
+        """Epochs that lose their optimizer."""
         if self.optimizer_last is None:
             return ()
         found = optimizers_to_retire(_suspecting(view, suspects), self.optimizer_last)
         return tuple(one for one in found if one.try_name not in needed)
 
     def after(self, view: LogView, suspects: Collection[Key] = (), needed: Collection[str] = ()) -> State:
-        """What `retire` would leave of a log; changes nothing."""
+        """The state of a log after `retire`; changes nothing."""
         state, _ = changes.retired(view.state, self.chosen(view, suspects, needed))
         thinner = self.chosen_optimizers(replace(view, state=state), suspects, needed)
         return changes.retired(state, thinner)[0]
 
     def retire(self, writer: LogWriter, suspects: Collection[Key] = (), needed: Collection[str] = ()) -> None:
-        """Say durably, in the log, what is given up; deletes nothing. Raises FencedError and StorageError."""
+        """Retire epochs durably in the log; deletes no files. Raises FencedError and StorageError."""
         writer.retire(lambda view: self.chosen(view, suspects, needed), self.rule)
         if self.optimizer_last is not None:
             rule = f"keep_optimizer_last={self.optimizer_last}"
@@ -295,7 +294,7 @@ KEEP_ALL = Keeping()
 
 
 def _suspecting(view: LogView, suspects: Collection[Key]) -> LogView:
-    """The view in which suspects count as the damaged ones that they may be."""
+    """The view in which suspects count as damaged."""
     if not suspects:
         return view
     entries = tuple(
@@ -306,7 +305,7 @@ def _suspecting(view: LogView, suspects: Collection[Key]) -> LogView:
 
 @dataclass(frozen=True)
 class _NewestHealthy(RetentionPolicy):
-    """The newest epochs that are not damaged, those included that lost their optimizer on purpose."""
+    """The newest epochs that are not damaged, including those that lost their optimizer to retention."""
 
     count: int
 
@@ -315,10 +314,10 @@ class _NewestHealthy(RetentionPolicy):
 
 
 def optimizers_to_retire(view: LogView, count: int) -> tuple[Retirement, ...]:
-    """The optimizer groups of whole epochs older than the newest `count` that can be resumed from.
+    """Optimizer groups of whole epochs older than the newest `count` that can be resumed from.
 
-    Left alone are marked and damaged epochs, epochs whose files another one needs, epochs that have no
-    other files, and those of abandoned branches.
+    Not those of marked and damaged epochs, of epochs whose files another one needs, of epochs without other
+    files, and of abandoned branches.
     """
     resumable = [entry for entry in whole_epochs(view) if entry.healthy and entry.resumable]
     spared = protected(view.state) | {entry.key for entry in resumable[-count:]}
@@ -335,7 +334,7 @@ def optimizers_to_retire(view: LogView, count: int) -> tuple[Retirement, ...]:
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep did."""
+    """Result of a sweep."""
 
     retired: tuple[Retirement, ...] = ()
     deleted: tuple[Retirement, ...] = ()
@@ -343,16 +342,16 @@ class Swept:
 
 
 def sweep(writer: LogWriter, policy: RetentionPolicy, in_flight: Collection[str] = ()) -> Swept:
-    """Retire by policy, then delete what is retired and what older generations left unfinished.
+    """Retire by policy, then delete retired files and leftovers of older generations.
 
-    Raises FencedError, and StorageError when a deletion failed: the next sweep goes on with it.
+    Raises FencedError, and StorageError when a deletion failed: the next sweep continues.
     """
     retired = writer.retire(lambda view: to_retire(view, policy, in_flight))
     return Swept(retired, *delete_left(writer))
 
 
 def delete_left(writer: LogWriter) -> tuple[tuple[Retirement, ...], tuple[str, ...]]:
-    """Delete what nothing needs, by the log as it is: what is retired, and orphans. Raises StorageError."""
+    """Delete all retired files and orphans of the log. Raises StorageError."""
     return delete_retired(writer), delete_orphans(writer)
 
 
@@ -368,10 +367,10 @@ def delete_retired(writer: LogWriter) -> tuple[Retirement, ...]:
 
 
 def delete_orphans(writer: LogWriter) -> tuple[str, ...]:
-    """Delete tries that lay there before our takeover and that the log does not know.
+    """Delete attempts that existed before our takeover and that the log does not know.
 
-    Their generations are older than ours, so they can never be committed. Nothing is deleted while
-    damage hides a part of the log: such a try may be a committed one.
+    Their generations are older than ours, so they can never be committed. Nothing is deleted while damage
+    hides a part of the log: such an attempt may be a committed one.
     """
     if not writer.certain:
         return ()
@@ -382,7 +381,7 @@ def delete_orphans(writer: LogWriter) -> tuple[str, ...]:
     for name in orphans:
         try:
             delete_try(writer.storage, Retirement(name))
-        except StorageError as error:  # one that cannot go must not keep the others
+        except StorageError as error:  # one failure must not prevent the others
             failed[name] = error
     if orphans:
         writer.storage.sync_dir(DATA)
@@ -401,7 +400,7 @@ def _group_of(file_name: str) -> str | None:
 
 
 def files_of(storage: Storage, one: Retirement) -> tuple[str, ...]:
-    """The files that a retirement deletes, as they lie there now."""
+    """The existing files that a retirement deletes."""
     directory = try_directory(one.try_name)
     names = storage.list(directory)
     return tuple(

@@ -1,11 +1,9 @@
-"""What a record changes in the state of the log, and what happened in it, record by record.
+"""Compute how records change the state of the log, report the history of epochs, and restore base files.
 
-A change is computed again when another record came first, so that it always speaks about what is
-true in the slot it is written to.
+A change is computed again when another record came first, so that it always applies to the state in its slot.
 
-A record states the size and the SHA-256 of its base file, so only the very bytes that were lost are
-ever accepted. Sources: the record before the base began, whose entries are all known, and the manifests
-below `data/`.
+A record states the size and SHA-256 of its base file, so only the exact lost bytes are accepted. Sources are
+the record before the base, with all its entries, and the manifests below `data/`.
 """
 
 from __future__ import annotations
@@ -65,9 +63,9 @@ from torchrelay.records import Json, dataclass
 
 @dataclass(frozen=True)
 class History:
-    """Records in their order; damaged ones are left out, `damaged` has their paths.
+    """Records in order, without damaged ones, whose paths are in `damaged`.
 
-    `begins` is the oldest slot that was looked at: what happened before it is not known any more.
+    `begins` is the oldest slot that was read; earlier events are unknown.
     """
 
     records: tuple[Record, ...] = ()
@@ -76,13 +74,13 @@ class History:
 
     @property
     def complete(self) -> bool:
-        """Whether it reaches back to the first record."""
+        """Whether it includes the first record."""
         return self.begins == 0 and not self.damaged
 
 
 @dataclass(frozen=True)
 class Happening:
-    """One record that concerned a position: `kind` as in the log, `text` for people."""
+    """One record about a position: `kind` as in the log, `text` for display."""
 
     slot: int
     written: str
@@ -91,7 +89,7 @@ class Happening:
 
     @property
     def when(self) -> str:
-        """When it was written, as people read it."""
+        """Time of writing, for display."""
         try:
             moment = datetime.fromisoformat(self.written).astimezone(timezone.utc)
         except (ValueError, OverflowError):
@@ -99,14 +97,14 @@ class Happening:
         return moment.strftime("%Y-%m-%d %H:%M:%S UTC")
 
     def json(self) -> dict[str, Json]:
-        """As an object of `why --json`."""
+        """An object of `why --json`."""
         return {"slot": self.slot, "written": self.written, "kind": self.kind, "text": self.text}
 
 
 def read_history(storage: Storage, job: str, newest: int) -> History:
-    """Records from slot `newest` of the log of job `job` (a uuid) down to the first one that is missing.
+    """Records from slot `newest` of the log of job `job` (a uuid) down to the first missing one.
 
-    Raises FormatError for a record of a newer version, StorageError for what cannot be read.
+    Raises FormatError for a record of a newer version, StorageError for unreadable ones.
     """
     found: list[Record] = []
     damaged: list[str] = []
@@ -125,7 +123,7 @@ def read_history(storage: Storage, job: str, newest: int) -> History:
 
 
 def happened_to(history: History, wanted: Position, branch: int | None = None) -> Iterator[Happening]:
-    """What the records say of a position (on one branch, or on any), oldest first."""
+    """Records about a position (on one branch, or on any), oldest first."""
     before, branch_of_try = State(), dict[str, int]()
     for record in history.records:
         branch_of_try.update((entry.try_name, entry.branch) for entry in record.state.entries)
@@ -137,7 +135,7 @@ def happened_to(history: History, wanted: Position, branch: int | None = None) -
 
 @dataclass(frozen=True)
 class _Step:
-    """A record, the state before it, and which position is asked for."""
+    """A record, the state before it, and the requested position."""
 
     before: State
     record: Record
@@ -146,7 +144,7 @@ class _Step:
     branch_of_try: dict[str, int]
 
     def means(self, key: Key | None) -> bool:
-        """Whether a key is the one that is asked for."""
+        """Whether a key is the requested one."""
         return key is not None and key.position == self.wanted and self.branch in (None, key.branch)
 
 
@@ -166,7 +164,7 @@ def _said(step: _Step) -> str:
 
 
 def _key(value: Json) -> Key | None:
-    """The key that a payload names; None for anything odd, because payloads prove nothing."""
+    """The key in a payload; None if malformed, because payloads are not verified."""
     if not isinstance(value, Mapping):
         return None
     numbers = [value[name] for name in ("branch", "epoch", "step") if type(value.get(name)) is int]
@@ -176,7 +174,7 @@ def _key(value: Json) -> Key | None:
 
 
 def _committed(step: _Step, key: Key | None) -> str:
-    """A commit; that of a whole epoch retires the mid-epoch positions that it completes."""
+    """A commit; that of a whole epoch retires its mid-epoch positions."""
     if key is None or step.means(key):
         return "" if key is None else f"committed on branch {key.branch}"
     if step.wanted.boundary or not key.position.boundary or key.position < step.wanted:
@@ -204,7 +202,7 @@ def _retired(step: _Step) -> str:
 
 
 def _abandoned(step: _Step) -> str:
-    """A rewind that took the position out of the line of the current branch."""
+    """A rewind that removed the position from the line of the current branch."""
     state = step.record.state
     seen = {entry.key for entry in line_of(step.before, step.before.current) if step.means(entry.key)}
     if not seen - {entry.key for entry in line_of(state, state.current)}:
@@ -217,27 +215,29 @@ def _abandoned(step: _Step) -> str:
 
 
 def taken_over(state: State, holder: Mapping[str, Json]) -> State:
-    """A writer takes the log; everything else stays."""
+    """The state after a takeover."""
     return replace(state, holder=dict(holder), released=False)
 
 
 def released(state: State) -> State:
-    """The writer is done; the next one need not wait."""
+    """The state after a release: the next writer need not wait."""
     return replace(state, released=True)
 
 
 def committed(state: State, entry: CommittedPosition) -> State:
-    """A position becomes real on the current branch; mid-epoch entries that it completes are retired.
+    """The state after a commit on the current branch; mid-epoch entries that it completes are retired.
 
-    Raises UsageError for a position that is not beyond the newest of the branch, SaveFailedError
-    when a try that the entry needs is not live any more.
+    Raises UsageError for a position that is not beyond the newest of the branch, SaveFailedError if an
+    attempt that the entry needs is not live any more.
     """
     if entry.branch != state.current:
         raise UsageError(f"epoch {entry.key} is not on the current branch {state.current}: rewind first")
     if not all(TRY.fullmatch(name) for name in entry.tries):
-        raise UsageError(f"epoch {entry.key} names a try that is none: {', '.join(entry.tries)}")
+        raise UsageError(f"epoch {entry.key} has invalid attempt names: {', '.join(entry.tries)}")
     if entry.try_name in state.tries:
-        raise UsageError(f"epoch {entry.key}: {entry.try_name} is in the log; every save makes its own try")
+        raise UsageError(
+            f"epoch {entry.key}: {entry.try_name} is in the log already; each save needs a new attempt"
+        )
     line = line_of(state, state.current)
     if line and line[-1].position >= entry.position:
         raise UsageError(
@@ -247,11 +247,11 @@ def committed(state: State, entry: CommittedPosition) -> State:
     missing = [name for name in entry.needs if name not in state.tries]
     if missing:
         raise SaveFailedError(
-            f"epoch {entry.position} refers to {', '.join(missing)}, which is not live any more: "
-            "the next save writes those bytes again"
+            f"epoch {entry.position} refers to {', '.join(missing)}, which is not live any more: the "
+            "next save writes those bytes again"
         )
     entries = tuple(sorted((*state.entries, entry), key=lambda one: one.key))
-    # Positions inside an epoch are passed: of the branch, of those below it, of abandoned ones.
+    # Passed mid-epoch positions: of the branch, of those below it, of abandoned ones.
     passed = [one for one in state.entries if not one.position.boundary and one.position < entry.position]
     return without(replace(state, entries=entries), passed if entry.position.boundary else [])
 
@@ -259,10 +259,10 @@ def committed(state: State, entry: CommittedPosition) -> State:
 def rewound(
     state: State, base: Position | None, request: Mapping[str, Json], branch: int | None = None
 ) -> State:
-    """Begin a new branch at `base` as seen from `branch` (by default the current one).
+    """The state after a rewind: a new branch at `base` as seen from `branch` (default: the current one).
 
-    `base` None is a fresh start: the new branch sees nothing. Raises UnknownEpochError for a base
-    that is not live. The parent is the branch that holds the base's entry, so that lineages stay short.
+    `base` None is a fresh start: the new branch sees nothing. Raises UnknownEpochError for a base that is not
+    live. The parent is the branch that holds the base's entry, so that lineages stay short.
     """
     parent = None if base is None else _holder_of(state, base, branch).branch
     new = Branch(state.next_branch, parent, base, dict(request))
@@ -276,27 +276,27 @@ def _holder_of(state: State, base: Position, branch: int | None) -> CommittedPos
         if entry.position == base:
             return entry
     there = ", ".join(str(entry.position) for entry in seen) or "none"
-    raise UnknownEpochError(f"epoch {base} is not among the committed ones ({there}): choose one of them")
+    raise UnknownEpochError(f"epoch {base} is not committed ({there}): choose one of them")
 
 
 def quarantined(state: State, key: Key) -> State:
-    """An entry was found damaged: it stays loadable for forensics, it is never chosen."""
+    """The state with an entry marked as damaged: it can be loaded explicitly, but is never chosen."""
     _must_live(state, key)
     entries = tuple(replace(one, health=DAMAGED) if one.key == key else one for one in state.entries)
     return replace(state, entries=entries)
 
 
 def retired(state: State, retirements: Iterable[Retirement]) -> tuple[State, tuple[Retirement, ...]]:
-    """Retire what may be retired *now*; returns the state and what it was (a pin may have come first).
+    """Retire what may be retired *now*; returns the state and what was retired (a pin may have come first).
 
-    Never the newest provable entry, a marked one, or a try that another live entry needs: entries that go
-    too go before what only they need.
+    Never the newest verifiable entry, a marked one, or an attempt that another live entry needs; entries that
+    are retired too come before what only they need.
     """
     asked, allowed = tuple(retirements), set[Retirement]()
     left = list(asked)
     while left:
         later: list[Retirement] = []
-        for one in reversed(left):  # oldest first they come, and newer ones need older ones
+        for one in reversed(left):  # they come oldest first, and newer ones need older ones
             entry = next((e for e in state.entries if e.try_name == one.try_name), None)
             if entry is None or entry.key in protected(state) or _needed_by_others(state, entry):
                 later.append(one)
@@ -310,7 +310,7 @@ def retired(state: State, retirements: Iterable[Retirement]) -> tuple[State, tup
 
 
 def protected(state: State) -> frozenset[Key]:
-    """Entries that retention never touches whatever its policy: the newest provable and marked ones."""
+    """Entries that retention never deletes under any policy: the newest verifiable and marked ones."""
     newest = newest_of(state)
     return state.marked | ({newest.key} if newest else frozenset())
 
@@ -339,7 +339,7 @@ def unmarked(state: State, kind: str, name: str) -> State:
 
 
 def forgotten(state: State, deleted: Iterable[Retirement]) -> State:
-    """Drop retirements whose files are known to be gone."""
+    """Remove retirements whose files are deleted."""
     gone = set(deleted)
     return replace(state, retiring=tuple(one for one in state.retiring if one not in gone))
 
@@ -350,7 +350,7 @@ def _must_live(state: State, key: Key) -> None:
 
 
 def without(state: State, gone: Iterable[CommittedPosition]) -> State:
-    """Drop entries that are not marked; tries that nobody needs any more begin to retire."""
+    """Remove entries that are not marked; attempts that are no longer needed become retirements."""
     keys = {entry.key for entry in gone if entry.key not in state.marked}
     before = state.tries
     state = replace(state, entries=tuple(entry for entry in state.entries if entry.key not in keys))
@@ -361,7 +361,7 @@ def without(state: State, gone: Iterable[CommittedPosition]) -> State:
 
 
 def _pruned(state: State) -> State:
-    """Forget branches on which neither the current branch nor a live entry stands."""
+    """Forget branches without live entries that are not in the current lineage."""
     roots = {state.current} | {entry.branch for entry in state.entries}
     used = {branch.id for root in roots for branch, _ in lineage_of(state, root)}
     return replace(state, branches=tuple(branch for branch in state.branches if branch.id in used))
@@ -369,7 +369,7 @@ def _pruned(state: State) -> State:
 
 @dataclass(frozen=True)
 class LostBase:
-    """A base file that records refer to and that is not what they state; `data` is None where it is lost."""
+    """A referenced base file with wrong content; `data` is None if it is lost."""
 
     ref: BaseRef
     reason: str
@@ -377,13 +377,13 @@ class LostBase:
 
     @property
     def notice(self) -> str:
-        """What people should know where it can be made again."""
-        said = "what it held is known, and the next start or torchrelay ckpt repair writes it again"
+        """The notice if it can be recreated."""
+        said = "its content is known, and the next start or torchrelay ckpt repair writes it again"
         return f"{self.reason}; {said}"
 
 
 def lost_bases(storage: Storage, history: History) -> tuple[LostBase, ...]:
-    """Look at every base file that a record refers to; raises StorageError where one cannot be read."""
+    """Check every base file that a record refers to; raises StorageError for an unreadable one."""
     known: dict[str, tuple[CommittedPosition, ...]] = {}
     lost: list[LostBase] = []
     before: Record | None = None
@@ -403,10 +403,10 @@ def lost_bases(storage: Storage, history: History) -> tuple[LostBase, ...]:
 
 
 def restore(storage: Storage, lost: LostBase) -> None:
-    """Put the bytes where they were, durably. Whoever does so at the same time writes the same bytes."""
+    """Write the bytes again, durably. Concurrent calls write the same bytes."""
     if lost.data is None:
         raise DamagedError(
-            f"{storage.url}/{lost.ref.path} is lost and cannot be made again: restore it from a copy"
+            f"{storage.url}/{lost.ref.path} is lost and cannot be recreated: restore it from a copy"
         )
     storage.delete(lost.ref.path)
     with suppress(FileExistsError):
@@ -433,7 +433,7 @@ def _matching(ref: BaseRef, guesses: Iterable[tuple[CommittedPosition, ...]]) ->
 def _guesses(
     storage: Storage, record: Record, before: Record | None, known: dict[str, tuple[CommittedPosition, ...]]
 ) -> Iterator[tuple[CommittedPosition, ...]]:
-    """What may have stood in the base that `record` refers to first."""
+    """Possible contents of the base that `record` refers to first."""
     inline = {entry.key for entry in record.state.entries}
     if before is not None and (before.base is None or before.base.name in known):
         entries = whole_entries(before, () if before.base is None else known[before.base.name])
@@ -451,7 +451,7 @@ def _less(entries: Iterable[CommittedPosition], keys: set[Key]) -> tuple[Committ
 
 
 def _applied(state: State, record: Record) -> State:
-    """The state after a record, as far as it changes entries; raises RelayError for an odd payload."""
+    """The state after a record's change of entries; raises RelayError for a malformed payload."""
     fields = Fields(record.payload, slot_path(record.slot))
     if record.kind == "commit":
         return committed(state, entry_of(fields.fields("entry").values, fields.what))
@@ -475,7 +475,7 @@ def _from_manifests(storage: Storage, record: Record) -> Iterator[CommittedPosit
 
 
 def _thinned(storage: Storage, entry: CommittedPosition) -> CommittedPosition:
-    """The entry as it stands after groups of its files were retired, by what files there are."""
+    """The entry after groups of its files were retired, by the files that exist."""
     there = set()
     for name in storage.list(try_directory(entry.try_name)):
         with suppress(DamagedError):

@@ -1,9 +1,9 @@
-"""A storage of two places: written locally, uploaded to a remote one; and whether places are of one job.
+"""Combine a local storage with a remote one behind it, and check that both belong to one job.
 
-Only what belongs to tries is looked for far. The log, the job file and everything else of the near
-directory are its own, for two logs that showed through each other would be a mixture of two histories.
+Only attempts are looked up remotely. The log, the job file and all else are read in the local directory
+alone, because a mixture of two logs would mix two histories.
 
-It is a note, not a proof: lost or damaged, files are sent again and every epoch counts as `local`.
+`tier.json` is a hint: if it is lost or damaged, files are uploaded again and every epoch counts as `local`.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from torchrelay.records import dataclass
 
 
 class TierStorage(LocalStorage):
-    """A local directory whose `data/` shows, behind it, that of `far`.
+    """A local directory that also shows the attempts in `data/` of a remote one.
 
-    A try is write-once and has one name in both places, so a file of that name has the same bytes in both, or
-    it is damaged or unfinished in one of them: proofs tell.
+    An attempt is written once and has one name in both, so a file of that name has the same bytes in both, or
+    is damaged or unfinished in one of them, which verification detects.
     """
 
     def __init__(self, near: str | Path, far: Storage, *, single_writer: SingleWriter = None) -> None:
         super().__init__(near, single_writer=single_writer)
         self.far = far
         self.near = LocalStorage(near, single_writer=single_writer)
-        """The same directory alone."""
+        """The same directory without the remote one."""
         self._from_far: frozenset[str] = frozenset()
 
     def prefer_far(self, tries: Iterable[str]) -> None:
-        """Read these tries far only from now on: their near files are damaged."""
+        """Read these attempts remotely from now on: their local files are damaged."""
         self._from_far |= frozenset(tries)
 
     def prefer_near(self, tries: Iterable[str]) -> None:
-        """Read these tries near again."""
+        """Read these attempts locally again."""
         self._from_far -= frozenset(tries)
 
     def prefers_far(self, try_name: str) -> bool:
-        """Whether a try is read far only."""
+        """Whether an attempt is read remotely only."""
         return try_name in self._from_far
 
     def stat(self, path: str) -> int | None:
-        """The size near, else far."""
+        """The local size, else the remote one."""
         if self._near_counts(path):
             size = super().stat(path)
             if size is not None or not _in_try(path):
@@ -62,7 +62,7 @@ class TierStorage(LocalStorage):
         return self.far.stat(path)
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """From near, else from far."""
+        """Read locally, else remotely."""
         if self._near_counts(path):
             try:
                 return self.near.read_range(path, offset, length)
@@ -72,7 +72,7 @@ class TierStorage(LocalStorage):
         return self.far.read_range(path, offset, length)
 
     def read_into(self, path: str, offset: int, destination: memoryview) -> int:
-        """From near, else from far."""
+        """Read locally, else remotely."""
         if self._near_counts(path):
             try:
                 return self.near.read_into(path, offset, destination)
@@ -82,7 +82,7 @@ class TierStorage(LocalStorage):
         return self.far.read_into(path, offset, destination)
 
     def open_read(self, path: str) -> LocalReadHandle:
-        """Near, else far: a handle of the place that has the file."""
+        """Open locally, else remotely."""
         if self._near_counts(path):
             try:
                 return super().open_read(path)
@@ -91,23 +91,29 @@ class TierStorage(LocalStorage):
                     raise
         far: ReadHandle
         far = self.far.open_read(path) if isinstance(self.far, LongReads) else reads_of(self.far, path)
-        return cast(LocalReadHandle, far)  # the same methods; nobody asks for more
+        return cast(LocalReadHandle, far)  # it has the methods that are used
 
     def _near_counts(self, path: str) -> bool:
+        """Whether a path is read locally first."""
         return not (_in_try(path) and path.split("/")[1] in self._from_far)
 
 
 def _in_try(path: str) -> bool:
+    """Whether a path is inside an attempt."""
     return path.startswith(f"{DATA}/") and path.count("/") == 2
 
 
 @dataclass(frozen=True)
 class Notes:
-    """`far`: where it is. `holder`: the nonce of our writer of its log. `replicated`: tries that it has.
+    """State of a local directory.
 
-    `sent`: files of tries that are under way, complete and durable there: size and SHA-256 by path.
-    `generation`: that of the far log when this near log was taken with it the last time. `part`: another
-    place has the near log of the run since then, and what lies here is not all of any epoch.
+    Attributes:
+        far: URL of the remote.
+        holder: nonce of our writer of the remote log.
+        replicated: attempts that the remote has.
+        sent: files of attempts in flight that are complete and durable there: size and SHA-256 by path.
+        generation: that of the remote log when this local log was last taken with it.
+        part: another host has the local log of the run, and this directory has only a part of each epoch.
     """
 
     far: str = ""
@@ -118,12 +124,12 @@ class Notes:
     part: bool = False
 
     def made(self, far: LogView) -> bool:
-        """Whether the far log was last taken over from this near place."""
+        """Whether the remote log was last taken over from this local directory."""
         return self.holder is not None and far.holder.get("nonce") == self.holder
 
 
 def read_notes(near: Storage) -> Notes | None:
-    """None where the directory is no near place, or where its note cannot be trusted."""
+    """Read the notes; None without them, or if they are damaged."""
     try:
         told = unseal("tier", sealed_bytes(near, PATH), PATH)
         holder = told["holder"]
@@ -140,37 +146,37 @@ def read_notes(near: Storage) -> Notes | None:
 
 
 def refuse_part(near: Storage) -> None:
-    """Refuse to decide by a near directory that has files of some hosts' ranks only (UsageError)."""
+    """Raise UsageError for a local directory that has files of only some hosts' ranks."""
     notes = read_notes(near)
     if notes is None and near.stat(PATH) is not None:
         raise UsageError(
-            f"{near.url}/{PATH} is damaged, so nobody can tell whether the log of its epochs is on another "
-            "host: start the run, which writes it anew, or do this at the far place"
+            f"{near.url}/{PATH} is damaged, so it is unknown whether the log of its epochs is on another "
+            "host: start the run, which writes it again"
         )
     if notes is not None and notes.part:
         raise UsageError(
-            f"{near.url} has a part of the epochs of {notes.far} only, and their log is on another host: "
-            "do this there, or at the far place"
+            f"{near.url} has only a part of the epochs of {notes.far}, and their log is on another host: "
+            "do this there"
         )
 
 
 def refuse_to_begin(near: Storage, far: Storage) -> None:
-    """Refuse a far place without a job for a near directory with a part of some epochs (UsageError).
+    """Raise UsageError for a remote without a job if the local directory has parts of epochs.
 
-    Nobody here knows what these are: all of them, perhaps of a run that lives, would pass for left over.
+    They may be needed by a live run, and a new job would delete them as leftovers.
     """
     notes = read_notes(near)
     if notes is not None and notes.part and read_job(far) is None:
         raise UsageError(
-            f"{near.url} has a part of the epochs of {notes.far} only, and nothing was begun in {far.url}: "
-            "choose another near directory for this run, or that place of the checkpoints"
+            f"{near.url} has only a part of the epochs of {notes.far}, and {far.url} has no job yet: "
+            "choose another local directory for this run"
         )
 
 
 def only_near(near: Storage, view: LogView) -> frozenset[str]:
-    """Tries of a near directory that are still to be sent, and the newest that was; none of other places.
+    """Local attempts that are still to be uploaded, and the newest uploaded one; empty without a tier.
 
-    Without a note that can be trusted everything may still have to be sent.
+    Without valid notes all attempts count as not uploaded.
     """
     if near.stat(PATH) is None:
         return frozenset()
@@ -180,9 +186,9 @@ def only_near(near: Storage, view: LogView) -> frozenset[str]:
 
 
 def forgotten(near: Storage, notes: Notes, path: str) -> Notes:
-    """The notes without a file that is about to be made anew; durable when this returns, or StorageError.
+    """The notes without a file that will be written again; durable when this returns, or StorageError.
 
-    Space is reserved first, so that one which is cut off may have the size and the note of one that was lost.
+    Otherwise a truncated new file, with reserved space, could match the size and note of the lost one.
     """
     if path not in notes.sent:
         return notes
@@ -192,7 +198,7 @@ def forgotten(near: Storage, notes: Notes, path: str) -> Notes:
 
 
 def write_notes(near: Storage, notes: Notes) -> None:
-    """Replace the note. Raises StorageError."""
+    """Replace the notes. Raises StorageError."""
     sent = {path: list(one) for path, one in notes.sent.items()}
     told = {
         "far": notes.far,
@@ -206,40 +212,40 @@ def write_notes(near: Storage, notes: Notes) -> None:
 
 
 def opened(directory: Path) -> LocalStorage:
-    """The storage of a directory. Epochs of a near one whose files are far only would else look damaged."""
+    """The storage of a directory, with its remote, without which uploaded epochs would seem damaged."""
     near = LocalStorage(directory)
     notes = read_notes(near)
     return (
         near
         if notes is None or not notes.far
-        else TierStorage(directory, storage_of(notes.far, "the far place"))
+        else TierStorage(directory, storage_of(notes.far, "the remote of the checkpoints"))
     )
 
 
 def refuse_near(storage: Storage) -> NoReturn:
-    """Refuse to write to a near directory as if it were the whole place of checkpoints (UsageError)."""
+    """Raise UsageError for a write to a local directory without its tier."""
     notes = read_notes(storage)
-    far = notes.far if notes is not None else "the far place"
+    far = notes.far if notes is not None else "the remote of the checkpoints"
     raise UsageError(
-        f"{storage.url} is the near directory of {far}: give that as the place of the checkpoints, and "
+        f"{storage.url} is the local directory of {far}: give that as the place of the checkpoints, and "
         "tier=Tier(near=...) with this one"
     )
 
 
 def same_job(one: Storage, other: Storage) -> None:
-    """Refuse two places that belong to different jobs (UsageError), also such of one name."""
+    """Raise UsageError for two storages of different jobs, also of jobs with one name."""
     jobs = read_job(one), read_job(other)
     if jobs[0] is not None and jobs[1] is not None and jobs[0].uuid != jobs[1].uuid:
         raise UsageError(
-            f"{one.url} and {other.url} belong to two jobs, or to one that was begun twice: choose an empty "
-            "directory for one of them"
+            f"{one.url} and {other.url} belong to two jobs, or to one that was begun twice: choose an "
+            "empty directory for one of them"
         )
 
 
 def share_job(near: Storage, far: Storage, name: str | None) -> None:
-    """Make both places those of one job: where one has begun none, it gets the other's file.
+    """Make both storages belong to one job: one without a job gets the other's file.
 
-    Raises what `open_job` and `same_job` raise.
+    Raises as `open_job` and `same_job` do.
     """
     if read_job(near) is None:
         open_job(far, name)
@@ -250,6 +256,7 @@ def share_job(near: Storage, far: Storage, name: str | None) -> None:
 
 
 def _copy(source: Storage, target: Storage) -> None:
+    """Copy the job file."""
     job = read_job(source)
     target.mkdir("")
     with suppress(FileExistsError):

@@ -1,11 +1,10 @@
-"""Branches of a log, its tail, what it says before a run starts, and which epoch a reader means.
+"""Query a log: its tail, its branches, its state before a run, and the epoch that a reader requests.
 
-A branch shares its parent's entries up to its base; what the parent has beyond is *abandoned*:
-findable by its branch, never chosen.
+A branch shares its parent's entries up to its base. The parent's entries beyond it are *abandoned*: they can
+be found by their branch, and are never chosen.
 
-Slots are filled one after another from 0; below the newest 256 only multiples of 256 remain. So the
-multiples of 256 that exist are all of them up to the tail, and from the last of them on no slot
-misses.
+Slots are filled one after another from 0; below the newest 256 only multiples of 256 remain. So all existing
+multiples of 256 are contiguous up to the tail, and no slot is missing from the last of them on.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from torchrelay.records import Json, dataclass
 
 
 def branch_of(state: State, branch: int) -> Branch | None:
-    """The branch of this id, where the log still knows it."""
+    """The branch of this id, if the log still has it."""
     return next((one for one in state.branches if one.id == branch), None)
 
 
 def lineage_of(state: State, branch: int) -> Iterator[tuple[Branch, Position | None]]:
-    """A branch and its ancestors, each with the last position that is seen in it (None: all).
+    """A branch and its ancestors, each with the last position that is visible in it (None: all).
 
     The limit of an ancestor is the smallest base on the way to it.
     """
@@ -54,7 +53,7 @@ def lineage_of(state: State, branch: int) -> Iterator[tuple[Branch, Position | N
 
 
 def line_of(state: State, branch: int) -> tuple[CommittedPosition, ...]:
-    """The entries that are seen from a branch, oldest position first."""
+    """Entries that are visible from a branch, oldest position first."""
     seen: dict[Position, CommittedPosition] = {}
     for one, limit in lineage_of(state, branch):
         for entry in state.entries:
@@ -71,11 +70,10 @@ def newest_of(state: State) -> CommittedPosition | None:
 
 @dataclass(frozen=True)
 class LogView:
-    """The log as it was when it was read, or after the writer's own last append.
+    """The log as it was read, or after the writer's last append.
 
-    `slot` is the record that tells it, -1 when there is none yet. `notices` are things that people
-    should see: damaged records, what was used instead, a broken chain. `derived` are those of them about
-    files that the log itself tells, and writes again.
+    `slot` is the record of the state, -1 without any. `notices` are for display: damaged records,
+    replacements, a broken chain. `derived` are those about files that can be written again from the log.
     """
 
     state: State = field(default_factory=State)
@@ -88,12 +86,12 @@ class LogView:
 
     @property
     def certain(self) -> bool:
-        """Whether no damage hides a part of the log; otherwise nothing may be called an orphan."""
+        """Whether no damage hides a part of the log; otherwise no file counts as an orphan."""
         return set(self.notices) <= set(self.derived)
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was ever committed that is still live."""
+        """Whether no entry is live."""
         return not self.state.entries
 
     @property
@@ -109,12 +107,12 @@ class LogView:
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """The branches that entries or the current branch stand on."""
+        """Branches that have entries, and the current one."""
         return self.state.branches
 
     @property
     def retiring(self) -> tuple[Retirement, ...]:
-        """What was retired and may not be deleted completely yet."""
+        """Retirements that may not be deleted completely yet."""
         return self.state.retiring
 
     @property
@@ -124,7 +122,7 @@ class LogView:
 
     @property
     def released(self) -> bool:
-        """Whether the newest writer has said that it is done (True for an empty log)."""
+        """Whether the newest writer has released the log (True for an empty log)."""
         return self.state.released
 
     @property
@@ -133,22 +131,23 @@ class LogView:
         return self.current.request
 
     def line(self, branch: int | None = None) -> tuple[CommittedPosition, ...]:
-        """The entries seen from a branch (by default the current one), oldest first, damaged ones too."""
+        """Entries visible from a branch (default: the current one), oldest first, damaged ones too."""
         return self._line if branch is None else line_of(self.state, branch)
 
     @cached_property
     def _line(self) -> tuple[CommittedPosition, ...]:
-        """A view never changes, and who decides about each of its entries asks for this again and again."""
+        """Cached, because callers ask for it once per entry."""
         return line_of(self.state, self.state.current)
 
     @cached_property
     def _usable(self) -> tuple[CommittedPosition, ...]:
+        """Healthy, resumable entries of the current branch."""
         return tuple(entry for entry in reversed(self._line) if entry.healthy and entry.resumable)
 
     def newest(self, *, boundary: bool = False) -> CommittedPosition | None:
         """The newest healthy, resumable entry of the current branch; `boundary`: whole epochs only.
 
-        This is the entry that automatic resume tries to prove first; `candidates` are the next ones.
+        Automatic resume verifies this entry first; `candidates` has the next ones.
         """
         return next((entry for entry in self._usable if entry.position.boundary or not boundary), None)
 
@@ -159,14 +158,14 @@ class LogView:
     def find(self, epoch: int, branch: int | None = None, *, step: int = 0) -> CommittedPosition | None:
         """The entry of a position as seen from a branch, resolved through its parents up to their bases.
 
-        By default the current branch. The entry may be damaged or not resumable: that is for the
-        caller to refuse. None when it is not live, or the branch is unknown.
+        The default is the current branch. The entry may be damaged or not resumable, which the caller must
+        check. None if it is not live, or the branch is unknown.
         """
         wanted = Position(epoch, step)
         return next((entry for entry in self.line(branch) if entry.position == wanted), None)
 
     def entry(self, key: Key) -> CommittedPosition | None:
-        """The live entry of exactly this branch and position."""
+        """The live entry with exactly this branch and position."""
         return next((entry for entry in self.entries if entry.key == key), None)
 
     def lineage(self) -> tuple[Branch, ...]:
@@ -174,16 +173,16 @@ class LogView:
         return tuple(branch for branch, _ in lineage_of(self.state, self.state.current))
 
     def abandoned(self) -> tuple[CommittedPosition, ...]:
-        """Live entries that the current branch does not see."""
+        """Live entries that are not visible from the current branch."""
         seen = {entry.key for entry in self.line()}
         return tuple(entry for entry in self.entries if entry.key not in seen)
 
     def epochs(self, branch: int | None = None) -> tuple[int, ...]:
-        """Whole epochs seen from a branch (by default the current one), ascending, damaged ones too."""
+        """Whole epochs visible from a branch (default: the current one), ascending, damaged ones too."""
         return tuple(entry.position.epoch for entry in self.line(branch) if entry.position.boundary)
 
     def tagged(self, name: str) -> CommittedPosition | None:
-        """The entry that carries a tag."""
+        """The entry with this tag."""
         mark = next((one for one in self.marks if one.kind == "tag" and one.name == name), None)
         return None if mark is None else self.entry(mark.target)
 
@@ -194,9 +193,9 @@ class LogView:
 
 
 STRIDE = 256
-"""How many of the newest slots are kept, and which of the older ones (its multiples)."""
+"""How many of the newest slots are kept, and which older ones (its multiples)."""
 _PROBE = 3
-"""Slots looked at beyond the first missing one, to tell an end from a hole."""
+"""Slots checked beyond the first missing one, to distinguish an end from a hole."""
 
 Exists = Callable[[int], bool]
 
@@ -204,7 +203,7 @@ Exists = Callable[[int], bool]
 def find_tail(exists: Exists, hint: int | None = None) -> int | None:
     """The newest slot, None for an empty log.
 
-    `hint` is an unproved guess: it saves questions when it is right and costs two when it is wrong.
+    `hint` is an unverified guess: it saves requests when it is right and costs two when it is wrong.
     """
     if hint is not None and exists(hint) and not exists(floor(hint) + STRIDE):
         return _walk(exists, hint)
@@ -220,11 +219,12 @@ def floor(slot: int) -> int:
 
 
 def chain_end(slot: int) -> int:
-    """Down to which slot the predecessors of `slot` are checked: the last multiple of 256 below it."""
+    """The last slot to which the predecessors of `slot` are checked: the last multiple of 256 below it."""
     return floor(slot - 1) if slot else 0
 
 
 def _last_multiple(exists: Exists) -> int:
+    """The newest multiple of 256."""
     high = 1
     while exists(high * STRIDE):
         high *= 2
@@ -236,7 +236,7 @@ def _last_multiple(exists: Exists) -> int:
 
 
 def _walk(exists: Exists, slot: int) -> int:
-    """From a slot to the end. A hole is stepped over: newer records tell everything; readers say so."""
+    """Walk from a slot to the end. A hole is skipped and reported: newer records have the whole state."""
     while True:
         while exists(slot + 1):
             slot += 1
@@ -247,7 +247,7 @@ def _walk(exists: Exists, slot: int) -> int:
 
 
 def _beyond_hole(exists: Exists, missing: int) -> int | None:
-    """The next slot after one that was lost; the slot itself where another writer has filled it meanwhile."""
+    """The next slot after a lost one; the slot itself if another writer has filled it meanwhile."""
     for beyond in range(missing + 1, missing + 1 + _PROBE):
         if exists(beyond):
             return missing if exists(missing) else beyond
@@ -257,15 +257,15 @@ def _beyond_hole(exists: Exists, missing: int) -> int | None:
 _TEXT = re.compile(r"(?:epoch=)?(0|[1-9][0-9]{0,7})(?:,branch=(0|[1-9][0-9]{0,8}))?")
 _WITH_STEP = re.compile(r"[0-9]+\+[0-9]+.*")
 WORDS = ("last", "best")
-"""What stands for an epoch instead of its number; `opening.candidates` says what each means."""
+"""Keywords for an epoch instead of its number; `opening.candidates` resolves them."""
 _FORMS = 'a number from 0 on, "last", "best", "tag=NAME", or "7,branch=0"'
 _TAG = "tag="
-_RANGES = 6  # so many stretches of numbers are told, of more only what is near
+_RANGES = 6  # limit of ranges in a message; of more only those nearby
 
 
 @dataclass(frozen=True)
 class EpochQuery:
-    """An epoch by number or by its tag, or `last`, or `best`; on a branch, or on the current one."""
+    """An epoch by number or by tag, or `last`, or `best`; on a branch, or on the current one."""
 
     epoch: int | None
     word: str = ""
@@ -274,54 +274,55 @@ class EpochQuery:
 
     @property
     def explicit(self) -> bool:
-        """Whether one epoch was named, which is then never replaced by another."""
+        """Whether a specific epoch is requested, which is then never replaced by another."""
         return self.epoch is not None or self.tag is not None
 
 
 def wanted(epoch: Any, branch: int | None = None) -> EpochQuery:
-    """Understand what a user wrote; raises UsageError for anything that names no whole epoch."""
+    """Parse a user's epoch; raises UsageError unless it is a whole epoch."""
     if branch is not None and (isinstance(branch, bool) or not isinstance(branch, int) or branch < 0):
-        raise UsageError(f"branch={branch!r} is no branch: branches are numbered from 0")
+        raise UsageError(f"invalid branch={branch!r}: branches are numbered from 0")
     if isinstance(epoch, str):
         return _from_text(epoch.strip(), branch)
     try:
         number = operator.index(epoch)
     except TypeError:
-        raise UsageError(f"epoch={epoch!r} is no epoch: give {_FORMS}") from None
+        raise UsageError(f"invalid epoch={epoch!r}: expected {_FORMS}") from None
     if isinstance(epoch, bool) or number < 0:
-        raise UsageError(f"epoch={epoch!r} is no epoch: give {_FORMS}")
+        raise UsageError(f"invalid epoch={epoch!r}: expected {_FORMS}")
     return EpochQuery(number, "", branch)
 
 
 def _from_text(text: str, branch: int | None) -> EpochQuery:
+    """Parse a text."""
     if text in WORDS:
         return EpochQuery(None, text, branch)
     if text.startswith(_TAG) and text != _TAG:
         if branch is not None:
-            raise UsageError(f"epoch={text!r} and branch={branch}: a tag names one epoch, drop the branch")
+            raise UsageError(f"epoch={text!r} and branch={branch}: a tag names one epoch; drop the branch")
         return EpochQuery(None, "", None, text.removeprefix(_TAG))
     if _WITH_STEP.fullmatch(text):
         raise UsageError(
-            f"{text!r} is a position inside an epoch, which only automatic resume uses: ask for a whole epoch"
+            f"{text!r} is a position inside an epoch, which only automatic resume uses: give a whole epoch"
         )
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise UsageError(f"epoch={text!r} is no epoch: give {_FORMS}")
+        raise UsageError(f"invalid epoch={text!r}: expected {_FORMS}")
     if match[2] is not None and branch not in (None, int(match[2])):
         raise UsageError(f"epoch={text!r} and branch={branch} contradict each other: give one of them")
     return EpochQuery(int(match[1]), "", branch if match[2] is None else int(match[2]))
 
 
 def whole_epochs(view: LogView, branch: int | None) -> list[CommittedPosition]:
-    """Whole epochs seen from a branch, newest first; raises UsageError for an unknown branch."""
+    """Whole epochs visible from a branch, newest first; raises UsageError for an unknown branch."""
     known = [one.id for one in view.branches]
     if branch is not None and branch not in known:
-        raise UsageError(f"there is no branch {branch}; the branches are: {', '.join(map(str, known))}")
+        raise UsageError(f"no branch {branch}; the branches are: {', '.join(map(str, known))}")
     return [entry for entry in reversed(view.line(branch)) if entry.position.boundary]
 
 
 def named_entry(view: LogView, wish: EpochQuery, place: str) -> CommittedPosition:
-    """The entry of an explicit epoch or tag; raises UnknownEpochError saying what there is at `place`."""
+    """The entry of an explicit epoch or tag; raises UnknownEpochError listing what exists at `place`."""
     if wish.tag is not None:
         return _tagged(view, wish.tag, place)
     line = whole_epochs(view, wish.branch)
@@ -330,28 +331,30 @@ def named_entry(view: LogView, wish: EpochQuery, place: str) -> CommittedPositio
         return found
     of_branch = "" if wish.branch is None else f" of branch {wish.branch}"
     there_is = _there_is(view, line, wish.epoch)
-    raise UnknownEpochError(f"there is no epoch {wish.epoch}{of_branch} in {place}: {there_is}")
+    raise UnknownEpochError(f"no epoch {wish.epoch}{of_branch} in {place}: {there_is}")
 
 
 def _tagged(view: LogView, name: str, place: str) -> CommittedPosition:
+    """The entry with a tag."""
     found = view.tagged(name)
     if found is None:
         known = [mark.name for mark in view.marks if mark.kind == "tag"]
-        raise UnknownEpochError(f"there is no tag {name!r} in {place}{nearest(name, known)}")
+        raise UnknownEpochError(f"no tag {name!r} in {place}{nearest(name, known)}")
     return found
 
 
 def best_first(
     line: Sequence[CommittedPosition], metrics: Mapping[str, float], mode: str
 ) -> list[CommittedPosition]:
-    """Entries whose try has a value, best first; of equal ones the earlier. Only what is finite is one."""
+    """Entries with a finite value of a metric, best first; the earlier one wins a tie."""
     sign = -1.0 if mode == "max" else 1.0
     scored = [entry for entry in line if math.isfinite(metrics.get(entry.try_name, math.nan))]
     return sorted(scored, key=lambda entry: (sign * metrics[entry.try_name], entry.position))
 
 
 def _there_is(view: LogView, line: Sequence[CommittedPosition], wish: int | None) -> str:
-    parts = [f"there are epochs {_near(line, wish)}"] if line else []
+    """Part of a message: which epochs exist."""
+    parts = [f"there are epochs {_nearby(line, wish)}"] if line else []
     seen = {entry.key for entry in line}
     others: dict[int, list[CommittedPosition]] = {}
     for entry in view.entries:
@@ -359,12 +362,12 @@ def _there_is(view: LogView, line: Sequence[CommittedPosition], wish: int | None
             others.setdefault(entry.branch, []).append(entry)
     for branch, entries in sorted(others.items()):
         first = entries[0].position.epoch
-        parts.append(f"on branch {branch} also {_near(entries, wish)} (write {first},branch={branch})")
+        parts.append(f"on branch {branch} also {_nearby(entries, wish)} (write {first},branch={branch})")
     return "; ".join(parts) or "nothing is committed yet"
 
 
-def _near(entries: Sequence[CommittedPosition], wish: int | None) -> str:
-    """Which epochs there are; of many stretches of them what lies next to the one that was meant."""
+def _nearby(entries: Sequence[CommittedPosition], wish: int | None) -> str:
+    """Which epochs exist; of many ranges those next to the requested one."""
     epochs = sorted(entry.position.epoch for entry in entries)
     told = ranges(epochs)
     if wish is None or told.count(",") < _RANGES:
@@ -375,7 +378,7 @@ def _near(entries: Sequence[CommittedPosition], wish: int | None) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """`0 to 4, 6` for people."""
+    """`0 to 4, 6` for messages."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -387,11 +390,11 @@ def ranges(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Look:
-    """What a log says before a run starts.
+    """State of a log before a run starts.
 
-    `epoch`, `step` and `facts` are of the newest entry of the current branch, not proved yet, `whole` is its
-    newest whole epoch; `request` is what that branch was begun by. `rest`: some of it is still to be sent to
-    another place. `notices` are for people.
+    `epoch`, `step` and `facts` are of the newest entry of the current branch, not verified yet; `whole` is
+    its newest whole epoch; `request` is the request that began that branch. `rest`: a part is still to be
+    uploaded. `notices` are for display.
     """
 
     commits: bool = False
@@ -406,13 +409,13 @@ class Look:
 
     @property
     def rewound(self) -> bool:
-        """Whether the newest entry is where its user began the current branch, to train on from there."""
+        """Whether the newest entry is the one at which the user began the current branch."""
         asked = self.request or {}
         return bool(asked.get("by") == "user" and asked.get("epoch") == self.epoch and self.step == 0)
 
     @property
     def position(self) -> Position | None:
-        """That of the newest entry."""
+        """Position of the newest entry."""
         return None if self.epoch is None else Position(self.epoch, self.step)
 
 
@@ -427,12 +430,12 @@ class LeaseInfo:
 
 
 def kept_with(view: LogView, try_name: str) -> frozenset[str]:
-    """What stays as long as this try is needed: itself, the tries its entry refers to, and so on."""
+    """An attempt and all attempts that its entry references, recursively: needed as long as it is."""
     return frozenset(needed_by(view, {try_name}))
 
 
 def needed_by(view: LogView, kept: set[str]) -> set[str]:
-    """The kept tries, what their entries refer to, what those refer to, and so on."""
+    """The kept attempts and all attempts that their entries reference, recursively."""
     entries = {entry.try_name: entry for entry in view.entries}
     needed, pending = set(kept), list(kept)
     while pending:

@@ -1,9 +1,8 @@
-"""Writes to the log by the run that has its lease, and by guests.
+"""Append to the log, as the run that holds its lease, or as a guest.
 
-A guest's record keeps the generation of the writer before it; the writer takes its change over.
-
-Every append is durable when it returns. Whoever gets a FencedError must stop: another job has the
-directory, and nothing of this one was written since.
+A guest's record keeps the generation of the writer before it, and that writer applies its change. Every
+append is durable when it returns. After a FencedError a job must stop: another job has the directory, and
+nothing was written since.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ _ATTEMPTS = 8
 
 
 def tag_draft(name: str, target: Key | None, generation: int | None = None) -> RecordDraft:
-    """Give an epoch a name, or move the name to it; None takes the name away. UsageError for a bad name."""
+    """Give an epoch a name, or move the name to it; None deletes the name. UsageError for a bad name."""
     return _mark_draft("tag", "tag", name, target, generation)
 
 
@@ -74,12 +73,12 @@ def pin_draft(name: str, target: Key, generation: int | None = None) -> RecordDr
 
 
 def unpin_draft(name: str, generation: int | None = None) -> RecordDraft:
-    """The reason `name` is gone."""
+    """Remove the pin `name`."""
     return _mark_draft("unpin", "pin", name, None, generation)
 
 
 def append_as_guest(storage: Storage, draft: RecordDraft, job_name: str | None = None) -> LogView:
-    """Put a mark into the log of somebody else; returns the log after it.
+    """Append a mark to another writer's log; returns the log after it.
 
     Raises UnknownEpochError for an epoch that is not live, or a directory without a job.
     """
@@ -103,6 +102,7 @@ def append_as_guest(storage: Storage, draft: RecordDraft, job_name: str | None =
 
 
 def _mark_draft(kind: str, mark: str, name: str, target: Key | None, generation: int | None) -> RecordDraft:
+    """The record of a mark."""
     if target is not None:
         check_mark_name(name)
 
@@ -122,18 +122,18 @@ WhenFenced = Callable[[FencedError], None]
 
 
 def not_told(error: FencedError) -> None:
-    """Nobody waits to hear of it; the next append raises it."""
+    """Do nothing when fenced: the next append raises the error."""
 
 
 _LIVE: weakref.WeakValueDictionary[str, LogWriter] = weakref.WeakValueDictionary()
-"""The writers of this process that are not closed, by nonce: it never takes over from itself."""
+"""Open writers of this process, by nonce: it never takes over from itself."""
 
 
 class LogWriter:
     """The one writer of a log, from `take` until `close` or until it is fenced.
 
-    One append at a time; any thread may ask. A writer that is dropped without `close` stops moving
-    its counter, so the next one of this process may take over at once.
+    One append at a time, from any thread. A writer that is garbage-collected without `close` stops moving its
+    counter, so the next one of this process may take over at once.
     """
 
     def __init__(self, storage: Storage, identity: WriterIdentity) -> None:
@@ -141,9 +141,9 @@ class LogWriter:
         self.identity = identity
         self.nonce = secrets.token_hex(8)
         self.older_tries: frozenset[str] = frozenset()
-        """Tries that lay there before we took over (see `takeover.Taken`)."""
+        """Attempts that existed before the takeover (see `takeover.Taken`)."""
         self.generation = -1
-        """The slot of our takeover."""
+        """The slot of the takeover."""
         self._notices: list[str] = []
         self._deleted: set[Retirement] = set()
         self._process = os.getpid()
@@ -165,20 +165,20 @@ class LogWriter:
         period_secs: float = PERIOD_SECS,
         when_fenced: WhenFenced | None = None,
     ) -> LogWriter:
-        """Become the writer of the job's directory, which is begun where there is none.
+        """Become the writer of the job's directory, which is created if necessary.
 
-        `when_fenced` is called once, from the counter's thread, at the latest a period after somebody else
-        has taken over: a writer that has nothing to append must end, too. `launch` is that of the processes
-        (see `Peers`), for an `identity` of its own.
+        `when_fenced` is called once, from the counter's thread, at most a period after a takeover by another
+        job: a writer without anything to append must end too. `launch` is that of the processes (see
+        `Peers`), for a default `identity`.
 
-        Raises UsageError for a directory of another job, DirectoryInUseError when its writer lives
-        (its counter moved within `patience_secs`) or is another one of this process, DamagedError or
-        FormatError for a log that cannot be trusted or read, StorageError when it cannot be written.
+        Raises UsageError for a directory of another job; DirectoryInUseError if its writer is alive (its
+        counter moved within `patience_secs`) or is another one of this process; DamagedError or FormatError
+        for a log that cannot be trusted or read; StorageError if it cannot be written.
         """
         job = begin_job(storage, job_name)
         writer = cls(storage, identity or WriterIdentity.here(job.name, launch=launch))
         writer._when_fenced = when_fenced or not_told
-        # Known before its record exists, so that no other thread takes it for an abandoned one.
+        # Registered before its record exists, so that no other thread takes it for an abandoned one.
         _LIVE[writer.nonce] = writer
         try:
             taken = take_over(
@@ -203,24 +203,24 @@ class LogWriter:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What people should know: damage met on the way, a hint or a thinning that failed."""
+        """For display: damage found, a failed hint or thinning."""
         return (*self._tail.view.notices, *self._notices)
 
     @property
     def certain(self) -> bool:
-        """Whether no damage hides a part of the log; otherwise nothing may be called an orphan."""
+        """Whether no damage hides a part of the log; otherwise no file counts as an orphan."""
         return self._tail.view.certain
 
     @property
     def undeleted(self) -> tuple[Retirement, ...]:
-        """What the log lists as retired and `forget` was not told about yet."""
+        """Retirements in the log that `forget` has not removed yet."""
         return tuple(one for one in self.view.retiring if one not in self._deleted)
 
     def commit(self, entry: CommittedPosition) -> LogView:
-        """Make a position real: its try is complete and durable, now the log says so, durably.
+        """Commit a position, durably; its attempt must be complete and durable.
 
-        The mid-epoch positions that it completes are retired. Repeating a commit that is in the log
-        already only makes sure of it. Raises what `changes.committed` raises, and FencedError.
+        Mid-epoch positions that it completes are retired. Repeating a commit only ensures that it is in the
+        log. Raises as `changes.committed` does, and FencedError.
         """
 
         def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
@@ -233,8 +233,8 @@ class LogWriter:
     def rewind(self, base: Position | None, request: Mapping[str, Json], *, branch: int | None = None) -> int:
         """Begin a new branch at `base` as seen from `branch`; returns its id.
 
-        None is a fresh start: the new branch sees no older epoch. `request` is what the user asked
-        for; it is found again as `view.begun_by`.
+        None is a fresh start: the new branch sees no older epoch. `request` is the user's request, stored in
+        `view.begun_by`.
         """
 
         def change(state: State) -> tuple[State, Mapping[str, Json]]:
@@ -247,11 +247,10 @@ class LogWriter:
     def retire(
         self, retirements: Iterable[Retirement] | Choose, rule: str | None = None
     ) -> tuple[Retirement, ...]:
-        """Retire tries, or groups of their files; returns those that really were.
+        """Retire attempts, or groups of their files; returns those that were retired.
 
-        A function chooses from the log as it is in the slot where the record lands, so that a pin
-        that came first is respected. Protected entries are left out silently. Deletes no file. `rule` tells
-        people why they go.
+        A function chooses from the log in the slot of the record, so that an earlier pin is respected.
+        Protected entries are skipped silently. Deletes no file. `rule` is the reason, for display.
         """
         allowed: tuple[Retirement, ...] = ()
         fixed = () if callable(retirements) else tuple(retirements)
@@ -270,7 +269,7 @@ class LogWriter:
         return allowed
 
     def quarantine(self, key: Key, reason: str) -> LogView:
-        """Say that an entry was found damaged: it is not chosen any more, its files stay."""
+        """Mark an entry as damaged: it is not chosen any more, its files stay."""
 
         def change(state: State) -> tuple[State, Mapping[str, Json]]:
             return changes.quarantined(state, key), {**key_json(key), "reason": reason}
@@ -278,7 +277,7 @@ class LogWriter:
         return self._append("quarantine", change)
 
     def tag(self, name: str, target: Key | None) -> LogView:
-        """Give an epoch a name, or take the name away (None)."""
+        """Give an epoch a name, or delete the name (None)."""
         return self._append_draft(tag_draft(name, target, self.generation))
 
     def pin(self, name: str, target: Key) -> LogView:
@@ -286,7 +285,7 @@ class LogWriter:
         return self._append_draft(pin_draft(name, target, self.generation))
 
     def unpin(self, name: str) -> LogView:
-        """The reason `name` is gone."""
+        """Remove the pin `name`."""
         return self._append_draft(unpin_draft(name, self.generation))
 
     def change(
@@ -294,30 +293,30 @@ class LogWriter:
     ) -> LogView:
         """Append a record that makes this log follow another one of its job (`checkpoint.tier`).
 
-        `change` says what the record states, from the log as it is in its slot; None appends nothing.
+        `change` computes the record's state from the log in its slot; None appends nothing.
         """
         return self._append(kind, change)
 
     def forget(self, deleted: Iterable[Retirement]) -> None:
-        """These retirements are deleted completely; the next record stops listing them."""
-        with self._lock:  # an append by another thread may be looking through them
+        """Remove retirements that are deleted completely from the next record."""
+        with self._lock:  # an append by another thread may be iterating over them
             self._deleted.update(deleted)
 
     def check(self) -> None:
-        """Raise FencedError if another writer was seen to have taken over. Asks no storage."""
+        """Raise FencedError if a takeover by another writer is known. Sends no request."""
         if self._fenced is not None:
             raise self._fenced
 
     def ask(self) -> None:
-        """As `check`, having asked the storage, in one question, whether the log went on without us."""
+        """As `check`, after one request to the storage whether the log continued without us."""
         with self._lock:
             self._look_ahead()
         self.check()
 
     def release(self) -> None:
-        """Say that we are done, so that the next writer need not wait, and close.
+        """Release the log, so that the next writer need not wait, and close.
 
-        A process that was forked off says nothing: the one that has the log goes on.
+        A forked child appends nothing: its parent holds the log.
         """
         if self._is_forked:
             return
@@ -328,16 +327,18 @@ class LogWriter:
 
     @property
     def _is_forked(self) -> bool:
+        """Whether this process is a forked child."""
         return self._process != os.getpid()
 
     def close(self) -> None:
-        """Stop the counter; the log stays as it is. A second call does nothing."""
+        """Stop the counter; the log is unchanged. A second call does nothing."""
         self._closed = True
         _LIVE.pop(self.nonce, None)
         if self._beat is not None:
             self._beat.stop()
 
     def _begin(self, taken: AcquiredLog, period_secs: float) -> None:
+        """Start the counter."""
         self._tail, self.older_tries = taken.tail, taken.older_tries
         self.generation = taken.tail.view.generation
         move(self.storage, self.generation, self.nonce, 1)
@@ -348,13 +349,15 @@ class LogWriter:
     def _append(
         self, kind: str, change: Callable[[State], tuple[State, Mapping[str, Json]] | None]
     ) -> LogView:
+        """Append a record."""
         return self._append_draft(RecordDraft(kind, change, self.generation))
 
     def _append_draft(self, draft: RecordDraft) -> LogView:
+        """Append a draft."""
         if self._is_forked:
             raise NotAllowedNowError(
-                f"{self.storage.url} is held by process {self._process}, which has forked this one: "
-                "only that one saves there"
+                f"{self.storage.url} is held by process {self._process}, from which this one was forked: "
+                "save only there"
             )
         with self._lock:
             self.check()
@@ -371,6 +374,7 @@ class LogWriter:
             return self._tail.view
 
     def _forgetting(self, draft: RecordDraft) -> RecordDraft:
+        """The draft without deleted retirements."""
         deleted = frozenset(self._deleted)
 
         def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
@@ -379,9 +383,10 @@ class LogWriter:
         return replace(draft, change=change)
 
     def _fence(self) -> FencedError:
+        """The FencedError, with the new holder."""
         try:
             holder = read_tail(self.storage, self._tail.job).view.holder
-        except StorageError:  # whoever it is: we are not the writer any more
+        except StorageError:  # any other writer: this one has lost the log
             holder = {}
         taken_by = describe(holder, "this job has stopped writing; nothing of it was acknowledged since")
         self._fenced = FencedError(f"{self.storage.url} was taken over by {taken_by}")
@@ -389,7 +394,7 @@ class LogWriter:
         return self._fenced
 
     def _tidy(self) -> None:
-        """Write the hint and thin the log: a convenience, whose failure fails no append."""
+        """Write the hint and thin the log; a failure is only a notice."""
         slot = self._tail.view.slot
         try:
             self.storage.replace(HINT, b"%d\n" % slot)
@@ -399,7 +404,7 @@ class LogWriter:
 
     def _beat_now(self, count: int) -> bool:
         """Move the counter, unless the slot after ours shows that we are fenced; False ends the thread."""
-        # A long append holds the lock; the counter must move all the same, or we would seem dead.
+        # A long append holds the lock; the counter must move anyway, or this writer would seem dead.
         if self._lock.acquire(blocking=False):
             try:
                 self._look_ahead()
@@ -414,7 +419,7 @@ class LogWriter:
         return True
 
     def _look_ahead(self) -> None:
-        """Take over what guests have appended, up to a takeover, which fences us."""
+        """Apply appends of guests, up to a takeover, which fences us."""
         moved = False
         while self._fenced is None and self.storage.stat(slot_path(self._tail.next_slot)) is not None:
             tail, other = advance(self.storage, self._tail)
@@ -422,15 +427,16 @@ class LogWriter:
                 self._fence()
                 return
             if not moved:
-                self.storage.sync_dir(LOG)  # what we stand on must not be lost to a power cut
+                self.storage.sync_dir(LOG)  # the previous record must survive a power cut
             self._tail, moved = tail, True
 
 
 def _beat_once(mine: weakref.ref[LogWriter], count: int) -> bool:
+    """Move the counter of a live writer."""
     writer = mine()
     return writer is not None and writer._beat_now(count)
 
 
 def is_left(writer: LogWriter) -> bool:
-    """Whether there may be anything to delete. Asks no storage."""
+    """Whether there may be anything to delete. Sends no request."""
     return bool(writer.undeleted or (writer.certain and writer.older_tries - writer.view.state.tries))

@@ -1,1 +1,1 @@
-"""A local place before the remote one: saves are acknowledged locally and uploaded in the background."""
+"""Put a local directory before the remote storage: commit locally, upload in the background."""

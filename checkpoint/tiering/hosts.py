@@ -1,16 +1,18 @@
-"""Local directories of hosts: which ranks share one, which of several logs tells the run.
+"""Find out which ranks share a local directory, and choose the authoritative log.
 
-One machine is one place, as are hosts that share a file system; hosts with disks of their own are several.
+One machine is one place, as are hosts that share a file system; hosts with their own disks are several. The
+lowest rank of a place is its leader.
 
-The near log is ahead of the far one, or it is of another time: somebody went on from the far one elsewhere.
-A try has a name that nobody else makes, so the near log is ahead exactly if it knows the far one's newest.
+The local log is authoritative if it is ahead of the remote one: all remote entries came from it. Attempts
+have unique names, so it is ahead exactly if it has the remote log's newest entry. Otherwise the run continued
+elsewhere from the remote log.
 
-The log lies on the host that had rank 0, and ranks may come to other hosts at the next start. So the leader
-of each place says what the near log there knows. Of those that are ahead of the far one (`histories`) and
-have more, the one counts that has held the far log last: two such logs are two histories.
+After a restart rank 0 may run on another host, so the leader of each place reports the state of its local
+log. Among those that are ahead and have more, the one whose writer held the remote lease last wins; the
+others belong to an abandoned history.
 
-A leader deletes only names that it saw before the first save of this start, or that rank 0 tells as gone: one
-that was frozen for long knows no name of what others save there meanwhile.
+A leader deletes only attempts that existed before the first save of this launch, or that rank 0 has reported
+as deleted. A leader that was suspended for long therefore deletes no newer ones of other writers.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Places:
-    """`leader_of[rank]` is the lowest rank that sees the same directory; `rank` is this process."""
+    """The places of all ranks.
+
+    `leader_of[rank]` is the lowest rank with the same directory; `rank` is this one.
+    """
 
     leader_of: tuple[int, ...] = (0,)
     rank: int = 0
@@ -59,7 +64,7 @@ class Places:
 
     @property
     def leads(self) -> bool:
-        """Whether this process does what its place has to do."""
+        """Whether this process is a leader."""
         return self.leader_of[self.rank] == self.rank
 
     @property
@@ -70,9 +75,9 @@ class Places:
 
 
 def guessed(peers: Peers, directory: Path) -> Places:
-    """The places as the systems tell them, without a write: hosts that share a file system seem apart.
+    """The places without a write: hosts that share a file system seem separate.
 
-    Raises StorageError on all ranks where one cannot look there.
+    Raises StorageError on all ranks if one cannot access its directory.
     """
     if peers.size == 1:
         return Places()
@@ -81,13 +86,13 @@ def guessed(peers: Peers, directory: Path) -> Places:
 
 
 def seen(peers: Peers, storage: Storage, directory: Path) -> Places:
-    """The places as they are: each leader writes a file, and all tell which of these they see.
+    """The places as they are: each leader writes a file, and all ranks report which of these they see.
 
-    Raises UsageError where ranks that should see the same directory do not.
+    Raises UsageError if ranks that should see the same directory do not.
     """
     if peers.size == 1:
         return Places()
-    together(peers, "make the near directory", lambda: storage.mkdir(""))
+    together(peers, "make the local directory", lambda: storage.mkdir(""))
     guess = guessed(peers, directory)
     nonce = peers.exchange("near probes", secrets.token_hex(8))[0]
     mine = f".probe-{nonce}-{peers.rank}"
@@ -97,9 +102,9 @@ def seen(peers: Peers, storage: Storage, directory: Path) -> Places:
             storage.replace(name, b"seen\n")
 
     try:
-        together(peers, "write to the near directory", lambda: write(mine))
-        # Once more when all have written: a change of one's own has a network file system ask its server.
-        together(peers, "write to the near directory again", lambda: write(f"{mine}.again"))
+        together(peers, "write to the local directory", lambda: write(mine))
+        # Again after all have written: a network file system refreshes its cache after a local change.
+        together(peers, "write to the local directory again", lambda: write(f"{mine}.again"))
         return _agreed(peers, storage, guess, nonce)
     finally:
         if guess.leads:
@@ -109,6 +114,7 @@ def seen(peers: Peers, storage: Storage, directory: Path) -> Places:
 
 
 def _agreed(peers: Peers, storage: Storage, guess: Places, nonce: str) -> Places:
+    """The places that all ranks agree on."""
     until, start = time.monotonic() + SEEN_WITHIN_SECS, f".probe-{nonce}-"
 
     def look() -> list[int | str | bool]:
@@ -118,44 +124,44 @@ def _agreed(peers: Peers, storage: Storage, guess: Places, nonce: str) -> Places
         return [*sight, time.monotonic() > until]
 
     while True:
-        told = together(peers, "near directories seen", look)
+        told = together(peers, "local directories seen", look)
         blind = blind_ranks([(least, digest, count) for least, digest, count, _ in told], guess.leaders)
         if not blind:
             return Places(tuple(one[0] for one in told), peers.rank)
         if told[0][-1]:
             few = ", ".join(map(str, blind[:8])) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
             raise UsageError(
-                f"the near directory {storage.url} is not the one that rank {few} sees there: ranks of a "
-                "host need one that they share, or near= must differ between them"
+                f"the local directory {storage.url} is not the one that rank {few} sees there: give the "
+                "ranks of a host one shared directory"
             )
         time.sleep(0.05)
 
 
 Sight = tuple[int, str, int]
-"""What a rank sees: the least leader (-1: not its own one), a digest of all that it sees, and how many."""
+"""What a rank sees: the lowest leader (-1: not its own one), a digest of all leaders, and their number."""
 
 
 def sight_of(probes: Sequence[int], leader: int) -> Sight:
-    """From the leaders whose files are there; few bytes however many they are."""
+    """The sight, from the leaders whose files exist; small for any number of leaders."""
     seen_ones = ",".join(map(str, probes))
     return (min(probes) if leader in probes else -1), sha256(seen_ones.encode())[:16], len(probes)
 
 
 def blind_ranks(sights: Sequence[Sight], leaders: Sequence[int]) -> list[int]:
-    """Ranks that do not see what their leader wrote, or see leaders who do not see the same in turn."""
+    """Ranks that do not see their leader's file, or see leaders that do not see the same."""
     alike = Counter(sights[leader][1] for leader in leaders)
     return [rank for rank, (least, digest, count) in enumerate(sights) if least < 0 or alike[digest] != count]
 
 
 def _key(directory: Path) -> str:
-    """The same text where it is the same directory of the same running system."""
+    """Equal for the same directory of the same running system."""
     there = directory
     try:
         while not there.exists() and there != there.parent:
             there = there.parent
         found = there.stat()
     except OSError as error:
-        raise StorageError(f"the near directory {directory} cannot be looked at: {error}") from error
+        raise StorageError(f"the local directory {directory} cannot be accessed: {error}") from error
     boot = ""
     with suppress(OSError):
         boot = _BOOT.read_text().strip()
@@ -164,19 +170,20 @@ def _key(directory: Path) -> str:
 
 
 def is_ahead(near: LogView, far: LogView, *, untouched: bool = False) -> bool:
-    """Whether all that the far log has came from the near one, which then tells the run.
+    """Whether all of the remote log came from the local one, which is then authoritative.
 
-    `untouched`: nobody has taken the far log over since the writer of this near place did, so that a branch
-    which the near log does not know is one that it has left.
+    `untouched`: the remote log was not taken over since this local directory's writer did, so that a branch
+    unknown to the local log is one that it has left.
     """
     if near.slot < 0 or far.slot < 0:
         return near.slot >= 0
     if not far.entries and far.state.next_branch == 1:
-        return True  # nothing was ever saved or begun there: a new place, or one that was emptied
+        return True  # no save and no job: a new local directory, or an emptied one
     return _has_all(near, far) and (untouched or far.current in near.branches)
 
 
 def _has_all(near: LogView, far: LogView) -> bool:
+    """Whether the local log has the newest remote entries."""
     line = far.line()
     if not line:
         return not far.entries or bool(near.entries)
@@ -185,27 +192,28 @@ def _has_all(near: LogView, far: LogView) -> bool:
     newest = near.line()[-1:]
     if line[-1].position.boundary or not newest or newest[0].position <= line[-1].position:
         return False
-    # A position inside of an epoch leaves the log when that epoch is committed.
+    # A mid-epoch position leaves the log when its epoch is committed.
     whole = [entry for entry in line if entry.position.boundary]
     return bool(whole) and _knows(near, whole[-1])
 
 
 def _knows(view: LogView, entry: CommittedPosition) -> bool:
+    """Whether a log knows an entry."""
     own = view.entry(entry.key)
     return own is not None and own.try_name == entry.try_name and own.manifest_sha256 == entry.manifest_sha256
 
 
 def anchor(far: LogView) -> frozenset[str]:
-    """Tries by which a near log is known to be ahead of this one: they stay in it."""
+    """Attempts that show that a local log is ahead of this one: they stay in it."""
     line = far.line()
     whole = [entry for entry in line if entry.position.boundary]
     return frozenset(entry.try_name for entry in (*line[-1:], *whole[-1:]))
 
 
 def adopted(near: State, far: State) -> State:
-    """The near log goes on from the far one; what only the near one had goes.
+    """The local log after it adopts the remote one; entries that only the local one had are dropped.
 
-    Who holds the near log stays. Branches get numbers that neither log has given to another.
+    The holder stays. Branches get numbers that neither log has used for another one.
     """
     gone = sorted(near.tries - far.tries)
     live = {entry.key for entry in far.entries}
@@ -224,9 +232,9 @@ def adopted(near: State, far: State) -> State:
 
 
 def to_send(near: LogView, far: LogView) -> tuple[CommittedPosition, ...]:
-    """The entries of the near line that the far log is to get, oldest first; none that is damaged.
+    """Entries of the local line that the remote log lacks, oldest first; without damaged ones.
 
-    Older ones than the newest that it has of this line are not missing there: retention let them go.
+    Entries older than the newest remote one of this line are not missing: retention has deleted them.
     """
     there = {entry.try_name for entry in far.entries}
     line = near.line()
@@ -236,12 +244,12 @@ def to_send(near: LogView, far: LogView) -> tuple[CommittedPosition, ...]:
 
 
 def branches_differ(near: LogView, far: LogView) -> bool:
-    """Whether the far log does not know yet on which branch the run is."""
+    """Whether the remote log does not have the run's branch yet."""
     return near.current != far.current
 
 
 def branched_like(far: State, near: State) -> State:
-    """The far log follows a rewind; its entries of other branches stay, abandoned."""
+    """The remote log after a rewind; its entries of other branches stay, abandoned."""
     given = {branch.id: branch for branch in (*far.branches, *near.branches)}
     state = replace(
         far,
@@ -253,22 +261,22 @@ def branched_like(far: State, near: State) -> State:
 
 
 def branch_payload(branch: Branch) -> Mapping[str, Json]:
-    """What a `rewind` record says of the branch that it begins."""
+    """Payload of a `rewind` record for the branch that it begins."""
     base = branch.base
     where = None if base is None else {"epoch": base.epoch, "step": base.step}
     return {"base": where, "branch": branch.id, "request": dict(branch.request or {})}
 
 
 def mirrored(far: State, entry: CommittedPosition) -> State | None:
-    """The far log gets an entry of the near one; None where it has it.
+    """The remote log with an entry of the local one; None if it has it.
 
-    As a commit does, it retires positions inside of an epoch that this completes. The tries that the entry
-    refers to lie there, complete: whoever appends this has seen to it.
+    As a commit does, it retires mid-epoch positions that this completes. The caller ensures that all attempts
+    of the entry are complete on the remote.
     """
     if any(one.try_name == entry.try_name for one in far.entries):
         return None
     if any(one.key == entry.key for one in far.entries):
-        raise StorageError(f"the far log has another epoch {entry.key}: it is of another history")
+        raise StorageError(f"the remote log has another epoch {entry.key}: it has another history")
     over = [
         one
         for one in far.entries
@@ -282,10 +290,10 @@ def mirrored(far: State, entry: CommittedPosition) -> State | None:
 
 @dataclass(frozen=True)
 class NearLogStatus:
-    """What a leader says. `generation`: that of the far log when this near log was taken with it, or -1.
+    """Report of a leader. `generation`: that of the remote log when this log was taken with it, or -1.
 
-    `ahead`: all that the far log has came from it. `sends`: it has what the far log lacks. `alone` are the
-    epochs that it has and the far log never had.
+    `ahead`: all of the remote log came from it. `sends`: it has entries that the remote log lacks. `alone`
+    are epochs that the remote log never had.
     """
 
     rank: int
@@ -295,30 +303,30 @@ class NearLogStatus:
     alone: tuple[str, ...] = ()
 
     def row(self) -> list[Json]:
-        """The claim as JSON."""
+        """The report as JSON."""
         return [self.rank, self.generation, self.ahead, self.sends, list(self.alone)]
 
 
 def claim_of(row: list[Json]) -> NearLogStatus:
-    """Read what `row` made."""
+    """Read the JSON of `row`."""
     rank, generation, ahead, sends, alone = row
     return NearLogStatus(int(rank), int(generation), bool(ahead), bool(sends), tuple(map(str, alone)))
 
 
 def notes_of(storage: TierStorage) -> Notes:
-    """What is noted near of this far place."""
+    """The local notes about this remote."""
     noted = read_notes(storage.near)
     return noted if noted is not None and noted.far == storage.far.url else Notes(storage.far.url)
 
 
 def is_part(storage: TierStorage) -> bool:
-    """Whether another place has the near log of the run, so that the one here counts for nothing."""
+    """Whether another place has the local log of the run, so that this one is ignored."""
     noted = read_notes(storage.near)
     return noted is not None and noted.part
 
 
 def claim(storage: TierStorage, job_name: str | None, rank: int) -> NearLogStatus | None:
-    """That of the near log here; None without one, or where another place's log counts since then.
+    """The report about the local log; None without one, or if another place's log is used since then.
 
     Raises StorageError and DamagedError for logs that cannot be read, UsageError for that of another job.
     """
@@ -341,18 +349,18 @@ def claim(storage: TierStorage, job_name: str | None, rank: int) -> NearLogStatu
 
 
 def teller(claims: Iterable[NearLogStatus | None]) -> NearLogStatus | None:
-    """The claim that counts; None where the far log alone tells the run."""
+    """The report of the authoritative local log; None if the remote log is."""
     ahead = [one for one in claims if one is not None and one.ahead]
     return max(ahead, key=lambda one: (one.sends, one.generation, -one.rank), default=None)
 
 
 def given_up(claims: Iterable[NearLogStatus | None], counts: NearLogStatus | None) -> list[NearLogStatus]:
-    """Those whose epochs are of another history than the one that counts."""
+    """Reports whose epochs belong to an abandoned history."""
     return [one for one in claims if one is not None and one != counts and one.alone]
 
 
 def gone_between(before: State, now: State) -> tuple[Retirement, ...]:
-    """What the log needed before and does not need any more: tries, or some groups of their files."""
+    """Attempts, or groups of their files, that the log needed before and does not need any more."""
     old, new = _groups_by_try(before), _groups_by_try(now)
     whole = (Retirement(name) for name in sorted(old.keys() - new.keys()))
     less = (
@@ -364,24 +372,24 @@ def gone_between(before: State, now: State) -> tuple[Retirement, ...]:
 
 
 def _groups_by_try(state: State) -> dict[str, tuple[str, ...] | None]:
-    """All tries that the log needs; None: with all of their files."""
+    """All attempts that the log needs; None: with all of their files."""
     groups = {entry.try_name: entry.groups or None for entry in state.entries}
     return {name: groups.get(name) for name in state.tries}
 
 
 def row(one: Retirement) -> list[Json]:
-    """A retirement as it travels."""
+    """A retirement as JSON."""
     return [one.try_name, None if one.groups is None else list(one.groups)]
 
 
 def retirement_of(told: list[Json]) -> Retirement:
-    """Read what `row` made."""
+    """Read the JSON of `row`."""
     name, groups = told
     return Retirement(str(name), None if groups is None else tuple(map(str, groups)))
 
 
 def delete(near: Storage, gone: Iterable[Retirement]) -> None:
-    """Delete their files. Raises StorageError, having tried them all."""
+    """Delete their files. Raises StorageError, after trying all of them."""
     failed: StorageError | None = None
     for one in gone:
         try:

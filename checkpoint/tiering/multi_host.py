@@ -1,7 +1,8 @@
-"""The log of a run whose hosts may have local directories of their own.
+"""Manage the log of a run whose hosts may have local directories on their own disks.
 
-With one place it is a `TierLedger`. With several a start first sends what is near only, each leader the files
-of its place, so that afterwards every rank reads each file near or far; rank 0 then holds both logs as ever.
+With one place it is a `TierLedger`. With several, a launch first uploads everything that is only local, each
+leader the files of its place, so that all ranks can read each file locally or remotely. Then rank 0 holds
+both logs.
 """
 
 from __future__ import annotations
@@ -35,54 +36,54 @@ from torchrelay.jobs.session import Peers, decide, together, warn
 from torchrelay.records import Json
 
 TURN_SECS = 0.5
-"""How long rank 0 waits for what is sent at a start until all tell how far they are."""
+"""Seconds between progress reports while a launch uploads local files."""
 
 
 class HostsLedger(TierLedger):
-    """See the module."""
+    """Log of a run with one or several local directories; see the module."""
 
     _places: Places | None = None
-    """As `open` found them."""
+    """The places found by `open`."""
     _guess: Places | None = None
-    """As far as they are known without a write."""
+    """The places known without a write."""
     _reader = 0
     _sender: PartSender | None = None
-    """On leaders but rank 0, while the log is ours."""
+    """On leaders except rank 0, while the log is held."""
     _state: State | None = None
     """On rank 0: what the leaders know of the log."""
     _sent_before: Sequence[Position] = ()
     _left_over: tuple[Retirement, ...] = ()
-    """On leaders: what earlier starts left."""
+    """On leaders: leftovers of earlier launches."""
 
     @property
     def places(self) -> Places:
-        """Which ranks see the same near directory."""
+        """The ranks that share each local directory."""
         return self._places or self._guess or Places()
 
-    # Looking
+    # Reading
 
     @property
     def reader(self) -> int:
-        """Before the log is taken that of the near log which counts; it may be on any host."""
+        """Before the log is taken: the rank with the authoritative local log, on any host."""
         return self._reader if self.holding is None else 0
 
     def look(self, peers: Peers, *, tolerant: bool = False) -> Look:
-        """As `TierLedger`; what the near log that counts says, wherever it is."""
+        """As `TierLedger.look`; reads the authoritative local log on any host."""
         self._survey(peers)
         return super().look(peers)
 
     def find(self, peers: Peers, epoch: int) -> CommittedPosition:
-        """As `Ledger`."""
+        """As `Ledger.find`."""
         self._know(peers)
         return super().find(peers, epoch)
 
     def find_or_none(self, peers: Peers, epoch: int) -> CommittedPosition | None:
-        """As `Ledger`."""
+        """As `Ledger.find_or_none`."""
         self._know(peers)
         return super().find_or_none(peers, epoch)
 
     def check(self, peers: Peers, epoch: int) -> None:
-        """An epoch that lies on several hosts is proved when it was sent: after the log was taken."""
+        """Skip an epoch on several hosts: it is verified after its upload, once the log is taken."""
         self._know(peers)
         if self.places.many:
             self._asked_for(peers, epoch)
@@ -90,11 +91,12 @@ class HostsLedger(TierLedger):
             super().check(peers, epoch)
 
     def _know(self, peers: Peers) -> None:
+        """Find the places and the authoritative log once."""
         if self._places is None and self._guess is None:
             self._survey(peers)
 
     def _survey(self, peers: Peers) -> list[hosts.NearLogStatus]:
-        """Find out which near log counts; its claim comes first, then others with something of their own."""
+        """Find the authoritative local log; its report comes first, then others with their own entries."""
         if self._places is None:
             self._guess = guessed(peers, self.storage.root)
         self._reader = 0
@@ -106,6 +108,7 @@ class HostsLedger(TierLedger):
         return [*([] if counts is None else [counts]), *hosts.given_up(found, counts)]
 
     def _claim(self) -> list[Json] | None:
+        """Report about the local log here."""
         if not self.places.leads:
             return None
         found = hosts.claim(self.storage, self.job_name, self.places.rank)
@@ -114,11 +117,11 @@ class HostsLedger(TierLedger):
     # Holding
 
     def open(self, peers: Peers, *, tolerant: bool = False) -> bool:
-        """Take the logs over; with several places all that is near only is sent before this returns.
+        """Take the logs over; with several places everything that is only local is uploaded first.
 
-        False where a process has to leave before: the next start sends the rest.
-        Raises also UsageError for a near directory of another job, StorageError where something could not be
-        sent within `patience_secs` of which nothing moved.
+        False if a process has to exit before that: the next launch uploads the rest. Raises also UsageError
+        for a local directory of another job, StorageError if an upload made no progress within
+        `patience_secs`.
         """
         self._places = seen(peers, self.storage, self.storage.root)
         found = self._survey(peers)
@@ -126,10 +129,10 @@ class HostsLedger(TierLedger):
             return super().open(peers)
         counts = [one for one in found if one.rank == self._reader and one.ahead]
         for other in found[len(counts) :] if peers.rank == 0 else ():
-            if other.rank != 0:  # what rank 0's place had is told when it adopts the far log
+            if other.rank != 0:  # rank 0's place reports its loss when it adopts the remote log
                 warn(
-                    f"the near log of rank {other.rank} is of an older history: what it had near only (epoch "
-                    f"{', '.join(other.alone)}) is given up",
+                    f"the local log of rank {other.rank} has an older history: its epochs that were only "
+                    f"local (epoch {', '.join(other.alone)}) are abandoned",
                     stacklevel=2,
                 )
         if counts and counts[0].rank != 0 and counts[0].sends and not self._send_from(peers, counts[0].rank):
@@ -142,9 +145,9 @@ class HostsLedger(TierLedger):
         return sent
 
     def _send_from(self, peers: Peers, by: int) -> bool:
-        """The log is on another host than rank 0: its leader holds both logs until all of it is sent.
+        """The log is on another host than rank 0: its leader holds both logs until all is uploaded.
 
-        False where a process has to leave before that.
+        False if a process has to exit before that.
         """
 
         def take() -> None:
@@ -161,7 +164,7 @@ class HostsLedger(TierLedger):
         return sent
 
     def _end_sending(self) -> list[Json]:
-        """Let go of both logs, or stop sending; returns what came to the far place meanwhile."""
+        """Release both logs, or stop uploading; returns what was uploaded meanwhile."""
         sent = self.take_replicated()
         sender, self._sender = self._sender, None
         if sender is not None:
@@ -173,18 +176,19 @@ class HostsLedger(TierLedger):
         return [[position.epoch, position.step] for position in sent]
 
     def take_replicated(self) -> list[Position]:
-        """As `TierLedger`; first what another host's log has sent at the start."""
+        """As `TierLedger.take_replicated`; first the uploads of another host's log at the launch."""
         before, self._sent_before = self._sent_before, []
         return [*before, *super().take_replicated()]
 
     def _others(self, run: str) -> Others | None:
+        """The leaders of the other places."""
         places = self.places
         if not places.many:
             return None
         return Others(run, tuple(leader for leader in places.leaders if leader != places.rank))
 
     def _begin(self, peers: Peers, by: int) -> None:
-        """Have the leaders of the other places send what is near only."""
+        """Have the leaders of the other places upload what is only local."""
 
         def tell() -> Json:
             writer, far = self.required(), self._far_writer
@@ -195,14 +199,14 @@ class HostsLedger(TierLedger):
                 "live": sorted(self._state.tries) if writer.certain else None,
             }
 
-        told = decide(peers, "what is near only", tell, by=by)
+        told = decide(peers, "what is only local", tell, by=by)
 
         def begin() -> None:
             if not self.places.leads or peers.rank == by:
                 return
             share_job(self.storage.near, self.storage.far, self.job_name)
             sender = PartSender(self.tier, self.storage, self.job_name, told["run"], peers.rank)
-            sender.tell([entry_of(one, "what rank 0 told") for one in told["wanted"]])
+            sender.tell([entry_of(one, "what rank 0 reported") for one in told["wanted"]])
             sender.start()
             self._sender = sender
             if told["live"] is not None and by == 0:
@@ -210,35 +214,37 @@ class HostsLedger(TierLedger):
                 gone = (name for name in names if TRY.fullmatch(name) and name not in told["live"])
                 self._left_over = tuple(map(Retirement, gone))
 
-        together(peers, "near directories of the job", begin)
+        together(peers, "local directories of the job", begin)
 
     def _wanted(self) -> list[Json]:
+        """Entries to be uploaded, as JSON."""
         return [] if self.replicator is None else [entry_json(entry) for entry in self.replicator.pending]
 
     def _all_sent(self, peers: Peers, by: int) -> bool:
-        """Return when nothing is near only; False where a process has to leave before.
+        """Return when nothing is only local; False if a process has to exit before.
 
-        Raises StorageError where nothing moves for `patience_secs`.
+        Raises StorageError without progress for `patience_secs`.
         """
         moved, since = -1, time.monotonic()
         while True:
             quiet = time.monotonic() - since > self.tier.patience_secs
-            told = together(peers, "send what is near only", partial(self._sent_now, quiet=quiet))
+            told = together(peers, "upload what is only local", partial(self._sent_now, quiet=quiet))
             if peers.rank == 0:
                 self._warn_failures([failure for one in told for failure in one["failures"]])
             if told[by]["done"] or any(one["leaves"] for one in told):
                 return bool(told[by]["done"])
             if told[by]["quiet"]:
                 raise StorageError(
-                    f"epoch {told[by]['left']} is in near directories only and could not be sent to "
-                    f"{self.storage.far.url} for {self.tier.patience_secs:g} s: nothing was changed; mend "
-                    "what keeps it away and start again"
+                    f"epoch {told[by]['left']} is in local directories only and could not be sent to "
+                    f"{self.storage.far.url} for {self.tier.patience_secs:g} s; nothing was changed: fix "
+                    "the connection to it and start again"
                 )
             now = sum(one["moved"] for one in told)
             if now != moved:
                 moved, since = now, time.monotonic()
 
     def _sent_now(self, *, quiet: bool) -> dict[str, Json]:
+        """Progress of this process."""
         told: dict[str, Json] = {"done": True, "quiet": quiet, "moved": 0, "left": "", "failures": []}
         told["leaves"] = self.hurried()
         if self._sender is not None:
@@ -248,59 +254,64 @@ class HostsLedger(TierLedger):
             pending = self.replicator.pending
             told["left"] = ", ".join(str(entry.position) for entry in pending)
             told["moved"], told["failures"] = self.replicator.moved.nbytes, self.replicator.take_failures()
-            told["moved"] -= len(pending)  # one less is headway too
+            told["moved"] -= len(pending)  # fewer pending epochs are progress too
         return told
 
     def _warn_failures(self, failures: list[str]) -> None:
+        """Warn of failed uploads."""
         for failure in failures:
             warn(failure, stacklevel=3)
 
-    # At boundaries
+    # At saves
 
     def apart(self) -> Apart | None:
-        """Every place's leader makes directories there, and hears of what is committed."""
+        """Every place's leader creates directories there, and is notified of commits."""
         return Apart(self.places.mates, self._committed) if self.places.many else None
 
     def _committed(self, entry: CommittedPosition) -> None:
+        """Have the leader upload an entry."""
         if self._sender is not None:
             self._sender.add(entry)
 
     def unseen(self) -> frozenset[str]:
-        """What is near only lies on several hosts."""
+        """Attempts that are only local are on several hosts."""
         pending = () if self.replicator is None or not self.places.many else self.replicator.pending
         return frozenset(entry.try_name for entry in pending)
 
     def wait_for_room(self, peers: Peers) -> None:
-        """As `TierLedger`; the leaders hear what is still to be sent, and what may go."""
+        """As `TierLedger.wait_for_room`; leaders receive what to upload and what to delete."""
         if self.in_run:
             self._tell_places(peers)
         super().wait_for_room(peers)
 
     def drain(self, peers: Peers) -> bool:
-        """As `TierLedger`."""
+        """As `TierLedger.drain`."""
         self._tell_places(peers)
         drained = super().drain(peers)
         self._tell_places(peers)
         return drained
 
     def _tell_places(self, peers: Peers) -> None:
+        """Send rank 0's news to the leaders."""
         if not self.places.many:
             return
         told = together(peers, "tier: places", self._news)
         if peers.rank == 0:
             self._warn_failures([failure for one in told for failure in one["failures"]])
         elif self._sender is not None:
-            self._sender.tell([entry_of(one, "what rank 0 told") for one in told[0]["wanted"]])
+            self._sender.tell([entry_of(one, "what rank 0 reported") for one in told[0]["wanted"]])
             gone = (*self._left_over, *map(hosts.retirement_of, told[0]["gone"]))
             self._left_over = ()
             if gone:
                 self._delete(gone)
 
     def _delete(self, gone: tuple[Retirement, ...]) -> None:
+        """Delete local files of these retirements."""
         near = self.storage.near
         self.deletions.ask("old epochs could not be deleted", lambda: hosts.delete(near, gone))
 
     def _news(self) -> dict[str, Json]:
+        """What rank 0 sends to the leaders."""
         if self._sender is not None:
             return {"failures": self._sender.take_failures()}
         if self.writer is None:
@@ -311,36 +322,37 @@ class HostsLedger(TierLedger):
         return {"failures": [], "wanted": self._wanted(), "gone": [hosts.row(one) for one in gone]}
 
     def close(self) -> None:
-        """As `TierLedger`, having stopped what this process sends."""
+        """As `TierLedger.close`; stops uploads of this process first."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.stop()
         self._state, self._left_over, self._places, self._guess = None, (), None, None
         super().close()
 
-    # Proving
+    # Verification
 
     def prove(self, peers: Peers, epoch: int, *, whole: bool = True) -> Target:
-        """As `Ledger`; StorageError for what only several hosts have, outside of a run."""
+        """As `Ledger.prove`; StorageError outside of a run for an epoch divided between hosts."""
         self._know(peers)
         outside = self.places.many and self.holding is None
         if outside and decide(peers, "near only", lambda: self._is_near_only(epoch), by=self.reader):
             raise StorageError(
-                f"epoch {epoch} is in the near directories of several hosts only, and none of them has all "
-                "of it: start the run, which sends it first, and load it then"
+                f"epoch {epoch} is in the local directories of several hosts only, and none of them has "
+                "all of it: start the run, which sends it first, and load it then"
             )
         return super().prove(peers, epoch, whole=whole)
 
     def _is_near_only(self, epoch: int) -> bool:
+        """Whether an epoch is not uploaded."""
         entry, far = self.view().find(epoch), open_log(self.storage.far, self.job_name)
         return entry is not None and entry.try_name not in {one.try_name for one in far.entries}
 
     def _joint_proof(self, peers: Peers, entry: CommittedPosition, *, level: Level = "headers") -> JointProof:
-        """Each place proves its near files, then all prove the whole; from far alone where that fails."""
+        """Each place verifies its local files, then all verify the whole; remotely if that fails."""
         if not self.places.many or self.storage.prefers_far(entry.try_name):
             return super()._joint_proof(peers, entry, level=level)
         deadline_secs = FULL_PROOF_SECS if level == "full" else None
-        topic = f"near files of epoch {entry.position}"
+        topic = f"local files of epoch {entry.position}"
         reasons = peers.exchange(topic, self._near_damage(entry, level), deadline_secs=deadline_secs)
         reason = next((one for one in reasons if one is not None), None)
         if reason is None:
@@ -351,7 +363,7 @@ class HostsLedger(TierLedger):
         return self._far_proof(peers, entry, level, reason)
 
     def _near_damage(self, entry: CommittedPosition, level: Level) -> str | None:
-        """What is wrong with the files here, of which each rank of this place looks at its share."""
+        """Damage of the local files here; each rank of this place checks its share."""
         mates = self.places.mates
         share = mates.index(self.places.rank), len(mates)
         try:
@@ -359,5 +371,5 @@ class HostsLedger(TierLedger):
             return damage_in(self.storage.near, manifest, share=share, headers_only=level != "full")
         except DamagedError as error:
             return str(error)
-        except OSError:  # the proof that follows tells
+        except OSError:  # the verification that follows reports it
             return None

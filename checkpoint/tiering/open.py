@@ -1,4 +1,4 @@
-"""From what managers are given, a place and perhaps a tier, to a storage and its log."""
+"""Open the storage and the log of a manager's `db_prefix` and `tier`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torchrelay.checkpoint.storage.open import Tier, check_tier, storage_of
 def placed(
     prefix: str | Path, single_writer: SingleWriter, tier: Tier | None, keeping: Keeping, takeover_secs: float
 ) -> tuple[Storage, Ledger]:
-    """The storage that is written and its log; with a tier both are the near ones, and the far ones follow.
+    """The storage to write and its log; with a tier both are local ones, followed by the remote ones.
 
-    Touches nothing. Raises UsageError for a prefix or a tier that cannot be.
+    Accesses nothing. Raises UsageError for an invalid prefix or tier.
     """
     place = storage_of(prefix, "the checkpoint prefix", single_writer)
     if check_tier(tier) is None or tier is None:

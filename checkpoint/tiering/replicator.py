@@ -1,10 +1,10 @@
-"""Keeps the far log as far as the near one: a thread of rank 0, from the start of a run to its end.
+"""Upload epochs and update the remote log: a thread of rank 0, from the start of a run to its end.
 
-One step at a time, each of which leaves the far place valid: follow a rewind, or send and commit the oldest
-epoch that it lacks. A step that fails is kept for people, and tried again; being fenced ends the thread.
+It does one step at a time, each of which leaves the remote valid: follow a rewind, or upload and commit the
+oldest missing epoch. A failed step is reported and retried; fencing ends the thread.
 
-Where hosts have near directories of their own, the leader of each other place only sends files, and tells at
-the far place which ones. It deletes nothing that the far log needs, which it reads anew before it begins.
+With per-host directories, the leader of each other place only uploads files, and reports at the remote which
+ones. It deletes nothing that the remote log needs, which it reads again first.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from torchrelay.records import Json, dataclass
 
 _LOOKS_IN_HASTE = 10
 Retain = Callable[[LogWriter], str]
-"""Lets old epochs go at the far place, at once; returns doubts, for people."""
+"""Applies retention at the remote, at once; returns warnings."""
 
 
 class LostPartError(DamagedError):
-    """An epoch cannot be completed: files of it are damaged where they lie, or nobody has them."""
+    """An epoch cannot be completed: some files are damaged, or no host has them."""
 
 
 @dataclass(frozen=True)
 class Others:
-    """The leaders of the other places; `run` names this start in the files by which they tell (`parts`)."""
+    """The leaders of the other places; `run` identifies this launch in their report files (`parts`)."""
 
     run: str
     leaders: tuple[int, ...]
 
 
 def present(near: Storage, manifest: Manifest) -> list[ShardRow]:
-    """The files of an epoch that lie in this near directory. Raises StorageError."""
+    """The files of an epoch in this local directory. Raises StorageError."""
     return [row for row in manifest.shards if near.stat(shard_path(manifest, row)) is not None]
 
 
 def damage_of(near: Storage, entry: CommittedPosition) -> str | None:
-    """What is wrong with the manifest and the files that this near directory has, every byte read twice."""
+    """Damage of the manifest and the files in this local directory, every byte read twice; None without."""
     try:
         manifest = seen_twice(lambda: codec.read(near, entry))
     except DamagedError as error:
@@ -72,9 +72,9 @@ def damage_of(near: Storage, entry: CommittedPosition) -> str | None:
 def damage_in(
     near: Storage, manifest: Manifest, *, share: tuple[int, int] = (0, 1), headers_only: bool = False
 ) -> str | None:
-    """What is wrong with the files of an epoch that this near directory has; None where they are right.
+    """Damage of the files of an epoch in this local directory; None without.
 
-    `share`: every so many'th file (second number), from this one on (first).
+    `share` is (first, step): check each step-th file from the first on.
     """
     for row in present(near, manifest)[share[0] :: share[1]]:
         try:
@@ -85,6 +85,7 @@ def damage_in(
 
 
 def _look_at(near: Storage, manifest: Manifest, row: ShardRow, headers_only: bool) -> None:
+    """Verify one file."""
     expected = ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
     header = read_header(near, shard_path(manifest, row), expected)
     if not headers_only:
@@ -92,9 +93,9 @@ def _look_at(near: Storage, manifest: Manifest, row: ShardRow, headers_only: boo
 
 
 class Replicator(TierUploader):
-    """The near files of `storage` are sent; both writers are ours. Begins to work with `start`.
+    """Uploads the local files of `storage`; this process holds both writers. Begins with `start`.
 
-    `others`: what lies in the near directories of other hosts is sent by these.
+    `others`: the leaders of other hosts upload their local files.
     """
 
     def __init__(
@@ -111,32 +112,32 @@ class Replicator(TierUploader):
         self._replicated: list[Position] = []
         self._note()
 
-    # For the run
+    # Called by the run
 
     @property
     def far(self) -> Storage:
-        """The place of the far log."""
+        """The storage of the remote log."""
         return self._far.storage
 
     @property
     def pending(self) -> tuple[CommittedPosition, ...]:
-        """What is `local` only, oldest first. Asks no storage."""
+        """Positions that are only local, oldest first. Sends no request."""
         return hosts.to_send(self._writer.view, self._far.view)
 
     @property
     def needed(self) -> frozenset[str]:
-        """Tries that must stay near, whatever retention wants."""
+        """Attempts that must stay local under any retention rule."""
         far = self._far.view
         return frozenset(entry.try_name for entry in self.pending) | hosts.anchor(far)
 
     def check(self) -> None:
-        """Raise FencedError where another job has the far log. Asks no storage."""
+        """Raise FencedError if another job has the remote log. Sends no request."""
         if self._fenced is not None:
             raise self._fenced
         self._far.check()
 
     def wait(self, most: int, patience_secs: float, hurried: Callable[[], bool] = lambda: False) -> bool:
-        """Return when at most so many positions are `local` only; False after `patience_secs`, or if hurried.
+        """Return when at most so many positions are only local; False after `patience_secs`, or if hurried.
 
         Raises FencedError.
         """
@@ -152,10 +153,11 @@ class Replicator(TierUploader):
 
     @property
     def _branches_differ(self) -> bool:
+        """Whether a rewind is pending."""
         return hosts.branches_differ(self._writer.view, self._far.view)
 
     def take_replicated(self) -> list[Position]:
-        """What was replicated since the last time."""
+        """Positions uploaded since the last call."""
         with self._changed:
             taken, self._replicated = self._replicated, []
         return taken
@@ -163,7 +165,7 @@ class Replicator(TierUploader):
     # In the thread
 
     def _step(self) -> bool:
-        """Do one thing; False where nothing is left to do."""
+        """Do one step; False if nothing is left to do."""
         near, far = self._writer.view, self._far.view
         if hosts.branches_differ(near, far):
             self._far.change("rewind", self._follow)
@@ -175,23 +177,25 @@ class Replicator(TierUploader):
         return True
 
     def _follow(self, state: State) -> tuple[State, Mapping[str, Json]]:
+        """The change of the remote log for a rewind."""
         near = self._writer.view
         return hosts.branched_like(state, near.state), hosts.branch_payload(near.current)
 
     def _replicate(self, entry: CommittedPosition) -> None:
+        """Upload and commit one epoch."""
         try:
             with headway(f"replicating epoch {entry.position}"):
                 if not self._send(entry):
                     return
         except (OSError, DamagedError) as error:
             if self._writer.view.entry(entry.key) is None:
-                return  # a whole epoch has taken the place of this position meanwhile
-            # One that is damaged near, or lacks files, is never sent; all else is tried again.
+                return  # a whole epoch has replaced this position meanwhile
+            # A local epoch that is damaged or incomplete is never uploaded; all other errors are retried.
             reason, what = None, "is damaged and is not replicated"
             if isinstance(error, LostPartError):
-                reason, what = str(error), "is given up"
+                reason, what = str(error), "is abandoned"
             elif isinstance(error, DamagedError) and self._others is not None:
-                reason = damage_of(self._near, entry)  # the rest may be far, or with another host
+                reason = damage_of(self._near, entry)  # the rest may be remote, or on another host
             elif isinstance(error, DamagedError):
                 proof = prove(self._storage, entry, level="full")
                 reason = proof.reason if proof.outcome is VerificationStatus.DAMAGED else None
@@ -203,7 +207,7 @@ class Replicator(TierUploader):
         self._commit(entry)
 
     def _send(self, entry: CommittedPosition) -> bool:
-        """False where the epoch is not wanted any more."""
+        """Upload an epoch; False if it is not needed any more."""
         kept = self._far.view.state.tries
         if self._others is not None:
             return self._send_among(entry, kept, self._others)
@@ -211,9 +215,9 @@ class Replicator(TierUploader):
         return True
 
     def _send_among(self, entry: CommittedPosition, kept: frozenset[str], others: Others) -> bool:
-        """Send this place's files of an epoch, wait until the others have sent theirs, prove the whole.
+        """Upload this place's files of an epoch, wait for the others, verify the whole.
 
-        Raises LostPartError for an epoch that nobody can complete, and what `send` raises.
+        Raises LostPartError for an epoch that cannot be completed, and as `send` does.
         """
         manifest = codec.read(self._near, entry)
         self.make_directories(manifest)
@@ -227,12 +231,12 @@ class Replicator(TierUploader):
             return False
         for leader in sorted(parts):
             if (damage := parts[leader].damage) is not None:
-                raise LostPartError(f"{damage} (near rank {leader})")
+                raise LostPartError(f"{damage} (local, rank {leader})")
         sent = {shard_path(manifest, row) for row in mine}.union(*(part.paths for part in parts.values()))
         rest = [row for row in manifest.shards if shard_path(manifest, row) not in sent]
         if lost := [row for row in rest if not self.has_kept(manifest, row, kept)]:
             raise LostPartError(
-                f"{len(lost)} of its files are in no near directory of this start, "
+                f"{len(lost)} of its files are in no local directory of this start, "
                 f"{shard_path(manifest, lost[0])} for one: its host is not here, or its disk was lost"
             )
         try:
@@ -243,12 +247,12 @@ class Replicator(TierUploader):
         return True
 
     def _delete_parts(self, entry: CommittedPosition) -> None:
-        """The leaders of the other places tell theirs anew, unless the far log names the epoch by now."""
+        """Delete reports, so that leaders report again, unless the remote log has the epoch by now."""
         if self._others is not None:
             delete_parts(self.far, entry.try_name, self._others.run, self._others.leaders)
 
     def _gathered(self, entry: CommittedPosition, others: Others) -> Mapping[int, PlaceReport] | None:
-        """What the leaders of the other places tell of an epoch; None where that is not wanted any more."""
+        """Reports of the other leaders about an epoch; None if it is not needed any more."""
         found, looks = dict[int, PlaceReport](), 0
 
         def look() -> Mapping[int, PlaceReport] | None:
@@ -268,6 +272,8 @@ class Replicator(TierUploader):
         return self._look_until(look, lambda: entry in self.pending)
 
     def _commit(self, entry: CommittedPosition) -> None:
+        """Commit an epoch in the remote log."""
+
         def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
             after = hosts.mirrored(state, replace(entry, health="ok"))
             return None if after is None else (after, {"entry": entry_json(entry)})
@@ -289,16 +295,20 @@ class Replicator(TierUploader):
             self._fail(f"old epochs could not be deleted in {self.far.url}: {doubts}")
 
     def _ask(self) -> None:
+        """Raise FencedError if another job has taken the remote log."""
         self._far.ask()
 
     def _named(self, try_name: str) -> bool:
+        """Whether the remote log needs an attempt."""
         return try_name in self._far.view.state.tries
 
     def _check_going_on(self) -> None:
+        """Raise if the upload must stop."""
         super()._check_going_on()
         self._far.check()
 
     def _note(self) -> None:
+        """Write the local notes."""
         far = self._far.view
         nonce = far.holder.get("nonce")
         self._notes = replace(
@@ -311,13 +321,15 @@ class Replicator(TierUploader):
         super()._note()
 
     def _failed(self, error: Exception) -> None:
-        self._fail(f"what is saved near cannot be sent to {self.far.url} now: {error}")
+        """Keep an error for the run."""
+        self._fail(f"local saves cannot be sent to {self.far.url} now: {error}")
 
 
 class PartSender(TierUploader):
-    """`run` is the nonce of whoever holds the far log, `leader` this rank.
+    """Uploads the local files of another place than rank 0's, and reports them.
 
-    Begins with `start`; what is to be sent comes by `tell` and `add`.
+    `run` is the nonce of the holder of the remote log, `leader` this rank. Begins with `start`; entries are
+    passed by `tell` and `add`.
     """
 
     def __init__(self, tier: Tier, storage: TierStorage, job_name: str | None, run: str, leader: int) -> None:
@@ -325,27 +337,27 @@ class PartSender(TierUploader):
         self._job_name, self._run_nonce, self._leader = job_name, run, leader
         self._wanted: tuple[CommittedPosition, ...] = ()
         self._told: set[str] = set()
-        """Tries of which the far place was told."""
+        """Attempts that were reported."""
         self._doubted: set[str] = set()
-        """Tries of which it is to be told again: what was sent may be damaged there."""
+        """Attempts to report again: their uploaded files may be damaged."""
         self._over: set[str] = set()
-        """Tries that the far log names."""
+        """Attempts that the remote log has."""
         self._awake = False  # until `tell`
 
     def tell(self, wanted: Sequence[CommittedPosition]) -> None:
-        """These epochs are near only, oldest first; others are not to be sent any more."""
+        """Set the epochs that are only local, oldest first; others are not uploaded any more."""
         with self._changed:
             self._wanted, self._awake = tuple(wanted), True
             self._changed.notify_all()
 
     def add(self, entry: CommittedPosition) -> None:
-        """One more was committed."""
+        """Add a committed epoch."""
         with self._changed:
             self._wanted, self._awake = (*self._wanted, entry), True
             self._changed.notify_all()
 
     def give_way(self) -> None:
-        """Another place has the near log of the run from now on: that of this one tells nothing any more."""
+        """Note that another place has the local log of the run from now on: this one is ignored."""
         with self._changed:
             self._notes = replace(self._notes, holder=None, part=True)
             self._note()
@@ -353,9 +365,11 @@ class PartSender(TierUploader):
     # In the thread
 
     def _look_secs(self) -> float | None:
+        """Seconds until the next look."""
         return upload.LONGEST_LOOK_SECS if self._told - self._over else None
 
     def _step(self) -> bool:
+        """Upload one epoch; False if nothing is left to do."""
         self._forget()
         for name in [entry.try_name for entry in self._wanted]:
             if name in self._told - self._over and read_part(self.far, self._part(name)) is None:
@@ -367,6 +381,7 @@ class PartSender(TierUploader):
         return False
 
     def _send(self, entry: CommittedPosition) -> None:
+        """Upload the files of an epoch, and report them."""
         manifest = self._manifest(entry)
         if manifest is None:
             return
@@ -380,9 +395,9 @@ class PartSender(TierUploader):
         self.moved.settle()
 
     def _sent(self, manifest: Manifest, needed: frozenset[str], *, anew: bool) -> PlaceReport:
-        """Send what lies here, `anew` also what was sent and is damaged there.
+        """Upload the local files; `anew`: also uploaded files that are damaged there.
 
-        Damage here is looked at again before it is believed.
+        Local damage is verified again before it is reported.
         """
         rows = present(self._near, manifest)
         if anew:
@@ -399,31 +414,33 @@ class PartSender(TierUploader):
         return PlaceReport(tuple(shard_path(manifest, row) for row in rows))
 
     def _manifest(self, entry: CommittedPosition) -> Manifest | None:
-        """That of the far place, where it is sent first; None where the epoch is not wanted any more."""
+        """The manifest, which is uploaded first; None if the epoch is not needed any more."""
 
         def look() -> Manifest | None:
             try:
                 return codec.read(self.far, entry)
-            except (FileNotFoundError, DamagedError):  # not there yet, or not all of it
+            except (FileNotFoundError, DamagedError):  # missing or incomplete yet
                 return None
 
         return self._look_until(look, lambda: entry in self._wanted)
 
     def _far_log(self) -> LogView:
-        """The far log as it is now; StorageError, to be looked at again, where it is not this start's."""
+        """The current remote log; StorageError, to be retried, if another launch has it."""
         view = open_log(self.far, self._job_name)
         if view.holder.get("nonce") != self._run_nonce:
             raise StorageError(f"{self.far.url} was taken over by another job")
         return view
 
     def _part(self, try_name: str) -> str:
+        """Path of the report."""
         return part_path(try_name, self._run_nonce, self._leader)
 
     def _named(self, try_name: str) -> bool:
-        return try_name in self._far_log().state.tries  # asks the storage
+        """Whether the remote log needs an attempt."""
+        return try_name in self._far_log().state.tries  # sends a request
 
     def _forget(self) -> None:
-        """Only what is under way need be remembered."""
+        """Forget everything that is not in flight."""
         with self._changed:
             under_way = {name for entry in self._wanted for name in entry.tries}
             sent = {path: one for path, one in self._notes.sent.items() if path.split("/")[1] in under_way}
@@ -435,4 +452,5 @@ class PartSender(TierUploader):
                 self._note()
 
     def _failed(self, error: Exception) -> None:
-        self._fail(f"what rank {self._leader} has near cannot be sent to {self.far.url} now: {error}")
+        """Keep an error for the run."""
+        self._fail(f"local saves of rank {self._leader} cannot be sent to {self.far.url} now: {error}")

@@ -1,7 +1,7 @@
-"""The log of a run with a near place: the near log tells the run, the far one follows it.
+"""Manage the log of a run with a local directory: the local log is authoritative, the remote one follows.
 
-A start takes both over, the far one first, and reconciles them: where the near log is ahead it goes on, else
-it adopts what the far one says. Only rank 0 touches either, and here all ranks see its near directory.
+A launch takes both over, the remote one first, and reconciles them: a local log that is ahead continues, else
+it adopts the remote one. Only rank 0 accesses the logs, and here all ranks see its local directory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from torchrelay.errors import FencedError, RelayError, SaveFailedError
 from torchrelay.jobs.session import Peers, together, warn
 
 TURN_SECS = 2.0
-"""How long is waited until the processes ask each other whether one of them has to leave."""
+"""Seconds after which the processes check whether one of them has to exit."""
 RESERVE_SECS = 5.0
-"""What is left of the time before the process has to be gone, for what follows the draining."""
+"""Seconds to keep before the process has to exit, for the work after draining."""
 
 
 class TierLedger(Ledger):
-    """See the module. `storage` is the near place, which shows the far one's tries behind it."""
+    """Log of a run with one local directory; see the module.
+
+    `storage` is the local one, which also shows the remote attempts.
+    """
 
     storage: TierStorage
 
@@ -41,13 +44,13 @@ class TierLedger(Ledger):
         self.tier = tier
         self.keeping = keeping
         self.replicator: Replicator | None = None
-        """On rank 0, while the logs are ours."""
+        """On rank 0, while the logs are held."""
         self._far_writer: LogWriter | None = None
 
-    # Looking
+    # Reading
 
     def look(self, peers: Peers, *, tolerant: bool = False) -> Look:
-        """As without a tier, but never tolerant: without both logs nobody can tell what is newest."""
+        """As without a tier, but never tolerant: the newest epoch is unknown without both logs."""
         return super().look(peers)
 
     def open(self, peers: Peers, *, tolerant: bool = False) -> bool:
@@ -55,7 +58,7 @@ class TierLedger(Ledger):
         return super().open(peers)
 
     def view(self) -> LogView:
-        """What the log of the run says: the near one's where that is ahead, else the far one's."""
+        """The authoritative log: the local one if it is ahead, else the remote one."""
         if self.writer is not None:
             return self.writer.view
         same_job(self.storage.near, self.storage.far)
@@ -64,11 +67,12 @@ class TierLedger(Ledger):
         return near if self._is_ahead(near, far, untouched=hosts.notes_of(self.storage).made(far)) else far
 
     def _looked(self, view: LogView) -> dict[str, Any]:
+        """What all processes receive of a view."""
         far = open_log(self.storage.far, self.job_name)
         return {**super()._looked(view), "rest": bool(hosts.to_send(view, far))}
 
     def _is_ahead(self, near: LogView, far: LogView, *, untouched: bool) -> bool:
-        """Whether the near log tells the run; one that another host's has replaced since does not."""
+        """Whether the local log is authoritative; False for one that another host's has replaced."""
         if hosts.is_part(self.storage):
             return False
         return hosts.is_ahead(near, far, untouched=untouched)
@@ -77,11 +81,11 @@ class TierLedger(Ledger):
 
     @property
     def takes_secs(self) -> float:
-        """Two logs are taken over, one after the other."""
+        """Seconds to take two logs over, one after the other."""
         return 2 * self.takeover_secs
 
     def _taken(self) -> LogWriter:
-        """Take the far log, then the near one, and make one history of them."""
+        """Take the remote log, then the local one, and reconcile them."""
         near, far = self.storage.near, self.storage.far
         far.mkdir("")
         check_exclusion(far)
@@ -110,10 +114,11 @@ class TierLedger(Ledger):
         return writer
 
     def _others(self, run: str) -> Others | None:
-        """Who sends what lies in other near directories."""
+        """The leaders that upload files of other local directories."""
         return None
 
     def _take_one(self, storage: Any) -> LogWriter:
+        """Take one log."""
         return LogWriter.take(
             storage,
             self.job_name,
@@ -123,6 +128,7 @@ class TierLedger(Ledger):
         )
 
     def _reconcile(self, writer: LogWriter, far_writer: LogWriter, *, untouched: bool) -> None:
+        """Make one history of both logs."""
         near, far = writer.view, far_writer.view
         if self._is_ahead(near, far, untouched=untouched):
             return
@@ -135,57 +141,58 @@ class TierLedger(Ledger):
         writer.change("rewind", adopt)
         if lost:
             warn(
-                f"{self.storage.far.url} went on without {self.storage.url}: the run follows it, and what "
-                f"was saved near only (epoch {', '.join(lost)}) is given up",
+                f"{self.storage.far.url} continued without {self.storage.url}: the run follows it, and "
+                f"local saves that were not uploaded (epoch {', '.join(lost)}) are abandoned",
                 stacklevel=2,
             )
 
     @property
     def generation(self) -> int:
-        """That of the far log: near ones begin anew when a near directory does."""
+        """Generation of the remote log: local ones restart with a new directory."""
         return super().generation if self._far_writer is None else self._far_writer.generation
 
     def ask(self) -> None:
-        """Ask both places: a job elsewhere has a near directory of its own, and takes the far log alone."""
+        """Check both logs: a job on another host has its own local log, and takes only the remote one."""
         super().ask()
         if self._far_writer is not None:
             self._far_writer.ask()
 
     def last_generation(self) -> int:
-        """That of the far log, as `generation`."""
+        """Generation of the remote log, as `generation`."""
         return open_log(self.storage.far, self.job_name).generation
 
     def commit(self, entry: CommittedPosition) -> None:
-        """Append the commit record near, and begin to send."""
+        """Append the commit record locally, and begin to upload."""
         super().commit(entry)
         if self.replicator is not None:
             self.replicator.wake()
 
     def rewind(self, peers: Peers, base: Position | None, request: dict[str, Any]) -> None:
-        """As without a tier; the far log follows behind the training."""
+        """As without a tier; the remote log follows in the background."""
         super().rewind(peers, base, request)
         if self.replicator is not None:
             self.replicator.wake()
 
     def needed(self) -> frozenset[str]:
-        """What is not replicated stays near."""
+        """Attempts that are not replicated, which stay local."""
         return frozenset() if self.replicator is None else self.replicator.needed
 
     def wait_for_room(self, peers: Peers) -> None:
-        """Return when the save that follows leaves at most `lag` positions `local`.
+        """Return when the next save leaves at most `lag` positions only local.
 
-        Raises SaveFailedError on all processes after `patience_secs`, FencedError where another job has the
-        far log.
+        Raises SaveFailedError on all processes after `patience_secs`, FencedError if another job has the
+        remote log.
         """
         if not self.in_run:
             return
         until = time.monotonic() + self.tier.patience_secs
         told = [[False, False]]
-        # In turns, for a signal may have come to another process than the one that waits.
+        # In turns, because a signal may have reached another process than the one that waits.
         while not (told[0][0] or any(leaves for _, leaves in told)):
             told = together(peers, "save: lag", lambda: [self._has_room(until), self.hurried()])
 
     def _has_room(self, until: float) -> bool:
+        """Whether a save may begin."""
         if self.replicator is None:
             return True
         self.replicator.check()
@@ -197,13 +204,13 @@ class TierLedger(Ledger):
             return False
         self._tell_failures()
         raise SaveFailedError(
-            f"{len(self.replicator.pending)} saved positions are in {self.storage.url} only, as many as may "
-            f"be, and none came to {self.storage.far.url} within {self.tier.patience_secs:g} s: mend what "
-            "keeps it away, or allow more (Tier(lag=...))"
+            f"{len(self.replicator.pending)} saved positions are in {self.storage.url} only, the "
+            f"maximum, and none was uploaded to {self.storage.far.url} within "
+            f"{self.tier.patience_secs:g} s: fix the connection to it, or allow more (Tier(lag=...))"
         )
 
     def drain(self, peers: Peers) -> bool:
-        """Wait for what is still `local`, as long as there is time; the rest goes up at the next start."""
+        """Wait for pending uploads while there is time; the rest is uploaded at the next launch."""
         until, over = time.monotonic() + self.tier.drain_secs, False
         while not over:  # in turns: a signal may come while this waits, and to any process
             told = together(peers, "replicate the rest", lambda: self._drained(until))
@@ -213,7 +220,7 @@ class TierLedger(Ledger):
         return True
 
     def _drained(self, until: float) -> list[Any]:
-        """Whether nothing is left to send, how long that may be waited for, and how long this process may."""
+        """Whether nothing is left to upload, and how long this process may wait."""
         left, spare = until - time.monotonic(), self._spare_secs()
         done = True
         if self.replicator is not None:
@@ -222,11 +229,12 @@ class TierLedger(Ledger):
         return [done, until - time.monotonic(), self._spare_secs()]
 
     def _spare_secs(self) -> float | None:
-        """What may be waited for; None where nobody said when the process has to be gone."""
+        """Seconds that may be waited; None without a deadline."""
         left = self.secs_left()
         return None if left is None else left - RESERVE_SECS
 
     def _tell_rest(self) -> None:
+        """Warn of positions that are not uploaded."""
         if self.replicator is None:
             return
         if pending := self.replicator.pending:
@@ -239,32 +247,33 @@ class TierLedger(Ledger):
         self._tell_failures()
 
     def _tell_failures(self) -> None:
+        """Warn of failed uploads."""
         for failure in self.replicator.take_failures() if self.replicator is not None else ():
             warn(failure, stacklevel=2)
 
     def take_replicated(self) -> list[Position]:
-        """What came to the far place since the last time. Rank 0 only; others get nothing."""
+        """Positions uploaded since the last call, on rank 0; others get an empty list."""
         return [] if self.replicator is None else self.replicator.take_replicated()
 
     def close(self) -> None:
-        """Stop sending, and release both logs."""
+        """Stop uploads, and release both logs."""
         self._stop_sending()
         super().close()
 
     def _stop_sending(self) -> None:
-        """End the thread, and release the far log."""
+        """End the thread, and release the remote log."""
         replicator, self.replicator = self.replicator, None
         far_writer, self._far_writer = self._far_writer, None
         stopped = replicator is None or replicator.stop()
         if far_writer is not None and stopped:
             let_go(far_writer)
         elif far_writer is not None:
-            far_writer.close()  # a call may still return: nobody may think that all is done
+            far_writer.close()  # a call may still return: the log must not seem complete
 
-    # Proving
+    # Verification
 
     def instead_of(self, peers: Peers, failed: Target, error: RelayError, say: Any) -> Target:
-        """The same position from the far place, where only its near blocks are damaged; else an older one."""
+        """The same position from the remote, if only its local blocks are damaged; else an older one."""
         if not self.storage.prefers_far(failed.entry.try_name):
             proof = self._joint_proof(peers, failed.entry, level="full")
             if proof.outcome is VerificationStatus.PROVED and self.storage.prefers_far(failed.entry.try_name):
@@ -272,7 +281,7 @@ class TierLedger(Ledger):
         return super().instead_of(peers, failed, error, say)
 
     def _joint_proof(self, peers: Peers, entry: CommittedPosition, *, level: Level = "headers") -> JointProof:
-        """Damage that is near alone costs nothing: the far files are proved, and used, instead."""
+        """If only local files are damaged, the remote ones are verified and used instead."""
         proof = prove_together(peers, self.storage, entry, level=level)
         if proof.outcome is not VerificationStatus.DAMAGED or self.storage.prefers_far(entry.try_name):
             return proof
@@ -280,22 +289,22 @@ class TierLedger(Ledger):
         return proof if second.outcome is VerificationStatus.DAMAGED else second
 
     def _far_proof(self, peers: Peers, entry: CommittedPosition, level: Level, reason: str) -> JointProof:
-        """Prove an epoch from the far place, and read it there from now on if that succeeds."""
+        """Verify an epoch at the remote, and read it there from now on if that succeeds."""
         self.storage.prefer_far(entry.tries)
         proof = prove_together(peers, self.storage, entry, level=level)
         if proof.outcome is not VerificationStatus.PROVED:
             self.storage.prefer_near(entry.tries)
         elif peers.rank == 0:
-            text = f"epoch {entry.position} is damaged near ({reason}): it is read from"
+            text = f"the local files of epoch {entry.position} are damaged ({reason}): it is read from"
             warn(f"{text} {self.storage.far.url}", stacklevel=3)
         return proof
 
 
 def let_go(writer: LogWriter) -> None:
-    """Release a log; warns where that fails."""
+    """Release a log; warns if that fails."""
     try:
         writer.release()
     except FencedError:
-        pass  # it is another's by now
+        pass  # another job has it
     except (RelayError, OSError) as error:
         warn(f"the log of {writer.storage.url} was not released: {error}", stacklevel=2)

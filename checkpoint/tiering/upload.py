@@ -1,18 +1,16 @@
-"""The files of one epoch, from the local place to the remote one, byte for byte, each block verified.
+"""Upload the files of one epoch from the local directory to the remote, byte for byte, each block verified.
 
-    shards     of all tries that the epoch needs, as far as the far place lacks them
-    manifest   of its own try, when all of its shards are durable
-    proof      of the whole, at the far place: only then may the far log name it
+1. Shards of all attempts that the epoch needs, if the remote lacks them.
+2. The manifest of its own attempt, when all of its shards are durable.
+3. Verification of the whole at the remote; then the remote log may commit it.
 
-Whatever interrupts this leaves files there that no record names. Where hosts have near directories of their
-own each sends what lies in its one, and the manifest goes first, to tell the others what to send (`among`).
+An interruption leaves only files that no record names. With per-host directories each place uploads its own
+files, and the manifest comes first, so that the others know what to upload (`among`). They write reports, for
+which rank 0 waits before it verifies an epoch, and which it then deletes. A file's size alone is not
+evidence, because space is reserved before the bytes are written. Reports belong to one launch (`run`).
 
-Rank 0 waits for one of each other place before it proves an epoch, then deletes them. A file's size alone
-tells nothing: where space is reserved first it is there before the bytes are. These files belong to one start
-(`run`), so that nobody believes those of an earlier one.
-The thread that uploads (`Uploader`), which stored runs have too, waits for work, does it one step at a time,
-tries a step that failed again after a pause that grows, and ends when it is stopped, or when somebody else
-holds by now what it uploads to.
+`Uploader`, also used for stored runs, is a thread that waits for work and does it step by step. A failed step
+is retried after a growing pause. It ends when stopped or fenced.
 """
 
 from __future__ import annotations
@@ -43,15 +41,15 @@ from torchrelay.records import dataclass
 
 FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS = 0.5, 60.0
 STOP_SECS = 30.0
-"""How long the end of a run waits for a call that is under way when nothing more is to be sent."""
+"""Seconds that the end of a run waits for a call in flight after uploads were stopped."""
 
 
 class StoppedError(Exception):
-    """Whoever waits for the upload does so no longer."""
+    """The upload is not needed any more."""
 
 
 class Uploader:
-    """Begins with `start`. Subclasses say what a step is, and what becomes of its errors."""
+    """Upload thread; begins with `start`. Subclasses define a step and the handling of its errors."""
 
     def __init__(self, name: str) -> None:
         self._changed = threading.Condition()
@@ -60,17 +58,17 @@ class Uploader:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin with what an earlier start left."""
+        """Begin with what an earlier launch left."""
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something new; returns at once."""
+        """Signal new work; returns at once."""
         with self._changed:
             self._awake = True
             self._changed.notify_all()
 
     def stop(self, secs: float = STOP_SECS) -> bool:
-        """End the thread at its next piece; what is not sent stays. False if a call does not return."""
+        """End the thread at its next piece; the rest is not uploaded. False if a call does not return."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -81,6 +79,7 @@ class Uploader:
     # In the thread
 
     def _run(self) -> None:
+        """Do steps until stopped."""
         pause = 0.0
         while self._is_wanted(pause):
             try:
@@ -93,12 +92,12 @@ class Uploader:
                 self._fenced = error
                 self._tell_waiting()
                 return
-            except Exception as error:  # whatever a client of a store raises, the training goes on
+            except Exception as error:  # training continues after any error of a client
                 pause = min(max(2 * pause, FIRST_PAUSE_SECS), LONGEST_PAUSE_SECS)
                 self._failed(error)
 
     def _is_wanted(self, pause: float) -> bool:
-        """Return when there is something to do, or `pause` seconds after a failure; False at the end."""
+        """Return when there is work, or `pause` seconds after a failure; False at the end."""
         with self._changed:
             if pause:
                 self._changed.wait_for(lambda: self._stopping, pause)
@@ -108,39 +107,40 @@ class Uploader:
             return not self._stopping
 
     def _look_secs(self) -> float | None:
-        """After how long there may be something to do though nobody said so; None: never."""
+        """Seconds after which there may be work without a signal; None: never."""
         return None
 
     def _step(self) -> bool:
-        """Do one thing; False where nothing is left to do."""
+        """Do one step; False if nothing is left to do."""
         raise NotImplementedError
 
     def _failed(self, error: Exception) -> None:
-        """Keep for people what a step raised."""
+        """Keep an error of a step for display."""
         raise NotImplementedError
 
     def _check_going_on(self) -> None:
-        """Called between pieces; what it raises ends the upload."""
+        """Called between pieces; an error ends the upload."""
         if self._stopping:
             raise StoppedError
 
     def _tell_waiting(self) -> None:
+        """Wake waiting threads."""
         with self._changed:
             self._changed.notify_all()
 
 
 WINDOW = 8 << 20
-"""Bytes that a sending thread holds at most."""
+"""Maximum bytes that an upload thread holds."""
 _ALONE = ReadOptions(threads=1)
 FIRST_LOOK_SECS, LONGEST_LOOK_SECS = 0.05, 2.0
-"""How long is waited before it is asked again what other hosts have sent."""
+"""Seconds between requests for reports of other hosts."""
 T = TypeVar("T")
 _NICE = 10
-"""Threads that send come after those of the training."""
+"""Nice value of upload threads, below training."""
 
 
 class Moved:
-    """How many bytes have gone. What is sent again counts once: trying the same for ever is no headway."""
+    """Counts uploaded bytes. Repeated bytes count once: retries without end are not progress."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -148,25 +148,25 @@ class Moved:
 
     @property
     def nbytes(self) -> int:
-        """All bytes by now."""
+        """All bytes so far."""
         with self._lock:
             return self._before + sum(self._files.values())
 
     def count(self, path: str, nbytes: int) -> None:
-        """So many bytes of a file have gone."""
+        """Count bytes of a file."""
         with self._lock:
             self._files[path] = max(nbytes, self._files.get(path, 0))
 
     def settle(self) -> None:
-        """The files until now are over, and need not be remembered."""
+        """Forget the files so far."""
         with self._lock:
             self._before, self._files = self._before + sum(self._files.values()), {}
 
 
 class TierUploader(Uploader):
-    """Sends files of the near directory of `storage`; subclasses say which, and when.
+    """Uploads files of the local directory of `storage`; subclasses decide which, and when.
 
-    What was sent completely is noted near, with its size and digest.
+    Completely uploaded files are noted locally, with size and digest.
     """
 
     def __init__(self, tier: Tier, storage: TierStorage, name: str) -> None:
@@ -178,20 +178,20 @@ class TierUploader(Uploader):
 
     @property
     def far(self) -> Storage:
-        """The far place."""
+        """The remote storage."""
         return self._storage.far
 
     def take_failures(self) -> list[str]:
-        """What failed since the last time, for people; the last of many alike."""
+        """Failures since the last call, for display; the last of many similar ones."""
         with self._changed:
             taken, self._failures = self._failures, []
         return taken
 
     def send(self, entry: CommittedPosition, kept: frozenset[str]) -> None:
-        """Send what the far place lacks of an epoch; of `kept` tries, which its log needs, no file goes.
+        """Upload what the remote lacks of an epoch; no files of `kept` attempts, which its log needs.
 
-        Raises DamagedError where the near files are not what was saved, StorageError where a place fails,
-        or the far one does not have afterwards what it was sent.
+        Raises DamagedError if the local files are damaged, StorageError if a storage fails, or if the remote
+        does not have the files afterwards.
         """
         manifest = codec.read(self._near, entry)
         own = entry.try_name
@@ -203,18 +203,18 @@ class TierUploader(Uploader):
         self.prove(entry, manifest)
 
     def make_directories(self, manifest: Manifest) -> None:
-        """Those of all tries that an epoch needs."""
+        """Create the directories of all attempts that an epoch needs."""
         for name in _tries(manifest):
             self.far.mkdir(try_directory(name))
 
     def sync_directories(self, manifest: Manifest) -> None:
-        """Make the names of what was sent durable."""
+        """Make the names of uploaded files durable."""
         for name in _tries(manifest):
             self.far.sync_dir(try_directory(name))
         self.far.sync_dir(DATA)
 
     def prove(self, entry: CommittedPosition, manifest: Manifest) -> None:
-        """Raise StorageError unless the far place alone proves the epoch; what it damaged is sent again."""
+        """Raise StorageError unless the remote alone verifies the epoch; damaged files are uploaded again."""
         self._check_going_on()
         proof = prove(self.far, entry)
         if proof.proved:
@@ -222,10 +222,10 @@ class TierUploader(Uploader):
         if proof.outcome is VerificationStatus.DAMAGED:
             self._forget_sent(manifest_path(entry.try_name))
             self.doubt(manifest, manifest.shards)
-        raise StorageError(f"{self.far.url} has not got what it was sent: {proof.told}")
+        raise StorageError(f"{self.far.url} does not have what was sent: {proof.told}")
 
     def doubt(self, manifest: Manifest, rows: Sequence[ShardRow]) -> None:
-        """Look which of these files the far place has not got as they were sent: they are sent again."""
+        """Find those of these files that are not correct at the remote: they are uploaded again."""
         for row in rows:
             path = shard_path(manifest, row)
             try:
@@ -234,15 +234,15 @@ class TierUploader(Uploader):
                 self._forget_sent(path)
 
     def check_manifest(self, entry: CommittedPosition) -> None:
-        """Raise StorageError where the manifest that was sent is not there; it is sent again then."""
+        """Raise StorageError if the uploaded manifest is missing; it is then uploaded again."""
         try:
             codec.read(self.far, entry)
         except (FileNotFoundError, DamagedError) as error:
             self._forget_sent(manifest_path(entry.try_name))
-            raise StorageError(f"{self.far.url} has not got what it was sent: {error}") from None
+            raise StorageError(f"{self.far.url} does not have what was sent: {error}") from None
 
     def send_shards(self, manifest: Manifest, rows: Sequence[ShardRow], kept: frozenset[str]) -> None:
-        """Send these files of an epoch, but for those that `kept` tries have there."""
+        """Upload these files of an epoch, except those that `kept` attempts have there."""
 
         def some(rows: Iterator[ShardRow]) -> None:
             for row in rows:
@@ -253,12 +253,12 @@ class TierUploader(Uploader):
         share(some, rows, threads, name="torchrelay upload")
 
     def has_kept(self, manifest: Manifest, row: ShardRow, kept: frozenset[str]) -> bool:
-        """Whether a file is one of a `kept` try, and there."""
+        """Whether a file belongs to a `kept` attempt, and exists."""
         needed = manifest.tries[row.source] in kept
         return needed and self.far.stat(shard_path(manifest, row)) is not None
 
     def send_manifest(self, entry: CommittedPosition) -> None:
-        """Send the manifest, which nobody trusts before a record names it."""
+        """Upload the manifest, which is not used before a record names it."""
         path = manifest_path(entry.try_name)
         data = self._near.read_range(path, 0, entry.manifest_bytes)
         if not self._lies_there(path, len(data), sha256(data)):
@@ -266,6 +266,7 @@ class TierUploader(Uploader):
             self._note_sent(path, len(data), sha256(data))
 
     def _send_shard(self, path: str, row: ShardRow) -> None:
+        """Upload one shard."""
         if self._lies_there(path, row.nbytes, row.header_sha256):
             return
         header = read_header(self._near, path, _expected(row))
@@ -287,13 +288,13 @@ class TierUploader(Uploader):
         self._note_sent(path, row.nbytes, row.header_sha256)
 
     def send_stats(self, try_name: str) -> None:
-        """Times are no part of the epoch."""
+        """Upload timings, which are not part of the epoch."""
         with suppress(OSError):
             path = stats_path(try_name)
             self.far.replace(path, self._near.read_range(path, 0, self._near.stat(path) or 0))
 
     def _lies_there(self, path: str, nbytes: int, digest: str) -> bool:
-        """Whether the file was sent before; what else lies there was cut off, and goes."""
+        """Whether the file was uploaded before; an incomplete one is deleted."""
         self._check_going_on()
         found = self.far.stat(path)
         if found == nbytes and self._notes.sent.get(path) == (nbytes, digest):
@@ -308,6 +309,7 @@ class TierUploader(Uploader):
         return False
 
     def _create(self, path: str, write: Callable[[WriteHandle], None]) -> None:
+        """Create a remote file."""
         handle = self.far.open_exclusive(path)
         try:
             write(handle)
@@ -316,38 +318,41 @@ class TierUploader(Uploader):
             handle.close()
 
     def _ask(self) -> None:
-        """Called before something is deleted; raises FencedError where the far log is another's.
+        """Called before a deletion; raises FencedError if another job has the remote log.
 
-        Who was frozen for long would else delete what that one has sent and named meanwhile.
+        A process that was suspended for long could otherwise delete what that job has uploaded and committed
+        meanwhile.
         """
 
     def _named(self, try_name: str) -> bool:
-        """Asked before a file is deleted: whether the far log needs that try meanwhile."""
+        """Called before a deletion: whether the remote log needs that attempt meanwhile."""
         raise NotImplementedError
 
     def _note_sent(self, path: str, nbytes: int, digest: str) -> None:
+        """Note an uploaded file."""
         with self._changed:
             self._notes = replace(self._notes, sent={**self._notes.sent, path: (nbytes, digest)})
             self._note()
 
     def _forget_sent(self, path: str) -> None:
-        """It is made anew, durably: one that is cut off then may have that size already."""
+        """Remove a note durably before a new upload, whose truncated file may have that size already."""
         with self._changed:
             self._notes = forgotten(self._near, self._notes, path)
 
     def _note(self) -> None:
-        """A note that cannot be written costs a second sending."""
+        """Write the notes; a failure only costs another upload."""
         with suppress(StorageError):
             write_notes(self._near, self._notes)
 
     def _fail(self, text: str) -> None:
+        """Keep a failure."""
         with self._changed:
             if text not in self._failures:
                 self._failures.append(text)
             self._changed.notify_all()
 
     def _look_until(self, look: Callable[[], T | None], wanted: Callable[[], bool]) -> T | None:
-        """What `look` finds, asked again after longer and longer pauses; None where nobody wants it."""
+        """The result of `look`, retried with growing pauses; None if not needed any more."""
         pause = FIRST_LOOK_SECS
         while (found := look()) is None:
             self._check_going_on()
@@ -359,22 +364,25 @@ class TierUploader(Uploader):
         return found
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # which alone can say so of one thread, and those that it starts
+        """Lower the priority, then do steps until stopped."""
+        if sys.platform == "linux":  # possible only from inside a thread, for it and those that it starts
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         super()._run()
 
 
 def _expected(row: ShardRow) -> ShardExpectation:
+    """The expected header of a shard."""
     return ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
 
 
 def _tries(manifest: Manifest) -> list[str]:
+    """The attempts of a manifest."""
     return sorted({manifest.tries[0], *(manifest.tries[row.source] for row in manifest.shards)})
 
 
 def _windows(header: ShardHeader) -> Iterator[tuple[int, memoryview]]:
-    """The data of a shard in the order of the file, verified, each piece with its place there."""
+    """The data of a shard in file order, verified, each piece with its offset."""
     buffer = memoryview(bytearray(min(WINDOW, max(1, header.content.file_bytes))))
     begin, requests, filled = 0, list[ReadRequest](), 0
     entries = sorted(header.entries.items(), key=lambda item: (item[1].start, item[1].stop))
@@ -394,34 +402,35 @@ def _windows(header: ShardHeader) -> Iterator[tuple[int, memoryview]]:
 
 
 def _read(header: ShardHeader, requests: list[ReadRequest], window: memoryview) -> memoryview:
+    """Read requests into a window."""
     header.read_many(requests, _ALONE)
     return window
 
 
 @dataclass(frozen=True)
 class PlaceReport:
-    """What one place tells of an epoch: the paths that it has sent, or the damage that keeps it from that."""
+    """Report of a place about an epoch: the uploaded paths, or the damage that prevents it."""
 
     paths: tuple[str, ...] = ()
     damage: str | None = None
 
 
 def part_path(try_name: str, run: str, leader: int) -> str:
-    """Where the leader of a place tells what it has sent."""
+    """Path of a leader's report."""
     return f"{try_directory(try_name)}/sent.{run}-{leader}.json"
 
 
 def write_part(far: Storage, path: str, part: PlaceReport) -> None:
-    """Tell, when all files are durable there. Raises StorageError."""
+    """Write a report, when all files are durable. Raises StorageError."""
     far.replace(path, seal("sent", {"paths": list(part.paths), "damage": part.damage}))
 
 
 def read_part(far: Storage, path: str) -> PlaceReport | None:
-    """What was told; None where nothing was yet. Raises StorageError."""
+    """Read a report; None without one. Raises StorageError."""
     try:
         data = sealed_bytes(far, path)
         told: Mapping[str, object] = unseal("sent", data, path)
-    except (FileNotFoundError, DamagedError):  # half of it, where a store does not replace in one step
+    except (FileNotFoundError, DamagedError):  # incomplete, if a store does not replace atomically
         return None
     paths, damage = told.get("paths"), told.get("damage")
     names = tuple(str(one) for one in paths) if isinstance(paths, list) else ()
@@ -429,7 +438,7 @@ def read_part(far: Storage, path: str) -> PlaceReport | None:
 
 
 def delete_parts(far: Storage, try_name: str, run: str, leaders: tuple[int, ...]) -> None:
-    """Nobody waits for them any more; what cannot go now goes with the try."""
+    """Delete reports; those that cannot be deleted go with the attempt."""
     for leader in leaders:
         with suppress(RelayError):
             far.delete(part_path(try_name, run, leader))

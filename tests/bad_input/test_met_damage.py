@@ -123,7 +123,7 @@ def test_an_explicit_epoch_is_never_replaced(tmp_path: Path, damage: Damage) -> 
     with pytest.raises((DamagedError, PartiallyLoadedError)) as caught:
         trial.train(tmp_path / "run", epoch=2)
     text = str(caught.value)
-    assert "epoch 2" in text and path.name in text and "copy" in text
+    assert "epoch 2" in text and path.name in text and "another" in text
     assert caught.value.exit_code == 5
     assert "epoch 3" not in trial.ran
     after = counting(4)

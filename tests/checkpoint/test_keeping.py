@@ -164,5 +164,5 @@ def test_what_is_foretold_is_what_happens(story: tuple[LogView, Keeping], suspec
 )
 def test_a_best_that_means_nothing_is_refused(given: object) -> None:
     """A metric, a direction, a count from 1: anything else is named with an example."""
-    with pytest.raises(UsageError, match=r"keep_best is .*for example \('val/acc', 'max'\)"):
+    with pytest.raises(UsageError, match=r"invalid keep_best=.*for example \('val/acc', 'max'\)"):
         Best.of(given)

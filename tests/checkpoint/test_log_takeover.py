@@ -150,7 +150,7 @@ def test_a_process_does_not_take_over_from_itself():
     """A second writer of the same process is refused at once, until the first is released or closed."""
     storage = MemoryStorage()
     first = take(storage, patience_secs=LONG_SECS)
-    with pytest.raises(DirectoryInUseError, match="this very process"):
+    with pytest.raises(DirectoryInUseError, match="another manager in this process"):
         take(storage, patience_secs=LONG_SECS)
     first.close()
     second = take(storage, patience_secs=LONG_SECS)

@@ -188,7 +188,7 @@ def test_two_lines_are_never_mixed(near: Path, far: Path, tmp_path: Path) -> Non
     other.save(1, 10)
     other.replicate()
     other.close()
-    with pytest.warns(UserWarning, match=r"near only \(epoch 1, 2, 3\) is given up"):
+    with pytest.warns(UserWarning, match=r"not uploaded \(epoch 1, 2, 3\) are abandoned"):
         again = Places(near, far)
     again.save(2, 20)
     again.replicate()
@@ -347,7 +347,7 @@ def test_damage_near_costs_nothing(near: Path, far: Path) -> None:
     shard = next((near / "data" / entry.try_name).glob("trainer_1*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
     again = Places(near, far)
-    with pytest.warns(UserWarning, match="epoch 1 is damaged near"):
+    with pytest.warns(UserWarning, match="the local files of epoch 1 are damaged"):
         target = again.ledger.newest(again.peers, lambda text: pytest.fail(text))
     assert target.position == Position(1)
     again.close()

@@ -231,6 +231,6 @@ def test_what_the_far_place_damages_is_sent_again(near: Path, far: Path, ending:
     (far / sent[0]).write_bytes(damaged)
     again = Places(near, far)
     again.replicate()
-    assert any("has not got what it was sent" in text for text in again.replicator.take_failures())
+    assert any("does not have what was sent" in text for text in again.replicator.take_failures())
     again.close()
     assert numbers_in(far) == {"0": 7}

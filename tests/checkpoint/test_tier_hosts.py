@@ -116,7 +116,7 @@ def test_damage_on_another_host_is_never_sent(disks: list[Path], far: Path) -> N
     places.save(2, 2)
     gate.open.set()
     places.replicate()
-    with pytest.warns(UserWarning, match=r"epoch 1 is given up: .*near rank 1"):
+    with pytest.warns(UserWarning, match=r"epoch 1 is abandoned: .*local, rank 1"):
         places.save(3, 3)
     places.replicate()
     places.close()
@@ -136,7 +136,7 @@ def test_a_manifest_that_is_damaged_far_is_sent_again(disks: list[Path], far: Pa
     assert replicator is not None
     until(lambda: any(path.endswith("manifest.json") for path in replicator._notes.sent))
     manifest.write_bytes(manifest.read_bytes().replace(b"trainer", b"tRainer"))
-    until(lambda: any("has not got what it was sent" in text for text in replicator._failures))
+    until(lambda: any("does not have what was sent" in text for text in replicator._failures))
     go.set()
     places.replicate()
     places.close()
@@ -181,7 +181,7 @@ def test_damage_near_costs_nothing(disks: list[Path], far: Path, host: int) -> N
     (shard,) = (disks[host] / "data" / entry.try_name).glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1])
     again = NearPlaces(disks, far)
-    with pytest.warns(UserWarning, match="epoch 1 is damaged near"):
+    with pytest.warns(UserWarning, match="the local files of epoch 1 are damaged"):
         assert again.newest() == Position(1)
     again.close()
 
@@ -201,7 +201,7 @@ def test_blocks_damaged_near_are_read_far(disks: list[Path], far: Path) -> None:
         error = DamagedError("a block is damaged")
         return ledger.instead_of(peers, target, error, pytest.fail).position
 
-    with pytest.warns(UserWarning, match="epoch 1 is damaged near"):
+    with pytest.warns(UserWarning, match="the local files of epoch 1 are damaged"):
         assert again.all(load) == [Position(1)] * 2
     assert all(ledger.storage.prefers_far(entry.try_name) for ledger in again.ledgers)
     again.close()
@@ -350,7 +350,7 @@ def test_a_part_is_not_pruned_alone(disks: list[Path], far: Path) -> None:
         places.close()
     notes = read_notes(LocalStorage(disks[0]))
     assert notes is not None and notes.part
-    with pytest.raises(UsageError, match="has a part of the epochs"):
+    with pytest.raises(UsageError, match="has only a part of the epochs"):
         prune(LocalStorage(disks[0]), Keeping(1), patience_secs=0.0)
 
 
@@ -384,7 +384,7 @@ def test_a_start_that_cannot_send_ends(disks: list[Path], far: Path) -> None:
     down.storage._before = refuse
     with (
         pytest.warns(UserWarning, match="cannot be sent to .* now: no room"),
-        pytest.raises(StorageError, match="epoch 1 is in near directories only"),
+        pytest.raises(StorageError, match="epoch 1 is in local directories only"),
     ):
         NearPlaces(disks, down.storage, patience_secs=0.3)  # type: ignore[arg-type]
     again = NearPlaces(disks, far)
@@ -403,7 +403,7 @@ def test_loads_outside_of_a_run(disks: list[Path], far: Path) -> None:
     places.stop()
     again = NearPlaces(disks, far, opened=False)
     assert again.all(lambda ledger, peers: ledger.prove(peers, 0).position) == [Position(0)] * 2
-    with pytest.raises(StorageError, match="epoch 1 is in the near directories of several hosts only"):
+    with pytest.raises(StorageError, match="epoch 1 is in the local directories of several hosts only"):
         again.all(lambda ledger, peers: ledger.prove(peers, 1))
     again.all(lambda ledger, peers: ledger.check(peers, 1))  # a run sends it first
     again.all(lambda ledger, peers: ledger.open(peers))
@@ -473,7 +473,7 @@ def test_sending_the_same_for_ever_is_no_headway(
     down.storage._before = refuse
     with (
         pytest.warns(UserWarning, match="cannot be sent to .* now: over quota"),
-        pytest.raises(StorageError, match="epoch 0 is in near directories only"),
+        pytest.raises(StorageError, match="epoch 0 is in local directories only"),
     ):
         NearPlaces(disks, down.storage, patience_secs=0.5)  # type: ignore[arg-type]
     assert len(went) > 4
@@ -521,9 +521,9 @@ def test_a_part_of_another_run_begins_no_far_place(disks: list[Path], far: Path,
     down.away = True
     places.save(1, 1)
     before = files(disks[1])
-    with pytest.raises(UsageError, match="has a part of the epochs of"):
+    with pytest.raises(UsageError, match="has only a part of the epochs of"):
         NearPlaces([disks[1], tmp_path / "host-c"], tmp_path / "new")
-    with pytest.raises(UsageError, match="has a part of the epochs of"):
+    with pytest.raises(UsageError, match="has only a part of the epochs of"):
         Places(disks[1], tmp_path / "new")
     assert files(disks[1]) == before and not (tmp_path / "new" / "log").exists()
     down.away = False
@@ -535,5 +535,5 @@ def test_a_part_of_another_run_begins_no_far_place(disks: list[Path], far: Path,
 def test_a_rank_that_cannot_look_is_not_waited_for(disks: list[Path], far: Path) -> None:
     """Where the near directory of one host cannot be looked at all ranks hear so, as a storage that fails."""
     disks[1].mkdir()
-    with pytest.raises(StorageError, match=r"the near directory .* cannot be looked at"):
+    with pytest.raises(StorageError, match=r"the local directory .* cannot be accessed"):
         NearPlaces([disks[0], disks[1] / ("x" * 300)], far)

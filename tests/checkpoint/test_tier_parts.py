@@ -132,8 +132,8 @@ def test_a_damaged_note_is_no_leave_to_delete(tmp_path: Path) -> None:
     near = LocalStorage(tmp_path)
     refuse_part(near)
     write_notes(near, Notes("/far", None, part=True))
-    with pytest.raises(UsageError, match="has a part of the epochs of /far only"):
+    with pytest.raises(UsageError, match="has only a part of the epochs of /far"):
         refuse_part(near)
     near.replace(PATH, near.read_range(PATH, 0, 1000)[:-2])
-    with pytest.raises(UsageError, match="start the run, which writes it anew"):
+    with pytest.raises(UsageError, match="start the run, which writes it again"):
         refuse_part(near)

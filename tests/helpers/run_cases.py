@@ -83,7 +83,7 @@ def nothing_provable_is_refused(stage: Stage) -> None:
     ran: list[int] = []
     job = stage.toy()
     job.setup(lambda: ran.append(1))
-    with warned(), raises(NoProvableEpochError, "can be proved"):
+    with warned(), raises(NoProvableEpochError, "can be verified"):
         JobRunner(job, stage.root).train(stage.session())
     assert ran == []
     with warned():

@@ -62,7 +62,7 @@ def test_a_metric_that_nobody_logs_deletes_nothing(tmp_path: Path, asynchronous:
         train(tmp_path / "run", [0.1, 0.2, 0.3, 0.4], **how)
     assert tries(tmp_path / "run") == [0, 1, 2, 3, 4]
     (text,) = [one for one in said if "no epoch has a finite value of metric 'val/ac'" in one]
-    assert "there is loss, val/acc" in text and "all stay" in text
+    assert "found: loss, val/acc" in text and "all stay" in text
 
 
 def test_epochs_before_the_first_evaluation_wait_for_it(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_epochs_before_the_first_evaluation_wait_for_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", ["val/acc", ("val/acc", "most"), ("val/acc", "max", 0), True])
 def test_a_rule_that_means_nothing_is_refused_before_anything_is_made(tmp_path: Path, given: object) -> None:
     """One error with an example; a runner without a directory has nothing to keep."""
-    with pytest.raises(UsageError, match=r"keep_best is .*for example"):
+    with pytest.raises(UsageError, match=r"invalid keep_best=.*for example"):
         JobRunner(kept_job([0.0]), tmp_path / "run", keep_best=given)
     with pytest.raises(UsageError, match="keep_best belongs to a run directory"):
         JobRunner(kept_job([0.0]), None, keep_best=ACC)

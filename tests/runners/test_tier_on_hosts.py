@@ -65,7 +65,7 @@ def test_hosts_go_on_after_kills_and_losses(tmp_path: Path) -> None:
     hosts.let_go()
     with hosts.start(5, "ba", keep_last=2) as job:
         assert job.end() == [0, 0], job.printed
-    assert "resuming from epoch 4 instead" in job.printed and "epoch 5 is given up" in job.printed
+    assert "resuming from epoch 4 instead" in job.printed and "epoch 5 is abandoned" in job.printed
     assert hosts.far_log.epochs() == (4, 5) and alike(weights(hosts.run, 5), whole[5])
     assert len(hosts.tries("a")) == 1 and hosts.tries("a") < hosts.tries("b") and len(hosts.tries("b")) <= 3
     hosts.go(6)

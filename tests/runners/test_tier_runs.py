@@ -141,7 +141,7 @@ def test_a_near_directory_is_no_place_of_its_own(tmp_path: Path, capsys: pytest.
     assert main(["ckpt", "verify", str(near)]) == 0
     assert "3 of 3 epochs verified" in capsys.readouterr().out
     assert torchrelay.open_checkpoint(str(near), epoch=1).load_tensors("model.*")
-    with pytest.raises(UsageError, match="is the near directory of"):
+    with pytest.raises(UsageError, match="is the local directory of"):
         JobRunner(job(3), MultiNodeCheckpointManager(near)).train(resume_from_epoch=2)
 
 

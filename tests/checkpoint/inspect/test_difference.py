@@ -308,9 +308,9 @@ def test_diff_of_an_epoch_with_itself(run: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["RUN@7", "RUN@1"], 2, "there is no epoch 7"),
+        (["RUN@7", "RUN@1"], 2, "no epoch 7"),
         (["RUN@1", "RUNX@1"], 2, "there is no"),
-        (["RUN@x", "RUN"], 2, "is no epoch"),
+        (["RUN@x", "RUN"], 2, "invalid epoch"),
         (["RUN@0", "@1", "--only", "modle"], 2, "did you mean"),
         (["RUN@0", "@1"], 5, "block 0 of model.weight"),
     ],

@@ -130,7 +130,7 @@ def test_damage_is_named(tmp_path: Path, capsys):
     ("arguments", "said"),
     [
         (["nowhere"], "there is no nowhere"),
-        (["RUN@99"], "there is no epoch 99"),
+        (["RUN@99"], "no epoch 99"),
         (["RUN/checkpoints/data"], "is no run and holds no checkpoints"),
         (["RUN", "--metric", "los"], "no epoch has a metric 'los'; there is loss, odd"),
         (["RUN", "--metric", "loss", "--nan-only"], "give one of them"),

@@ -85,7 +85,7 @@ def spoil(file: Path, at: int = -1) -> None:
 @pytest.mark.parametrize(
     ("epoch", "standing", "words"),
     [
-        ("6+12", "chosen", ["mid-epoch", "the newest that is proved"]),
+        ("6+12", "chosen", ["mid-epoch", "the newest one with verified headers"]),
         ("6", "older", ["a start takes the newest, epoch 6+12", "committed on branch 1"]),
         ("6,branch=0", "abandoned", ["branch 1 began at epoch 5", "loads as 6,branch=0", "never chosen"]),
         ("5+30", "retired", ["epoch 6 was committed, which completes it"]),

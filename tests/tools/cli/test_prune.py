@@ -105,7 +105,7 @@ def test_the_rules_of_the_command_are_those_of_a_run(
         (("--epoch", "3"), 2, "epoch 3 is tagged or pinned"),
         (("--epoch", "5"), 2, "epoch 5 stays: epoch 6 uses files of it"),
         (("--epoch", "6"), 2, "epoch 6 is the newest that can be resumed from"),
-        (("--epoch", "7"), 2, "epoch 7 is not among the committed ones (0 to 6)"),
+        (("--epoch", "7"), 2, "epoch 7 is not committed (epochs: 0 to 6)"),
         (("--epoch", "1", "--keep-last", "1"), 2, "cannot be combined"),
         (
             ("--keep-best", "val/ac:max"),
@@ -136,7 +136,7 @@ def test_damage_that_nobody_has_met_costs_no_older_epoch(run: Path, told: Told) 
         next((run / "checkpoints/data").glob(f"e{epoch:08d}-*/*.optim.safetensors")).write_bytes(b"")
     code, said, err = told("ckpt", "prune", run, "--keep-last", "1", "--keep-optimizer-last", "1")
     assert code == 0 and "kept: 3 to 6" in said
-    assert "epoch 6 is damaged" in err and "older ones stay in its place" in err
+    assert "epoch 6 is damaged" in err and "older ones stay instead" in err
     storage = LocalStorage(run / "checkpoints")
     candidates = open_log(storage).candidates()
     assert [one.position.epoch for one in candidates if prove(storage, one).proved] == [4, 3]

@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--model", "nowhere:make"), "module nowhere not found"),
         (("--model", "json:dumps"), "TypeError"),
         ((*MODEL, "--blob", "other"), "give --blob"),
-        ((*MODEL, "--epoch", "7"), "there is no epoch 7"),
+        ((*MODEL, "--epoch", "7"), "no epoch 7"),
         ((*MODEL, "--epoch", "0", "--watch"), "--watch follows last or best"),
         ((*MODEL, "--host", "0.0.0.0"), "--token-file"),
         ((*MODEL, "--handler", "served:linear"), "has no decode"),
@@ -70,7 +70,7 @@ def test_what_may_be_a_password_in_a_url_is_not_told(run: Path, capsys: pytest.C
     fsspec.filesystem("memory").put(str(run), f"/{place}", recursive=True)
     assert code(f"memory://{place}", *MODEL, "--epoch", "7") == 2
     told = capsys.readouterr().err
-    assert "there is no epoch 7 in memory://bob:***@store/run" in told and "hunter2" not in told
+    assert "no epoch 7 in memory://bob:***@store/run" in told and "hunter2" not in told
 
 
 def test_places_that_are_none_and_options_for_others(run: Path, capsys: pytest.CaptureFixture[str]):
