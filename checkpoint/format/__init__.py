@@ -1,1 +1,1 @@
-"""What the bytes mean: JSON, values, names, element types, digests, shard files, manifests, layouts."""
+"""Define the disk format: JSON, values, names, element types, digests, shard files, manifests, layouts."""

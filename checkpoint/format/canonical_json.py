@@ -1,16 +1,16 @@
-"""Canonical JSON: one value, one sequence of bytes; typed fields, sealed files, version stamps.
+"""Read and write canonical JSON (one value, one sequence of bytes), sealed files and version stamps.
 
-Keys sorted, no white space, UTF-8, no NaN or infinity, no integer of 2**53 or more (JavaScript and
+Canonical: keys sorted, no white space, UTF-8, no NaN or infinity, no integer of 2**53 or more (JavaScript and
 many tools read those as floats; `values.py` has a tagged form for them), no duplicate key.
 
-Each function takes an object and a key and raises DamagedError naming the file and the field when
-the value is not of that kind. `bool` is never taken for an integer.
+Field readers take an object and a key and raise DamagedError, naming file and field, for a value of another
+type. `bool` does not count as an integer.
 
-The digest is that of the bytes between the fixed head and the fixed tail, exactly as they lie
-there, so that every changed byte of the file shows before any of it is parsed.
+The digest of a sealed file covers the exact bytes between its fixed head and tail, so that a changed byte is
+detected before anything is parsed.
 
-`{"major": 1, "minor": 0, "features": []}`: another major version, or a feature that this version
-does not have, is refused; a higher minor version only adds keys, which are kept and ignored.
+Stamps are `{"major": 1, "minor": 0, "features": []}`. Another major version or an unknown feature raises. A
+higher minor version only adds keys, which are kept and ignored.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from torchrelay.records import Json, dataclass
 INTEGER_LIMIT = 2**53
 _SHALLOW = 6
 DEPTH_LIMIT = 128
-"""Containers within containers; above every typed value that `values.encode` produces."""
+"""Maximum nesting; larger than that of any typed value of `values.encode`."""
 
 
 def dumps(value: Json, *, within: int = 0) -> bytes:
-    """Write canonical JSON; raises UsageError for what `loads` would refuse to read back.
+    """Write canonical JSON; raises UsageError for values that `loads` would refuse.
 
-    `within` is how many containers the text will lie in.
+    `within` is the number of containers that the text will be nested in.
     """
     many = _check_writable(value, within) > _AT_ONCE
     text = _in_parts(value) if many else _ENCODER.encode(value)
@@ -55,12 +55,11 @@ def loads(
     depth: int = DEPTH_LIMIT,
     again: bool = False,
 ) -> Json:
-    """Read JSON from bytes, or a text that UTF-8 can hold, that nobody has proved yet, but with `again`.
+    """Read JSON from unverified bytes, or from text that UTF-8 can hold.
 
-    `what` names the bytes in messages. White space around and between tokens is allowed. Raises
-    DamagedError for anything that is no JSON or that canonical JSON cannot hold. `again` says that these
-    very bytes were read without it before, by whomever: then nothing is looked for that canonical JSON cannot
-    hold (keys twice, integers of 2**53 and more, numbers out of range, depth, halves of characters).
+    `what` names the bytes in messages. White space between tokens is allowed. Raises DamagedError for invalid
+    JSON and for values that canonical JSON cannot hold. `again`: these bytes were read before, so duplicate
+    keys, integers of 2**53 and more, numbers out of range, depth and lone surrogates are not checked.
     """
     if len(data) > limit_bytes:
         raise DamagedError(f"{what}: {len(data)} bytes of JSON, more than the limit of {limit_bytes}")
@@ -80,7 +79,7 @@ def loads(
 
 
 def text_at(text: str, at: int) -> tuple[str, int]:
-    """The JSON string that begins at a place, and where it ends; raises ValueError for none."""
+    """The JSON string that begins at a position, and its end; raises ValueError without one."""
     if not text.startswith('"', at):
         raise ValueError("no string")
     found, end = _AGAIN.raw_decode(text, at)
@@ -90,17 +89,17 @@ def text_at(text: str, at: int) -> tuple[str, int]:
 
 
 def dumps_read(value: Json) -> bytes:
-    """What `dumps` writes, of values that `loads` gave or small numbers, which need no second look."""
+    """`dumps` without checks, for values from `loads` or small numbers."""
     return _ENCODER.encode(value).encode("utf-8")
 
 
 def word(text: str | None) -> str:
-    """The canonical JSON of a string or null, before it is encoded as UTF-8 (which `dumps` may refuse)."""
+    """The canonical JSON of a string or null, before UTF-8 encoding (which `dumps` may refuse)."""
     return "null" if text is None else encode_basestring(text)
 
 
 def words(texts: Iterable[str]) -> list[str]:
-    """The canonical JSON of strings; raises UsageError where `dumps` does."""
+    """The canonical JSON of strings; raises UsageError as `dumps` does."""
     found = list(map(encode_basestring, texts))
     try:
         "".join(found).encode("utf-8")
@@ -110,7 +109,7 @@ def words(texts: Iterable[str]) -> list[str]:
 
 
 def object_of(texts: Mapping[str, bytes]) -> bytes:
-    """The canonical JSON of an object whose values are canonical already."""
+    """The canonical JSON of an object whose values are canonical JSON already."""
     return b"{%b}" % b",".join(b"%b:%b" % (dumps(key), texts[key]) for key in sorted(texts))
 
 
@@ -121,12 +120,12 @@ def sha256(data: bytes | bytearray | memoryview) -> str:
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 _AT_ONCE = 4096
-"""Values that are written in one call of the encoder, which keeps other threads waiting meanwhile."""
+"""Maximum of values per call of the encoder, which holds the GIL."""
 _CHUNK = 256
 
 
 def _in_parts(value: Json) -> str:
-    """The same text, made in steps between which other threads come to run."""
+    """Encode a large value in steps, between which other threads can run."""
     if type(value) is dict:
         items = sorted(value.items())
         if len(items) > _CHUNK:
@@ -144,7 +143,7 @@ def _chunks(items: Sequence[Json]) -> Iterator[Sequence[Json]]:
 
 
 def _check_writable(value: Json, within: int) -> int:
-    """Raises for what cannot be written; returns how many values there are."""
+    """Raise UsageError for values that JSON cannot hold; returns their number."""
     count = 0
     for level, (items, kinds) in enumerate(_layers(value), within + 1):
         if level > DEPTH_LIMIT:
@@ -166,6 +165,7 @@ def _check_writable(value: Json, within: int) -> int:
 
 
 def _check_readable(value: Json, depth: int, what: str) -> None:
+    """Raise DamagedError for values that canonical JSON cannot hold."""
     for level, (items, kinds) in enumerate(_layers(value), 1):
         if level > depth and kinds & _CONTAINERS:
             raise DamagedError(f"{what}: nested deeper than {depth} levels")
@@ -176,9 +176,9 @@ def _check_readable(value: Json, depth: int, what: str) -> None:
 
 
 def _layers(value: Json) -> Iterator[tuple[list[Json], set[type]]]:
-    """All items, level by level, with their types: whole levels at the speed of the built-in functions.
+    """All items, level by level, with their types, by built-in functions.
 
-    In the depth a container that one level has twice is looked into once, so that cycles stay cheap.
+    Below the top, a container that occurs twice in a level is visited once, so that cycles stay cheap.
     """
     items, kinds, level = [value], {type(value)}, 1
     while items:
@@ -207,7 +207,7 @@ def _not_finite(items: list[Json]) -> float | None:
 
 
 def _lone_surrogate(value: Json) -> str:
-    """Where the text that a value would be written as cannot be UTF-8, or nothing."""
+    """Where the text of a value has a lone surrogate, or empty."""
     text = _ENCODER.encode(value)
     try:
         text.encode("utf-8")
@@ -242,13 +242,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Fields:
-    """One JSON object, and what to call it in an error."""
+    """One JSON object, and its name for errors."""
 
     values: Mapping[str, Json]
     what: str
 
     def integer(self, key: str, *, minimum: int = 0) -> int:
-        """A whole number from `minimum` on."""
+        """A whole number of at least `minimum`."""
         value = self.values.get(key)
         if type(value) is not int or value < minimum:
             raise self.wrong(key)
@@ -262,7 +262,7 @@ class Fields:
         return value
 
     def flag(self, key: str) -> bool:
-        """A truth value."""
+        """A boolean."""
         value = self.values.get(key)
         if not isinstance(value, bool):
             raise self.wrong(key)
@@ -287,21 +287,21 @@ class Fields:
         return self._inner(self.values.get(key), key)
 
     def each(self, key: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
-        """A list of objects, each through `read`."""
+        """A list of objects, each converted by `read`."""
         return tuple(read(self._inner(value, key)) for value in self.items(key))
 
     def optional(self, key: str, read: Callable[[str], T]) -> T | None:
-        """None where the field is null, else `read(key)`; an absent field is an error."""
+        """None if the field is null, else `read(key)`; an absent field raises."""
         if key not in self.values:
             raise self.wrong(key)
         return None if self.values[key] is None else read(key)
 
     def rest(self, known: frozenset[str]) -> dict[str, Json]:
-        """The fields that this version does not know; whoever rewrites the object keeps them."""
+        """The fields unknown to this version; they are kept when the object is written again."""
         return {key: value for key, value in self.values.items() if key not in known}
 
     def wrong(self, key: str) -> DamagedError:
-        """The error for a field that is absent or not what it must be."""
+        """The error for a field that is absent or invalid."""
         return DamagedError(f"{self.what} is damaged: {key!r} is {self.values.get(key)!r:.80}")
 
     def _inner(self, value: Json, key: str) -> Fields:
@@ -311,7 +311,7 @@ class Fields:
 
 
 LIMIT_BYTES = 16 * 2**20
-"""More than any log record can need (64 entries, some branches and marks)."""
+"""More than any log record needs (64 entries, some branches and marks)."""
 DEPTH = 32
 _TAIL = re.compile(rb',"sha256":"([0-9a-f]{64})"}')
 _TAIL_BYTES = len(b',"sha256":""}') + 64
@@ -321,7 +321,7 @@ _HEAD_BYTES = len(b'{"":')
 def seal(key: str, value: Json) -> bytes:
     """Canonical JSON of `value` under `key`, followed by the SHA-256 of that JSON.
 
-    Raises UsageError for more than `sealed_bytes` reads.
+    Raises UsageError for more bytes than `sealed_bytes` reads.
     """
     body = dumps(value)
     if len(body) > LIMIT_BYTES - len(key) - _TAIL_BYTES - _HEAD_BYTES:
@@ -330,14 +330,14 @@ def seal(key: str, value: Json) -> bytes:
 
 
 def sealed_bytes(storage: Storage, path: str) -> bytes:
-    """The bytes of a sealed file; one byte more than any may have shows that it is none."""
+    """The bytes of a sealed file, up to one byte more than the limit."""
     return storage.read_range(path, 0, LIMIT_BYTES + 1)
 
 
 def read_sealed(key: str, read: Callable[[], bytes]) -> bytes:
-    """What `read` gives; bytes that are not as sealed are read again, for damage is believed when seen twice.
+    """The result of `read`; bytes that fail the seal are read again, because damage counts when seen twice.
 
-    Whoever appends to a log stands on its newest record: half an answer of a store must not move that.
+    A truncated answer of a store must not make a writer skip the newest record.
     """
     data = read()
     try:
@@ -352,7 +352,7 @@ def unseal(key: str, data: bytes, what: str) -> dict[str, Json]:
     body = _body(key, data, what)
     value = loads(body, what=what, limit_bytes=LIMIT_BYTES, depth=DEPTH)
     if not isinstance(value, dict):
-        raise DamagedError(f"{what} is damaged: its {key} is no object")
+        raise DamagedError(f"{what} is damaged: its {key} is not an object")
     return value
 
 
@@ -361,7 +361,7 @@ def _body(key: str, data: bytes, what: str) -> bytes:
     tail = _TAIL.fullmatch(data[-_TAIL_BYTES:])
     body = data[len(head) : -_TAIL_BYTES]
     if not data.startswith(head) or tail is None or len(data) < len(head) + _TAIL_BYTES:
-        raise DamagedError(f"{what} is damaged: it is cut short or no sealed {key}")
+        raise DamagedError(f"{what} is damaged: it is truncated or not a sealed {key}")
     if sha256(body) != tail[1].decode():
         raise DamagedError(f"{what} is damaged: its bytes do not have the SHA-256 that it states")
     return body
@@ -370,9 +370,9 @@ def _body(key: str, data: bytes, what: str) -> bytes:
 MAJOR = 1
 MINOR = 0
 PLACES = "places"
-"""In manifests of positions with a step: who ignores where the nodes were would train wrongly from there."""
+"""In manifests of positions with a step: a reader that ignores the nodes' places would resume wrongly."""
 GRADIENTS = "gradients"
-"""In manifests with gradients of an open window: who ignores them would train wrongly from there."""
+"""In manifests with gradients of an open window: a reader that ignores them would resume wrongly."""
 FEATURES: frozenset[str] = frozenset({PLACES, GRADIENTS})
 
 
@@ -382,12 +382,12 @@ def stamp(features: Iterable[str] = ()) -> Json:
 
 
 def check_stamp(found: Json, *, what: str) -> None:
-    """Refuse a stamp that this version cannot read: FormatError, or DamagedError if it is no stamp."""
+    """Raise FormatError for a stamp that this version cannot read, DamagedError for an invalid one."""
     if not isinstance(found, dict):
         raise DamagedError(f"{what}: no format version")
     major, minor, features = found.get("major"), found.get("minor"), found.get("features")
     if type(major) is not int or type(minor) is not int or not _is_names(features):
-        raise DamagedError(f"{what}: no valid format version: {found!r}")
+        raise DamagedError(f"{what}: invalid format version: {found!r}")
     if major != MAJOR:
         raise FormatError(
             f"{what} has format version {major}.{minor}; this torchrelay reads {MAJOR}.x: {_REMEDY}"

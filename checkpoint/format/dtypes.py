@@ -1,10 +1,9 @@
-"""Element types, digests of stored bytes, and what tensors are as memory.
+"""Define element types, digests of stored bytes, and access to tensors' memory.
 
-The logical type is torch's name (`bfloat16`). What safetensors has no code for that holds the same
-shape (complex128, complex32, the sub-byte types) is stored as U8 with the logical type beside it.
-Quantised types are not storable: their scales live outside of the elements.
-
-Not cryptographic: they find damage, not forgery. A tensor of no bytes has no block.
+The logical type is torch's name (`bfloat16`). Types without a safetensors code of the same shape (complex128,
+complex32, the sub-byte types) are stored as U8 with the logical type beside it. Quantised types cannot be
+stored: their scales are outside of the elements. Digests are not cryptographic: they detect damage, not
+forgery. An empty tensor has no block.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 RAW = "U8"
-"""The code under which bytes of inexpressible types are stored."""
+"""The code of raw bytes."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ _NATIVE = {
     "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
     "float8_e8m0fnu": ("F8_E8M0", 1),
 }
-# safetensors counts two elements per byte in F4 where torch counts bytes: raw keeps torch's shape.
+# safetensors counts two elements per byte in F4, torch counts bytes: raw keeps torch's shape.
 _RAW_BYTES = (
     *("float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2"),
     *(f"uint{bits}" for bits in range(1, 8)),
@@ -91,14 +90,14 @@ _BY_CODE = {kind.code: kind for kind in _BY_NAME.values() if not kind.raw}
 
 
 def by_name(name: str) -> ElementType:
-    """The element type of torch's name for it; raises FormatError for a name that is not known."""
+    """The element type with torch's name; raises FormatError for an unknown one."""
     if name not in _BY_NAME:
         raise FormatError(f"element type {name!r} is unknown to this torchrelay: use a newer one")
     return _BY_NAME[name]
 
 
 def by_code(code: str) -> ElementType:
-    """The element type of a safetensors code; raises FormatError for a code that is not known."""
+    """The element type of a safetensors code; raises FormatError for an unknown one."""
     if code not in _BY_CODE:
         raise FormatError(f"safetensors type {code!r} is unknown to this torchrelay: use a newer one")
     return _BY_CODE[code]
@@ -106,7 +105,7 @@ def by_code(code: str) -> ElementType:
 
 @lru_cache(maxsize=64)
 def logical_name(dtype: torch.dtype) -> str:
-    """The logical name of a torch dtype; raises BlobError if it is not storable."""
+    """The logical name of a torch dtype; raises BlobError if it cannot be stored."""
     text = str(dtype).removeprefix("torch.")
     text = "uint1" if text == "bit" else text
     if text not in _BY_NAME:
@@ -124,7 +123,7 @@ def is_storable(dtype: torch.dtype) -> bool:
 
 
 def logical_dtype(dtype: torch.dtype, name: str) -> ElementType:
-    """The element type of a torch dtype; raises BlobError naming the leaf if it is not storable."""
+    """The element type of a torch dtype; raises BlobError naming the leaf if it cannot be stored."""
     try:
         return _BY_NAME[logical_name(dtype)]
     except BlobError as error:
@@ -133,7 +132,7 @@ def logical_dtype(dtype: torch.dtype, name: str) -> ElementType:
 
 @lru_cache
 def torch_dtype(kind: ElementType) -> torch.dtype:
-    """Torch's own object for an element type; raises FormatError where this torch lacks it."""
+    """The torch dtype of an element type; raises FormatError if this torch lacks it."""
     import torch
 
     found = getattr(torch, kind.name, None)
@@ -143,10 +142,10 @@ def torch_dtype(kind: ElementType) -> torch.dtype:
 
 
 def stored_bytes(tensor: torch.Tensor, name: str) -> memoryview:
-    """The bytes of a tensor as they are stored: 1-D, row-major, on the CPU.
+    """The bytes of a tensor in stored form: 1-D, row-major, on the CPU.
 
-    No copy is made of a contiguous CPU tensor: the view then shares (and keeps alive) its memory.
-    Raises BlobError naming the leaf for tensors that are not one dense block of elements.
+    A contiguous CPU tensor is not copied: the view shares its memory and keeps it alive. Raises BlobError,
+    naming the leaf, for tensors that are not one dense block of elements.
     """
     check_dense(tensor, name)
     logical_dtype(tensor.dtype, name)
@@ -155,14 +154,14 @@ def stored_bytes(tensor: torch.Tensor, name: str) -> memoryview:
 
 
 def as_copied(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as elements that torch copies: for integers of less than a byte it cannot."""
+    """The same memory in a type that torch can copy, which it cannot for sub-byte integers."""
     import torch
 
     return tensor.view(torch.uint8) if str(tensor.dtype).removeprefix("torch.") in _RAW_BYTES else tensor
 
 
 def copied_bytes(tensor: torch.Tensor, name: str) -> bytes:
-    """What `stored_bytes` gives, copied: quicker for small tensors than a view of their memory."""
+    """A copy of `stored_bytes`: quicker for small tensors than a view of their memory."""
     check_dense(tensor, name)
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return bytes(stored_bytes(tensor, name))
@@ -170,7 +169,7 @@ def copied_bytes(tensor: torch.Tensor, name: str) -> bytes:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as writable 1-D bytes; it stays alive with the view."""
+    """The memory of a contiguous CPU tensor as writable 1-D bytes; the view keeps it alive."""
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError("only a contiguous, resolved CPU tensor has its bytes in one piece of memory")
     nbytes = tensor.nbytes
@@ -182,7 +181,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def check_dense(tensor: torch.Tensor, name: str) -> None:
-    """Refuse, by BlobError, tensors whose bytes are not one dense block of elements in memory."""
+    """Raise BlobError for tensors whose bytes are not one dense block of elements in memory."""
     import torch
 
     if tensor.is_meta:
@@ -200,13 +199,13 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
         raise BlobError(f"{name} is a {kind}, not a plain tensor; {remedy}")
     if not has_memory(tensor):
         raise BlobError(
-            f"{name} has no memory: its storage was freed, or it belongs to a transformation of torch.func; "
-            "give a tensor made outside of that, with its content"
+            f"{name} has no memory: its storage was freed, or it belongs to a transformation of "
+            "torch.func; pass a tensor with content"
         )
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a strided tensor, if there are any, lie somewhere."""
+    """Whether the elements of a strided tensor, if any, have memory."""
     try:
         return tensor.data_ptr() != 0 or tensor.numel() == 0
     except RuntimeError:
@@ -222,7 +221,7 @@ SIZE = 16
 def safetensors_header(
     tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str], alignment: int
 ) -> bytes:
-    """Length and header of a file of tensors, each a name, code, shape and bytes; their bytes are aligned."""
+    """Length and header of a file of tensors (name, code, shape, bytes), whose data are aligned."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     for name, code, shape, nbytes in tensors:
@@ -234,31 +233,31 @@ def safetensors_header(
 
 
 def block_count(nbytes: int) -> int:
-    """How many blocks `nbytes` fill, the last one perhaps in part."""
+    """The number of blocks of `nbytes` bytes; the last one may be shorter."""
     return -(-nbytes // BLOCK)
 
 
 def first_blocks(sizes: Sequence[int]) -> Sequence[int]:
-    """The numbers of the first blocks of entries of these sizes, and of the one after the last."""
+    """The numbers of the first blocks of entries of these sizes, and the total number."""
     if min(sizes, default=0) > 0 and max(sizes) <= BLOCK:
         return range(len(sizes) + 1)
     return list(accumulate(map(block_count, sizes), initial=0))
 
 
 def block_digests(view: memoryview) -> bytes:
-    """The digests of 1-D bytes that begin at a block's border, one after another."""
+    """The digests of 1-D bytes that begin at a block border, concatenated."""
     return b"".join([xxhash.xxh3_128_digest(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)])
 
 
 def digests_of(blocks: Iterable[bytes | Memory]) -> bytes:
-    """The digests of entries of at most one block each, one after another; empty ones have none."""
+    """The digests of entries of at most one block each, concatenated; empty ones have none."""
     return b"".join(map(xxhash.xxh3_128_digest, filter(len, blocks)))
 
 
 def first_damaged_block(view: memoryview, digests: bytes | memoryview) -> int | None:
     """Compare whole blocks (the last may be the tensor's short end) with their digests.
 
-    Returns the index within `view` of the first block that differs, None if all are as stored.
+    Returns the index within `view` of the first block that differs, None if all are equal.
     """
     found = block_digests(view)
     if found == digests:
@@ -273,7 +272,7 @@ AT_ONCE = 1024
 
 
 def all_dense(found: Sequence[object]) -> TypeGuard[Sequence[torch.Tensor]]:
-    """Whether these are tensors of no subclass, dense, with content, none of them quantised."""
+    """Whether these are dense tensors with content, of no subclass and not quantised."""
     return (
         all_strided(found)
         and not any(map(attrgetter("is_quantized"), found))
@@ -282,18 +281,18 @@ def all_dense(found: Sequence[object]) -> TypeGuard[Sequence[torch.Tensor]]:
 
 
 def all_strided(found: Sequence[object]) -> TypeGuard[Sequence[torch.Tensor]]:
-    """Whether these are tensors of no subclass and of the usual layout, with content or without."""
+    """Whether these are strided tensors of no subclass, with or without content."""
     import torch
 
     return (
         set(map(type, found)) <= {torch.Tensor, torch.nn.Parameter}
-        and not any(map(attrgetter("is_nested"), found))  # a nested one cannot be asked the rest
+        and not any(map(attrgetter("is_nested"), found))  # a nested one does not support the other checks
         and set(map(attrgetter("layout"), found)) <= {torch.strided}
     )
 
 
 def all_in_order(dense: Sequence[torch.Tensor], some_complex: bool = True) -> bool:
-    """Whether each lies in order in the memory of the CPU, as what its elements are."""
+    """Whether each is contiguous in CPU memory, without lazy conjugation or negation."""
     import torch
 
     return (
@@ -305,7 +304,7 @@ def all_in_order(dense: Sequence[torch.Tensor], some_complex: bool = True) -> bo
 
 
 def all_in_memory(strided: Sequence[torch.Tensor]) -> bool:
-    """Whether the elements of each, where it has any, lie somewhere."""
+    """Whether the elements of each, if any, have memory."""
     import torch
 
     try:
@@ -317,7 +316,7 @@ def all_in_memory(strided: Sequence[torch.Tensor]) -> bool:
 
 
 def memories_of(in_order: Sequence[torch.Tensor]) -> list[Memory]:
-    """The bytes of each, to be read and written as long as the tensors are there."""
+    """The bytes of each, valid as long as the tensors are alive."""
     import torch
 
     sizes = list(map(attrgetter("nbytes"), in_order))
@@ -325,7 +324,7 @@ def memories_of(in_order: Sequence[torch.Tensor]) -> list[Memory]:
 
 
 def memories_at(addresses: Sequence[int], sizes: Sequence[int]) -> list[Memory]:
-    """Memory that somebody else keeps."""
+    """Memory that the caller keeps alive."""
     kinds = {size: ctypes.c_ubyte * size for size in set(sizes)}
     return [kinds[size].from_address(address) for address, size in zip(addresses, sizes, strict=True)]
 

@@ -1,13 +1,13 @@
-"""Layouts: which nodes hold which elements of a leaf, in memory and on disk, and under which keys.
+"""Define layouts: which nodes hold which elements of a leaf, in memory and on disk, and under which keys.
 
-    Split      one byte string of leaves, alike on all its nodes, cut between them
-    Replicated alike on all its nodes, written whole by the first
-    PerNode    a value of its own on every node
-    Mesh       sharded over a grid of nodes (`mesh`)
+- Split: leaves joined to one byte string, equal on all its nodes, cut between them
+- Replicated: equal on all its nodes, written whole by the first
+- PerNode: a different value on each node
+- Mesh: sharded over a grid of nodes (`mesh`)
 
 On disk `Split` and `ReplicatedLayout` have kind `replicated` (with and without cut points), `PerNode` has
-kind `node`, `Mesh` kind `mesh`. The kind `boxes` is reserved. Cut points are stored, so reading needs
-no planning code. Nodes are indexes into the manifest's node table, leaves are row numbers.
+kind `node`, `Mesh` kind `mesh`. The kind `boxes` is reserved. Cut points are stored, so reading needs no
+planning code. Nodes are indexes into the manifest's node table, leaves are row numbers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def layout_json(layout: Layout, number: int) -> Json:
-    """A layout as it lies in a manifest; `number` is that of its node set."""
+    """A layout as stored in a manifest; `number` is that of its node set."""
     if isinstance(layout, PerNode):
         return {"kind": "node", "class": number}
     if isinstance(layout, ReplicatedLayout):
@@ -65,9 +65,9 @@ def layout_json(layout: Layout, number: int) -> Json:
 
 
 def layout_of(fields: Fields, classes: Sequence[tuple[int, ...]]) -> Layout:
-    """Read what `layout_json` made.
+    """Read the JSON of `layout_json`.
 
-    Raises FormatError for a kind or rule of another version, DamagedError for what no writer wrote.
+    Raises FormatError for a kind or rule of another version, DamagedError for malformed ones.
     """
     kind = fields.text("kind")
     if kind not in ("node", "replicated", "mesh"):
@@ -112,7 +112,7 @@ def _mesh(fields: Fields, nodes: tuple[int, ...]) -> Mesh:
 
 @dataclass(frozen=True)
 class Window:
-    """The box `box` of a leaf belongs to the box `place`, of the same extents, of a destination."""
+    """The box `box` of a leaf belongs in the box `place`, of the same extents, of a destination."""
 
     box: Bounds
     place: Bounds
@@ -120,14 +120,14 @@ class Window:
 
 @dataclass(frozen=True)
 class LocalTarget:
-    """A destination of `shape` and what of a leaf belongs into it; the windows' places cover it exactly."""
+    """A destination of `shape`, and the parts of a leaf that belong in it; their places cover it exactly."""
 
     shape: tuple[int, ...]
     windows: tuple[Window, ...]
 
 
 def whole_target(shape: Sequence[int]) -> LocalTarget:
-    """A destination for all of a leaf."""
+    """A destination for a whole leaf."""
     everything = whole(shape)
     return LocalTarget(tuple(shape), (Window(everything, everything),))
 
@@ -143,7 +143,7 @@ def local_target(intervals: Sequence[Sequence[Interval]]) -> LocalTarget:
 
 
 def place_of(intervals: Sequence[Sequence[Interval]], box: Bounds) -> Bounds:
-    """Where a box, each side of it within one of the intervals, lies in a `local_target`."""
+    """The place of a box in a `local_target`; each side of it is within one of the intervals."""
     return tuple(
         next((a - low + at, b - low + at) for (low, high), (at, _) in _placed(one) if low <= a and b <= high)
         for one, (a, b) in zip(intervals, box, strict=True)
@@ -170,14 +170,14 @@ def parts_of(layout: Layout, row: int, leaf: LeafRow) -> Iterator[tuple[int, Key
 
 
 PartForm = tuple[bool, Bounds]
-"""Of a stored part: whether it is a range of elements, and its intervals."""
+"""Form of a stored part: whether it is a range of elements, and its intervals."""
 
 
 @dataclass(frozen=True)
 class Near:
-    """Stored parts of a leaf, as columns: nodes, what keys have behind the encoded name, forms.
+    """Stored parts of a leaf, as columns: nodes, key suffixes, forms.
 
-    Leaves that are alike have the same object.
+    Leaves with equal parts share the object.
     """
 
     nodes: tuple[int, ...]
@@ -185,7 +185,7 @@ class Near:
     forms: tuple[PartForm, ...]
 
     def of(self, node: int) -> Near:
-        """Those of one node."""
+        """The parts of one node."""
         places = [place for place, one in enumerate(self.nodes) if one == node]
         return Near(
             tuple(self.nodes[place] for place in places),
@@ -195,7 +195,7 @@ class Near:
 
 
 def parts_near(layout: Layout, row: int, leaf: LeafRow, wanted: Sequence[Bounds]) -> Near:
-    """Of `parts_of` at least all that share elements with one of the boxes `wanted`."""
+    """Those of `parts_of`, at least, that share elements with one of the boxes `wanted`."""
     shape = tuple(leaf.shape)
     if isinstance(layout, Mesh):
         return _near_boxes(shape, layout.stored_near(leaf.name, shape, leaf.item_bytes, wanted))
@@ -215,6 +215,7 @@ def _form(key: Key, shape: tuple[int, ...]) -> PartForm:
 
 @lru_cache(maxsize=1 << 8)
 def _near_boxes(shape: tuple[int, ...], stored: tuple[tuple[int, Bounds], ...]) -> Near:
+    """The columns of stored boxes."""
     boxes = tuple(box for _, box in stored)
     return Near(
         tuple(node for node, _ in stored), suffixes_of(shape, boxes), tuple((False, box) for box in boxes)
@@ -222,14 +223,14 @@ def _near_boxes(shape: tuple[int, ...], stored: tuple[tuple[int, Bounds], ...]) 
 
 
 def holding(layout: Layout, row: int, leaf: LeafRow) -> tuple[frozenset[int], ...]:
-    """The nodes whose files hold parts of a leaf, as one or several sets; many leaves have the same sets."""
+    """The nodes whose files hold parts of a leaf, as one or several sets that many leaves share."""
     if isinstance(layout, Mesh):
         return layout.writers(leaf.name, leaf.shape, leaf.item_bytes)
     return (frozenset(piece.node for piece in layout.pieces(row, leaf.elements)),)
 
 
 def alike(layout: Layout, leaf: LeafRow) -> tuple[object, ...] | None:
-    """Equal for leaves of one layout that lie in the same files; None where every leaf differs."""
+    """Key that is equal for leaves of one layout in the same files; None if every leaf differs."""
     if isinstance(layout, Mesh):
         return layout.alike(leaf.name, leaf.shape, leaf.item_bytes)
     return None if layout.split else ()

@@ -1,10 +1,8 @@
-"""Meshes: which boxes of a sharded leaf every node has, and which of them it stores.
+"""Compute which boxes of a sharded leaf every node of a mesh has, and which of them it stores.
 
-Pure functions, remembered by the form of a leaf, of which a state has few.
-
-A mesh is a grid of nodes; each of its dimensions splits one dimension of the tensor or holds replicas.
-The places that hold the same boxes differ only along replicated dimensions. A rule of `mesh_rules` chooses
-who of them stores what.
+Pure functions, cached by the form of a leaf, of which a state has few. A mesh is a grid of nodes; each of its
+dimensions splits one dimension of the tensor or holds replicas. Places with the same boxes differ only along
+replicated dimensions. A rule of `mesh_rules` decides which of them stores what.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from torchrelay.records import Json, dataclass
 Lengths = tuple[int, ...]
 Steps = range | tuple[int, ...]
 Places = tuple[Steps, ...]
-"""Places of a grid: one of each steps, added up."""
+"""Places of a grid: sums of one of each steps."""
 
 
 @lru_cache(maxsize=1 << 12)
@@ -61,10 +59,7 @@ def stored_at(
 def writing_places(
     shape: tuple[int, ...], extents: tuple[int, ...], placements: tuple[Placement, ...], among: Among
 ) -> tuple[Places, ...]:
-    """The places that store something of a leaf.
-
-    Looks at every form of local part once, not at every place.
-    """
+    """The places that store something of a leaf; checks every form of local part once, not every place."""
     sides = [sides_of(size, dim, extents, placements) for dim, size in enumerate(shape)]
     copies = _copied_axes(extents, placements)
     found: dict[Places, None] = {}
@@ -82,7 +77,7 @@ def near_parts(
     wanted: tuple[Bounds, ...],
     among: Among,
 ) -> tuple[tuple[int, Bounds], ...]:
-    """What places store of a leaf that touches a box of `wanted`, in their order."""
+    """Stored boxes of a leaf that touch a box of `wanted`, with their places, in order."""
     copies = _copied_axes(extents, placements)
     found: dict[int, list[Bounds]] = {}
     for first, boxes in near_boxes(shape, extents, placements, wanted):
@@ -123,9 +118,9 @@ def _touches(part: Bounds, wanted: Sequence[Bounds]) -> bool:
 def near_side(
     size: int, dim: int, extents: tuple[int, ...], placements: tuple[Placement, ...], side: Interval
 ) -> tuple[tuple[int, tuple[Interval, ...]], ...]:
-    """Where along one dimension of a tensor the places are whose part of it touches `side`.
+    """Places along one dimension of a tensor whose part of it touches `side`.
 
-    Each with its step from the first place, and the intervals that it has.
+    Each with its step from the first place, and its intervals.
     """
     axes = _axes_of(dim, placements)
     strides = _strides(extents)
@@ -153,7 +148,7 @@ def _axes_of(dim: int, placements: Sequence[Placement]) -> list[int]:
 
 
 def _strides(extents: Sequence[int]) -> list[int]:
-    """How far apart neighbours along each dimension of a mesh are in row-major order."""
+    """Strides of the dimensions of a mesh in row-major order."""
     return [math.prod(extents[axis + 1 :]) for axis in range(len(extents))]
 
 
@@ -164,7 +159,7 @@ def _copied_axes(extents: Sequence[int], placements: Sequence[Placement]) -> lis
 
 
 def _replica_steps(numbers: range, copies: Sequence[tuple[int, int]]) -> Steps:
-    """Where the replicas of these numbers are, relative to the first; `copies` are extents and strides."""
+    """Places of the replicas with these numbers, relative to the first; `copies` are extents and strides."""
     if len(copies) == 1:
         stride = copies[0][1]
         return range(numbers.start * stride, (numbers.stop - 1) * stride + 1, stride)
@@ -182,9 +177,9 @@ def _replica_steps(numbers: range, copies: Sequence[tuple[int, int]]) -> Steps:
 def sides_of(
     size: int, dim: int, extents: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> dict[Lengths, Steps]:
-    """The lengths of intervals that places have along one dimension of a tensor, and where these places are.
+    """Lengths of the intervals along one dimension of a tensor, with the places that have them.
 
-    Places without any are left out. A step is that from the first place along the dimensions of the mesh
+    Places without any are left out. A step is relative to the first place, along the dimensions of the mesh
     that split this one.
     """
     if size == 0:
@@ -221,7 +216,7 @@ def intervals_at(
     placements: tuple[Placement, ...],
     coordinate: tuple[int, ...],
 ) -> tuple[tuple[Interval, ...], ...]:
-    """Per dimension of a tensor, the indices at a coordinate of a mesh."""
+    """Indices per dimension of a tensor at a coordinate of a mesh."""
     return tuple(
         tuple(local_intervals(size, dim, extents, coordinate, placements)) for dim, size in enumerate(shape)
     )
@@ -233,11 +228,11 @@ def has_copies(placement: Placement) -> bool:
 
 
 _REMEMBERED = 1 << 12
-"""Forms of leaves on nodes: a process asks for its own again and again, and for those of all once."""
+"""Number of cached forms of leaves on nodes: a process often needs its own, and those of all once."""
 _REMEMBERED_NEAR = 1 << 10
-"""Forms of leaves and what was wanted of them: who loads all of a leaf has parts of all nodes in each."""
+"""Number of cached requests: a load of a whole leaf needs parts of all nodes."""
 MAX_SPLIT_FACTOR = 1 << 16
-"""No placements, all strides together, cut a tensor into more parts than this."""
+"""Maximum number of parts that all strides of placements together cut a tensor into."""
 
 
 @dataclass(frozen=True)
@@ -260,16 +255,16 @@ class Mesh:
 
     @cached_property
     def place(self) -> dict[int, int]:
-        """Node to its place in the grid."""
+        """The place of each node in the grid."""
         return {node: place for place, node in enumerate(self.nodes)}
 
     @cached_property
     def replicas(self) -> int:
-        """How many places hold the same boxes."""
+        """Number of places that hold the same boxes."""
         return math.prod(n for n, one in zip(self.extents, self.placements, strict=True) if has_copies(one))
 
     def local_intervals(self, shape: Sequence[int], node: int) -> tuple[tuple[Interval, ...], ...]:
-        """Per dimension of the tensor, the indices that a node of the mesh has."""
+        """Indices per dimension of the tensor that a node of the mesh has."""
         return intervals_at(tuple(shape), self.extents, self.placements, self._coordinate(self.place[node]))
 
     def local_shape(self, shape: Sequence[int], node: int) -> tuple[int, ...] | None:
@@ -305,10 +300,10 @@ class Mesh:
     def stored_near(
         self, name: str, shape: Sequence[int], item_bytes: int, wanted: Sequence[Bounds]
     ) -> tuple[tuple[int, Bounds], ...]:
-        """What of `stored` shares elements with one of the boxes `wanted`, in the same order.
+        """Those of `stored` that share elements with one of the boxes `wanted`, in the same order.
 
-        Looks only at places that are near in every dimension: a rank that loads its part of a leaf on
-        thousands of nodes asks this for every leaf.
+        Visits only places that are close in every dimension: a rank that loads its part of a leaf on
+        thousands of nodes calls this for every leaf.
         """
         form = (*self.alike(name, shape, item_bytes), tuple(wanted))
         found = self._near.get(form)
@@ -352,9 +347,9 @@ class Mesh:
     ) -> dict[frozenset[int], str]:
         """The sets of nodes that store something of leaves, each with the name of the first that they store.
 
-        `forms` are the shapes and bytes of the leaves. It looks once at leaves that the same nodes store.
+        `forms` are the shapes and bytes of the leaves. Leaves with the same writers are visited once.
         """
-        if self.replicas == 1:  # then a name chooses nobody
+        if self.replicas == 1:  # then the name does not matter
             alike = list(first_of_each(forms, names).items())
         else:
             owners = [owner(name, self.replicas) for name in names]
@@ -381,7 +376,7 @@ class Mesh:
         return {}
 
     def largest_share(self, shape: Sequence[int], item_bytes: int) -> int:
-        """The most bytes that a node stores of a leaf, whatever its name."""
+        """The most bytes that a node stores of a leaf of any name."""
         sides = [sides_of(size, dim, self.extents, self.placements) for dim, size in enumerate(shape)]
         locals_ = itertools.product(*sides)
         among = Among(self.rule, self.replicas, 0, item_bytes)
@@ -389,7 +384,7 @@ class Mesh:
         return max(shares, default=0) * item_bytes
 
     def alike(self, name: str, shape: Sequence[int], item_bytes: int) -> tuple[tuple[int, ...], int, int]:
-        """Equal for leaves that the same nodes store in the same boxes."""
+        """Key that is equal for leaves that the same nodes store in the same boxes."""
         return (tuple(shape), item_bytes, owner(name, self.replicas))
 
     def _among(self, name: str, item_bytes: int) -> Among:
@@ -409,7 +404,7 @@ def placements_json(placements: Sequence[Placement]) -> list[Json]:
 
 
 def placements_of(json: Json) -> tuple[Placement, ...] | None:
-    """Read what `placements_json` made; None for anything else."""
+    """Read the JSON of `placements_json`; None if malformed."""
     if not isinstance(json, list):
         return None
     found: list[Placement] = []

@@ -1,12 +1,12 @@
-"""Boxes of tensors on device meshes, and the rules by which replicas of a box share its writing.
+"""Compute boxes of tensors on device meshes, and how replicas of a box share its writing.
 
 Pure arithmetic on half-open intervals of indices; part of the disk format, with test vectors in
-`tests/golden/boxes.json`. `Shard` splits as `torch.chunk` does: all chunks have the size
-ceil(total / n), the last ones may be shorter or empty.
+`tests/golden/boxes.json`. `Shard` splits as `torch.chunk` does: all chunks have the size ceil(total / n), the
+last ones may be shorter or empty.
 
-A rule looks at nothing but the leaf and the box, so neither writers nor readers have to ask anybody. Mesh
-layouts name theirs. What rule 1 does not bound is how small pieces become: thousands of replicas made
-thousands of them of a box of 1 MiB, and whoever read it had to find them all.
+A rule depends only on the leaf and the box, so neither writers nor readers need messages. Mesh layouts name
+their rule. Rule 1 has no lower bound for pieces: thousands of replicas made thousands of pieces of a box of 1
+MiB, which every reader had to find.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Bounds = tuple[Interval, ...]
 class Sharded:
     """A mesh dimension that splits tensor dimension `dim`.
 
-    With `split_factor` above 1 every place takes its chunk of each of that many equal parts
-    (torch's strided shard, left behind by splitting one dimension in the reverse order).
+    With `split_factor` above 1 every place takes its chunk of each of that many equal parts (torch's strided
+    shard, the result of splitting one dimension in the reverse order).
     """
 
     dim: int
@@ -39,7 +39,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A mesh dimension all of whose places hold the same."""
+    """A mesh dimension whose places all hold the same."""
 
 
 Placement = Sharded | Replicated
@@ -66,7 +66,7 @@ def local_intervals(
 ) -> list[Interval]:
     """Indices along `dim`, of `size`, at a coordinate of the mesh; placements apply left to right.
 
-    More than one interval means that the local part is not contiguous in the whole.
+    Several intervals mean that the local part is not contiguous in the whole.
     """
     intervals: list[Interval] = [(0, size)]
     for places, place, placement in zip(mesh, coordinate, placements, strict=True):
@@ -79,7 +79,7 @@ def local_intervals(
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
-    """Join intervals that touch, in the order given; empty ones vanish."""
+    """Join adjacent intervals, in the given order; drops empty ones."""
     found: list[Interval] = []
     for start, stop in intervals:
         if start >= stop:
@@ -107,21 +107,20 @@ def volume(box: Bounds) -> int:
 
 
 def whole(shape: Sequence[int]) -> Bounds:
-    """The box of everything."""
+    """The box of the whole shape."""
     return tuple((0, size) for size in shape)
 
 
 def intersect(one: Bounds, other: Bounds) -> Bounds | None:
-    """What two boxes share; None if that is nothing."""
+    """The intersection of two boxes; None if empty."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
 
 def runs(outer: Bounds, inner: Bounds) -> Iterator[Interval]:
-    """Where `inner`, a box within `outer`, lies in the row-major elements of `outer`.
+    """Ranges of `inner`, a box within `outer`, in the row-major elements of `outer`.
 
-    Half-open ranges of element indices relative to the first element of `outer`, ascending, each as
-    long as it can be.
+    Half-open ranges of element indices relative to the first element of `outer`, ascending and maximal.
     """
     if volume(inner) == 0:
         return
@@ -146,7 +145,7 @@ def _contiguous_from(outer: Bounds, inner: Bounds) -> int:
 
 
 def range_boxes(shape: Sequence[int], first: int, last: int) -> Iterator[Bounds]:
-    """The boxes, in order, that elements [first, last) of a tensor in row-major order consist of."""
+    """The boxes, in order, of elements [first, last) of a tensor in row-major order."""
     if first >= last:
         return
     if not shape:
@@ -166,9 +165,9 @@ def range_boxes(shape: Sequence[int], first: int, last: int) -> Iterator[Bounds]
 
 
 def uncovered(shape: Sequence[int], boxes: Sequence[Bounds]) -> str | None:
-    """Prove that boxes cover a shape exactly once; None, or what is wrong in words.
+    """Check that boxes cover a shape exactly once; returns None, or the error.
 
-    Empty boxes are ignored; a box with another number of dimensions or beyond the shape is wrong.
+    Empty boxes are ignored; a box with another number of dimensions or beyond the shape is an error.
     """
     for box in boxes:
         outside = len(box) != len(shape) or any(
@@ -195,7 +194,7 @@ def _uncovered(space: Bounds, boxes: Sequence[Bounds], prefix: Bounds) -> str | 
 
 
 def _slabs(interval: Interval, boxes: Sequence[Bounds]) -> Iterator[tuple[Interval, list[Bounds]]]:
-    """Cut the first dimension wherever a box begins or ends; with each slab, the rest of its boxes."""
+    """Cut the first dimension at the borders of all boxes; with each slab, the rest of its boxes."""
     starts = sorted(boxes, key=lambda box: box[0])
     cuts = sorted({*interval, *(edge for box in boxes for edge in box[0])})
     active: list[Bounds] = []
@@ -222,14 +221,14 @@ def halves(box: Bounds) -> list[Bounds]:
 
 
 RULE = 2
-"""The one by which this version writes."""
+"""The rule of this version's writer."""
 KNOWN = frozenset((1, 2))
 SPLIT_BYTES = 1 << 20
-"""Replicas divide a box of at least so many bytes, by rule 2 into pieces of about as many."""
+"""Replicas divide a box of at least so many bytes, by rule 2 into pieces of about this size."""
 
 
 class Among(NamedTuple):
-    """The replicas of a leaf's boxes: their rule and number, and the one that the leaf's name chooses."""
+    """The replicas of a leaf's boxes: their rule and number, and the one that the leaf's name selects."""
 
     rule: int
     replicas: int
@@ -238,14 +237,14 @@ class Among(NamedTuple):
 
     @classmethod
     def of(cls, name: str, replicas: int, item_bytes: int, rule: int) -> Among:
-        """Those of leaf `name`."""
+        """The replicas of leaf `name`."""
         return cls(rule, replicas, owner(name, replicas), item_bytes)
 
 
 class Division(NamedTuple):
-    """Chunks of a box, each of `rows` indices of its first dimension, the last perhaps of fewer.
+    """Chunks of a box, each of `rows` indices of its first dimension, the last maybe shorter.
 
-    Replica `first` stores the first one, those behind it, around the end, the others.
+    Replica `first` stores the first one, the following replicas, cyclically, the others.
     """
 
     rows: int
@@ -254,14 +253,14 @@ class Division(NamedTuple):
 
 
 def owner(name: str, replicas: int) -> int:
-    """The replica that a leaf's name chooses."""
+    """The replica that a leaf's name selects."""
     if replicas == 1:
         return 0
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % replicas
 
 
 def division(lengths: Sequence[int], among: Among) -> Division:
-    """How the replicas of a box of these lengths share it."""
+    """The division of a box of these lengths among replicas."""
     rows = lengths[0] if lengths else 1
     nbytes = math.prod(lengths) * among.item_bytes
     if among.rule == 1:
@@ -274,7 +273,7 @@ def division(lengths: Sequence[int], among: Among) -> Division:
 
 
 def share(box: Bounds, replica: int, among: Among) -> Bounds | None:
-    """What one of the replicas of a box stores of it; None for nothing."""
+    """The part of a box that one of its replicas stores; None for nothing."""
     if among.replicas == 1:
         return box
     rows, chunks, first = division([stop - start for start, stop in box], among)
@@ -297,5 +296,5 @@ def writing_replicas(boxes: Sequence[Sequence[int]], among: Among) -> list[range
 
 
 def first_share(boxes: Sequence[Sequence[int]], among: Among) -> int:
-    """The most elements that a replica stores of boxes of these lengths, if all first chunks are its own."""
+    """Upper bound of the elements one replica writes, assuming it gets the first chunk of every box."""
     return sum(division(lengths, among).rows * math.prod(lengths[1:]) for lengths in boxes)

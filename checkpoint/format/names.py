@@ -1,15 +1,15 @@
-"""Names on disk: of files and keys, suggestions for wrong ones; columns of names and numbers.
+"""Validate names on disk (files, keys), suggest similar names, and pack columns of names and numbers.
 
-No user string becomes a path: node, group, position and try are validated here, and paths are
-rebuilt from the validated parts. A tensor key is the leaf's name with `%`, `@` and control
-characters percent-encoded (as UTF-8), followed by the form of what is stored:
+A user's string never becomes a path: node, group, position and attempt are validated here, and paths are
+built from the validated parts. A tensor key is the leaf's name with `%`, `@` and control characters
+percent-encoded (as UTF-8), followed by the form of what is stored:
 
     model.weight                    the whole leaf
     model.weight@[0:4,2:6]          a box of it
     model.weight@flat[1024:2048]    a range of its elements in row-major order, stored 1-D
 
-A packed column is a list whose items are numbers, or `[start, step, count]` for a run of them;
-names pack to strings, or `[prefix, first, count]` for prefix<first>, prefix<first + 1>, ...
+A packed column is a list whose items are numbers, or `[start, step, count]` for a run of them; names pack to
+strings, or `[prefix, first, count]` for prefix<first>, prefix<first + 1>, ...
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _SHARD_FILE = re.compile(
 _INTERVAL = r"(?:0|[1-9][0-9]{0,18}):(?:0|[1-9][0-9]{0,18})"
 _FORM = re.compile(rf"(?P<flat>flat)?\[(?P<ranges>{_INTERVAL}(?:,{_INTERVAL})*)\]")
 _FORMS = 1 << 10
-"""Forms of pieces that are remembered: a file has few, of very many leaves."""
+"""Number of cached forms of pieces: a file has few forms for many leaves."""
 _METADATA = "__metadata__"
 LONGEST_NAME = 4096
-"""Characters of the name of a leaf or a blob."""
+"""Maximum characters of the name of a leaf or a blob."""
 UPSTREAM = "upstream."
-"""What the names of blobs of upstream runs begin with."""
+"""Prefix of the names of blobs of upstream runs."""
 LINEAGE = f"{UPSTREAM}lineage"
-"""The blob that holds their records."""
+"""The blob with their records."""
 
 
 @dataclass(frozen=True)
@@ -80,24 +80,24 @@ Key = Whole | Box | Flat
 
 
 def format_key(key: Key) -> str:
-    """The text of a key in a shard; raises BlobError for a name that cannot be one."""
+    """The text of a key in a shard; raises BlobError for an invalid name."""
     return encode_name(key.name) + suffix_of(key)
 
 
 def suffix_of(key: Key) -> str:
-    """What the text of a key has behind its encoded name, which is not looked at; raises BlobError."""
+    """The suffix after the encoded name in the text of a key; raises BlobError for invalid intervals."""
     if isinstance(key, Whole):
         return ""
     flat = isinstance(key, Flat)
     intervals = ((key.start, key.stop),) if isinstance(key, Flat) else key.intervals
     form = _written(intervals, flat)
     if form is None:
-        raise BlobError(f"{key.name}: {intervals} are no intervals of indices")
+        raise BlobError(f"{key.name}: invalid intervals of indices {intervals}")
     return f"@{form}"
 
 
 def format_keys(keys: Sequence[Key]) -> Sequence[str]:
-    """The texts of very many keys, nearly all of which are plain names; raises as `format_key` does."""
+    """The texts of many keys, mostly plain names; raises as `format_key` does."""
     names = [key.name for key in keys]
     if set(map(type, keys)) <= {Whole} and all_plain(names):
         return names
@@ -105,11 +105,11 @@ def format_keys(keys: Sequence[Key]) -> Sequence[str]:
 
 
 def parse_key(text: str) -> Key:
-    """Read a key back; only what `format_key` writes is accepted, anything else is a DamagedError."""
+    """Read a key; accepts only results of `format_key`, else raises DamagedError."""
     encoded, at, form = text.partition("@")
     read = _read(form) if at else None
     if not encoded or (at and read is None):
-        raise DamagedError(f"{text!r} is no tensor key")
+        raise DamagedError(f"invalid tensor key {text!r}")
     name = encoded if is_plain(encoded) else _decoded_name(encoded, text)
     if read is None:
         return Whole(name)
@@ -122,35 +122,35 @@ def _decoded_name(encoded: str, key: str) -> str:
     try:
         written = encode_name(name)
     except BlobError as error:
-        raise DamagedError(f"{key!r} is no tensor key: {error}") from None
+        raise DamagedError(f"invalid tensor key {key!r}: {error}") from None
     if written != encoded:
-        raise DamagedError(f"{key!r} is no tensor key: its name would be written {written!r}")
+        raise DamagedError(f"invalid tensor key {key!r}: its name would be written {written!r}")
     return name
 
 
 def is_plain(name: str) -> bool:
-    """Whether a whole leaf of this name has it as its key, as nearly all have."""
+    """Whether the key of a whole leaf of this name is the name itself, as usual."""
     return holds_plain(name) and name not in ("", _METADATA)
 
 
 def all_plain(found: Collection[str]) -> bool:
-    """Whether all are plain, at once."""
+    """`is_plain` for all of these at once."""
     return holds_plain("".join(found)) and none_kept(found)
 
 
 def none_kept(found: Collection[str]) -> bool:
-    """Whether none is a text that no key can be."""
+    """Whether none is a reserved text."""
     return "" not in found and _METADATA not in found
 
 
 def holds_plain(text: str) -> bool:
-    """Whether a key holds all of a text as it is: ASCII, which nearly every name consists of."""
+    """Whether a key holds a text unencoded: ASCII, as nearly every name."""
     return text.isascii() and text.isprintable() and "%" not in text and "@" not in text
 
 
 @lru_cache(maxsize=_FORMS)
 def _written(intervals: tuple[tuple[int, int], ...], flat: bool) -> str | None:
-    """What follows the `@` of a key; None for what are no intervals."""
+    """The suffix after the `@` of a key; None for invalid intervals."""
     if not intervals or any(not 0 <= start <= stop for start, stop in intervals):
         return None
     text = ",".join(f"{start}:{stop}" for start, stop in intervals)
@@ -159,7 +159,7 @@ def _written(intervals: tuple[tuple[int, int], ...], flat: bool) -> str | None:
 
 @lru_cache(maxsize=_FORMS)
 def _read(form: str) -> tuple[bool, tuple[tuple[int, int], ...]] | None:
-    """Whether a form is flat, and its intervals; None for any that `_written` does not write."""
+    """Whether a form is flat, and its intervals; None for a text that `_written` does not write."""
     match = _FORM.fullmatch(form)
     if match is None:
         return None
@@ -175,12 +175,12 @@ def _interval(text: str) -> tuple[int, int]:
 
 
 def encode_name(name: str) -> str:
-    """Percent-encode what a leaf's name may hold and a key may not; raises BlobError."""
+    """Percent-encode characters that a key cannot hold; raises BlobError."""
     if is_plain(name):
         return name
     if not name:
         raise BlobError("a leaf needs a name, not an empty string")
-    if name == _METADATA:  # the one key that safetensors keeps for itself
+    if name == _METADATA:  # the one key that safetensors reserves
         return "%5F" + name[1:]
     try:
         return "".join(_percent(c) if c in "%@" or unicodedata.category(c) == "Cc" else c for c in name)
@@ -189,13 +189,13 @@ def encode_name(name: str) -> str:
 
 
 def decode_name(text: str) -> str:
-    """Undo `encode_name`; raises DamagedError for text that is not UTF-8 behind its percent signs."""
+    """Undo `encode_name`; raises DamagedError for text that is not UTF-8 after decoding."""
     if "%" not in text:
         return text
     try:
         return unquote_to_bytes(text).decode("utf-8")
     except UnicodeError:
-        raise DamagedError(f"{text!r} is no encoded name") from None
+        raise DamagedError(f"invalid encoded name {text!r}") from None
 
 
 def _percent(character: str) -> str:
@@ -211,7 +211,7 @@ def _check_unicode(name: str) -> None:
 
 @dataclass(frozen=True)
 class ShardName:
-    """The parts of a shard's file name, as they are before any percent-encoding."""
+    """The parts of a shard's file name, without percent-encoding."""
 
     node: str
     position: Position
@@ -230,43 +230,43 @@ def shard_file_name(name: ShardName) -> str:
 
 
 def parse_shard_file_name(text: str) -> ShardName:
-    """Read a shard's file name back; raises DamagedError for any other name."""
+    """Parse a shard's file name; raises DamagedError for any other name."""
     match = _SHARD_FILE.fullmatch(text)
     if match is None:
-        raise DamagedError(f"{text!r} is no shard's file name")
+        raise DamagedError(f"invalid file name of a shard {text!r}")
     try:
         position = Position.parse(match["position"])
         node = check_node(decode_name(match["node"]))
     except UsageError as error:
-        raise DamagedError(f"{text!r} is no shard's file name: {error}") from None
+        raise DamagedError(f"invalid file name of a shard {text!r}: {error}") from None
     return ShardName(node, position, match["group"], int(match["part"] or 1))
 
 
 def check_node(name: str) -> str:
-    """Give back a node name that may be part of a path; raises UsageError for any other."""
+    """Return a node name that can be part of a path; raises UsageError for any other."""
     if NODE.fullmatch(name) is None:
         raise UsageError(
-            f"{name!r} is no node name: use 1 to 63 of A-Z a-z 0-9 . _ : -, a letter or digit first"
+            f"invalid node name {name!r}: use 1 to 63 of A-Z a-z 0-9 . _ : -, a letter or digit first"
         )
     return name
 
 
 def check_group(name: str) -> str:
-    """Give back the name of a group of shards; raises UsageError for what is none."""
+    """Return a valid name of a group of shards; raises UsageError for any other."""
     if GROUP.fullmatch(name) is None:
-        raise UsageError(f"{name!r} is no group name: use lower-case letters and '_', a letter first")
+        raise UsageError(f"invalid group name {name!r}: use lower-case letters and '_', a letter first")
     return name
 
 
 def check_try(name: str) -> str:
-    """Give back the name of a try directory; raises DamagedError for what is none."""
+    """Return a valid name of an attempt's directory; raises DamagedError for any other."""
     if TRY.fullmatch(name) is None:
-        raise DamagedError(f"{name!r} is not the name of a try: e<epoch>[s<step>]-<nonce> is expected")
+        raise DamagedError(f"invalid attempt name {name!r}: expected e<epoch>[s<step>]-<nonce>")
     return name
 
 
 def check_mark_name(name: str) -> str:
-    """A name that a tag or pin may get; UsageError for any other. What is there is read whatever it is."""
+    """Return a valid new name of a tag or pin; raises UsageError. Existing names are not checked."""
     if not (_MARK.fullmatch(name) and name.isprintable()):
         raise UsageError(
             f"{name!r:.80} cannot name a tag or pin: up to 63 printable characters, no spaces, "
@@ -276,13 +276,13 @@ def check_mark_name(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message: what was probably meant, or what there is."""
-    known = [one for one in known if not one.startswith(GRADIENTS)]  # which nobody asks for by name
+    """The end of a message: the closest names, or what exists."""
+    known = [one for one in known if not one.startswith(GRADIENTS)]  # which users do not ask for by name
     close = get_close_matches(name, known, n=3, cutoff=0.6)
     if close:
         return f"; did you mean {' or '.join(map(repr, close))}?"
     some = ", ".join(map(repr, sorted(known)[:8]))
-    return f"; there {'is' if len(known) == 1 else 'are'} {some or 'none'}{', ...' if len(known) > 8 else ''}"
+    return f"; available: {some or 'none'}{', ...' if len(known) > 8 else ''}"
 
 
 DATA = "data"
@@ -298,22 +298,22 @@ _STAMP = re.compile(r"e([0-9]{8})(?:s([0-9]{6,9}))?-.*", re.ASCII)
 
 
 def try_directory(try_name: str) -> str:
-    """The directory of a try; raises DamagedError for what is no try's name."""
+    """The directory of an attempt; raises DamagedError for an invalid name."""
     return f"{DATA}/{check_try(try_name)}"
 
 
 def manifest_path(try_name: str) -> str:
-    """The manifest of a try."""
+    """The path of an attempt's manifest."""
     return f"{try_directory(try_name)}/{MANIFEST}"
 
 
 def stats_path(try_name: str) -> str:
-    """How long a try took."""
+    """The path of an attempt's timings."""
     return f"{try_directory(try_name)}/{STATS}"
 
 
 def position_of(try_name: str) -> Position:
-    """The position that a try was written at."""
+    """The position of an attempt."""
     match = _STAMP.fullmatch(check_try(try_name))
     epoch, step = match.groups() if match else ("0", None)
     return Position(int(epoch), int(step or 0))
@@ -325,7 +325,7 @@ R = TypeVar("R")
 
 
 def first_of_each(keys: Iterable[K], rows: Iterable[R]) -> dict[K, R]:
-    """Every key of the rows with the first row that has it, in their order."""
+    """Every key of the rows with the first row that has it, in order."""
     found: dict[K, R] = {}
     for key, row in zip(keys, rows, strict=True):
         if key not in found:
@@ -334,9 +334,9 @@ def first_of_each(keys: Iterable[K], rows: Iterable[R]) -> dict[K, R]:
 
 
 class Recent(Generic[T]):
-    """Keeps the last `size` answers, newest first; each must itself tell what it was the answer to.
+    """Caches the last `size` results, newest first; each must state what it was computed for.
 
-    Several threads may ask: an answer may then be made twice, and one of both is kept.
+    Thread-safe: a result may then be computed twice, and one is kept.
     """
 
     def __init__(self, size: int) -> None:
@@ -344,7 +344,7 @@ class Recent(Generic[T]):
         self._kept: tuple[T, ...] = ()
 
     def get(self, fits: Callable[[T], bool], make: Callable[[], T]) -> T:
-        """A kept answer that fits, else a new one. What `make` raises is not kept."""
+        """A cached result that matches, else a new one. Errors of `make` are not cached."""
         for one in self._kept:
             if fits(one):
                 return one
@@ -354,15 +354,15 @@ class Recent(Generic[T]):
 
 
 LIMIT = 1 << 22
-"""More items than any column may unpack to: no small file claims a lot of memory. Writers check it, too."""
+"""Maximum of items that a column may unpack to: a small file cannot claim much memory."""
 _SHORTEST_RUN = 4
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")
 
 
 def pack_numbers(numbers: Sequence[int]) -> list[Json]:
-    """Numbers with their runs of four and more folded; raises BlobError for more than a reader unpacks."""
+    """Fold runs of four and more numbers; raises BlobError for more than a reader unpacks."""
     _check_count(numbers)
-    if len(numbers) >= _SHORTEST_RUN and _one_run(numbers):  # as columns of many rows mostly are
+    if len(numbers) >= _SHORTEST_RUN and _one_run(numbers):  # the usual case of columns of many rows
         return [[numbers[0], numbers[1] - numbers[0], len(numbers)]]
     steps = list(map(sub, numbers[1:], numbers))
     goes_on = bytes(map(eq, steps[1:], steps))  # from here on, three numbers or more are a run
@@ -383,7 +383,7 @@ def pack_numbers(numbers: Sequence[int]) -> list[Json]:
 
 
 def unpack_numbers(packed: Json, what: str) -> tuple[int, ...]:
-    """The numbers again; raises DamagedError for anything that is no packed column."""
+    """The numbers; raises DamagedError for an invalid packed column."""
     if set(map(type, _items(packed, what))) <= {int}:
         return tuple(packed)
     found: list[int] = []
@@ -399,7 +399,7 @@ def unpack_numbers(packed: Json, what: str) -> tuple[int, ...]:
 
 
 def pack_names(names: Sequence[str]) -> list[Json]:
-    """Names with runs of equal prefixes and rising numbers folded; raises BlobError as `pack_numbers`."""
+    """Fold runs of equal prefixes and rising numbers; raises BlobError as `pack_numbers` does."""
     _check_count(names)
     numbered = bytes(map(str.isdigit, [name[-1:] for name in names]))
     packed: list[Json] = []
@@ -419,7 +419,7 @@ def pack_names(names: Sequence[str]) -> list[Json]:
 
 
 def unpack_names(packed: Json, what: str) -> tuple[str, ...]:
-    """The names again; raises DamagedError for anything that is no packed column."""
+    """The names; raises DamagedError for an invalid packed column."""
     if set(map(type, _items(packed, what))) <= {str}:
         return tuple(packed)
     found: list[str] = []
@@ -437,8 +437,8 @@ def unpack_names(packed: Json, what: str) -> tuple[str, ...]:
 def _check_count(items: Sequence[object]) -> None:
     if len(items) > LIMIT:
         raise BlobError(
-            f"the epoch has {len(items)} leaves or pieces, more than the {LIMIT} that a manifest may list: "
-            "stack small tensors into larger ones, or leave some out with exclude="
+            f"the epoch has {len(items)} leaves or pieces, more than the {LIMIT} that a manifest may "
+            "list: stack small tensors into larger ones"
         )
 
 
@@ -473,4 +473,4 @@ def _run(item: Json, before: int, what: str) -> tuple[Json, Json, int]:
 
 
 def _wrong(what: str) -> DamagedError:
-    return DamagedError(f"{what} is damaged: it is no column of a manifest")
+    return DamagedError(f"{what} is damaged: invalid column of a manifest")

@@ -1,6 +1,6 @@
-"""Positions in a run, what a manifest remembers of the run there, and what a log says of them now.
+"""Define positions in a run, the facts of a run stored with them, and the entries of the log about them.
 
-Pure types; every log record carries all of it, so that the newest valid record tells everything.
+Pure types. Every log record has the whole state, so the newest valid record is enough.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torchrelay.records import Json, dataclass
 
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,7})(?:\+([1-9][0-9]{0,8}))?")
 MAX_EPOCH = 10**8 - 1
-"""Eight decimal digits: what a try directory's name has room for."""
+"""Eight decimal digits, as in the name of an attempt's directory."""
 
 
 @dataclass(frozen=True, order=True)
 class Position:
     """(epoch, step): epoch 0 is the state after init, k after k epochs.
 
-    (3, 1200), written `3+1200`, is 1,200 steps into the fourth epoch; only automatic resume uses
-    positions with a step.
+    (3, 1200), written `3+1200`, is 1,200 steps into the fourth epoch; only automatic resume uses positions
+    with a step.
     """
 
     epoch: int
@@ -41,13 +41,13 @@ class Position:
         return self.step == 0
 
     def directory(self, nonce: str) -> str:
-        """The try directory's name below `data/`: e00000004-7f3a9c or e00000003s001200-7f3a9c."""
+        """The name of an attempt's directory below `data/`: e00000004-7f3a9c or e00000003s001200-7f3a9c."""
         step = f"s{self.step:06d}" if self.step else ""
         return f"e{self.epoch:08d}{step}-{nonce}"
 
     @classmethod
     def parse(cls, text: str) -> Position:
-        """Read `7` or `3+1200`; raises UsageError for anything else."""
+        """Parse `7` or `3+1200`; raises UsageError for anything else."""
         match = _TEXT.fullmatch(text)
         if match is None:
             raise UsageError(f"{text!r} is not a position: write an epoch such as 7, or 3+1200 with a step")
@@ -58,19 +58,19 @@ _WILD = re.compile(r"[*?\[]")
 
 
 def is_pattern(text: str) -> bool:
-    """Whether a text stands for any names that look like it."""
+    """Whether a text has wildcards."""
     return _WILD.search(text) is not None
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern means a leaf."""
+    """Whether a pattern matches a leaf."""
     if is_pattern(pattern):
         return fnmatchcase(name, pattern)
     return name == pattern or name.startswith(f"{pattern}.")
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns means a leaf."""
+    """Whether one of the patterns matches a leaf."""
     return any(matches(name, pattern) for pattern in patterns)
 
 
@@ -79,14 +79,14 @@ Patterns = str | Sequence[str] | None
 
 @dataclass(frozen=True)
 class Selection:
-    """Saved is what a pattern of `include` means (None: everything) and no pattern of `exclude`."""
+    """Selects leaves that match a pattern of `include` (None: all) and no pattern of `exclude`."""
 
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
 
     @property
     def everything(self) -> bool:
-        """Whether nothing was asked for."""
+        """Whether all leaves are selected."""
         return self.include is None and not self.exclude
 
     @property
@@ -99,12 +99,12 @@ class Selection:
         return not self.why_not(name)
 
     def why_absent(self, name: str) -> str:
-        """What a refusal says of a leaf that the save left out; empty for one that it would have saved."""
+        """Why the save left a leaf out, for messages; empty for one that it would have saved."""
         why = self.why_not(name)
         return f"{LEFT_OUT}: {why}" if why else ""
 
     def why_not(self, name: str) -> str:
-        """Why a leaf of this name is not saved, for people; empty if it is."""
+        """Why a leaf of this name is not saved, for messages; empty if it is."""
         for pattern in self.exclude:
             if matches(name, pattern):
                 return f"excluded by {pattern!r}"
@@ -118,17 +118,20 @@ EVERYTHING = Selection()
 
 
 def selection_of(include: Patterns, exclude: Patterns) -> Selection:
-    """What arguments `include` and `exclude` ask for; raises UsageError for what are no patterns."""
+    """The selection of arguments `include` and `exclude`; raises UsageError for invalid patterns."""
     found = None if include is None else _checked(include, "include")
     if found == ():
-        raise UsageError("include=[] would save nothing: leave it out, or name what to save")
+        raise UsageError("include=[] would save nothing: leave it out")
     return Selection(found, () if exclude is None else _checked(exclude, "exclude"))
 
 
 def _checked(given: object, what: str) -> tuple[str, ...]:
+    """Patterns as a tuple; raises UsageError."""
     found = (given,) if isinstance(given, str) else given
     if not isinstance(found, (list, tuple)) or not all(isinstance(one, str) and one for one in found):
-        raise UsageError(f'{what} is {given!r:.80}; give patterns of leaf names, such as ["debug.*"]')
+        raise UsageError(
+            f'invalid {what}={given!r:.80}: expected patterns of leaf names, such as ["debug.*"]'
+        )
     return tuple(found)
 
 
@@ -136,29 +139,29 @@ def _checked(given: object, what: str) -> tuple[str, ...]:
 class Facts:
     """Facts about a position: reduced metrics, the verdict of each stop condition, counters.
 
-    `metrics` are those that the epoch logged; an epoch of an earlier version has the carried ones among them.
-    `stop` maps a condition's name to {"stop": bool, "reason": str}; `elapsed_secs` and
-    `total_steps` count over all attempts; `seed` is what `torchrelay.seed` was given, if anything.
+    `metrics` are those that the epoch logged; earlier versions included carried ones. `stop` maps a
+    condition's name to {"stop": bool, "reason": str}; `elapsed_secs` and `total_steps` count over all
+    attempts of the run; `seed` is the argument of `torchrelay.seed`, if any.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     carried: Mapping[str, float] = field(default_factory=dict)
-    """The last values of metrics that earlier epochs logged and this one did not."""
+    """Last values of metrics that earlier epochs logged and this one did not."""
     stop: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     total_steps: int = 0
     elapsed_secs: float = 0.0
     seed: int | None = None
     run_id: str | None = None
     over: bool = False
-    """Whether the loop ended here, by the verdicts as they were combined."""
+    """Whether the loop ended here, by the combined verdicts."""
     selection: Selection = EVERYTHING
-    """Which leaves the save took; the others are not in the epoch."""
+    """The leaves that the save took; the others are not in the epoch."""
     made_by_init: tuple[str, ...] | None = None
-    """The blobs that nobody registered: `init` made them, and a load makes them anew. None: not known."""
+    """Unregistered blobs: `init` made them, and a load recreates them. None: unknown."""
     built: Mapping[str, Any] = field(default_factory=dict)
-    """What the program gave of what a resume may take from it, by name (`from_program`)."""
+    """Values of the program that a resume may take from it, by name (`from_program`)."""
     places: Mapping[str, Any] = field(default_factory=dict)
-    """Of a position with a step: where in its tasks each node was, and what it had logged."""
+    """For a position with a step: each node's place in its tasks, and what it had logged."""
 
     @property
     def last_metrics(self) -> dict[str, float]:
@@ -167,7 +170,7 @@ class Facts:
 
 
 def facts_json(facts: Facts) -> Json:
-    """Facts as they lie in a manifest."""
+    """Facts as stored in a manifest."""
     return {
         "metrics": _metrics_json(facts.metrics),
         **({"carried": _metrics_json(facts.carried)} if facts.carried else {}),
@@ -185,7 +188,7 @@ def facts_json(facts: Facts) -> Json:
 
 
 def facts_of(value: Json, what: str) -> Facts:
-    """Read what `facts_json` made; raises DamagedError naming `what`."""
+    """Read the JSON of `facts_json`; raises DamagedError naming `what`."""
     return facts_in(Fields(value if isinstance(value, dict) else {}, what))
 
 
@@ -214,7 +217,7 @@ def _selection(fields: Fields) -> Selection:
 
 
 def facts_in(fields: Fields) -> Facts:
-    """Read what `facts_json` made; raises DamagedError naming the part that is wrong."""
+    """Read the JSON of `facts_json`; raises DamagedError naming the invalid part."""
     seed = values.decode(fields.values.get("seed"))
     stop = fields.fields("stop").values
     elapsed = fields.values.get("elapsed_secs")
@@ -240,11 +243,11 @@ def facts_in(fields: Fields) -> Facts:
 
 HEALTHY = "ok"
 DAMAGED = "damaged"
-"""Set by `quarantine`; any other health than `HEALTHY` means: not to be resumed from."""
+"""Set by `quarantine`; an entry of any other health than `HEALTHY` is not resumed from."""
 
 
 class Key(NamedTuple):
-    """What a live entry is known by; sorts by branch, then position."""
+    """Key of a live entry; sorts by branch, then position."""
 
     branch: int
     position: Position
@@ -255,10 +258,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class CommittedPosition:
-    """One committed position: which try holds it and the manifest that proves it.
+    """One committed position: its attempt, and size and digest of its manifest.
 
-    `needs` are earlier tries that its manifest refers to; `groups` the file groups that still
-    exist; `resumable` is False once a group such as the optimizer's is gone.
+    `needs` are earlier attempts that its manifest references; `groups` the file groups that still exist;
+    `resumable` is False once a group such as the optimizer's is deleted.
     """
 
     branch: int
@@ -271,7 +274,7 @@ class CommittedPosition:
     resumable: bool = True
     health: str = HEALTHY
     extra: Mapping[str, Json] = field(default_factory=dict, hash=False)
-    """Fields of a newer minor version: not understood, always kept."""
+    """Unknown fields of a newer minor version, always kept."""
 
     @property
     def key(self) -> Key:
@@ -280,12 +283,12 @@ class CommittedPosition:
 
     @property
     def tries(self) -> tuple[str, ...]:
-        """All tries whose files this entry needs, its own first."""
+        """All attempts whose files this entry needs, its own first."""
         return (self.try_name, *self.needs)
 
     @property
     def healthy(self) -> bool:
-        """Whether nobody has found it damaged."""
+        """Whether no damage was found."""
         return self.health == HEALTHY
 
 
@@ -293,8 +296,8 @@ class CommittedPosition:
 class Branch:
     """One line of epochs. It shares its parent's entries up to and including `base`.
 
-    `base` None: a fresh start, nothing is shared. `request` is what the user asked for when the
-    branch began, e.g. `{"epoch": 2, "process": "..."}`; None for the first branch.
+    `base` None: a fresh start, which shares nothing. `request` is the user's request that began the branch,
+    e.g. `{"epoch": 2, "process": "..."}`; None for the first branch.
     """
 
     id: int
@@ -314,7 +317,7 @@ class TagOrPin:
 
 @dataclass(frozen=True)
 class Retirement:
-    """A try (`groups` None), or some groups of its files, that may be deleted."""
+    """An attempt (`groups` None), or some groups of its files, that may be deleted."""
 
     try_name: str
     groups: tuple[str, ...] | None = None
@@ -322,7 +325,7 @@ class Retirement:
 
 @dataclass(frozen=True)
 class State:
-    """Everything a log record says beside itself. `entries` are sorted by key."""
+    """Everything in a log record except about itself. `entries` are sorted by key."""
 
     entries: tuple[CommittedPosition, ...] = ()
     branches: tuple[Branch, ...] = (Branch(0),)
@@ -330,15 +333,15 @@ class State:
     next_branch: int = 1
     marks: tuple[TagOrPin, ...] = ()
     retiring: tuple[Retirement, ...] = ()
-    """Retired, deletion not yet known to be complete."""
+    """Retired, and maybe not deleted completely."""
     holder: Mapping[str, Json] = field(default_factory=dict, hash=False)
     """The identity of the writer of the newest takeover (see `writer.py`)."""
     released: bool = True
-    """Whether that writer has said that it is done."""
+    """Whether that writer has released the log."""
 
     @property
     def tries(self) -> frozenset[str]:
-        """Every try that some live entry needs."""
+        """Every attempt that some live entry needs."""
         return frozenset(name for entry in self.entries for name in entry.tries)
 
     @property

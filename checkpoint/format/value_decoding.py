@@ -1,17 +1,17 @@
-"""Typed values of containers and generators that JSON and the table of `values.py` lack.
+"""Encode and decode containers and generators that neither JSON nor the table of `values.py` has.
 
-    deque             [maxlen or null, list]
-    defaultdict       [name of the factory or null, [[key, value], ...]]
-    dataclass         [qualified name, [[field, value], ...]]
-    blob              the name of the blob that stands there
-    torch.Generator   [device, base64]
-    numpy.Generator   [bit generator, state, seed sequence or null]
-    numpy.RandomState state
-    random.Random     [version, base64 of 32-bit words, gauss]
+    deque               [maxlen or null, list]
+    defaultdict         [name of the factory or null, [[key, value], ...]]
+    dataclass           [qualified name, [[field, value], ...]]
+    blob                the name of the blob at this place
+    torch.Generator     [device, base64]
+    numpy.Generator     [bit generator, state, seed sequence or null]
+    numpy.RandomState   state
+    random.Random       [version, base64 of 32-bit words, gauss]
 
-States are plain numbers and bytes. No class is looked up by a name from a file, but the bit generators and
-factories that are listed here: an instance of a dataclass comes back as a dict of its fields, unless a
-caller has the object to put them into.
+States are plain numbers and bytes. No class is looked up by a name from a file, except the bit generators and
+factories listed here. An instance of a dataclass is decoded to a dict of its fields, unless the caller has an
+object for them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _UNKNOWN = "unknown to this torchrelay: use a newer one"
 Encode = Callable[[Any, str], Json]
 Decode = Callable[[Json], Any]
 Record = Callable[[str, dict[str, Any]], Any]
-"""Given the qualified name of a dataclass and its fields, gives what stands for them."""
+"""Makes the object for a dataclass from its qualified name and its fields."""
 
 
 def encode_container(value: Any, path: str, encode: Encode, *, root: bool) -> tuple[str, Json]:
     """Tag and content of a deque, a defaultdict or a generator.
 
-    `root` is whether the value is all that is stored: the program then has an object to load it into.
+    `root`: the value is all that is stored, so the program has an object to load it into.
     """
     if type(value) is deque:
         return "deque", [value.maxlen, [encode(item, f"{path}[{at}]") for at, item in enumerate(value)]]
@@ -66,7 +66,7 @@ def _factory_name(factory: Any, path: str, *, root: bool) -> str | None:
         return None
     if FACTORIES.get(name) is not factory:
         raise BlobError(
-            f"{path} is a defaultdict inside another value, and no load could make its factory again: use "
+            f"{path} is a defaultdict inside another value, and no load could recreate its factory: use "
             f"one of {', '.join(FACTORIES)}, or a plain dict"
         )
     return str(name)
@@ -92,7 +92,7 @@ def _generator_json(value: Any, path: str, encode: Encode) -> tuple[str, Json]:
 
 
 def decode_container(kind: str, content: Json, decode: Decode, record: Record) -> Any:
-    """The value again; a generator is a new one with that state."""
+    """Decode a value; a generator is a new one with that state."""
     return _DECODERS[kind](content, decode, record)
 
 
@@ -193,9 +193,9 @@ CONTAINER_KINDS = frozenset(_DECODERS)
 
 
 TensorReader = Callable[[Json], Any]
-"""Given what stood for a tensor, gives the tensor; a `ParameterName` stood for a parameter."""
+"""Returns the tensor for its stored reference; a `ParameterName` refers to a parameter."""
 BlobReader = Callable[[str], Any]
-"""Given the name of a blob that stood somewhere, gives its object."""
+"""Returns the object of a blob name."""
 
 
 class ParameterName(str):
@@ -209,12 +209,11 @@ def decode(
     blob: BlobReader = lambda name: None,
     record: Record = lambda name, fields: fields,
 ) -> Any:
-    """Give back the value that `values.encode` was given.
+    """Decode a value of `values.encode`.
 
-    Instances of dataclasses are what `record` makes of their fields: a dict, if nothing else is given.
+    `record` makes instances of dataclasses from their fields; default: a dict.
 
-    Raises FormatError for a kind that this version does not know, or whose library is not
-    installed, and DamagedError for content that no value has.
+    Raises FormatError for an unknown kind, or a missing library, and DamagedError for malformed content.
     """
     try:
         return _decode(json, _Readers(tensor, blob, record))
@@ -225,14 +224,14 @@ def decode(
 
 
 def references(json: Json) -> list[str]:
-    """The names that stand for tensors in a value, in order."""
+    """The references to tensors in a value, in order."""
     found: list[str] = []
     decode(json, tensor=lambda name: found.append(str(name)))
     return found
 
 
 def holds_only_tensors(json: Json) -> bool:
-    """Whether a value is a dict of tensors, or of such dicts; then their names say all of it."""
+    """Whether a value is a dict of tensors, or of such dicts, whose names describe it completely."""
     if not isinstance(json, dict):
         return False
     if json.get("$") == "tensor":
@@ -248,7 +247,7 @@ def holds_only_tensors(json: Json) -> bool:
 
 
 def renamed_references(json: Json, names: Mapping[str, str]) -> Json:
-    """The same value with other names for the tensors in it; names that are not in `names` stay."""
+    """The same value with other names for its tensors; names that are not in `names` stay."""
     if isinstance(json, list):
         return [renamed_references(item, names) for item in json]
     if not isinstance(json, dict):
@@ -256,7 +255,7 @@ def renamed_references(json: Json, names: Mapping[str, str]) -> Json:
     if "$" not in json:
         return {key: renamed_references(item, names) for key, item in json.items()}
     kind, content = json["$"], json["v"]
-    if kind in _TENSORS:  # the name stands alone, or at the end
+    if kind in _TENSORS:  # the name is alone, or at the end
         *form, name = [content] if isinstance(content, str) else content
         name = names.get(name, name)
         return {"$": kind, "v": [*form, name] if form else name}
@@ -268,6 +267,8 @@ def renamed_references(json: Json, names: Mapping[str, str]) -> Json:
 
 
 class _Readers(NamedTuple):
+    """Callbacks of `decode`."""
+
     tensor: TensorReader | None
     blob: BlobReader
     record: Record
@@ -323,7 +324,7 @@ def _int(content: str) -> int:
 
 def _float(content: Json) -> float:
     if content == "nan":
-        return float("nan")  # another object each time: as keys they are told apart by that
+        return float("nan")  # a new object each time, which distinguishes them as keys
     if isinstance(content, str) and content.startswith("nan:"):
         return float(struct.unpack(">d", bytes.fromhex(content[4:]))[0])
     return {"inf": math.inf, "-inf": -math.inf}[content]
@@ -340,7 +341,7 @@ def _numpy_scalar(content: Json) -> Any:
     if dtype.kind not in "SU":
         return _numpy().frombuffer(data, dtype)[0]
     data = data[: dtype.itemsize]  # numpy gives an empty text one character
-    if dtype.kind == "S":  # an array would drop what is 0 at its end
+    if dtype.kind == "S":  # an array would drop zeros at its end
         return dtype.type(data)
     return dtype.type(data.decode("utf-32-be" if dtype.byteorder == ">" else "utf-32-le", "surrogatepass"))
 
@@ -351,25 +352,25 @@ def _array(content: Json) -> Any:
 
 
 def _ordered(order: Json, array: Any) -> Any:
-    """The same array with its dimensions in this order in memory, from the outermost."""
-    if array is None:  # only names are asked for
+    """The same array with this memory order of its dimensions, from the outermost."""
+    if array is None:  # only names are requested
         return None
     if sorted(order) != list(range(array.ndim)):
-        raise DamagedError(f"an array of {array.ndim} dimensions lies in the order {order}")
+        raise DamagedError(f"an array of {array.ndim} dimensions has the invalid order {order}")
     laid = _numpy().ascontiguousarray(array.transpose(order))
     return laid.transpose([order.index(dim) for dim in range(array.ndim)])
 
 
 def _array_in_tensor(content: Json, tensor: TensorReader) -> Any:
-    """An array whose elements, or their bytes, are a tensor; nothing where only names are asked for."""
+    """An array whose elements, or their bytes, are a tensor; None if only names are requested."""
     text, shape, name = content
     dtype, found = _numpy_dtype(text), tensor(name)
     if found is None:
         return None
     elements = found.cpu().numpy()
     if elements.dtype not in (dtype, "u1"):
-        raise DamagedError(f"an array of {dtype} lies in a tensor of {elements.dtype}")
-    return elements.view(dtype).reshape(shape)  # an equal type may be another one of C
+        raise DamagedError(f"an array of {dtype} is stored in a tensor of {elements.dtype}")
+    return elements.view(dtype).reshape(shape)  # an equal type may be another one in C
 
 
 def _numbers(content: Json, tensor: TensorReader) -> Any:
@@ -399,7 +400,7 @@ def _torch_dtype(content: str) -> Any:
 
     found = getattr(torch, content)
     if not isinstance(found, torch.dtype):
-        raise DamagedError(f"torch.{content} is no element type")
+        raise DamagedError(f"invalid element type torch.{content}")
     return found
 
 
@@ -409,7 +410,7 @@ def _torch_device(content: str) -> Any:
     try:
         return torch.device(content)
     except RuntimeError as error:
-        raise DamagedError(f"{content!r} is no device of this torch: {error}") from error
+        raise DamagedError(f"invalid device {content!r}: {error}") from error
 
 
 def _torch_size(content: Json) -> Any:

@@ -1,25 +1,29 @@
-"""Typed values: what users keep beside tensors, as JSON that gives back the same Python value.
+"""Encode Python values beside tensors as JSON that decodes to the same values.
 
-JSON holds None, bool, str, finite floats, lists, integers below 2**53, and dicts with string keys
-in ascending order. Everything else takes the tagged form `{"$": kind, "v": content}`:
+JSON holds None, bool, str, finite floats, lists, integers below 2**53, and dicts with string keys in
+ascending order. All else takes the tagged form `{"$": kind, "v": content}`:
 
-    int       decimal text                      bytes, bytearray   base64
-    float     "inf", "-inf", "nan[:16 hex]"     str                base64 of UTF-16 (lone surrogates)
-    complex   [real, imaginary]                 tuple              list
-    set, frozenset    list, in the order of the items' JSON
-    dict, OrderedDict, Counter    [[key, value], ...] in order
-    numpy             [dtype, base64]           ndarray            [dtype, shape, base64]
-    torch.dtype, torch.device     text          torch.Size         list
-    tensor, parameter what the caller's `tensor` callback said
-    array             [dtype, shape, what the caller's `memory` callback said]
-    numbers           ["list" or "tuple", what the caller's `memory` callback said]
-    ordered           [dimensions from the outermost in memory, an array]
-    blob              what the caller's `blob` callback said
+- int: decimal text
+- bytes, bytearray: base64
+- float: "inf", "-inf", "nan[:16 hex]"
+- str: base64 of UTF-16 (lone surrogates)
+- complex: [real, imaginary]
+- tuple: list
+- set, frozenset: list, in the order of the items' JSON
+- dict, OrderedDict, Counter: [[key, value], ...] in order
+- numpy: [dtype, base64]
+- ndarray: [dtype, shape, base64]
+- torch.dtype, torch.device: text
+- torch.Size: list
+- tensor, parameter: result of the caller's `tensor` callback
+- array: [dtype, shape, result of the caller's `memory` callback]
+- numbers: ["list" or "tuple", result of the caller's `memory` callback]
+- ordered: [dimensions from the outermost in memory, an array]
+- blob: result of the caller's `blob` callback
 
-and containers and generators that of `container_values`;
-so `{"$": ...}` as a user's own dict is stored as kind "dict". Nothing here runs code of the value's
-class, neither on the way out nor back; subclasses (enums, named tuples) are refused by name.
-Scalars of one container are written by one built-in function each, for a value may have millions.
+Containers and generators have the forms of `container_values`. A user's dict `{"$": ...}` is stored as kind
+"dict". No code of the value's class is called; subclasses (enums, named tuples) raise with their name.
+Scalars of one container are encoded by one built-in function each, because there may be millions.
 """
 
 from __future__ import annotations
@@ -52,14 +56,14 @@ __all__ = ["decode", "encode"]
 TAG = "$"
 CONTENT = "v"
 LEVELS = 32
-"""Containers within containers; three levels of JSON each at most, within canonical.DEPTH_LIMIT."""
+"""Maximum nesting; three levels of JSON each at most, within canonical.DEPTH_LIMIT."""
 ARRAY_LIMIT = 1 << 20
-"""Bytes of an array, or of the numbers of a list, that may lie in JSON; larger ones become tensors."""
+"""Maximum bytes of an array, or of the numbers of a list, in JSON; larger ones become tensors."""
 
 TensorWriter = Callable[[str, Any], Json]
-"""Given the path and a tensor, says what stands for it in the JSON; a `ParameterName` of a parameter."""
+"""Returns the JSON for a path and a tensor; a `ParameterName` for a parameter."""
 BlobWriter = Callable[[str, Any], str | None]
-"""Given the path and any other object, says the name of the blob that it is, or None."""
+"""Returns the blob name of an object at a path, or None."""
 
 _NAN = struct.pack(">d", math.nan)
 
@@ -72,18 +76,17 @@ def encode(
     memory: TensorWriter | None = None,
     blob: BlobWriter | None = None,
 ) -> Json:
-    """Turn a value into canonical JSON; `path` names it in messages (`scheduler`).
+    """Encode a value as canonical JSON; `path` names it in messages (`scheduler`).
 
-    Tensors inside are handed to `tensor`, what may be a blob by itself to `blob`; without these they are
-    refused like anything else that is not in the table above: BlobError with the path inside the object
-    (`scheduler.a[3].b`), also for cycles and for more than 32 levels. What is larger than 1 MiB, a numpy
-    array or a list of numbers, is handed to `memory` as a tensor; without it such an array is refused.
+    Tensors inside are passed to `tensor`, objects that may be blobs to `blob`, arrays and lists of numbers
+    above 1 MiB, as tensors, to `memory`. Without the callback they raise BlobError like all types outside of
+    the table, with the path inside the object (`scheduler.a[3].b`). Cycles and more than 32 levels raise too.
     """
     return _scalar(value) if is_scalar(value) else _Encoder(tensor, memory, blob).encode(value, path)
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a value consists of no others: always stored, whatever its path, and without a tensor."""
+    """Whether a value contains no others, so that it can always be stored, without a tensor."""
     return type(value) in _SCALARS
 
 
@@ -93,6 +96,8 @@ def tagged(kind: str, content: Json) -> Json:
 
 
 class _Encoder:
+    """Encodes one value."""
+
     def __init__(
         self, tensor: TensorWriter | None, memory: TensorWriter | None, blob: BlobWriter | None
     ) -> None:
@@ -103,7 +108,7 @@ class _Encoder:
         self._hashed = 0
         self._made: dict[int, tuple[Any, Any, Json]] = {}
         self._classes: dict[str, type] = {}
-        """The dataclasses that may stand here: those that the annotation of a field names."""
+        """Dataclasses that are allowed here: those in the annotation of a field."""
 
     def encode(self, value: Any, path: str) -> Json:
         kind = type(value)
@@ -120,9 +125,9 @@ class _Encoder:
         known = (self._classes.get(name), registered_record(name))
         if not root and type(value) not in known:
             raise BlobError(
-                f"{path} is an instance of the dataclass {name}, which no load could make again here: use a "
-                "dict, a field of a dataclass whose annotation names that class, or have an instance in the "
-                "container when it is registered"
+                f"{path} is an instance of the dataclass {name}, which no load could recreate: use a "
+                "dict, a field of a dataclass whose annotation names that class, or have an instance in "
+                "the container when it is registered"
             )
         outside = self._classes
         try:
@@ -139,7 +144,7 @@ class _Encoder:
     @contextmanager
     def _entered(self, value: Any, path: str) -> Iterator[None]:
         if id(value) in self._inside:
-            raise BlobError(f"{path} contains itself; a value that is stored must be a tree")
+            raise BlobError(f"{path} contains itself; a stored value must be a tree")
         if len(self._inside) >= LEVELS:
             raise BlobError(f"{path} is nested deeper than {LEVELS} levels; store a flatter value")
         self._inside.append(id(value))
@@ -181,7 +186,7 @@ class _Encoder:
         return [self._hashable(key, lambda key: f"the key {key!r} of {path}"), self.encode(item, inside)]
 
     def _hashable(self, value: Any, path_of: Callable[[Any], str]) -> Json:
-        """An item of a set, or a key; a load could not give one the identity that a tensor is found by."""
+        """An item of a set, or a key; tensors raise, because a load could not restore their identity."""
         if is_scalar(value):
             return _scalar(value)
         self._hashed += 1
@@ -219,8 +224,8 @@ class _Encoder:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         elements = f" of {value.dtype}" if hasattr(value, "dtype") else ""
         raise BlobError(
-            f"{path} is a {kind}{elements}, which cannot be stored: "
-            "give tensors, numbers, text, bytes or containers of these, or an object with state_dict"
+            f"{path} is a {kind}{elements}, which cannot be stored: use tensors, numbers, text, bytes or "
+            "containers of these, or an object with state_dict"
         )
 
     def _array(self, value: Any, path: str) -> Json:
@@ -239,9 +244,9 @@ class _Encoder:
         return found if order is None else tagged("ordered", [list(order), found])
 
     def _named(self, value: Any, tensor: Any, path: str, memory: TensorWriter) -> Json:
-        """What stands for the tensor; one value in two places is one tensor."""
+        """The JSON for a tensor; one value at two places becomes one tensor."""
         if id(value) not in self._made:
-            # Kept until all is written, so that no other object gets the id of either meanwhile.
+            # Kept until all is encoded, so that no other object gets the id of either meanwhile.
             self._made[id(value)] = (value, tensor, memory(path, tensor))
         return self._made[id(value)][2]
 
@@ -256,12 +261,12 @@ def _is_numpy_scalar(value: Any) -> bool:
 
 
 def _has_form(dtype: Any) -> bool:
-    """Whether arrays of this type have a stored form: texts of no length at all come back longer."""
+    """Whether arrays of this type can be stored: texts of length 0 would get longer."""
     return dtype.kind in _NUMPY_KINDS and dtype.itemsize > 0
 
 
 def _dtype_text(dtype: Any) -> str:
-    """What numpy makes the same type of; two types of C may have one size and byte order."""
+    """Text from which numpy makes the same type; two types of C may have one size and byte order."""
     import numpy
 
     text = str(dtype.str)
@@ -269,7 +274,7 @@ def _dtype_text(dtype: Any) -> str:
 
 
 def _order_of(value: Any) -> tuple[int, ...] | None:
-    """The dimensions from the outermost in memory, where they do not lie as they are numbered."""
+    """The dimensions from the outermost in memory, unless in the default order."""
     if value.flags.c_contiguous:
         return None
     order = tuple(sorted(range(value.ndim), key=lambda dim: -value.strides[dim]))
@@ -277,7 +282,7 @@ def _order_of(value: Any) -> tuple[int, ...] | None:
 
 
 def _tensor_of(value: Any, order: tuple[int, ...] | None) -> Any:
-    """The elements as a tensor that shares their memory where it can; of types that torch lacks, bytes."""
+    """The elements as a tensor, sharing memory if possible; bytes for types that torch lacks."""
     import numpy
     import torch
 
@@ -286,12 +291,12 @@ def _tensor_of(value: Any, order: tuple[int, ...] | None) -> Any:
         places = [order.index(dim) for dim in range(len(order))]
         return _tensor_of(value.transpose(order), None).permute(places)
     dense = numpy.require(value, requirements=("C", "W"))
-    # By size and kind: of two equal integers of C torch may know one.
+    # By size and kind: of two equal integers of C torch may have one.
     return torch.from_numpy(dense.view(dense.dtype.str) if native else dense.reshape(-1).view(numpy.uint8))
 
 
 def _numbers(value: Any) -> Any:
-    """The tensor of a long list of integers or of floats; None of any other."""
+    """The tensor of a long list of integers or of floats; None for any other."""
     if len(value) * 8 <= ARRAY_LIMIT or len(kinds := set(map(type, value))) > 1:
         return None
     if (code := _CODES.get(kinds.pop())) is None:
@@ -308,7 +313,7 @@ _CODES = {int: "q", float: "d"}
 
 
 def _scalars(items: Collection[Any]) -> list[Json] | None:
-    """What all of these scalars are in JSON; None where one is none."""
+    """The JSON of all of these scalars; None if one is not a scalar."""
     kinds = set(map(type, items))
     if not kinds <= _SCALARS.keys():
         return None
@@ -325,11 +330,11 @@ _ALIKE: dict[type, Callable[[Collection[Any]], bool]] = {
     int: lambda items: min(items) > -INTEGER_LIMIT and max(items) < INTEGER_LIMIT,
     float: lambda items: all(map(math.isfinite, items)),
 }
-"""Of items of one type, whether each of them is its own JSON."""
+"""Tests for items of one type whether each of them is its own JSON."""
 
 
 def _is_plain(value: dict[Any, Any]) -> bool:
-    """Whether sorted JSON keeps this dict as it is, its order included."""
+    """Whether sorted JSON keeps this dict unchanged, its order included."""
     keys = list(value)
     if not all(type(key) is str and type(_str(key)) is str for key in keys) or TAG in value:
         return False

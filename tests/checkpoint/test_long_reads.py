@@ -333,7 +333,7 @@ def test_verification_is_off_only_where_it_is_asked_for(tmp_path):
     path.write_bytes(good.replace(b'"uint8"', b'"uint9"').replace(b'"U8"', b'"I8"'))
     with pytest.raises(DamagedError):
         load_blobs(path, verify="headers")
-    with pytest.raises(UsageError, match="verify is 'none'"):
+    with pytest.raises(UsageError, match="invalid verify='none'"):
         load_blobs(path, verify="none")
 
 

@@ -392,7 +392,7 @@ def test_blocks_are_taken_as_they_are_only_where_that_is_asked_for(run):
         open_checkpoint(run, 3, verify="full").load({"model": good})
     open_checkpoint(run, 3, verify="headers").load({"model": loaded})
     assert filled(good, 9) and not filled(loaded, 9)
-    with pytest.raises(UsageError, match="verify is 'off'"):
+    with pytest.raises(UsageError, match="invalid verify='off'"):
         open_checkpoint(run, 3, verify="off")
 
 

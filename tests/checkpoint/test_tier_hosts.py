@@ -98,7 +98,7 @@ def test_a_disk_is_lost(disks: list[Path], far: Path, lost: int, swapped: bool) 
         assert again.newest() == Position(1)
     texts = [str(one.message) for one in told]
     # With the log of the run, nobody knows what else it had.
-    assert any("epoch 2 is given up: 1 of its files" in text for text in texts) is (lost == 1), texts
+    assert any("epoch 2 is abandoned: 1 of its files" in text for text in texts) is (lost == 1), texts
     again.save(2, 22)
     again.replicate()
     again.close()

@@ -62,7 +62,7 @@ def test_a_metric_that_nobody_logs_deletes_nothing(tmp_path: Path, asynchronous:
         train(tmp_path / "run", [0.1, 0.2, 0.3, 0.4], **how)
     assert tries(tmp_path / "run") == [0, 1, 2, 3, 4]
     (text,) = [one for one in said if "no epoch has a finite value of metric 'val/ac'" in one]
-    assert "found: loss, val/acc" in text and "all stay" in text
+    assert "found: loss, val/acc" in text and "all epochs stay" in text
 
 
 def test_epochs_before_the_first_evaluation_wait_for_it(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_no_best_where_nothing_says_what_it_is(run: Path, tmp_path: Path) -> Non
     with pytest.raises(UsageError, match=r"the run names none: give best="):
         select(f"{copy}@best")
     directory.create("digits", ("val/acc", "max"), 1)
-    with pytest.raises(UnknownEpochError, match=r"no epoch .* metric 'val/acc'; there is lr, score; best="):
+    with pytest.raises(UnknownEpochError, match=r"no epoch .* metric 'val/acc' \(found: lr, score\).*best="):
         select(f"{copy}@best")
 
 

@@ -1,1 +1,1 @@
-"""Manifests: what an epoch consists of, its columns on disk, and what must hold of them."""
+"""Define manifests: the content of an epoch, its columns on disk, and their validation."""

@@ -1,19 +1,18 @@
-"""A manifest on disk: canonical JSON, column-wise, and what a reader refuses before it uses it.
+"""Encode and decode manifests: canonical JSON, column by column, validated on read.
 
-    format   job {uuid, name}   position {epoch, step}   branch   generation   tries   plan
-    world    {nodes, others, hosts, host_of}
-    facts    {metrics, stop, total_steps, elapsed_secs, seed, run, over[, selection][, made_by_init]
-             [, places]}
-    classes  node sets, packed
-    layouts  {kind, class} and, where replicas are split, {items, cut_items, cut_elements},
-             of sharded leaves {mesh, placements, rule}
-    blobs    {name, kind, scope}
-    leaves   {name, blob, kind, role, dtype, shape, bytes, scope, group, layout, alias_of, try[, frozen]
-             [, learning][, order][, order_changed][, device][, same_as]}
-    shards   {node, group, part, bytes, header_bytes, try} and header_sha256: base64 of all, joined
-    values   [leaf row, typed value]
+- format, job {uuid, name}, position {epoch, step}, branch, generation, tries, plan
+- world: {nodes, others, hosts, host_of}
+- facts: {metrics, stop, total_steps, elapsed_secs, seed, run, over[, selection][, made_by_init][, places]}
+- classes: node sets, packed
+- layouts: {kind, class}; of split replicas {items, cut_items, cut_elements}; of sharded leaves {mesh,
+  placements, rule}
+- blobs: {name, kind, scope}
+- leaves: {name, blob, kind, role, dtype, shape, bytes, scope, group, layout, alias_of, try[, frozen] [,
+  learning][, order][, order_changed][, device][, same_as]}
+- shards: {node, group, part, bytes, header_bytes, try} and header_sha256: base64 of all, joined
+- values: [leaf row, typed value]
 
-Columns of whole numbers and of names are packed (`runs`); repeated words are numbers into `words`.
+Columns of whole numbers and of names are packed; repeated words are indexes into `words`.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from torchrelay.records import Json, dataclass
 T = TypeVar("T")
 
 HINT_LIMIT_BYTES = 1 << 30
-"""Larger manifests that nothing proves are not looked at; of those that a record names the size is known."""
+"""Larger unverified manifests are not read; the size of verified ones is in the record."""
 _NEW = "the new manifest"
 _SHA256_BYTES = 32
 _KEYS = "format job position branch generation tries plan world facts classes layouts blobs leaves shards"
@@ -84,16 +83,13 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _features(manifest: Manifest) -> list[str]:
-    """What a reader has to know of, to train on from here."""
+    """Features that a reader must know to resume from here."""
     gradients = any(blob.name == GRADIENTS for blob in manifest.blobs)
     return [canonical_json.GRADIENTS] * gradients + [canonical_json.PLACES] * bool(manifest.facts.places)
 
 
 def prepare(manifest: Manifest) -> None:
-    """Check and encode what `encode` then finds done for a manifest of the same leaves; shards aside.
-
-    Raises DamagedError as `encode` does.
-    """
+    """Check and encode ahead what `encode` needs for a manifest of the same leaves, without shards."""
     _tables_of(manifest)
 
 
@@ -103,7 +99,7 @@ def _text(value: Json) -> bytes:
 
 @dataclass(frozen=True)
 class _Tables:
-    """What stays the same save after save, checked and encoded: world, blobs, leaves, layouts."""
+    """The checked and encoded parts that most saves share: world, blobs, leaves, layouts."""
 
     of: tuple[object, ...]
     stored: tuple[RequiredFiles, ...]
@@ -116,7 +112,7 @@ class _Tables:
         return self.texts["words"] if len(words.items) == len(self.words) else _text(words.items)
 
     def fits(self, manifest: Manifest) -> bool:
-        """Whether these are a manifest's: the very same objects, which nothing changes."""
+        """Whether these are the tables of a manifest, by the identity of its immutable parts."""
         return all(one is other or one == other for one, other in zip(self.of, _parts(manifest), strict=True))
 
 
@@ -128,7 +124,7 @@ def _tables_of(manifest: Manifest) -> _Tables:
 
 
 def _parts(manifest: Manifest) -> tuple[object, ...]:
-    """All that decides the tables, what differs soonest and costs least to compare first."""
+    """Everything that decides the tables, the most variable and cheapest to compare first."""
     tables = (manifest.world, manifest.layouts, manifest.leaves, manifest.blobs)
     return (len(manifest.tries), manifest.values.keys(), *tables)
 
@@ -151,8 +147,8 @@ def _tables(manifest: Manifest) -> _Tables:
 def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
     """Read a manifest whose size and digest were compared with its record already.
 
-    Raises FormatError for versions, features and kinds of layout that this version does not read,
-    DamagedError for anything that no writer wrote; `what` names the file in both.
+    Raises FormatError for unknown versions, features and kinds of layout, DamagedError for malformed data;
+    `what` names the file in both.
     """
     raw = canonical_json.loads(data, what=what, limit_bytes=len(data))
     fields = Fields(raw if isinstance(raw, dict) else {}, what)
@@ -182,7 +178,7 @@ def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
 
 
 def check_size(storage: Storage, entry: CommittedPosition) -> None:
-    """Raise DamagedError unless a manifest of the size that a log entry names is there."""
+    """Raise DamagedError unless a manifest of the size in a log entry exists."""
     path = manifest_path(entry.try_name)
     size = storage.stat(path)
     if size is None:
@@ -192,7 +188,7 @@ def check_size(storage: Storage, entry: CommittedPosition) -> None:
 
 
 def read_bytes(storage: Storage, entry: CommittedPosition) -> bytes:
-    """The bytes of the manifest that a log entry names; raises DamagedError unless it is that very file."""
+    """The bytes of the manifest of a log entry; raises DamagedError if size or digest differ."""
     path = manifest_path(entry.try_name)
     try:
         data = storage.read_range(path, 0, entry.manifest_bytes + 1)
@@ -207,7 +203,7 @@ def read_bytes(storage: Storage, entry: CommittedPosition) -> bytes:
 
 
 def read(storage: Storage, entry: CommittedPosition) -> Manifest:
-    """Read the manifest that a log entry names; raises DamagedError unless it is that very file."""
+    """Read the manifest of a log entry; raises DamagedError if size or digest differ."""
     path = manifest_path(entry.try_name)
     data = read_bytes(storage, entry)
     manifest = decode(data, what=path)
@@ -219,7 +215,7 @@ def read(storage: Storage, entry: CommittedPosition) -> Manifest:
 
 
 def read_of_try(storage: Storage, try_name: str) -> Manifest:
-    """Read a try's own manifest, which nothing proves: for hints only."""
+    """Read an attempt's own manifest without verification: for hints only."""
     path = manifest_path(try_name)
     size = storage.stat(path)
     if size is None or size > HINT_LIMIT_BYTES:
@@ -228,7 +224,7 @@ def read_of_try(storage: Storage, try_name: str) -> Manifest:
 
 
 class _Numbers:
-    """Gives every distinct item a number, in order of first use."""
+    """Numbers distinct items in order of first use."""
 
     def __init__(self, items: Iterable[Any] = ()) -> None:
         self.items: list[Any] = list(items)
@@ -250,7 +246,7 @@ class _Numbers:
 
 
 class TableColumns:
-    """The columns of one table; all must have the length of the first one asked for."""
+    """The columns of one table; all must have the length of the first one read."""
 
     def __init__(self, fields: Fields, words: tuple[str, ...]) -> None:
         self.fields = fields
@@ -276,7 +272,7 @@ class TableColumns:
         return tuple(map(self._words.__getitem__, numbers))
 
     def each(self, key: str) -> tuple[Json, ...]:
-        """Any items, as they stand."""
+        """Any items, unchanged."""
         return self._checked(tuple(self.fields.items(key)), key)
 
     def _checked(self, found: tuple[T, ...], key: str) -> tuple[T, ...]:
@@ -354,7 +350,7 @@ def _by_column(kind: type[LeafRow | ShardRow], rows: Sequence[tuple[Any, ...]]) 
 
 
 def _shapes_text(shapes: Sequence[tuple[int, ...]]) -> bytes:
-    """Very many leaves have few shapes, each of which is written once."""
+    """Many leaves have few shapes, each of which is written once."""
     texts = {shape: _text(shape) for shape in set(shapes)}
     return b"[%b]" % b",".join(map(texts.__getitem__, shapes))
 
@@ -388,11 +384,11 @@ def _names_by_row(fields: Fields, key: str, count: int) -> dict[int, str]:
 
 _DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,4})?")
 _WITH_GRADIENT = {"frozen": "parameter", "learning": "tensor"}
-"""Columns of rows, each with the role of which it says for all leaves whether they had a gradient."""
+"""Columns of rows, each with the role for whose leaves it states whether they had a gradient."""
 
 
 def _frozen(fields: Fields, roles: Sequence[str]) -> list[bool | None]:
-    """Of each parameter and tensor whether it is frozen; None of all, where the writer did not say it."""
+    """Whether each parameter and tensor is frozen; None for all if the writer did not store it."""
     found: list[bool | None] = [None] * len(roles)
     for key, role in _WITH_GRADIENT.items():
         if key not in fields.values:
@@ -404,7 +400,7 @@ def _frozen(fields: Fields, roles: Sequence[str]) -> list[bool | None]:
 
 
 def _rows(fields: Fields, key: str, count: int) -> set[int]:
-    """The rows, of this many, that a column names; none where it is left out."""
+    """The row numbers in an optional column, checked against the number of rows."""
     rows = unpack_numbers(fields.items(key), f"{fields.what} ({key})") if key in fields.values else ()
     if len(set(rows)) != len(rows) or not all(0 <= row < count for row in rows):
         raise fields.wrong(key)
@@ -412,7 +408,7 @@ def _rows(fields: Fields, key: str, count: int) -> set[int]:
 
 
 def _said(fields: Fields, key: str, count: int) -> Iterator[tuple[int, Json]]:
-    """What a column of pairs says, by row: each pair is a word and, packed, its rows. Most rows have none."""
+    """The values by row of a column of pairs: each pair is a word and, packed, its rows."""
     seen: set[int] = set()
     for item in fields.items(key) if key in fields.values else ():
         word, packed = item if isinstance(item, list) and len(item) == 2 else (None, None)
@@ -426,7 +422,7 @@ def _said(fields: Fields, key: str, count: int) -> Iterator[tuple[int, Json]]:
 
 
 def _orders(fields: Fields, shapes: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-    """The order in memory of a leaf's dimensions, by row, where it is said."""
+    """The memory order of a leaf's dimensions, by row, if stored."""
     found: dict[int, tuple[int, ...]] = {}
     for row, order in _said(fields, "order", len(shapes)):
         if not isinstance(order, list) or set(map(type, order)) != {int}:
@@ -438,7 +434,7 @@ def _orders(fields: Fields, shapes: Sequence[tuple[int, ...]]) -> dict[int, tupl
 
 
 def _devices(fields: Fields, count: int) -> dict[int, str]:
-    """The GPU that a leaf lay on, by row, where it is said."""
+    """The GPU of a leaf, by row, if stored."""
     found = dict(_said(fields, "device", count))
     if not all(isinstance(device, str) and _DEVICE.fullmatch(device) for device in found.values()):
         raise fields.wrong("device")
@@ -455,7 +451,7 @@ def _shapes(columns: TableColumns) -> list[tuple[int, ...]]:
 
 
 def _shards_text(shards: Sequence[ShardRow], words: _Numbers) -> bytes:
-    """Of checked rows, whose numbers need no second look."""
+    """The text of checked rows, whose numbers need no further check."""
     of = _by_column(ShardRow, sorted(shards, key=in_order))
     digests = bytes.fromhex("".join(of["header_sha256"]))
     columns = {
@@ -490,7 +486,7 @@ def _digests(fields: Fields, count: int) -> list[str]:
 
 
 def _by_row(pairs: list[Json], fields: Fields, key: str) -> dict[int, Json]:
-    """Pairs of a leaf row and what is said about it."""
+    """Pairs of a leaf row and its value."""
     found: dict[int, Json] = {}
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int or pair[0] in found:

@@ -1,8 +1,8 @@
-"""What an epoch consists of, as its readers see it: leaves, their layouts, files, where these are.
+"""Represent the content of an epoch: leaves, their layouts, their files.
 
-A manifest is layout-level: it says for every leaf which nodes hold which elements, and for every shard
-file how long it is and what its header digests to. It does not repeat what the headers say, so its size
-follows blobs + nodes and not their product.
+A manifest states for every leaf which nodes hold which elements, and for every shard file its length and the
+digest of its header. It does not repeat the headers, so its size grows with blobs + nodes and not with their
+product.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torchrelay.records import Json, dataclass
 
 
 class Cut(NamedTuple):
-    """A place in a byte string: before element `element` of its item number `item`."""
+    """A position in a byte string: before element `element` of its item number `item`."""
 
     item: int
     element: int
@@ -54,7 +54,7 @@ class LeafSlice:
 
 @dataclass(frozen=True)
 class ReplicatedLayout:
-    """Alike on all `nodes`; the first one writes it whole."""
+    """Equal on all `nodes`; the first one writes it whole."""
 
     nodes: tuple[int, ...]
 
@@ -77,13 +77,13 @@ class ReplicatedLayout:
         return node == self.nodes[0]
 
     def held_by(self, node: int, leaf: int, size: int) -> LeafSlice | None:
-        """What `node` stores of the leaf; None when nothing."""
+        """What `node` stores of the leaf; None for nothing."""
         return LeafSlice(node, 0, size) if self.stores(node) else None
 
 
 @dataclass(frozen=True)
 class PerNode:
-    """Each of `nodes` has and writes its own."""
+    """Each of `nodes` has and writes its own value."""
 
     nodes: tuple[int, ...]
 
@@ -111,16 +111,16 @@ class PerNode:
         return node in self.members
 
     def held_by(self, node: int, leaf: int, size: int) -> LeafSlice | None:
-        """What `node` stores of the leaf; None when nothing."""
+        """What `node` stores of the leaf; None for nothing."""
         return LeafSlice(node, 0, size) if self.stores(node) else None
 
 
 @dataclass(frozen=True)
 class Split:
-    """A byte string of `items` (leaf rows in order); `nodes[i]` writes from `cuts[i]` to `cuts[i + 1]`.
+    """Joined bytes of `items` (leaf rows in order); `nodes[i]` writes from `cuts[i]` to `cuts[i + 1]`.
 
-    Cuts rise from (0, 0) to (number of items, 0); a cut at the end of an item is written as the
-    beginning of the next, so every item, an empty one too, has exactly one owner of each element.
+    Cuts rise from (0, 0) to (number of items, 0). A cut at the end of an item is written as the beginning of
+    the next, so every item, an empty one too, has exactly one owner of each element.
     """
 
     nodes: tuple[int, ...]
@@ -134,17 +134,17 @@ class Split:
 
     @cached_property
     def index(self) -> dict[int, int]:
-        """Leaf row to place in the string."""
+        """Index of each leaf row in the string."""
         return {leaf: item for item, leaf in enumerate(self.items)}
 
     @cached_property
     def writer(self) -> dict[int, int]:
-        """Node to the number of its share."""
+        """The number of each node's share."""
         return {node: share for share, node in enumerate(self.nodes)}
 
     @cached_property
     def whole(self) -> dict[int, int]:
-        """The leaf rows that no cut divides, each with the node that stores it."""
+        """The node that stores each leaf row that no cut divides."""
         found: dict[int, int] = {}
         for node, start, stop in zip(self.nodes, self.cuts, self.cuts[1:], strict=False):
             found.update(dict.fromkeys(self.items[start.item + (start.element > 0) : stop.item], node))
@@ -152,7 +152,7 @@ class Split:
 
     @cached_property
     def writers(self) -> tuple[int, ...]:
-        """The nodes that store something: those whose cuts are not one place."""
+        """The nodes that store something: those whose cuts differ."""
         return tuple(node for node, a, b in zip(self.nodes, self.cuts, self.cuts[1:], strict=False) if a != b)
 
     def pieces(self, leaf: int, size: int) -> tuple[LeafSlice, ...]:
@@ -168,7 +168,7 @@ class Split:
         return tuple(found)
 
     def held_by(self, node: int, leaf: int, size: int) -> LeafSlice | None:
-        """What `node` stores of the leaf; None when nothing."""
+        """What `node` stores of the leaf; None for nothing."""
         share = self.writer.get(node)
         return None if share is None else self._piece(share, self.index[leaf], size)
 
@@ -193,7 +193,7 @@ Layout = ReplicatedLayout | PerNode | Split | Mesh
 
 
 def keys_held(layout: Layout, node: int, row: int, leaf: LeafRow) -> tuple[str, ...]:
-    """The keys, as text, under which one node stores parts of a leaf; of a value its name."""
+    """The keys, as text, under which one node stores parts of a leaf; for a value its name."""
     if isinstance(layout, Mesh):
         held = layout.stored_by(node, leaf.name, leaf.shape, leaf.item_bytes)
         name = encode_name(leaf.name) if held else ""
@@ -206,12 +206,12 @@ def keys_held(layout: Layout, node: int, row: int, leaf: LeafRow) -> tuple[str, 
 
 @lru_cache(maxsize=1 << 8)
 def suffixes_of(shape: tuple[int, ...], boxes: tuple[Bounds, ...]) -> tuple[str, ...]:
-    """What the keys of these boxes of a leaf have behind its name; many leaves are alike."""
+    """Suffixes of the keys of these boxes of a leaf; cached, because many leaves are alike."""
     return tuple(suffix_of(box_key("", shape, box)) for box in boxes)
 
 
 def box_key(name: str, shape: tuple[int, ...], box: Bounds) -> Key:
-    """The key of a box: the name alone when it is all of the leaf."""
+    """The key of a box: the plain name for a whole leaf."""
     return Whole(name) if box == _all_of(tuple(shape)) else Box(name, box)
 
 
@@ -219,7 +219,7 @@ _all_of = lru_cache(maxsize=1 << 10)(whole)
 
 
 def piece_key(leaf: LeafRow, piece: LeafSlice) -> Key:
-    """The key of a range of elements: the name alone when it is all of the leaf."""
+    """The key of a range of elements: the plain name for a whole leaf."""
     if piece.last - piece.first == leaf.elements:
         return Whole(leaf.name)
     return Flat(leaf.name, piece.first, piece.last)
@@ -227,16 +227,16 @@ def piece_key(leaf: LeafRow, piece: LeafSlice) -> Key:
 
 R = TypeVar("R", bound=tuple[Any, ...])
 OF_POSITION = ("rng", "gradient")
-"""Roles of leaves that only a resume takes: nothing else loads, exports or refers to them."""
+"""Roles of leaves that only a resume loads: not exported or referenced."""
 VALUE_LIMIT_BYTES = 64 << 10
-"""Replicated values up to this lie in the manifest, larger ones in the first replica's shard."""
+"""Replicated values up to this size are in the manifest, larger ones in the first replica's shard."""
 
 
 @dataclass(frozen=True)
 class EpochNodes:
-    """The nodes of the epoch in the order of their ranks, and the hosts they ran on.
+    """The nodes of the epoch in the order of their ranks, and their hosts.
 
-    `others` are nodes of earlier tries that leaves are referenced from; their numbers follow.
+    `others` are nodes of earlier attempts that leaves are referenced from; their numbers follow.
     """
 
     nodes: tuple[str, ...]
@@ -251,7 +251,7 @@ class EpochNodes:
 
     @cached_property
     def number(self) -> Mapping[str, int]:
-        """Node name to number."""
+        """Number of each node."""
         return {name: index for index, name in enumerate(self.names)}
 
 
@@ -264,9 +264,9 @@ class BlobRow(NamedTuple):
 
 
 class LeafRow(NamedTuple):
-    """A leaf: `layout` is a number into the manifest's layouts, `source` one into its tries.
+    """A leaf: `layout` is an index into the manifest's layouts, `source` one into its attempts.
 
-    There are very many, hence named tuples: quickly made, and quickly turned into columns.
+    A named tuple, because there are many: quick to make, and to convert to columns.
     """
 
     name: str
@@ -282,19 +282,19 @@ class LeafRow(NamedTuple):
     alias_of: str | None = None
     source: int = 0
     frozen: bool | None = None
-    """Of a parameter or a tensor, whether it had no gradient; None where that is not known."""
+    """Whether a parameter or tensor had no gradient; None if unknown."""
     order: tuple[int, ...] | None = None
-    """The dimensions of a tensor from the outermost in memory, where they do not lie as they are numbered."""
+    """The dimensions of a tensor from the outermost in memory, unless in the default order."""
     order_changed: bool = False
-    """Whether the program had built the tensor in another order than it was saved in."""
+    """Whether the program had built the tensor in another memory order than the saved one."""
     device: str | None = None
-    """The GPU of a parameter or a tensor, counted from the process's own: `cuda`, `cuda:1`. None: the CPU."""
+    """The GPU of a parameter or tensor, relative to the process's own: `cuda`, `cuda:1`. None: the CPU."""
     same_as: str | None = None
     """The leaf of another file that was the same tensor; both files hold it."""
 
     @property
     def gradient_is_odd(self) -> bool:
-        """Whether a parameter had no gradient, or a tensor that is none had one."""
+        """Whether a parameter had no gradient, or another tensor had one."""
         return has_odd_gradient(self.role, self.frozen)
 
     @property
@@ -309,12 +309,15 @@ class LeafRow(NamedTuple):
 
 
 def has_odd_gradient(role: str, frozen: bool | None) -> bool:
-    """Whether a parameter has no gradient, or a tensor that is none has one."""
+    """Whether a parameter has no gradient, or another tensor has one."""
     return frozen is (role == "parameter")
 
 
 class ShardRow(NamedTuple):
-    """A shard file: sizes in bytes, the SHA-256 (hex) of its header. There are many, hence a named tuple."""
+    """A shard file: sizes in bytes, the SHA-256 (hex) of its header.
+
+    A named tuple, because there are many.
+    """
 
     node: int
     group: str
@@ -326,17 +329,17 @@ class ShardRow(NamedTuple):
 
     @property
     def holder(self) -> tuple[int, int, str]:
-        """(try, node, group): whose file this is a part of."""
+        """(attempt, node, group): the holder whose file this is a part of."""
         return (self.source, self.node, self.group)
 
 
 def table(kind: type[R], rows: Iterable[tuple[Any, ...]]) -> tuple[R, ...]:
-    """Named tuples of a kind from rows that have all of its columns: of thousands, in half of the time."""
+    """Named tuples of a kind from complete rows; twice as fast as one by one."""
     return tuple(map(partial(tuple.__new__, kind), rows))
 
 
 def columns(kind: type[LeafRow | BlobRow | ShardRow], *fields: str) -> itemgetter[tuple[Any, ...]]:
-    """Columns of a row, which of very many rows come sooner by number than by name."""
+    """Columns of a row by number, which is faster than by name."""
     return itemgetter(*map(kind._fields.index, fields))
 
 
@@ -346,7 +349,7 @@ in_order = columns(ShardRow, "source", "group", "part", "node")
 
 @dataclass(frozen=True)
 class Manifest:
-    """One epoch. `tries` are the directories it lives in, its own first."""
+    """One epoch. `tries` are the directories of its attempts, its own first."""
 
     job_uuid: str
     job_name: str
@@ -361,10 +364,10 @@ class Manifest:
     shards: tuple[ShardRow, ...]
     plan_hash: str
     values: Mapping[int, Json] = field(default_factory=dict)
-    """Leaf row to the tagged form of its value."""
+    """The tagged form of values, by leaf row."""
     facts: Facts = field(default_factory=Facts)
     extra: Mapping[str, Json] = field(default_factory=dict)
-    """What a newer minor version wrote and this one does not know; kept when written again."""
+    """Unknown fields of a newer minor version; kept when written again."""
 
     def encode(self) -> bytes:
         """The bytes of `manifest.json`; see `manifest_disk.encode`."""
@@ -381,7 +384,7 @@ class Manifest:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Earlier tries whose files this epoch refers to."""
+        """Earlier attempts whose files this epoch references."""
         return self.tries[1:]
 
     @property
@@ -392,13 +395,13 @@ class Manifest:
     def removed(self, left: Collection[str]) -> frozenset[str]:
         """The groups whose files are not `left` any more (empty: all files are left).
 
-        A group that never had files, an optimizer's whose values all stand in here, is not removed.
+        A group that never had files, an optimizer's whose values are all in the manifest, does not count.
         """
         return frozenset(self.groups).difference(left) if left else frozenset()
 
     @cached_property
     def rows(self) -> Mapping[str, tuple[int, ...]]:
-        """Leaf name to its rows: one, or several where node classes have different leaves of a name."""
+        """Rows by leaf name: one, or several if node classes have different leaves of a name."""
         names = [leaf.name for leaf in self.leaves]
         once = dict(zip(names, zip(range(len(names)), strict=True), strict=True))
         if len(once) == len(names):
@@ -410,7 +413,7 @@ class Manifest:
 
     @cached_property
     def files(self) -> Mapping[tuple[int, int, str], tuple[ShardRow, ...]]:
-        """(try, node, group) to the parts of its file in order."""
+        """The parts of each file in order, by (attempt, node, group)."""
         found: dict[tuple[int, int, str], list[ShardRow]] = {}
         for shard in self.shards:
             found.setdefault((shard.source, shard.node, shard.group), []).append(shard)
@@ -423,7 +426,7 @@ class Manifest:
     def owners_of(self, leaf: LeafRow) -> frozenset[int]:
         """The nodes of this epoch that own a leaf; of scope `host` all nodes of the hosts that have it.
 
-        Nodes of earlier tries are none of them, nor are places of a mesh that is no node's.
+        Without nodes of earlier attempts, and places of a mesh without a node.
         """
         asked = (leaf.layout, leaf.scope == "host")
         if asked not in self._owners:
@@ -439,12 +442,12 @@ class Manifest:
         return {}
 
     def is_shared(self, leaf: LeafRow) -> bool:
-        """Whether all nodes of this epoch own a leaf, with one content: then it is for any nodes."""
+        """Whether all nodes of this epoch own a leaf with equal content, so that any node can load it."""
         one = leaf.scope != "rank" and (leaf.scope != "host" or len(self.nodes_of(leaf)) == 1)
         return one and len(self.owners_of(leaf)) == len(self.world.nodes)
 
     def stored_keys(self, source: int, node: int, group: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """The leaf rows of which a node's file holds something, and under which keys, as `keys_held` says."""
+        """Leaf rows and keys in a node's file, as `keys_held` returns them."""
         for number, rows in self._rows_by_layout.get((source, group), {}).items():
             layout = self.layouts[number]
             near = rows & set(layout.items_of(node)) if isinstance(layout, Split) else rows
@@ -453,7 +456,7 @@ class Manifest:
                     yield row, keys
 
     def whole_rows(self, source: int, node: int, group: str) -> list[int] | None:
-        """The leaf rows that a node's file holds, if all of them whole; None where not, or unknown."""
+        """The leaf rows in a node's file, if all of them are whole; None if not, or unknown."""
         found: list[int] = []
         for number, rows in self._rows_by_layout.get((source, group), {}).items():
             layout = self.layouts[number]
@@ -481,12 +484,12 @@ class Manifest:
 
 
 def shard_path(manifest: Manifest, shard: ShardRow) -> str:
-    """A shard's file."""
+    """The path of a shard's file."""
     try_name = manifest.tries[shard.source]
     name = ShardName(manifest.world.names[shard.node], position_of(try_name), shard.group, shard.part)
     return f"{try_directory(try_name)}/{shard_file_name(name)}"
 
 
 def shard_paths(manifest: Manifest, node: str) -> list[str]:
-    """All files of the node that is stored under this name."""
+    """All files of the node with this stored name."""
     return [shard_path(manifest, one) for one in manifest.shards if manifest.world.names[one.node] == node]

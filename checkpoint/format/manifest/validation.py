@@ -1,4 +1,4 @@
-"""What must hold of a manifest before anything in it is used: names, ranges, sizes, duplicates, overlaps."""
+"""Validate a manifest before it is used: names, ranges, sizes, duplicates, overlaps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torchrelay.records import dataclass
 ROLES = ("parameter", "buffer", "optimizer", "tensor", "value", "state", "subclass", "rng", "gradient")
 SCOPES = ("replicated", "sharded", "rank", "host")
 LARGEST = 2**53 - 1
-"""Sizes above are not canonical JSON; no product of a shape may pass it either."""
+"""Sizes above this are not canonical JSON; no product of a shape may exceed it either."""
 _MAX_MESH_DIMS = 32
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -46,13 +46,13 @@ _NAME, _BLOB, _LAYOUT, _NODE = map(attrgetter, ("name", "blob", "layout", "node"
 
 
 def check(manifest: Manifest, what: str) -> None:
-    """Raise DamagedError, naming the first thing that is wrong."""
+    """Raise DamagedError for the first error."""
     check_files(manifest, check_tables(manifest, what), what)
 
 
 @dataclass(frozen=True)
 class RequiredFiles:
-    """Nodes that must have a file of a try and group, because a leaf, `name` for one, lies there."""
+    """Nodes that must have a file of an attempt and group, because the leaf `name` is in it."""
 
     source: int
     group: str
@@ -63,7 +63,7 @@ class RequiredFiles:
 def check_tables(manifest: Manifest, what: str) -> tuple[RequiredFiles, ...]:
     """Check the world, the blobs, the leaves and their layouts; returns which files they need.
 
-    Depends on nothing else in the manifest but the number of its tries and the rows that have values.
+    Depends otherwise only on the number of attempts and the rows that have values.
     """
     demand = _demand(what)
     _check_world(manifest.world, demand)
@@ -77,7 +77,7 @@ def check_tables(manifest: Manifest, what: str) -> tuple[RequiredFiles, ...]:
 
 
 def check_files(manifest: Manifest, stored: Iterable[RequiredFiles], what: str) -> None:
-    """Check the tries and the shards, and that the files are there which the tables need."""
+    """Check the attempts and the shards, and that all required files exist."""
     demand = _demand(what)
     _check_tries(manifest, demand)
     _check_shards(manifest, demand)
@@ -93,6 +93,8 @@ Demand = Callable[[bool, str], None]
 
 
 def _demand(what: str) -> Demand:
+    """A function that raises DamagedError for a failed check."""
+
     def demand(condition: bool, complaint: str) -> None:
         if not condition:
             raise DamagedError(f"{what} is damaged: {complaint}")
@@ -101,26 +103,31 @@ def _demand(what: str) -> Demand:
 
 
 def _check_tries(manifest: Manifest, demand: Demand) -> None:
+    """Check the attempts."""
     tries, position = manifest.tries, manifest.position
     demand(bool(tries) and len(set(tries)) == len(tries), f"its tries are {tries}")
     for name in tries:
         check_try(name)
     demand(0 <= position.epoch <= MAX_EPOCH and 0 <= position.step < 10**9, f"its position is {position}")
-    demand(tries[0].rpartition("-")[0] == position.directory("")[:-1], f"try {tries[0]} is not of {position}")
+    demand(
+        tries[0].rpartition("-")[0] == position.directory("")[:-1], f"attempt {tries[0]} is not of {position}"
+    )
 
 
 def _check_world(world: EpochNodes, demand: Demand) -> None:
+    """Check nodes and hosts."""
     names = world.names
     demand(bool(world.nodes), "it has no nodes")
     demand(len(set(names)) == len(names), "a node is named twice")
     if not all(map(NODE.fullmatch, names)):
         name = next(name for name in names if not NODE.fullmatch(name))
-        demand(False, f"{name!r} is no node name")
+        demand(False, f"invalid node name {name!r}")
     demand(len(world.host_of) == len(world.nodes), "hosts and nodes differ in number")
-    demand(_within(world.host_of, len(world.hosts)), "a node is on a host that is not there")
+    demand(_within(world.host_of, len(world.hosts)), "a node is on an unknown host")
 
 
 def _check_blobs(manifest: Manifest, demand: Demand) -> None:
+    """Check the blobs."""
     names = {blob.name for blob in manifest.blobs}
     demand(len(names) == len(manifest.blobs), "a blob is named twice")
     _check_lengths(names, "blob", demand)
@@ -129,20 +136,22 @@ def _check_blobs(manifest: Manifest, demand: Demand) -> None:
         demand(blob.scope in SCOPES, f"blob {blob.name} has scope {blob.scope!r}")
     if not set(map(_BLOB, manifest.leaves)) <= names:
         leaf = next(leaf for leaf in manifest.leaves if leaf.blob not in names)
-        demand(False, f"{leaf.name} is of blob {leaf.blob!r}, which is not there")
+        demand(False, f"{leaf.name} is of unknown blob {leaf.blob!r}")
 
 
 def _check_lengths(names: Collection[str], what: str, demand: Demand) -> None:
+    """Check the lengths of names."""
     lengths = set(map(len, names))
     if lengths and not 0 < min(lengths) <= max(lengths) <= LONGEST_NAME:
         name = next(name for name in names if not 0 < len(name) <= LONGEST_NAME)
-        demand(False, f"{name!r:.80} is no {what} name")
+        demand(False, f"invalid {what} name {name!r:.80}")
 
 
 def _check_layout(manifest: Manifest, layout: Layout, number: int, demand: Demand) -> None:
+    """Check one layout."""
     nodes = layout.nodes
     demand(bool(nodes) and len(set(nodes)) == len(nodes), f"layout {number} has a node twice, or none")
-    demand(_within(nodes, len(manifest.world.names)), f"layout {number} has nodes that are not there")
+    demand(_within(nodes, len(manifest.world.names)), f"layout {number} has unknown nodes")
     if isinstance(layout, Mesh):
         _check_mesh(layout, number, demand)
     if isinstance(layout, Split):
@@ -150,7 +159,7 @@ def _check_layout(manifest: Manifest, layout: Layout, number: int, demand: Deman
 
 
 def _check_split(manifest: Manifest, layout: Split, number: int, demand: Demand) -> None:
-    """Of thousands of cuts, which rise, the last one within each leaf is looked at."""
+    """Check a split. Cuts rise, so only the last one within each leaf is compared with its size."""
     leaves, items, cuts = manifest.leaves, layout.items, layout.cuts
     demand(_within(items, len(leaves)) and len(set(items)) == len(items), f"layout {number}: its items")
     demand(
@@ -171,6 +180,7 @@ def _check_split(manifest: Manifest, layout: Split, number: int, demand: Demand)
 
 
 def _check_mesh(mesh: Mesh, number: int, demand: Demand) -> None:
+    """Check a mesh."""
     demand(
         len(mesh.extents) <= _MAX_MESH_DIMS
         and math.prod(mesh.extents) == len(mesh.nodes)
@@ -180,16 +190,16 @@ def _check_mesh(mesh: Mesh, number: int, demand: Demand) -> None:
     splits = [one for one in mesh.placements if isinstance(one, Sharded)]
     possible = all(one.dim >= 0 and one.split_factor >= 1 for one in splits)
     factor = math.prod(one.split_factor for one in splits)
-    demand(possible and factor <= MAX_SPLIT_FACTOR, f"layout {number} has impossible placements")
+    demand(possible and factor <= MAX_SPLIT_FACTOR, f"layout {number} has invalid placements")
 
 
 def _check_leaves(manifest: Manifest, demand: Demand) -> None:
-    """What leaves have in common is checked once; of very many only what differs is looked at."""
+    """Check the leaves. Common properties are checked once, others for each leaf that differs."""
     _check_lengths([leaf.name for leaf in manifest.leaves], "leaf", demand)
     forms = first_of_each(map(_COMMON, manifest.leaves), manifest.leaves).values()
     for leaf in forms:
         _check_form(manifest, leaf, demand)
-    for leaf in forms:  # when all are known to be of this version
+    for leaf in forms:  # once all are known to be of this version
         _check_size(leaf, demand)
     split = {n: layout.index for n, layout in enumerate(manifest.layouts) if isinstance(layout, Split)}
     for row, number in enumerate(map(_LAYOUT, manifest.leaves)) if split else ():
@@ -203,12 +213,13 @@ def _highest_dim(mesh: Mesh) -> int:
 
 
 def _check_form(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:
+    """Check the form of a leaf."""
     name = leaf.name
     demand(leaf.scope in SCOPES, f"{name} has scope {leaf.scope!r}")
     demand(leaf.role in ROLES, f"{name} has role {leaf.role!r}")
     demand(GROUP.fullmatch(leaf.group) is not None, f"{name} is in group {leaf.group!r}")
-    demand(0 <= leaf.layout < len(manifest.layouts), f"{name} has a layout that is not there")
-    demand(0 <= leaf.source < len(manifest.tries), f"{name} is in a try that is not there")
+    demand(0 <= leaf.layout < len(manifest.layouts), f"{name} has an unknown layout")
+    demand(0 <= leaf.source < len(manifest.tries), f"{name} is in an unknown attempt")
     layout = manifest.layouts[leaf.layout]
     per_node = isinstance(layout, PerNode)
     demand(per_node == (leaf.scope in ("rank", "host")), f"{name} of scope {leaf.scope} has another layout")
@@ -221,55 +232,63 @@ def _check_form(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:
 
 
 def _check_size(leaf: LeafRow, demand: Demand) -> None:
+    """Check dtype, shape and bytes of a leaf."""
     if leaf.kind == "value":
         demand(leaf.dtype is None and leaf.shape == (), f"value {leaf.name} has a dtype or a shape")
         return
     demand(leaf.dtype is not None, f"tensor {leaf.name} has no dtype")
     size = dtypes.by_name(leaf.dtype or "").itemsize
     for extent in leaf.shape:
-        # Checked before the product is taken: extents that overflow never meet an extent of zero.
+        # Checked before the product is computed: extents that overflow never meet an extent of zero.
         size *= max(extent, 1)
         demand(size <= LARGEST, f"the shape of {leaf.name} overflows")
     expected = 0 if 0 in leaf.shape else size
     demand(
-        leaf.nbytes == expected, f"{leaf.name} has {leaf.nbytes} bytes, its shape and dtype make {expected}"
+        leaf.nbytes == expected, f"{leaf.name} has {leaf.nbytes} bytes, its shape and dtype need {expected}"
     )
 
 
 def _check_names(manifest: Manifest, demand: Demand) -> None:
+    """Check that a node has each name once."""
     several = manifest.rows if len(set(map(_NAME, manifest.leaves))) < len(manifest.leaves) else {}
     for name, rows in several.items():
         if len(rows) > 1:
             nodes = [node for row in rows for node in manifest.nodes_of(manifest.leaves[row])]
-            demand(len(set(nodes)) == len(nodes), f"{name} is there twice on one node")
+            demand(len(set(nodes)) == len(nodes), f"{name} occurs twice on one node")
     for leaf in manifest.leaves:
         if leaf.alias_of is not None:
             _check_alias(manifest, leaf, demand)
 
 
 def _check_alias(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:
+    """Check that the target of an alias exists."""
     targets = [manifest.leaves[row] for row in manifest.rows.get(leaf.alias_of or "", ())]
     fits = [one for one in targets if (one.dtype, one.shape, one.kind) == (leaf.dtype, leaf.shape, leaf.kind)]
     demand(bool(fits) and all(one.alias_of is None for one in fits), f"{leaf.name} is an alias of nothing")
 
 
 def _check_values(manifest: Manifest, demand: Demand) -> None:
+    """Check the values in the manifest."""
     for row in manifest.values:
-        demand(0 <= row < len(manifest.leaves), f"there is a value for leaf {row}, which is not there")
+        demand(0 <= row < len(manifest.leaves), f"a value is of unknown leaf {row}")
         leaf = manifest.leaves[row]
         demand(leaf.kind == "value" and leaf.scope == "replicated", f"{leaf.name} cannot have a value here")
 
 
 def _check_shards(manifest: Manifest, demand: Demand) -> None:
+    """Check the shards."""
     if _plain(manifest):
         return
     world, tries = manifest.world, manifest.tries
     for shard in manifest.shards:
         name = f"the shard of node {shard.node}, group {shard.group}"
-        demand(0 <= shard.node < len(world.names) and 0 <= shard.source < len(tries), f"{name} is of nobody")
+        demand(
+            0 <= shard.node < len(world.names) and 0 <= shard.source < len(tries),
+            f"{name} is of an unknown node or attempt",
+        )
         demand(GROUP.fullmatch(shard.group) is not None, f"{name} has no group")
-        demand(0 < shard.header_bytes <= shard.nbytes, f"{name} has an impossible size")
-        demand(shard.nbytes <= LARGEST, f"{name} has an impossible size")
+        demand(0 < shard.header_bytes <= shard.nbytes, f"{name} has an invalid size")
+        demand(shard.nbytes <= LARGEST, f"{name} has an invalid size")
         demand(_SHA256.fullmatch(shard.header_sha256) is not None, f"{name} has no digest")
     for (_, node, group), parts in manifest.files.items():
         numbers = [shard.part for shard in parts]
@@ -277,9 +296,9 @@ def _check_shards(manifest: Manifest, demand: Demand) -> None:
 
 
 def _plain(manifest: Manifest) -> bool:
-    """Whether all shards are as they must be, and each file has one part: asked column by column.
+    """Whether all shards are valid, and each file has one part, compared by columns.
 
-    False says nothing: then each shard is looked at, to name what is wrong or to count parts.
+    False is not conclusive: then each shard is checked, to name the error or to count parts.
     """
     if not manifest.shards:
         return True
@@ -302,7 +321,7 @@ def _plain(manifest: Manifest) -> bool:
 
 
 def _is_hex(text: str) -> bool:
-    """Whether this is lower case hexadecimal: of very many digests faster than a pattern."""
+    """Whether this is lower-case hexadecimal; faster than a pattern for many digests."""
     try:
         return bytes.fromhex(text).hex() == text
     except ValueError:
@@ -310,9 +329,9 @@ def _is_hex(text: str) -> bool:
 
 
 def _needed(manifest: Manifest) -> Iterator[RequiredFiles]:
-    """Everything that must be stored needs a file to be in; leaves that lie in the same files ask once."""
+    """All required files; leaves in the same files need them once."""
     places: dict[tuple[int, int, str], list[int]] = defaultdict(list)
-    mixed = set()  # byte strings of which files hold some leaves, and others not
+    mixed = set()  # joined leaves of which files hold some, and others not
     for row, (leaf, place) in enumerate(zip(manifest.leaves, map(_PLACE, manifest.leaves), strict=True)):
         if leaf.alias_of is not None:
             mixed.add(leaf.layout)
@@ -340,4 +359,5 @@ def _holders(
 
 
 def _within(numbers: Sequence[int], limit: int) -> bool:
+    """Whether all numbers are from 0 to below the limit."""
     return not numbers or (min(numbers) >= 0 and max(numbers) < limit)

@@ -1,1 +1,1 @@
-"""Shard files: entries, header, reads and writes."""
+"""Read and write shard files: entries, header, reads, writes."""

@@ -1,9 +1,8 @@
-"""Entries of a shard, as columns: what is written, and what a file holds.
+"""Represent the entries of a shard as columns: those to be written, and those of a file.
 
-What costs time with very many small tensors is each object made for one, and each question to it. So a
-part has no object for an entry: it has its keys, their forms, of which there are few, and their data.
-
-A file has tens of thousands of entries of which a load may need five.
+With many small tensors every object and every Python call per entry costs time. So a part has no entry
+objects: it has its keys, their forms, of which there are few, and their data. A file may have tens of
+thousands of entries of which a load needs five.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from torchrelay.errors import BlobError, FormatError
 from torchrelay.records import Json, dataclass
 
 Data = Any
-"""torch.Tensor, or Memory of 1-D bytes; to say so would import torch."""
+"""torch.Tensor, or Memory of 1-D bytes; the exact type would import torch."""
 T = TypeVar("T")
 
 
 class EntryForm(NamedTuple):
-    """What entries of one element type and stored shape have in common.
+    """Common properties of entries of one element type and stored shape.
 
-    `dtype` and `shape` are the logical ones of the piece, `text` is what the header says before the
+    `dtype` and `shape` are the logical ones of the piece, `text` is the part of the header before the
     offsets, `raw` whether elements are stored as plain bytes.
     """
 
@@ -65,20 +64,20 @@ def form_of(dtype: str, shape: tuple[int, ...]) -> EntryForm:
 
 
 _DIMENSIONS = 64
-"""Of more no form that a file claims is remembered: there may be millions."""
+"""Number of cached forms: a file may claim millions."""
 
 
 def form_said(dtype: str, shape: tuple[int, ...]) -> EntryForm:
-    """The same, where the shape is what a file says that nobody has proved."""
+    """The same for a shape from an unverified file."""
     return (form_of if len(shape) <= _DIMENSIONS else form_of.__wrapped__)(dtype, shape)
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Entries of a file, column by column: what each is called in the header, its form, and its data.
+    """Entries of a file, column by column: header keys, forms, and data.
 
-    `pieces` has, by key, what the metadata say of those whose header alone does not tell what they are.
-    `in_memory` tells that data are nothing but memory, of exactly the size of each.
+    `pieces` has, by key, the metadata of those that the header alone does not describe. `in_memory`: all data
+    are plain memory of exactly the right size.
     """
 
     keys: Sequence[str]
@@ -92,17 +91,17 @@ class Entries:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Bytes in the file, known without touching the data."""
+        """Bytes in the file, computed without the data."""
         return [form.nbytes for form in self.forms]
 
     def of(self, data: Sequence[Data]) -> Entries:
-        """The same entries with these data, of which there are as many."""
+        """The same entries with these data, in equal number."""
         if len(data) != len(self):
             raise ValueError(f"{len(data)} tensors for {len(self)} entries")
         return replace(self, data=data)
 
     def among(self, numbers: Sequence[int]) -> Entries:
-        """The entries of these numbers, in this order."""
+        """The entries with these numbers, in this order."""
         keys = picked(self.keys, numbers)
         pieces = {key: self.pieces[key] for key in keys if key in self.pieces} if self.pieces else {}
         data = picked(self.data, numbers)
@@ -117,14 +116,14 @@ class Entries:
 
 
 def picked(items: Sequence[T], numbers: Sequence[int]) -> Sequence[T]:
-    """The items of these numbers."""
+    """The items with these numbers."""
     return itemgetter(*numbers)(items) if len(numbers) > 1 else tuple(items[number] for number in numbers)
 
 
 def described(keys: Sequence[Key], types: Iterable[str], shapes: Sequence[tuple[int, ...]]) -> Entries:
     """The columns of tensors and pieces of leaves of these types and shapes, without data yet.
 
-    Raises BlobError for a name that cannot be a key, or a piece of nothing.
+    Raises BlobError for a name that cannot be a key, or an empty piece.
     """
     texts = format_keys(keys)
     forms = list(map(form_of, types, map(piece_shape, keys, shapes)))
@@ -150,7 +149,7 @@ def _piece(form: EntryForm, shape: tuple[int, ...]) -> dict[str, Json]:
 
 
 def piece_shape(key: Key, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that the piece `key` of a leaf of `shape` has; raises BlobError if it is no piece of it."""
+    """The shape of the piece `key` of a leaf of `shape`; raises BlobError if it does not fit."""
     if isinstance(key, Flat):
         if key.stop > _count(shape):
             raise BlobError(f"{format_key(key)} ends beyond the {_count(shape)} elements of its leaf")
@@ -158,14 +157,14 @@ def piece_shape(key: Key, shape: tuple[int, ...]) -> tuple[int, ...]:
     if isinstance(key, Box):
         extents = _extents(key.intervals, shape)
         if extents is None:
-            raise BlobError(f"{format_key(key)} is no box of a leaf of shape {list(shape)}")
+            raise BlobError(f"{format_key(key)} is not a box of a leaf of shape {list(shape)}")
         return extents
     return shape
 
 
 @lru_cache(maxsize=1 << 10)
 def _extents(box: Bounds, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Those of a box; None where it does not lie in the shape."""
+    """The extents of a box; None if it is outside of the shape."""
     if len(box) != len(shape) or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
         return None
     return tuple(stop - start for start, stop in box)
@@ -179,10 +178,10 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 class StoredEntry(NamedTuple):
-    """One tensor or piece as a file holds it.
+    """One tensor or piece in a file.
 
-    `dtype` and `shape` are those of the whole leaf, `start` and `stop` bytes of the file, `digests`
-    one xxh3-128 per block.
+    `dtype` and `shape` are those of the whole leaf, `start` and `stop` bytes of the file, `digests` one
+    xxh3-128 per block.
     """
 
     key: Key
@@ -205,10 +204,9 @@ class StoredEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class EntryColumns:
-    """Entries that lie side by side, as their file says: `forms` are those of the stored bytes.
+    """Adjacent entries as stated by their file: `forms` are those of the stored bytes.
 
-    Offsets count from the beginning of the data; `blocks` are the numbers of the first blocks, and of
-    the one after the last.
+    Offsets are relative to the data; `blocks` are the numbers of the first blocks, and the total number.
     """
 
     forms: Sequence[EntryForm]
@@ -217,7 +215,7 @@ class EntryColumns:
     blocks: Sequence[int]
 
     def bounds(self, numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Where these entries begin and end."""
+        """Begin and end of these entries."""
         if isinstance(numbers, range) and numbers.step == 1:
             some = slice(numbers.start, numbers.stop)
             return self.starts[some], self.stops[some]
@@ -225,10 +223,9 @@ class EntryColumns:
 
 
 def columns_of(said: Mapping[str, Json], data_bytes: int) -> EntryColumns | None:
-    """The columns of a header's entries if there is nothing to object to, else None: look for what it is.
+    """The columns of a header's entries if all are valid, else None: the caller then finds the error.
 
-    Checked are types, element types, shapes, and that the entries fill the data without a gap; keys are
-    not looked at.
+    Checked are types, element types, shapes, and that the entries fill the data without a gap; keys are not.
     """
     try:
         entries = list(said.values())
@@ -257,7 +254,7 @@ def columns_of(said: Mapping[str, Json], data_bytes: int) -> EntryColumns | None
 
 
 def too_large(shape: Sequence[int]) -> bool:
-    """Whether nobody could allocate it: 2**62 beside 0 describes no bytes, but breaks whoever tries."""
+    """Whether a shape cannot be allocated: 2**62 beside 0 has no bytes, but breaks its users."""
     return math.prod(max(extent, 1) for extent in shape) >= canonical_json.INTEGER_LIMIT
 
 
@@ -266,7 +263,7 @@ def _all_are(kind: type, items: Sequence[object]) -> bool:
 
 
 def are_counts(numbers: Sequence[int]) -> bool:
-    """Whether all are whole numbers from 0 on."""
+    """Whether all are whole numbers from 0."""
     return _all_are(int, numbers) and min(numbers, default=0) >= 0
 
 
@@ -276,14 +273,14 @@ def _flat(shapes: Sequence[Sequence[int]]) -> list[int]:
 
 @dataclass(frozen=True)
 class StoredColumns:
-    """The columns of a file with their digests; `data_start` is where in the file the data begin."""
+    """The columns of a file with their digests; `data_start` is the offset of the data in the file."""
 
     columns: EntryColumns
     digests: bytes
     data_start: int
 
     def entry(self, number: int, key: Key, kind: ElementType, shape: tuple[int, ...]) -> StoredEntry:
-        """The entry of this number, which somebody found to be `key`, of this logical type and shape."""
+        """The entry of this number, which is known to be `key`, of this logical type and shape."""
         columns = self.columns
         first, after = columns.blocks[number], columns.blocks[number + 1]
         digests = self.digests[first * digest.SIZE : after * digest.SIZE]
@@ -301,9 +298,9 @@ Look = Callable[[int, str], StoredEntry]
 class StoredEntries(Mapping[str, StoredEntry]):
     """The entries of a file by key, in its order.
 
-    `numbers` has the number of each by its key, `known` those that were looked at one by one. `odd` ones
-    have a form of their own, which `look` finds; it raises DamagedError for what is none. Every other lies
-    in `stored`, as a whole leaf under its own name.
+    `numbers` has the number of each by its key, `known` those that were parsed one by one. `odd` ones have a
+    special form, which `look` parses; it raises DamagedError for an invalid one. All others are in `stored`,
+    as whole leaves under their own names.
     """
 
     def __init__(
@@ -334,9 +331,9 @@ class StoredEntries(Mapping[str, StoredEntry]):
         return found
 
     def look_at_all(self) -> None:
-        """Look at all odd entries, in the order of the file, before any other thread knows of them.
+        """Parse all odd entries in file order, before other threads use them.
 
-        Raises DamagedError for the first that is none.
+        Raises DamagedError for the first invalid one.
         """
         for key in self._numbers if self._odd else ():
             if key in self._odd:
@@ -344,7 +341,7 @@ class StoredEntries(Mapping[str, StoredEntry]):
         self._odd, self._look = (), None
 
     def keys(self) -> KeysView[str]:
-        """As a dictionary gives them, in the time that a dictionary takes."""
+        """All keys, as a dictionary returns them."""
         return self._numbers.keys()
 
     def __contains__(self, key: object) -> bool:
@@ -358,12 +355,12 @@ class StoredEntries(Mapping[str, StoredEntry]):
 
     @property
     def in_columns(self) -> bool:
-        """Whether all entries lie in columns, as they do but where each was looked at alone."""
+        """Whether all entries are in columns; False if each was parsed alone."""
         return len(self.stored.columns.forms) == len(self._numbers)
 
     @property
     def all_plain(self) -> bool:
-        """Whether each is known to be a whole leaf, of which its key is the name."""
+        """Whether each is known to be a whole leaf with its name as key."""
         return self.in_columns and not self._odd and not self._known
 
     def numbers(self, keys: Sequence[str]) -> Sequence[int]:
@@ -371,8 +368,8 @@ class StoredEntries(Mapping[str, StoredEntry]):
         keys = list(keys)
         if self._are_all(keys):
             return range(len(keys))
-        asked, found = self._asked  # taken once: another thread may ask for others meanwhile
-        if keys != asked:  # one load asks several times for the same
+        asked, found = self._asked  # read once: another thread may replace it meanwhile
+        if keys != asked:  # one load needs the same several times
             found = list(map(self._numbers.__getitem__, keys))
             self._asked = keys, found
         return found
@@ -393,11 +390,11 @@ class StoredEntries(Mapping[str, StoredEntry]):
         return list(self._numbers)
 
     def _are_all(self, keys: Sequence[str]) -> bool:
-        """Whether these are all that there are, in their order: then nothing is looked up."""
+        """Whether these are all entries, in order: then nothing is looked up."""
         return len(keys) == len(self._numbers) and list(keys) == self._order
 
     def form(self, key: str) -> EntryForm:
-        """The logical form of a leaf; makes no object, because whoever asks for all needs none."""
+        """The logical form of a leaf; makes no object, because callers ask for all."""
         found = self[key] if key in self._odd else self._known.get(key)
         if found is not None:
             return form_said(found.dtype.name, found.shape)

@@ -1,12 +1,12 @@
-"""What a shard file is: entries and their places, written as a header and understood from one.
+"""Write and parse the header of a shard file: entries and their places.
 
-    8 bytes   length of the header, little-endian
-    header    JSON as safetensors defines it, padded with spaces so that the data start at a
-              multiple of 4096; `__metadata__["torchrelay"]` is one JSON text (see `HeaderFrame`)
-    data      the bytes of all entries, item size descending, then key; no gap between them
+    8 bytes  length of the header, little-endian
+    header   JSON as safetensors defines it, padded with spaces so that the data start at a multiple of 4096;
+        `__metadata__["torchrelay"]` is one JSON text (see `HeaderFrame`)
+    data     the bytes of all entries, item size descending, then key; no gap between them
 
-The length of the header follows from the plan alone, because digests have a fixed width: a writer
-reserves the header's place, writes the data, and fills the header in last.
+The length of the header follows from the plan alone, because digests have a fixed width: a writer reserves
+its place, writes the data, and fills the header in last.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _quoted = json.JSONEncoder(ensure_ascii=False).encode
 
 @dataclass(frozen=True)
 class ShardIdentity:
-    """Whose shard this is: the job's name, the position, the node, the group and the try."""
+    """Identity of a shard: the job's name, the position, the node, the group and the attempt."""
 
     job: str
     position: Position
@@ -71,7 +71,7 @@ class ShardPart:
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Json] = field(default_factory=dict)
     values_text: bytes | None = field(default=None, compare=False, repr=False)
-    """The canonical JSON of `values`, where somebody has made it already."""
+    """The canonical JSON of `values`, if already made."""
 
     @property
     def data_bytes(self) -> int:
@@ -80,16 +80,16 @@ class ShardPart:
 
 
 class HeaderFrame:
-    """The header of a part but for its digests, which become known when the data are written.
+    """The header of a part without its digests, which are known when the data are written.
 
-    The metadata's JSON: format, job, position, node, group, try, part, digest, block, values (typed),
-    digests (base64 in key order), and pieces: for keys whose logical dtype or leaf shape is not what
-    the entry says, `{"dtype", "shape"}`; for names stored under another key, `{"alias_of"}`.
+    The metadata's JSON has format, job, position, node, group, try, part, digest, block, values (typed),
+    digests (base64 in key order), and pieces. A piece is `{"dtype", "shape"}` for a key whose logical dtype
+    or leaf shape is not that of the entry, and `{"alias_of"}` for a name stored under another key.
     """
 
     def __init__(self, part: ShardPart) -> None:
         metadata = _quoted(_metadata(part).decode())
-        # Only `block` and `digest` sort before `digests`: the first place that looks so is the place.
+        # Only `block` and `digest` sort before `digests`: the first match is the right one.
         head, place, tail = metadata.partition(_quoted('"digests":"')[1:-1])
         self._head = f'{{"__metadata__":{{"{METADATA_KEY}": {head}{place}'.encode()
         self._tail = (",".join([f"{tail}}}", *_described(part.entries)]) + "}").encode()
@@ -105,7 +105,7 @@ class HeaderFrame:
 
 
 def _metadata(part: ShardPart) -> bytes:
-    """As canonical JSON, of which the values come last; without digests."""
+    """As canonical JSON, with the values last and without digests."""
     identity, values = part.identity, part.values_text
     said = {
         "format": canonical_json.stamp(),
@@ -127,7 +127,7 @@ def _metadata(part: ShardPart) -> bytes:
 
 
 def _described(entries: Entries) -> list[str]:
-    """What the header says of each, in the order of the file."""
+    """The header's text of each entry, in file order."""
     ends = list(accumulate(entries.sizes, initial=0))
     words = canonical_json.words(entries.keys)
     return [
@@ -137,7 +137,7 @@ def _described(entries: Entries) -> list[str]:
 
 
 def entry_cost(key: str, form: EntryForm, piece: Json) -> int:
-    """Bytes that an entry takes in the header, at most: what parts are cut by."""
+    """Upper bound of the bytes that an entry takes in the header, by which parts are cut."""
     text = len(f"{canonical_json.word(key)}:{form.text}{10**17},{10**17}]}}".encode())
     said = canonical_json.dumps({key: piece})
     digests = 4 * (dtypes.SIZE * form.blocks // 3 + 1)
@@ -145,7 +145,7 @@ def entry_cost(key: str, form: EntryForm, piece: Json) -> int:
 
 
 def cost_limit(entries: Entries) -> int:
-    """What `entry_cost` of all never exceeds, at once: eight bytes for a character in two places, at most."""
+    """Upper bound of `entry_cost` of all at once: at most eight bytes for a character in two places."""
     texts = sum(map(len, entries.keys))
     dimensions = sum([len(form.shape) for form in entries.forms])
     dimensions += sum(len(piece.get("shape", ())) for piece in entries.pieces.values())
@@ -155,10 +155,10 @@ def cost_limit(entries: Entries) -> int:
 
 @dataclass(frozen=True)
 class ShardLimits:
-    """Bytes of data and of header below which one file stays.
+    """Maximum bytes of data and of header of one file.
 
-    safetensors refuses headers above 100 MB. An entry that alone reaches `data_bytes` gets a file
-    of its own, and part 1 has all values, at most `values_bytes` of them.
+    safetensors refuses headers above 100 MB. An entry that alone reaches `data_bytes` gets its own file, and
+    part 1 has all values, at most `values_bytes` of them.
     """
 
     data_bytes: int = 64 << 30
@@ -177,12 +177,10 @@ def cut(
     limits: ShardLimits,
     values_text: bytes | None = None,
 ) -> list[ShardPart]:
-    """The parts of a shard, at least one; values lie in part 1, an alias beside its target.
+    """The parts of a shard, at least one; values are in part 1, an alias is beside its target.
 
-    `values_text` is the canonical JSON of the values, where somebody has made it already.
-
-    Raises BlobError for a key that occurs twice, an alias without target, or values that alone are
-    too much for a header.
+    `values_text` is the canonical JSON of the values, if already made. Raises BlobError for a key that occurs
+    twice, an alias without target, or values that are too large for a header.
     """
     by_target = _aliases_by_target(entries, aliases)
     text = canonical_json.dumps(dict(values), within=1) if values_text is None else values_text
@@ -237,24 +235,24 @@ def _aliases_by_target(entries: Entries, aliases: Mapping[str, Key]) -> dict[str
 
 
 def _fixed_cost(identity: ShardIdentity, values: bytes) -> int:
-    """An upper bound of what a header holds beside its entries."""
+    """An upper bound of the header's bytes beside its entries."""
     said = canonical_json.dumps([identity.job, identity.node, identity.group, identity.try_name])
     return _quoted_bytes(said) + _quoted_bytes(values) + ALIGNMENT
 
 
 def _quoted_bytes(text: bytes) -> int:
-    """What JSON, which has no control characters, takes within the JSON of the header."""
+    """Size of JSON, which has no control characters, within the JSON of the header."""
     return len(text) + text.count(b'"') + text.count(b"\\") + 2
 
 
 LENGTH_LIMIT = 100_000_000
-"""Of headers whose size no manifest tells, as in blob files; also what safetensors itself reads."""
+"""Limit for headers without a manifest, as in blob files; also that of safetensors."""
 _RESERVED = ("encryption", "codec", "stored_bytes")
 
 
 @dataclass(frozen=True)
 class ShardContent:
-    """What a header says: whose file this is, and where everything lies in it."""
+    """Content of a header: the file's identity, and the place of everything in it."""
 
     identity: ShardIdentity
     part: int
@@ -276,10 +274,10 @@ def header_length(prefix: bytes, file_bytes: int, *, what: str) -> int:
 
 
 def parse(header: bytes, file_bytes: int, *, what: str, vouched: bool = False) -> ShardContent:
-    """Understand all bytes before the data; raises DamagedError, or FormatError for another version.
+    """Parse all bytes before the data; raises DamagedError, or FormatError for another version.
 
-    `vouched` says that these very bytes were understood before: they are then read `again` (see
-    `canonical_json.loads`), and an entry of a form of its own is looked at when it is asked for.
+    `vouched`: these bytes were parsed before. They are then read `again` (see `canonical_json.loads`), and
+    entries of a special form are parsed on demand.
     """
     if header_length(header, file_bytes, what=what) != len(header):
         raise DamagedError(f"{what}: the header is not {len(header)} bytes long")
@@ -306,14 +304,14 @@ def parse(header: bytes, file_bytes: int, *, what: str, vouched: bool = False) -
 
 
 def _decoded(header: bytes, data_bytes: int, what: str, vouched: bool) -> HeaderText:
-    """What any other header says."""
+    """Parse any other header."""
     said = canonical_json.loads(header[8:], what=f"{what}: header", limit_bytes=len(header), again=vouched)
     if not isinstance(said, dict):
-        raise DamagedError(f"{what}: the header is no JSON object")
+        raise DamagedError(f"{what}: the header is not a JSON object")
     outer = said.pop("__metadata__", None)
     text = outer.get(METADATA_KEY) if isinstance(outer, dict) else None
     if not isinstance(text, str):
-        raise FormatError(f"{what} was not written by torchrelay: its metadata say nothing of it")
+        raise FormatError(f"{what} was not written by torchrelay: its metadata do not mention it")
     numbers = dict(zip(said, range(len(said)), strict=True))
     return HeaderText(text, numbers, columns_of(said, data_bytes))
 
@@ -323,7 +321,7 @@ def _parse_metadata(text: str, what: str, vouched: bool) -> dict[str, Json]:
         text, what=f"{what}: metadata", limit_bytes=len(text), again=vouched
     )
     if not isinstance(inner, dict):
-        raise DamagedError(f"{what}: the metadata are no JSON object")
+        raise DamagedError(f"{what}: the metadata are not a JSON object")
     canonical_json.check_stamp(inner.get("format"), what=what)
     if inner.get("digest") != digest.NAME or inner.get("block") != digest.BLOCK or "encryption" in inner:
         raise FormatError(
@@ -332,14 +330,14 @@ def _parse_metadata(text: str, what: str, vouched: bool) -> dict[str, Json]:
     try:
         inner["digests"] = base64.b64decode(str(inner.get("digests")), validate=True)
     except (binascii.Error, ValueError):
-        raise DamagedError(f"{what}: the digests are no base64") from None
+        raise DamagedError(f"{what}: the digests are not base64") from None
     return inner
 
 
 def _identity(inner: dict[str, Json], what: str) -> ShardIdentity:
     place = _pair(inner.get("position"))
     if place is None or place[0] > MAX_EPOCH:
-        raise DamagedError(f"{what}: {inner.get('position')!r} is no position")
+        raise DamagedError(f"{what}: invalid position {inner.get('position')!r}")
     try:
         node, group = (
             names.check_node(_text(inner, "node", what)),
@@ -380,16 +378,16 @@ def _pieces(inner: dict[str, Json], what: str) -> dict[str, dict[str, Json]]:
 def _entries(
     numbers: dict[str, int], pieces: dict[str, dict[str, Json]], stored: StoredColumns, what: str
 ) -> StoredEntries:
-    """All entries, of which those of a form of their own are looked at when they are asked for."""
+    """All entries; those of a special form are parsed on demand."""
     looked_at: dict[tuple[object, ...], tuple[dtypes.ElementType, tuple[int, ...]]] = {}
 
     def look(number: int, text: str) -> StoredEntry:
         key, piece, form = names.parse_key(text), pieces.get(text, {}), stored.columns.forms[number]
-        # All that decides but the name; as text, for 1, 1.0 and True are equal.
+        # All that decides except the name; as text, because 1, 1.0 and True are equal.
         alike = (form.dtype, form.shape, text.partition("@")[2], repr(piece))
         if alike not in looked_at:
             leaf = f"{what}: {text}"
-            # Not the decoded header's own, which need not be kept for that.
+            # Not the decoded header's own, which can then be freed.
             entry = {"dtype": dtypes.by_name(form.dtype).code, "shape": list(form.shape)}
             kind, shape = _logical(key, entry, piece, leaf)
             _check_stored(stored.entry(number, key, kind, shape), entry, leaf)
@@ -409,7 +407,7 @@ def _one_by_one(
     data: range,
     what: str,
 ) -> dict[str, StoredEntry]:
-    """The same checks in the order of the file: says what is wrong, and where."""
+    """The same checks in file order: finds the error and its place."""
     entries: dict[str, StoredEntry] = {}
     end, block = data.start, 0
     for text, entry in said.items():
@@ -445,7 +443,7 @@ def _logical(
 
 def _shape(found: Json, leaf: str) -> tuple[int, ...]:
     if not isinstance(found, list) or not set(map(type, found)) <= {int} or min(found, default=0) < 0:
-        raise DamagedError(f"{leaf}: {found!r} is no shape")
+        raise DamagedError(f"{leaf}: invalid shape {found!r}")
     if too_large(found):
         raise DamagedError(f"{leaf}: shape {found!r} is too large")
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Reading a shard: whole blocks only, verified on arrival, straight into where they belong."""
+"""Read a shard: whole blocks only, verified on arrival, straight into their destinations."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from torchrelay.records import Json, dataclass
 
 _Run = list[tuple[StoredEntry, ReadRequest]]
 RUN = 2 * BLOCK
-"""Bytes of a large entry that a thread reads into place at a time, each block verified when it is there."""
+"""Bytes of a large entry that a thread reads into place at once; each block is verified then."""
 
 
 @dataclass(frozen=True)
 class ShardExpectation:
-    """What a manifest says of a file; `header_bytes` counts everything before the data."""
+    """A manifest's data about a file; `header_bytes` counts everything before the data."""
 
     bytes: int
     header_bytes: int
@@ -55,7 +55,7 @@ class ShardExpectation:
 
 @dataclass(frozen=True)
 class _File:
-    """A shard file that is open, and how it is read."""
+    """An open shard file, and its read options."""
 
     handle: ReadHandle
     options: ReadOptions
@@ -63,10 +63,13 @@ class _File:
 
 
 CHECKED = 4 * BLOCK
-"""Bytes of an entry that a thread verifies at a time, block by block in memory that stays in the cache."""
+"""Bytes of an entry that a thread verifies at once, block by block in memory that stays in the cache."""
 PASSING_FAR = 5 * BLOCK
-"""What passes through memory with one request, where requests cost much: a thread's memory is kept while
-straight reads go on, and such a storage needs as much again for the answer; together at most 64 MiB."""
+"""Buffered bytes per request of a storage with high latency.
+
+A thread keeps its memory during direct reads, and the storage needs as much for the answer; at most 64 MiB in
+all.
+"""
 
 
 def read_header(
@@ -78,11 +81,9 @@ def read_header(
 ) -> ShardHeader:
     """Read and check everything before the data; no data are read.
 
-    With `expect` the file's size and the header's SHA-256 are proved; without, the header is only
-    checked to be consistent with itself and with the file's size. `vouched` is what `parse` takes, and only
-    together with `expect`.
-    Raises DamagedError for a file that is missing or is not what it should be, FormatError for
-    another version's.
+    With `expect` the file's size and the header's SHA-256 are verified; otherwise only the header's
+    consistency with itself and the file's size. `vouched` is passed to `parse`, and needs `expect`. Raises
+    DamagedError for a file that is missing or differs, FormatError for another version's.
     """
     size = storage.stat(path)
     if size is None:
@@ -93,6 +94,7 @@ def read_header(
 
 
 def _proved(storage: Storage, path: str, size: int, expect: ShardExpectation) -> bytes:
+    """The verified header."""
     if size != expect.bytes:
         raise DamagedError(f"{path} has {size} bytes instead of {expect.bytes}")
     if not 8 <= expect.header_bytes <= size:
@@ -104,6 +106,7 @@ def _proved(storage: Storage, path: str, size: int, expect: ShardExpectation) ->
 
 
 def _consistent(storage: Storage, path: str, size: int) -> bytes:
+    """The header, consistent with the file's size."""
     length = header_length(storage.read_range(path, 0, 8), size, what=path)
     if length > LENGTH_LIMIT + 8:
         raise DamagedError(f"{path}: the header cannot be {length - 8} bytes long")
@@ -111,10 +114,9 @@ def _consistent(storage: Storage, path: str, size: int) -> bytes:
 
 
 class ShardHeader:
-    """A shard whose header was checked; gives out verified bytes of its entries.
+    """A shard whose header was verified; returns verified bytes of its entries.
 
-    One mismatch raises: whether the bytes are damaged on the disk or only on their way here is the
-    caller's question to ask again.
+    One mismatch raises; the caller reads again to distinguish damage on disk from damage in transfer.
     """
 
     def __init__(self, storage: Storage, path: str, content: ShardContent, header_digests: bytes) -> None:
@@ -127,17 +129,17 @@ class ShardHeader:
 
     @property
     def is_far(self) -> bool:
-        """Whether what is read comes over a network, request by request."""
+        """Whether reads go over a network, request by request."""
         return self._gap > 0
 
     @property
     def entries(self) -> StoredEntries:
-        """What is stored, by key, in the order of the file."""
+        """What is stored, by key, in file order."""
         return self.content.entries
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Leaf names whose bytes are those of another key."""
+        """The key that holds the bytes of each tied leaf."""
         return self.content.aliases
 
     @property
@@ -148,9 +150,9 @@ class ShardHeader:
     def read_into(self, key: str, start_byte: int, stop_byte: int, destination: memoryview) -> None:
         """Fill `destination` with bytes [start_byte, stop_byte) of an entry.
 
-        Whole blocks are read and verified; those that lie inside the range go straight to the
-        destination, at most two others through 1 MiB of memory. On an error the destination's
-        content is undefined. Raises DamagedError naming file, key and block.
+        Whole blocks are read and verified. Those inside the range go straight to the destination, at most two
+        others through 1 MiB of memory. After an error the destination is undefined. Raises DamagedError
+        naming file, key and block.
         """
         with open_for_reading(self._storage, self.path) as handle:
             self._read_one(_File(handle, PLAIN), ReadRequest(key, start_byte, stop_byte, destination))
@@ -175,16 +177,16 @@ class ShardHeader:
                 position = self._read_partly(file, request, entry, position, target[position - start_byte :])
 
     def read_many(self, requests: Iterable[ReadRequest], options: ReadOptions = PLAIN) -> None:
-        """Do many reads, begun in the order of the file; small neighbouring entries are read together.
+        """Do many reads, begun in file order; small neighbouring entries are read together.
 
-        Some threads share what is large. Each takes at most 9 MiB of memory beyond the destinations.
-        Raises as `read_into` does.
+        Several threads share large ones. Each takes at most 9 MiB of memory beyond the destinations. Raises
+        as `read_into` does.
         """
         found = self.portions(requests, options)
         read_portions(found, sum(one.nbytes for one in found), options)
 
     def portions(self, requests: Iterable[ReadRequest], options: ReadOptions = PLAIN) -> list[Portion]:
-        """What `read_many` reads at a time; raises UsageError and DamagedError where it does."""
+        """The portions of `read_many`; raises UsageError and DamagedError as it does."""
         parts: list[ReadRequest] = []
         whole: list[ReadRequest] = []
         for request in requests:
@@ -199,15 +201,15 @@ class ShardHeader:
         return found + [self._portion(run, options) for run in neighbours(located)]
 
     def portion(self, begin: int, nbytes: int, read: Callable[[ReadHandle], None]) -> Portion:
-        """Bytes of this file, from byte `begin` on, that `read` reads at a time."""
+        """Bytes of this file, from byte `begin` on, that `read` reads at once."""
         return Portion(self._storage, self.path, begin, nbytes, read)
 
     def read_whole(
         self, keys: Sequence[str], memories: Sequence[Memory], options: ReadOptions = PLAIN
     ) -> None:
-        """Fill the memory (1-D bytes) of each key with all of its entry.
+        """Fill the memory (1-D bytes) of each key with its whole entry.
 
-        Does what `read_many` does, in much less time for very many small entries. Raises as that does.
+        As `read_many`, but much faster for many small entries. Raises as it does.
         """
         if not self.entries.in_columns:
             pairs = zip(keys, memories, strict=True)
@@ -241,7 +243,7 @@ class ShardHeader:
     def checks(self, requests: Iterable[ReadRequest], memory: ThreadMemory) -> list[Portion]:
         """Portions that verify every block of these bytes, each once, and keep nothing: see `read_many`.
 
-        Where the requests would put the bytes does not matter.
+        The destinations of the requests are ignored.
         """
         spans: dict[str, list[Span]] = {}
         for one in requests:
@@ -261,7 +263,7 @@ class ShardHeader:
         return found
 
     def checks_whole(self, keys: Sequence[str], memory: ThreadMemory) -> list[Portion]:
-        """The same for all bytes of these entries, in much less time for very many small ones."""
+        """The same for whole entries, much faster for many small ones."""
         if not self.entries.in_columns:
             whole = [ReadRequest(key, 0, self.entry(key).nbytes, memoryview(b"")) for key in keys]
             return self.checks(whole, memory)
@@ -291,7 +293,7 @@ class ShardHeader:
     def read_passing(
         self, handle: ReadHandle, key: str, spans: Sequence[Span], memory: Passing, options: ReadOptions
     ) -> Iterator[memoryview]:
-        """Verified bytes of ascending spans of an entry, each until the next one is asked for.
+        """Verified bytes of ascending spans of an entry, each valid until the next is requested.
 
         Whole blocks are read, each once. Raises as `read_into` does.
         """
@@ -308,7 +310,7 @@ class ShardHeader:
     def _small_portions(
         self, numbers: Sequence[int], memories: Sequence[Memory], options: ReadOptions
     ) -> list[Portion]:
-        """Whole entries in the order of the file, none empty or above a block."""
+        """Whole entries in file order, none empty or larger than a block."""
 
         def read(batch: EntryBatch, handle: ReadHandle) -> None:
             batch.read(handle.read_scattered, verify=options.verify)
@@ -332,7 +334,7 @@ class ShardHeader:
             raise DamagedError(f"{self.path} does not hold {error.args[0]}") from None
 
     def _is_small(self, request: ReadRequest) -> bool:
-        """Whether all of an entry of a block at most is asked for, into memory of its size."""
+        """Whether a request is for a whole entry of at most a block, into memory of its size."""
         size = request.destination.nbytes
         whole = self.entries.in_columns and request.start == 0 and size == request.stop <= BLOCK
         return whole and self.entry(request.key).nbytes == size
@@ -345,7 +347,7 @@ class ShardHeader:
             self._read_together(file, run)
 
     def check(self, request: ReadRequest) -> None:
-        """Verify bytes that are in the destination already: whole blocks, the last may be the entry's end.
+        """Verify bytes in the destination: whole blocks, the last may be the entry's end.
 
         Raises DamagedError.
         """
@@ -353,22 +355,22 @@ class ShardHeader:
         self._verify(request.key, entry, request.start, checked_target(entry, request))
 
     def read(self, key: str) -> bytearray:
-        """All bytes of an entry, verified, in fresh memory."""
+        """All bytes of an entry, verified, in new memory."""
         data = bytearray(self.entry(key).nbytes)
         self.read_into(key, 0, len(data), memoryview(data))
         return data
 
     def check_in_place(self) -> None:
-        """Raise DamagedError where another file has come to the path: for reads that verify no block."""
+        """Raise DamagedError if the path has another file now: for reads that verify no block."""
         size = self._storage.stat(self.path)
         header = b"" if size is None else _consistent(self._storage, self.path, size)
         if block_digests(memoryview(header)) != self._header_digests:
             raise DamagedError(f"{self.path} was replaced while it was read: read it again")
 
     def verify(self) -> int:
-        """Read and verify all data in bounded memory; the number of bytes. Raises DamagedError.
+        """Read and verify all data in bounded memory; returns the number of bytes. Raises DamagedError.
 
-        What the page cache does not have is read past it, so that others find their bytes there as before.
+        Bytes that are not in the page cache are read directly, so that the cache keeps what others use.
         """
         scratch = memoryview(
             bytearray(min(self._run, max((e.nbytes for e in self.entries.values()), default=0)))
@@ -383,7 +385,7 @@ class ShardHeader:
         return sum(entry.nbytes for entry in self.entries.values())
 
     def entry(self, key: str) -> StoredEntry:
-        """What is stored under a key; raises DamagedError for one that is not there."""
+        """The entry under a key; raises DamagedError for a missing one."""
         try:
             return self.content.entries[key]
         except KeyError:
@@ -392,7 +394,7 @@ class ShardHeader:
     def _read_partly(
         self, file: _File, request: ReadRequest, entry: StoredEntry, position: int, target: memoryview
     ) -> int:
-        """From `position` to the end of its block or of the request."""
+        """Read from `position` to the end of its block or of the request."""
         first = position // BLOCK * BLOCK
         block = memoryview(bytearray(min(BLOCK, entry.nbytes - first)))
         self._read_verified(file, request.key, entry, first, block)
@@ -401,7 +403,7 @@ class ShardHeader:
         return end
 
     def _read_blocks(self, file: _File, key: str, entry: StoredEntry, first: int, target: memoryview) -> None:
-        """Fill with blocks from byte `first` on; where requests cost little, each verified when it comes."""
+        """Read blocks from byte `first` on; with low latency each is verified when it arrives."""
         step = FAR_BYTES if self._gap else RUN
         for at in range(0, len(target), step):
             self._read_verified(file, key, entry, first + at, target[at : at + step])
@@ -455,7 +457,7 @@ class ShardHeader:
 
 
 def _joined(spans: Sequence[Span]) -> Iterator[Span]:
-    """Spans in order, those that touch each other as one."""
+    """Spans in order, adjacent ones merged."""
     first, after = -1, -1
     for start, stop in sorted(spans):
         if start > after:

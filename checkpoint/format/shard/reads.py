@@ -1,17 +1,10 @@
-"""Which bytes of a shard are read, in which portions and threads; very many small entries together.
+"""Plan the reads of a shard: portions and threads; many small entries together.
 
-Opening a file looks at every part of its path, which takes as long as reading some hundred KiB.
-
-Some wait for the device or copy from the kernel while another verifies; measured in benchmarks/README.md.
-
-What costs time with very many small tensors is not their bytes but what is done for each of them; so
-nothing here is done entry by entry unless something is wrong.
-
-What is read, verified and put into place at a time stays in the processor's cache; measured in
-benchmarks/README.md.
-
-One built-in function puts a question to all. Give at most `AT_ONCE` at a time: so many stay in the
-processor's cache until the last question; a tensor that does not takes four times as long for each.
+- Opening a file resolves every part of its path, which takes as long as reading some hundred KiB.
+- Some threads wait for the device or copy from the kernel while another verifies.
+- With many small tensors the work per entry dominates, so entries are only handled one by one after an error.
+- Bytes that are read, verified and copied at once stay in the processor's cache; `AT_ONCE` bounds the tensors
+  per built-in call for the same reason. Figures are in benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -39,7 +32,7 @@ WINDOW = 4 * BLOCK
 
 
 class ReadRequest(NamedTuple):
-    """Bytes [start, stop) of a stored entry, and the 1-D bytes they go to."""
+    """Bytes [start, stop) of a stored entry, and their 1-D destination."""
 
     key: str
     start: int
@@ -48,7 +41,7 @@ class ReadRequest(NamedTuple):
 
 
 def pieces(request: ReadRequest, run: int) -> Iterator[ReadRequest]:
-    """A long request in pieces that end with a block, so that no block is read twice."""
+    """A long request in pieces that end at block borders, so that no block is read twice."""
     if request.stop - request.start <= run or len(request.destination) != request.stop - request.start:
         yield request
         return
@@ -61,7 +54,7 @@ def pieces(request: ReadRequest, run: int) -> Iterator[ReadRequest]:
 
 
 def checked_target(entry: StoredEntry, request: ReadRequest) -> memoryview:
-    """The destination as bytes; raises UsageError where entry, range and destination do not fit."""
+    """The destination as bytes; raises UsageError if entry, range and destination do not fit."""
     target = request.destination.cast("B")
     if not 0 <= request.start <= request.stop <= entry.nbytes or len(target) != request.stop - request.start:
         raise UsageError(
@@ -74,7 +67,7 @@ def checked_target(entry: StoredEntry, request: ReadRequest) -> memoryview:
 def neighbours(
     located: list[tuple[StoredEntry, ReadRequest]],
 ) -> Iterator[list[tuple[StoredEntry, ReadRequest]]]:
-    """Runs of entries below one block that lie side by side; anything larger is a run of its own."""
+    """Runs of adjacent entries below one block; a larger one is a run by itself."""
     run: list[tuple[StoredEntry, ReadRequest]] = []
     for entry, request in located:
         joins = bool(run) and entry.nbytes <= BLOCK and run[-1][0].nbytes <= BLOCK
@@ -88,27 +81,27 @@ def neighbours(
 
 
 VERIFY = ("full", "headers")
-"""Levels of verification of a load: every block, or only the headers that say what there is."""
+"""Levels of verification of a load: every block, or only the headers."""
 WAITING = 2
-"""So many threads of a process at least read what its device has to bring: one waits, one verifies."""
+"""Minimum of threads of a process that read from a device: one waits, one verifies."""
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Without `verify` blocks are taken as they come.
+    """Options of reads. Without `verify` blocks are not verified.
 
-    All processes of a host read through the page cache and begin with the same bytes, so that what
-    several of them need comes from the device once and is put into place while the caches have it.
+    All processes of a host read through the page cache and begin with the same bytes, so that shared ones
+    come from the device once.
     """
 
     verify: bool = True
     threads: int = 4
-    """So many requests to a storage are under way at a time."""
+    """Maximum of requests in flight to a storage."""
     of_the_cores: int = 4
-    """This process's threads where those of all processes share the cores: files of this host."""
+    """This process's threads if the processes of a host share the cores: for local files."""
 
     def threads_for(self, handle: ReadHandle, begin: int, nbytes: int) -> int:
-        """How many reads of these bytes of a file, from byte `begin` on, are to be under way at a time."""
+        """Number of parallel reads for these bytes of a file, from byte `begin` on."""
         if self.of_the_cores >= self.threads or not isinstance(handle, Cached):
             return self.threads
         if handle.is_at_hand(begin, nbytes):
@@ -120,14 +113,14 @@ PLAIN = ReadOptions()
 
 
 def verifies(level: str) -> bool:
-    """Whether blocks are verified at a level; raises UsageError for a word that is none."""
+    """Whether blocks are verified at a level; raises UsageError for an unknown one."""
     if level not in VERIFY:
-        raise UsageError(f"verify is {level!r:.80}; it is one of {', '.join(map(repr, VERIFY))}")
+        raise UsageError(f"invalid verify={level!r:.80}: expected one of {', '.join(map(repr, VERIFY))}")
     return level == "full"
 
 
 class KeptOpen:
-    """Mutable; of one thread at a time."""
+    """Keeps the last file open; for one thread at a time."""
 
     def __init__(self) -> None:
         self._what: tuple[Storage, str] | None = None
@@ -135,9 +128,9 @@ class KeptOpen:
         self._opened = ExitStack()
 
     def reading(self, storage: Storage, path: str) -> KeptOpen:
-        """For `with`, which gives the file for reads within the block; raises as `open_for_reading` does.
+        """Use by `with`, which returns the file for reads; raises as `open_for_reading` does.
 
-        Where the block fails it is closed: a second look is one at the file that has the name by then.
+        The file is closed if the block fails: a retry then opens the file that has the name by then.
         """
         if self._what != (storage, path):
             self.close()
@@ -155,7 +148,7 @@ class KeptOpen:
             self.close()
 
     def close(self) -> None:
-        """Close what is open; nothing, where nothing is. An error is none of what was read before."""
+        """Close the open file, if any. An error here does not affect earlier reads."""
         self._what = None
         with suppress(OSError):
             self._opened.close()
@@ -163,13 +156,13 @@ class KeptOpen:
 
 T = TypeVar("T")
 EACH = 4 << 20
-"""Bytes of work for each thread: with less, one costs more to start than it saves."""
+"""Minimum bytes of work per thread: below, starting a thread costs more than it saves."""
 
 
 def each(work: Callable[[T], None], items: Iterable[T], nbytes: int, threads: int) -> None:
-    """Call `work` with every item, begun in their order; the first error ends it and is raised.
+    """Call `work` with every item, begun in order; the first error ends it and is raised.
 
-    No thread is at work any more when this returns or raises: destinations are the caller's again.
+    No thread is active any more when this returns or raises, so destinations are free again.
     """
 
     def run(mine: Iterator[T]) -> None:
@@ -181,12 +174,12 @@ def each(work: Callable[[T], None], items: Iterable[T], nbytes: int, threads: in
 
 
 Attempt = Callable[[Callable[[], None]], None]
-"""Calls what it is given, perhaps once more where it failed."""
+"""Calls its argument, maybe again after a failure."""
 
 
 @dataclass(frozen=True)
 class Portion:
-    """Bytes of a file, from byte `begin` on, that are read at a time, and what reads them once it is open."""
+    """Bytes of a file, from byte `begin` on, that are read at once by `read`."""
 
     storage: Storage
     path: str
@@ -196,18 +189,17 @@ class Portion:
 
 
 def once(read: Callable[[], None]) -> None:
-    """An attempt without a second one."""
+    """Call `read` without a retry."""
     read()
 
 
 def read_portions(
     portions: Iterable[Portion], nbytes: int, options: ReadOptions, attempt: Attempt = once
 ) -> None:
-    """Read all, begun in their order and each within an attempt; the first error ends it and is raised.
+    """Read all portions, begun in order and each by `attempt`; the first error ends it and is raised.
 
-    `nbytes` is about how many bytes they are together. How many threads take part is decided by where the
-    first of them lie; a process that asks late may find there what another one has just brought in. What
-    comes lazily is made by whichever thread has time.
+    `nbytes` is their approximate total. The number of threads depends on where the first portions are: a
+    later process may find them in the page cache. A lazy iterable is consumed by whichever thread is free.
     """
     coming = iter(portions)
     first = next(coming, None)
@@ -235,25 +227,25 @@ def _read(one: Portion, files: KeptOpen) -> None:
 
 
 def _threads(first: Portion, files: KeptOpen, options: ReadOptions) -> int:
-    # What is wrong is said by whoever reads.
+    # The read itself reports the error.
     with suppress(OSError), files.reading(first.storage, first.path) as handle:
         return options.threads_for(handle, first.begin, first.nbytes)
     return options.threads
 
 
 TOGETHER = 512
-"""Entries that are read with one call; the systems that there are take 1,024."""
+"""Entries that are read with one call; current systems allow 1,024."""
 BYTES = 2 * BLOCK
-"""Bytes that are read and then verified while the processor's cache still has them."""
+"""Bytes that are read and then verified while they are in the processor's cache."""
 FAR_BYTES = 8 * BLOCK
-"""The same where requests are what costs."""
+"""The same for storages with high latency."""
 
 
 @dataclass(frozen=True)
 class EntryBatch:
-    """Entries of a file in its order, none empty, with the memory of each, if they are to have any.
+    """Entries of a file in its order, none empty, with their destinations, if any.
 
-    What lies between them, where they do not lie side by side, is read and forgotten.
+    Bytes between entries that are not adjacent are read and dropped.
     """
 
     path: str
@@ -268,7 +260,7 @@ class EntryBatch:
 
     @property
     def start(self) -> int:
-        """Where in the file the first entry begins."""
+        """Offset of the first entry in the file."""
         return self.stored.data_start + self.stored.columns.starts[self.numbers[0]]
 
     @property
@@ -284,7 +276,7 @@ class EntryBatch:
             self._verify(digests_of(self.memories))
 
     def check(self, read_into: Callable[[int, memoryview], int], room: memoryview) -> None:
-        """Verify entries in `room`, memory of `nbytes` that holds nothing of them afterwards; see `read`."""
+        """Verify entries in `room`, scratch memory of `nbytes` bytes; see `read`."""
         self._counted(lambda: read_into(self.start, room))
         starts, stops = self.stored.columns.bounds(self.numbers)
         first = starts[0]
@@ -334,14 +326,14 @@ class EntryBatch:
         return b"".join(digests[blocks[number] * SIZE : blocks[number + 1] * SIZE] for number in self.numbers)
 
     def _at(self, offset: int) -> int:
-        """The number of the entry that an offset of the file lies in."""
+        """The number of the entry at an offset of the file."""
         stops = self.stored.columns.stops
         beyond = offset - self.stored.data_start
         return next(number for number in self.numbers if stops[number] > beyond)
 
 
 def in_order(numbers: Sequence[int], memories: Sequence[Memory]) -> tuple[Sequence[int], Sequence[Memory]]:
-    """Entries in the order of the file, each with its memory; a range where they lie side by side."""
+    """Entries in file order, each with its memory; a range if they are adjacent."""
     if isinstance(numbers, range):
         return numbers, memories
     order = sorted(range(len(numbers)), key=numbers.__getitem__)
@@ -357,10 +349,10 @@ def batches(
     memories: Sequence[Memory] = (),
     gap: int = 0,
 ) -> Iterator[EntryBatch]:
-    """Entries, in the order of the file and none of them empty or above a block, in batches.
+    """Entries, in file order and none of them empty or larger than a block, in batches.
 
     Those with up to `gap` bytes between them are read together; one that is wanted twice is read twice.
-    Without memory of their own they can only be checked.
+    Without memory they can only be verified.
     """
     starts, stops = entries.stored.columns.bounds(numbers)
     for at, end in _runs(starts, stops, gap):
@@ -368,7 +360,7 @@ def batches(
 
 
 def _runs(starts: Sequence[int], stops: Sequence[int], gap: int) -> Iterator[tuple[int, int]]:
-    """Places from where to where entries are read together, of bounded number and bytes."""
+    """Ranges that are read together, of bounded number and bytes."""
     for at in range(0, len(starts), TOGETHER):
         end = min(at + TOGETHER, len(starts))
         if starts[at + 1 : end] == stops[at : end - 1] and stops[end - 1] - starts[at] <= BYTES:
@@ -390,14 +382,14 @@ def _divided(
 
 
 Span = tuple[int, int]
-"""The first byte of an entry that is wanted, and the one after the last."""
+"""The first wanted byte of an entry, and the one after the last."""
 
 
 @dataclass(frozen=True)
 class Passage:
     """How an entry of `size` bytes is read: whole blocks of `block` bytes, and how far beyond a span.
 
-    Later spans are read along with one, up to `far` bytes at a time, where no gap is wider than `gap`.
+    Later spans are read with one, up to `far` bytes at once, if no gap is wider than `gap`.
     """
 
     size: int
@@ -406,11 +398,11 @@ class Passage:
     gap: int = 0
 
     def begin(self, span: Span) -> int:
-        """Where the block begins that a span begins in."""
+        """The begin of the block that a span begins in."""
         return span[0] // self.block * self.block
 
     def end(self, spans: Sequence[Span], number: int) -> int:
-        """Up to where to read for the span of this number."""
+        """The end of the read for the span of this number."""
         begin, stop = self.begin(spans[number]), spans[number][1]
         for start, end in islice(spans, number + 1, None) if self.far else ():
             if start > stop + self.gap or end - begin > self.far:
@@ -420,13 +412,13 @@ class Passage:
 
 
 class Passing:
-    """Mutable; of one thread at a time. Its memory: the largest span and two blocks, or `far` and two."""
+    """Sliding read buffer of one thread: the largest span and two blocks, or `far` and two."""
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray())
 
     def room(self, nbytes: int) -> memoryview:
-        """So many bytes; what they hold means nothing, and earlier ones may be no longer there."""
+        """Memory of so many bytes with undefined content; earlier content may be lost."""
         if len(self._memory) < nbytes:
             self._memory = memoryview(bytearray(nbytes))
         return self._memory[:nbytes]
@@ -434,11 +426,11 @@ class Passing:
     def over(
         self, spans: Sequence[Span], passage: Passage, read: Callable[[int, memoryview], None]
     ) -> Iterator[memoryview]:
-        """The bytes of each span, until the next one is asked for; `read` fills memory from a byte on.
+        """The bytes of each span, valid until the next is requested; `read` fills memory from a byte on.
 
-        Spans come in the order of their first bytes, and lie inside of the entry.
+        Spans are in the order of their first bytes, and inside of the entry.
         """
-        first = end = 0  # what of the entry the memory holds
+        first = end = 0  # the range of the entry in memory
         for number, span in enumerate(spans):
             if span[1] > end:
                 begin, upto = passage.begin(span), passage.end(spans, number)
@@ -453,13 +445,13 @@ class Passing:
 
 
 class ThreadMemory:
-    """Memory of each thread for what it looks at and forgets, used again for every portion."""
+    """Scratch memory of each thread, reused for every portion."""
 
     def __init__(self) -> None:
         self._own = threading.local()
 
     def room(self, nbytes: int) -> memoryview:
-        """So many bytes of the calling thread's memory; what they hold means nothing."""
+        """Memory of the calling thread of so many bytes, with undefined content."""
         if not hasattr(self._own, "passing"):
             self._own.passing = Passing()
         passing: Passing = self._own.passing

@@ -1,11 +1,11 @@
-"""Shards are written data first, in segments, hashed on the way, the header last, then synced.
+"""Write shards: data first, in segments, hashed on the way, then the header, then sync.
 
-Digest blocks begin anew with every entry, segments at multiples of their size, so a block may lie in two
-segments. Hashed is the copy that is written, once each byte: what another thread does to the source
-meanwhile may mix an entry, but never makes a block that differs from its digest.
+Digest blocks restart with every entry, segments are at multiples of their size, so a block may be in two
+segments. The written copy is hashed, each byte once: a concurrent change of the source may mix an entry, but
+never makes a block that differs from its digest.
 
-The buffers of a process are made when first needed and kept for the next save. There are never more than
-`LIMIT`; whoever needs one more waits, holding none. A child after `fork` begins with none.
+The buffers of a process are allocated on demand and kept for the next save. There are at most `LIMIT`; a
+thread that needs one more waits without holding any. A child after `fork` begins with none.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from torchrelay.records import Json, dataclass
 GATHER = BLOCK
 """Entries below this size are copied together into extents of about this size."""
 PROBE = 4096
-"""The first bytes of an entry of more than a block that have a digest of their own, in memory only."""
+"""The first bytes of an entry of more than a block that have a separate digest, in memory only."""
 Bytes = TypeVar("Bytes", bytes, memoryview)
 
 
 class Extent(NamedTuple):
-    """Bytes that lie together in the file and in memory; `slot` counts the first of their digests.
+    """Bytes that are contiguous in the file and in memory; `slot` is the index of their first digest.
 
-    Those of an extent that needs `hashing` are of blocks that begin where it does.
+    If it needs `hashing`, its blocks begin with it.
     """
 
     data: memoryview
@@ -71,7 +71,7 @@ class Extent(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A stretch of an extent."""
+    """A part of an extent."""
 
     extent: Extent
     start: int
@@ -80,17 +80,17 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """What one write takes: `nbytes` at `offset` of the file."""
+    """One write: `nbytes` at `offset` of the file."""
 
     offset: int
     slices: tuple[Slice, ...]
 
 
 class Digests:
-    """The digests of all blocks of a part in the order of keys, as they become known in any order.
+    """The digests of all blocks of a part in the order of keys, filled in any order.
 
-    `probes` are those of the first bytes of entries of more than a block, by key: a later save sees by
-    them soonest that an entry has changed.
+    `probes` are those of the first bytes of entries of more than a block, by key, with which a later save
+    detects most changes early.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -100,7 +100,7 @@ class Digests:
         self._lock = threading.Lock()
 
     def hash(self, piece: Slice, copied: memoryview) -> None:
-        """Hash a slice of one block at most, as it was `copied`."""
+        """Hash a slice of at most one block, from its copy."""
         extent, block = piece.extent, piece.start // BLOCK
         if not extent.hashing:
             return
@@ -111,11 +111,11 @@ class Digests:
             self._hash_part(extent.slot + block, piece.start, copied, left)
 
     def _hash_part(self, slot: int, start: int, copied: memoryview, nbytes: int) -> None:
-        """A part of a block of `nbytes`, which several threads copy: whoever comes last hashes them all."""
+        """Hash a part of a block of `nbytes` that several threads copy: the last thread hashes all parts."""
         with self._lock:
             parts = self._parts.setdefault(slot, {})
             if sum(map(len, parts.values())) + len(copied) < nbytes:
-                parts[start] = bytes(copied)  # its place will be used again before the others have come
+                parts[start] = bytes(copied)  # its memory will be reused before the others have finished
                 return
             del self._parts[slot]
         parts[start] = copied
@@ -125,14 +125,14 @@ class Digests:
         self.put(slot, hashed.digest())
 
     def put(self, slot: int, found: bytes) -> None:
-        """Digests that follow one another."""
+        """Store consecutive digests."""
         self.data[slot * SIZE : slot * SIZE + len(found)] = found
 
 
 def extents(entries: Entries, digests: Digests, seconds: Clock) -> Iterator[Extent]:
-    """The bytes of all entries; small ones are collected, and hashed, on the way.
+    """The bytes of all entries; small ones are collected and hashed on the way.
 
-    Raises BlobError for data that are not what the entry says.
+    Raises BlobError for data that do not match the entry.
     """
     ends, slots = list(accumulate(entries.sizes)), first_blocks(entries.sizes)
     for numbers in _runs(entries.sizes, ends):
@@ -144,7 +144,7 @@ def extents(entries: Entries, digests: Digests, seconds: Clock) -> Iterator[Exte
 
 
 def _runs(sizes: Sequence[int], ends: Sequence[int]) -> Iterator[range]:
-    """Small entries that are gathered, up to the one that makes them enough; each large one alone."""
+    """Small entries that are collected up to the limit; each large one alone."""
     large = [number for number, size in enumerate(sizes) if size >= GATHER]
     at = 0
     for stop in (*large, len(sizes)):
@@ -166,7 +166,7 @@ def _together(entries: Entries, numbers: range, slot: int, digests: Digests, sec
 
 
 def _copy(entries: Entries, numbers: range) -> bytes:
-    """The bytes of small entries, one after another."""
+    """The bytes of small entries, concatenated."""
     found: list[bytes] = []
     for at in range(numbers.start, numbers.stop, AT_ONCE):
         some = range(at, min(at + AT_ONCE, numbers.stop))
@@ -180,7 +180,7 @@ def _copy(entries: Entries, numbers: range) -> bytes:
 
 
 def _memories(data: Sequence[Data]) -> Sequence[Memory]:
-    """The bytes of each where they lie in order; nothing where each has to be looked at."""
+    """The bytes of each if contiguous; empty if each must be checked."""
     return memories_of(data) if all_dense(data) and all_in_order(data) else ()
 
 
@@ -192,7 +192,7 @@ def _alone(entries: Entries, number: int, slot: int, digests: Digests) -> Extent
 
 
 def segments(found: Iterable[Extent], offset: int, size: int) -> Iterator[Segment]:
-    """Segments of `size` bytes from `offset` on, the last one perhaps shorter."""
+    """Segments of `size` bytes from `offset` on, the last one maybe shorter."""
     slices: list[Slice] = []
     room = size
     for extent in found:
@@ -209,7 +209,7 @@ def segments(found: Iterable[Extent], offset: int, size: int) -> Iterator[Segmen
 
 
 def blocks(segment: Segment) -> Iterator[Slice]:
-    """The slices of a segment, cut where blocks begin: little enough to stay in the processor's cache."""
+    """The slices of a segment, cut at block borders, so that they stay in the processor's cache."""
     for extent, begin, stop in segment.slices:
         start = begin
         while start < stop:
@@ -252,7 +252,7 @@ _byte = ctypes.c_char
 
 
 class Pool:
-    """The buffers of one process."""
+    """The write buffers of one process."""
 
     def __init__(self, size: int = BOUNCE_SIZE, limit: int = LIMIT) -> None:
         self._size = size
@@ -261,13 +261,13 @@ class Pool:
         self._left = threading.Semaphore(limit)
 
     def touch(self, count: int) -> None:
-        """Have so many buffers made, so that the first save need not wait for fresh memory.
+        """Allocate so many buffers in advance, so that the first save need not wait for new memory.
 
-        Those in use count, too. Raises StorageError where there is no memory.
+        Those in use count, too. Raises StorageError without enough memory.
         """
         while self._made < min(count, self._limit):
             memory = self._new()
-            # Costs no page faults later; without the interpreter's lock.
+            # Avoids page faults later; without the GIL.
             ctypes.memset(ctypes.addressof(_byte.from_buffer(memory)), 0, len(memory))
             self._free.append(memory)
 
@@ -278,7 +278,7 @@ class Pool:
 
     @contextmanager
     def buffer(self) -> Iterator[memoryview]:
-        """Page-aligned writable bytes with unknown content, for this thread alone."""
+        """Page-aligned writable bytes with undefined content, for this thread alone."""
         with self._left:
             try:
                 memory = self._free.pop()
@@ -309,9 +309,9 @@ def pool() -> Pool:
 
 
 def copy(room: memoryview, at: int, data: memoryview) -> int:
-    """Copy bytes to a place of a buffer, without the interpreter's lock where they are writable.
+    """Copy bytes into a buffer, without the GIL if they are writable; returns their number.
 
-    Read-only bytes hold it, so give no more than a block at a time. Returns how many they were.
+    Read-only bytes hold the GIL, so pass at most a block at a time.
     """
     if data.readonly or len(data) < _SMALL:
         room[at : at + len(data)] = data
@@ -322,10 +322,11 @@ def copy(room: memoryview, at: int, data: memoryview) -> int:
 
 
 def fill(handle: WriteHandle, part: ShardPart, frame: HeaderFrame, seconds: Clock, writers: int) -> Digests:
-    """Write the data of a part behind its header's place and return what was hashed.
+    """Write the data of a part after the space for its header; returns the digests.
 
-    Where the handle wants aligned memory, `writers` threads take segments in turn, else this one alone and in
-    order; all have ended when this returns. Raises BlobError and StorageError; the file is then not whole.
+    If the handle needs aligned memory, `writers` threads take segments in turn; otherwise this thread writes
+    in order. All have ended when this returns. Raises BlobError and StorageError; the file is then
+    incomplete.
     """
     filling = _Filling(handle, frame.digest_bytes)
     own, writers = Clock(), writers if handle.alignment else 1
@@ -336,7 +337,7 @@ def fill(handle: WriteHandle, part: ShardPart, frame: HeaderFrame, seconds: Cloc
 
 
 class _Filling:
-    """One file on its way; what several threads work on."""
+    """One file in flight; shared by several threads."""
 
     def __init__(self, handle: WriteHandle, digest_bytes: int) -> None:
         self.digests = Digests(digest_bytes)
@@ -344,7 +345,7 @@ class _Filling:
         self._handle = handle
 
     def write(self, todo: Iterator[Segment]) -> None:
-        """Copy a segment together in aligned memory, block by block; hash and write that."""
+        """Copy a segment into aligned memory, block by block; hash and write it."""
         self.seconds.append(seconds := Clock())
         with pool().buffer() as room:
             for segment in todo:
@@ -360,16 +361,16 @@ class _Filling:
 
 
 BlockDigests = bytes
-"""Of blocks, one after another; a name, because a report has a field `bytes`."""
+"""Digests of blocks, concatenated; an alias, because a report has a field `bytes`."""
 
 
 @dataclass(frozen=True)
 class ShardReport:
-    """One written file: what a manifest needs to know, and where the time went.
+    """One written file: data for the manifest, and times.
 
-    `header_bytes` counts all bytes before the data (the length field and the padding too), and
-    `header_sha256` is of exactly these; `keys` are in stored order, `blocks` how many each has, `hashed`
-    the digests of all, one after another; `probes` those of the first `PROBE` bytes of long ones.
+    `header_bytes` counts all bytes before the data (including length field and padding), and `header_sha256`
+    covers exactly these. `keys` are in stored order, `blocks` the number of blocks of each, `hashed` all
+    digests, concatenated; `probes` those of the first `PROBE` bytes of long ones.
     """
 
     path: str
@@ -381,11 +382,11 @@ class ShardReport:
     hashed: BlockDigests = field(default=b"", compare=False)
     probes: Mapping[str, BlockDigests] = field(default_factory=dict, compare=False)
     seconds: Clock = field(default_factory=Clock, compare=False)
-    """Of `hash`, `write` and `fsync`; copying to aligned memory counts as writing."""
+    """Seconds of `hash`, `write` and `fsync`; copies to aligned memory count as writing."""
 
     @cached_property
     def digests(self) -> tuple[BlockDigests, ...]:
-        """Those of each entry."""
+        """The digests of each entry."""
         edges = accumulate([SIZE * count for count in self.blocks], initial=0)
         return tuple([self.hashed[start:end] for start, end in pairwise(edges)])
 
@@ -401,13 +402,12 @@ def write_shard(
     limits: ShardLimits = DEFAULT_LIMITS,
     writers: int = WRITERS,
 ) -> list[ShardReport]:
-    """Write the files of one node and group into a try directory, each synced; one report per file.
+    """Write the files of one node and group into an attempt's directory, each synced; one report per file.
 
-    `values` are encoded already (`values.encode`) and lie in part 1; `aliases` maps names of tied
-    leaves to the key that holds their bytes. At most `writers` threads write a file. The directory's
-    entry is not synced: do that once after all shards (`storage.sync_dir`). Raises BlobError for what
-    cannot be stored and StorageError for what could not be written; files that were begun are then
-    removed where possible.
+    `values` are encoded already (`values.encode`) and are in part 1; `aliases` maps names of tied leaves to
+    the key that holds their bytes. At most `writers` threads write a file. The directory is not synced: call
+    `storage.sync_dir` once after all shards. Raises BlobError for what cannot be stored and StorageError for
+    failed writes; incomplete files are then deleted if possible.
     """
     parts = cut(identity, entries, values or {}, aliases or {}, limits)
     folder = f"{directory}/" if directory else ""
@@ -422,7 +422,7 @@ def write_part(storage: Storage, path: str, part: ShardPart, writers: int = WRIT
     try:
         handle = storage.open_exclusive(path)
     except FileExistsError:
-        raise StorageError(f"{path} exists already: a try is written once; begin a new try") from None
+        raise StorageError(f"{path} exists already: attempts are written once; begin a new one") from None
     try:
         header, found = _fill(handle, part, seconds, writers)
         with seconds.spent("fsync"):

@@ -144,7 +144,7 @@ def test_why_knows_when_no_start_is_possible(
     for file in (run / "checkpoints/data").glob("*/manifest.json"):
         file.write_bytes(b"{}")
     code, out, _ = told(capsys, "why", run)
-    assert code == 3 and "no epoch of the current branch can be proved" in out.splitlines()[-1]
+    assert code == 3 and "no epoch of the current branch can be verified" in out.splitlines()[-1]
 
 
 def test_why_tells_what_a_run_fell_back_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +206,7 @@ def test_what_is_no_epoch(run: Path, capsys: pytest.CaptureFixture[str], epoch: 
     if code is None:
         assert told(capsys, "why", run, epoch)[0] == 2
     else:
-        assert code.returncode == 2 and "invalid epoch" in code.stderr
+        assert code.returncode == 2 and "is no epoch" in code.stderr
 
 
 # verify

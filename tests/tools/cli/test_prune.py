@@ -110,7 +110,7 @@ def test_the_rules_of_the_command_are_those_of_a_run(
         (
             ("--keep-best", "val/ac:max"),
             2,
-            "value of metric 'val/ac'; there is loss, val/acc",
+            "value of metric 'val/ac' (found: loss, val/acc)",
         ),
         (("--keep-best", "val/acc"), 2, "expected METRIC:max or METRIC:min"),
         (("--keep-best", "val/acc:max:0"), 2, "expected METRIC:max or METRIC:min"),
