@@ -216,7 +216,7 @@ class Retaining:
             suspects: frozenset[Key] = frozenset(proof.entry.key for proof in unproved)
             keeping.retire(writer, suspects, self.ledger.needed())
         if unproved:
-            doubts.append(f"{'; '.join((proof.told for proof in unproved))}: older ones stay instead")
+            doubts.append(f"{'; '.join(proof.told for proof in unproved)}: older ones stay instead")
         return "; ".join(doubts)
 
     def at_once(self, writer: LogWriter) -> str:

@@ -137,8 +137,8 @@ def start_now(storage: Storage, view: LogView) -> ResumePreview:
             after = f", after {len(passed)} newer that are damaged" if passed else ""
             if entry.position.boundary and proof.check()[0].facts.over:
                 text = (
-                    f"the run was over at epoch {entry.position} of branch {entry.branch}{after}: a start now "
-                    "would resume nowhere; with more epochs or patience it would resume there"
+                    f"the run was over at epoch {entry.position} of branch {entry.branch}{after}: a start "
+                    "now would resume nowhere; with more epochs or patience it would resume there"
                 )
                 return ResumePreview(entry, text, 0, tuple(passed), over=True)
             text = f"a start now would resume from epoch {entry.position} of branch {entry.branch}{after}"

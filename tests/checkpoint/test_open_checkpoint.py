@@ -286,9 +286,7 @@ def test_of_several_values_one_is_taken_by_its_node_and_none_is_left_out(tmp_pat
     ckpt = open_checkpoint(tmp_path)
     ema = torch.nn.BatchNorm1d(3)
     names = {"w": "weight", "mean": "running_mean"}
-    told = (
-        r"'ema\.mean' has a different value on each of 2 nodes: choose one, such as nodes='trainer_0'"
-    )
+    told = r"'ema\.mean' has a different value on each of 2 nodes: choose one, such as nodes='trainer_0'"
     for pattern in ("ema.*", "ema", ["ema.w", "ema.mean"], "*"):
         with pytest.raises(UsageError, match=told):
             ckpt.load_tensors(pattern)
@@ -302,9 +300,7 @@ def test_of_several_values_one_is_taken_by_its_node_and_none_is_left_out(tmp_pat
     result = ckpt.load({"ema": ema}, rename=rename, strict=False, nodes={"ema": "trainer_1"})
     assert ema.running_mean.eq(1).all()
     assert result.nodes == {"ema.running_mean": "trainer_1"}
-    with pytest.raises(
-        UsageError, match="nodes='trainer_l': no such node; did you mean 'trainer_1'"
-    ):
+    with pytest.raises(UsageError, match="nodes='trainer_l': no such node; did you mean 'trainer_1'"):
         ckpt.load_tensors("ema.*", nodes="trainer_l")
 
 

@@ -356,9 +356,7 @@ def test_values_that_a_load_cannot_change_are_refused(tmp_path: Path) -> None:
     """Nothing is called loaded that is not; the call that is named gives the stored value."""
     save_blobs(tmp_path / "file.safetensors", {"n": 5, "pair": (1, 2), "list": [1]})
     for given in ({"n": 0}, {"pair": ()}, {"list": {}}):
-        with pytest.raises(
-            BlobError, match=r"nothing was changed: use torchrelay\.load_blobs"
-        ):
+        with pytest.raises(BlobError, match=r"nothing was changed: use torchrelay\.load_blobs"):
             load_into(tmp_path / "file.safetensors", given)
     checkpoint = epoch_of(tmp_path / "run", {"n": 5, "list": [1]})
     for given in ({"n": 0}, {"list": 3}):

@@ -306,7 +306,11 @@ def test_wrong_entries_are_refused_by_name(storage):
             {},
             "ends beyond the 3 elements",
         ),
-        ([ShardEntry(Box("a", ((0, 9),)), "uint8", (3,), memoryview(bytes(9)))], {}, "is not a box of a leaf"),
+        (
+            [ShardEntry(Box("a", ((0, 9),)), "uint8", (3,), memoryview(bytes(9)))],
+            {},
+            "is not a box of a leaf",
+        ),
     ]
     for entries, aliases, words in bad:
         with pytest.raises(BlobError, match=words):
