@@ -124,7 +124,7 @@ def _the_log() -> Iterator[Bug]:
     yield Bug(
         "a creation whose answer was lost is not read back",
         append,
-        "        return found == data  # the nonce makes our bytes like no other's\n",
+        "        return found == data  # the nonce makes our bytes unique\n",
         "        return False\n",
         ["tests/checkpoint/test_log_writer.py", "tests/checkpoint/test_log_crash.py"],
     )
@@ -329,7 +329,7 @@ def _behind() -> Iterator[Bug]:
     yield Bug(
         "late sources are not looked at again",
         "checkpoint/save/staging.py",
-        "            self.compare()  # last: it names who wrote while that was done, too\n",
+        "            self.compare()  # last: it also finds writes during that work\n",
         "",
         ["tests/runners/test_background_saves.py"],
     )

@@ -60,9 +60,9 @@ def test_a_rename_that_is_no_mapping(file):
 def test_what_is_no_path(tmp_path):
     """A number where a path belongs."""
     for call in (torchrelay.open_checkpoint, torchrelay.load_blobs):
-        with pytest.raises(UsageError, match=r"3\b.*(path|Path)"):
+        with pytest.raises(UsageError, match="invalid path 3"):
             call(3)
-    with pytest.raises(UsageError, match=r"3\b.*(path|Path)"):
+    with pytest.raises(UsageError, match="invalid path 3"):
         torchrelay.save_blobs(3, {"n": 1})
 
 

@@ -172,7 +172,7 @@ def test_places_without_checkpoints_are_refused_by_name(tmp_path):
     odd = {
         "loop": "looked at: Too many levels",
         "x" * 300: "looked at: File name too long",
-        "a\0b": "no path",
+        "a\0b": "invalid path",
     }
     for where, why in odd.items():
         with pytest.raises(UsageError, match=why):

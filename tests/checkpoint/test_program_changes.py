@@ -124,7 +124,7 @@ def test_a_container_of_another_type_is_reported(tmp_path: Path) -> None:
     train(run, {"w": torch.zeros(2), "settings": {"a": 1}, "same": {"b": 2}}, 2)
     train(run, {"w": torch.zeros(2), "settings": now, "same": {}}, 3)
     (line,) = told(run)
-    assert "'settings' was saved as a value of another type" in line and "ctx['settings'] has" in line
+    assert "'settings' was saved with another type" in line and "ctx['settings'] has" in line
     assert now == [1] and open_checkpoint(run).value("settings") == {"a": 1}
 
 
@@ -143,7 +143,7 @@ def test_an_array_or_generator_of_another_form_is_reported(tmp_path: Path, was: 
     train(run, {"w": torch.zeros(2), "one": was}, 2)
     train(run, {"w": torch.zeros(2), "one": now}, 3)
     (line,) = told(run)
-    assert "'one' was saved as a value of another type or form" in line and "ctx['one'] has" in line
+    assert "'one' was saved with another type or form" in line and "ctx['one'] has" in line
 
 
 def test_an_array_that_takes_the_place_of_a_registered_one_resumes(tmp_path: Path) -> None:

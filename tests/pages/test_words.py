@@ -69,7 +69,6 @@ SENTENCE_ENDS = re.compile(
 )
 CEILINGS: dict[str, int] = {
     "metadata": 105,
-    "checkpoint": 685,
     "models": 58,
     "runners": 215,
     "tools": 47,

@@ -206,7 +206,7 @@ def test_what_is_no_epoch(run: Path, capsys: pytest.CaptureFixture[str], epoch: 
     if code is None:
         assert told(capsys, "why", run, epoch)[0] == 2
     else:
-        assert code.returncode == 2 and "is no epoch" in code.stderr
+        assert code.returncode == 2 and "invalid epoch" in code.stderr
 
 
 # verify
