@@ -73,7 +73,7 @@ class Lasting:
         return tuple(found)
 
     def _look(self, storage: Storage, entry: CommittedPosition) -> Proof:
-        """Verify an epoch's headers."""
+        """Verify a share of an epoch's headers, another one at each call."""
         if self._nodes is None:
             self._remember(prove(storage, entry, want=()))
         shares = max(1, -(-(self._nodes or 1) // LOOKED_AT))
@@ -83,7 +83,7 @@ class Lasting:
         return proof
 
     def _remember(self, proof: Proof) -> None:
-        """Remember verified positions."""
+        """Note the epoch's number of nodes."""
         if proof.manifest is not None:
             self._nodes = len(proof.manifest.world.nodes)
 
@@ -226,7 +226,7 @@ class Retaining:
         return unsure
 
     def _end(self) -> None:
-        """Finish on rank 0."""
+        """Wait for deletions, and raise FencedError if another job has the log; on rank 0."""
         self.ledger.finish_deletions()
         if self.ledger.writer is not None:
             self.ledger.writer.check()

@@ -273,7 +273,7 @@ def finite_json(value: Any) -> Any:
 
 
 def _of(number: float | None) -> float:
-    """A number as JSON."""
+    """A number; 0.0 for None."""
     return 0.0 if number is None else number
 
 
@@ -303,7 +303,7 @@ def gathered(
 
 
 def _copy(source: Bounds, first: int, box: Bounds) -> Copy:
-    """The copy of a box."""
+    """The copy of a box into memory of its shape."""
     extents = tuple(stop - start for start, stop in box)
     return Copy(source, first, box, whole(extents), extents)
 
@@ -395,14 +395,14 @@ def _both_changes(one: Change, other: Change) -> Change:
 
 
 def _share(part: float, whole: float) -> float:
-    """A fraction; 0 of nothing."""
+    """`part` / `whole`; 0 if `whole` is 0; 0 or 1 if it is infinite."""
     if math.isinf(whole):
         return float(math.isinf(part))
     return part / whole if whole else 0.0
 
 
 def _of_bytes(a: memoryview, b: memoryview, item_bytes: int, dtype: str) -> Change:
-    """The change of types without numbers."""
+    """The change between chunks of stored bytes."""
     one, other = numbers(a, dtype), numbers(b, dtype)
     changed = changed_elements(a, b, item_bytes)
     first, nan_a, inf_a = finite_part(one)

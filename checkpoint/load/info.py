@@ -221,7 +221,7 @@ class EpochTable:
 
     @cached_property
     def _columns(self) -> tuple[tuple[str, ...], tuple[int, ...], tuple[Json, ...]]:
-        """Names, sizes and sources of all rows, parsed once."""
+        """Element types, attempt numbers and shapes of all rows."""
         return self._leaves.words("dtype"), self._leaves.numbers("try"), self._leaves.each("shape")
 
 
@@ -373,7 +373,7 @@ def _blob_info(blob: BlobRow, leaves: Sequence[LeafRow], reader: LeafReader) -> 
 
 
 def _names(manifest: Manifest, leaves: Sequence[LeafRow]) -> tuple[str, ...]:
-    """The names of these leaves, aliases included."""
+    """The names of the nodes that have these leaves."""
     numbers = sorted({number for leaf in leaves for number in manifest.nodes_of(leaf)})
     return tuple(manifest.world.names[number] for number in numbers)
 
@@ -387,7 +387,7 @@ def _owners(manifest: Manifest, name: str) -> list[str | None]:
 
 
 def _content(reader: LeafReader, name: str, node: str | None) -> bytes:
-    """Digest of the content of a leaf, as bytes."""
+    """Digest of a tensor's bytes, or the JSON of a value."""
     if reader.spec(name, node).kind == "value":
         return dumps(reader.value_json(name, node))
     return bytes.fromhex(reader.digest(name, node))

@@ -366,7 +366,7 @@ class Loading:
                 )
 
     def _read(self, reads: Sequence[LeafRead]) -> None:
-        """Read tensors through the buffer."""
+        """Plan and do these reads."""
         if reads:
             self._source.plan(reads).read(self._source.options)
 

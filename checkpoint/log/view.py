@@ -224,7 +224,7 @@ def chain_end(slot: int) -> int:
 
 
 def _last_multiple(exists: Exists) -> int:
-    """The newest multiple of 256."""
+    """The newest existing multiple of 256."""
     high = 1
     while exists(high * STRIDE):
         high *= 2

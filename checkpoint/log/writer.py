@@ -338,7 +338,7 @@ class LogWriter:
             self._beat.stop()
 
     def _begin(self, taken: AcquiredLog, period_secs: float) -> None:
-        """Start the counter."""
+        """Keep the takeover, tidy the log, and start the counter."""
         self._tail, self.older_tries = taken.tail, taken.older_tries
         self.generation = taken.tail.view.generation
         move(self.storage, self.generation, self.nonce, 1)

@@ -175,7 +175,7 @@ class SpecExchange:
         return known.keys() == self._known.keys() and all(known[one] is self._known[one] for one in known)
 
     def _learn(self, peers: Peers, posted: list[Any], mine: Mapping[str, Described]) -> None:
-        """Parse what all processes sent."""
+        """Exchange the specs of new digests, and cache all classes."""
         first: dict[str, int] = {}
         for process, part in enumerate(posted):
             for _, digest in part:
@@ -303,7 +303,7 @@ def all_listed(peers: Peers, topic: str, failed: Exception | None) -> None:
 
 
 def _check(failed: Exception | None) -> None:
-    """Raise SaveFailedError for an error of any process."""
+    """Raise the error, if any."""
     if failed is not None:
         raise failed
 

@@ -149,7 +149,7 @@ class Structures:
 
 
 def _wrappers(specs: Sequence[LeafSpec]) -> frozenset[str]:
-    """Wrapper subclasses in these specs."""
+    """Names of wrapper subclasses in these specs."""
     return frozenset(spec.name for spec in specs if spec.role is Role.SUBCLASS)
 
 
@@ -207,7 +207,7 @@ def _unchanged(leaf: Leaf, known: LeafSpec) -> bool:
 
 
 def _same(one: tuple[LeafSpec, ...], other: tuple[LeafSpec, ...]) -> bool:
-    """Whether two specs are equal."""
+    """Whether both have the same objects, in order."""
     return len(one) == len(other) and all(map(is_, one, other))
 
 

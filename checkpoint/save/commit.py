@@ -295,7 +295,7 @@ def _value_sizes(job: SaveJob, plan: SavePlan) -> dict[int, int]:
 
 
 def _holds(plan: SavePlan, planned: PlannedLeaf, node: int) -> bool:
-    """Whether a node writes a value."""
+    """Whether a node has a planned leaf."""
     return node in plan.layouts[planned.layout].nodes
 
 

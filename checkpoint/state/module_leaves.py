@@ -303,7 +303,7 @@ def _unshared(state: Any) -> Any:
 
 
 def _fsdp_names(state: Any) -> set[str]:
-    """Names of parameters in a state."""
+    """Names of the types of all values in a state."""
     if not isinstance(state, Mapping):
         return {type(state).__name__}
     return {name for value in state.values() for name in _fsdp_names(value)}

@@ -227,7 +227,7 @@ class LeafValue:
             draft.pending_aliases.append(lambda: None if self._live(inner) is not None else self._make(inner))
 
     def _make(self, inner: LeafSpec) -> None:
-        """Plan the tensors of the value."""
+        """Plan to make one tensor of the value."""
         other = stand_in(inner.sharding, inner.shape, self._draft.live_tensors)
         self._made[inner.name] = self._draft.alike(inner, self._models.get(inner.name, other))
 

@@ -189,7 +189,7 @@ def _read_only(maps: _Maps, memory: torch.Tensor) -> str | None:
 
 
 def _steps(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Size and stride of each dimension."""
+    """Stride and size of each dimension."""
     return zip(tensor.stride(), tensor.shape, strict=True)
 
 

@@ -192,7 +192,7 @@ class ObjectStorage:
         self._try("create", path, create, FileExistsError)
 
     def _create(self, path: str, name: str, data: bytes) -> None:
-        """One conditional PUT."""
+        """Create an object: by one conditional PUT, or after a check with an external single writer."""
         self._make_parent(name)
         if self.single_writer is None:
             self.system.pipe_file(name, data, mode="create")
@@ -211,7 +211,7 @@ class ObjectStorage:
             raise FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}") from error
 
     def _alone(self) -> AbstractContextManager[object]:
-        """A lock, if the client is not atomic."""
+        """A lock for fsspec's memory file system, which is not atomic."""
         return _IN_THIS_PROCESS if "memory" in self._protocols else nullcontext()
 
     def replace(self, path: str, data: bytes) -> None:

@@ -181,7 +181,7 @@ def put_in_parts(system: Any, name: str, file: IO[bytes], nbytes: int, patience:
 
 
 def _each(work: Callable[[T], None], items: Iterator[T]) -> None:
-    """Do work for each item in parallel."""
+    """Do work for each item, in order."""
     for item in items:
         work(item)
 

@@ -269,7 +269,7 @@ class HostsLedger(TierLedger):
         return Apart(self.places.mates, self._committed) if self.places.many else None
 
     def _committed(self, entry: CommittedPosition) -> None:
-        """Have the leader upload an entry."""
+        """On leaders: queue a committed entry for upload."""
         if self._sender is not None:
             self._sender.add(entry)
 
@@ -292,7 +292,7 @@ class HostsLedger(TierLedger):
         return drained
 
     def _tell_places(self, peers: Peers) -> None:
-        """Send rank 0's news to the leaders."""
+        """Exchange news between rank 0 and the leaders."""
         if not self.places.many:
             return
         told = together(peers, "tier: places", self._news)
@@ -311,7 +311,7 @@ class HostsLedger(TierLedger):
         self.deletions.ask("old epochs could not be deleted", lambda: hosts.delete(near, gone))
 
     def _news(self) -> dict[str, Json]:
-        """What rank 0 sends to the leaders."""
+        """What this process reports: failures, and on rank 0 what the log has changed."""
         if self._sender is not None:
             return {"failures": self._sender.take_failures()}
         if self.writer is None:

@@ -275,7 +275,7 @@ class LeafReader:
         return found
 
     def _sharded(self, read: LeafRead) -> bool:
-        """Whether a read goes by boxes."""
+        """Whether a leaf is on a mesh."""
         return isinstance(self.manifest.layouts[self.spec(read.leaf, read.node).layout], Mesh)
 
     def boxes(self, read: LeafRead) -> BoxRead:
@@ -298,7 +298,7 @@ class LeafReader:
             yield key, text, self.header(found, number, text)
 
     def _parts(self, row: int, owner: int | None) -> list[tuple[int, Key]]:
-        """Owner and key of each stored part."""
+        """Node and key of each stored part, or only those of node `owner`."""
         leaf = self.manifest.leaves[row]
         parts = parts_of(self.manifest.layouts[leaf.layout], row, leaf)
         return [part for part in parts if owner is None or part[0] == owner]

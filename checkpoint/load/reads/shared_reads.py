@@ -323,7 +323,7 @@ def agreed(
 
 
 def _one_for_all(manifest: Manifest, row: int) -> bool:
-    """Whether a leaf is one value for all nodes, stored whole."""
+    """Whether a leaf is a tensor that all its nodes share."""
     leaf = manifest.leaves[row]
     layout = manifest.layouts[leaf.layout]
     return leaf.kind == "tensor" and leaf.nbytes > 0 and isinstance(layout, (ReplicatedLayout, Split))

@@ -89,7 +89,7 @@ class NodeStructure:
                 self.loose.update((blob, n) for n, group in enumerate(groups) if not held >= set(group))
 
     def _found(self, objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """All tensors by name."""
+        """All tensors by name, and whether each is a buffer."""
         for blob, value in objects.items():
             kind = kind_of(value)
             if kind is Kind.TENSOR:
@@ -185,7 +185,7 @@ def _in_containers(objects: Mapping[str, Any]) -> set[int]:
 
 
 def _sort(built: _Built) -> str:
-    """Class of a tensor."""
+    """Parameter or buffer, in words."""
     return "a buffer" if built.is_buffer else "a parameter"
 
 
@@ -195,7 +195,7 @@ def _element(built: _Built) -> str:
 
 
 def _whose(built: _Built) -> str:
-    """Whether a tensor is separate or tied."""
+    """Separate or tied, in words."""
     return "a tensor of its own" if built.alias_of is None else f"the same tensor as {built.alias_of}"
 
 

@@ -194,7 +194,7 @@ def draft_new(draft: RestorePlan, blob: str) -> Builder | None:
 
 
 def _builder(draft: RestorePlan, blob: str, spec: LeafSpec) -> Builder:
-    """Returns the value once all is read."""
+    """A function that makes the value once all is read."""
     if spec.kind == "value":
         tree = draft.tree(spec)
         draft.note_rest(blob)
