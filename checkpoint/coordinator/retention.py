@@ -275,13 +275,13 @@ def plan_pruning(storage: Storage, view: LogView, keeping: Keeping) -> Pruned:
     a commit, or if no epoch has the metric of `keeping.best`; StorageError if what is to stay cannot be read
     now.
     """
-    from torchrelay.checkpoint.log.tiered_storage import only_near, refuse_part
+    from torchrelay.checkpoint.log.tiered_storage import only_local, refuse_part
 
     refuse_part(storage)
     if view.empty and not view.retiring:
         raise UnknownEpochError(f"nothing is committed in {storage.url}")
     keeping, suspects, doubts = _decided(storage, view, keeping)
-    after = replace(view, state=keeping.after(view, suspects, only_near(storage, view)))
+    after = replace(view, state=keeping.after(view, suspects, only_local(storage, view)))
     return Pruned(tuple(_losses(storage, view, after.state)), view, after, doubts)
 
 
@@ -292,7 +292,7 @@ def prune(storage: Storage, keeping: Keeping, *, patience_secs: float = PATIENCE
     `plan_pruning` does, before anything is changed; StorageError if a deletion failed, which the log
     remembers.
     """
-    from torchrelay.checkpoint.log.tiered_storage import only_near
+    from torchrelay.checkpoint.log.tiered_storage import only_local
 
     planned = plan_pruning(storage, open_log(storage), keeping)
     if not planned.losses:
@@ -302,7 +302,7 @@ def prune(storage: Storage, keeping: Keeping, *, patience_secs: float = PATIENCE
     try:  # planned again, because the log may have changed before the takeover; guests' marks still count
         before = writer.view
         keeping, suspects, doubts = _decided(storage, before, keeping)
-        keeping.retire(writer, suspects, only_near(storage, before))
+        keeping.retire(writer, suspects, only_local(storage, before))
         losses = tuple(_losses(storage, before, writer.view.state))
         delete_retired(writer)
         return Pruned(losses, before, writer.view, doubts)

@@ -14,7 +14,7 @@ from typing import Any
 from torchrelay.checkpoint.format import position
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.position import CommittedPosition, Position
-from torchrelay.checkpoint.load.verify import JointProof, Target, VerificationStatus, prove_together
+from torchrelay.checkpoint.load.verify import JointProof, Target, VerificationStatus, verify_together
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.log.view import LeaseInfo, LogView, Look
@@ -217,9 +217,9 @@ class Ledger:
     def _taken(self) -> LogWriter:
         """The new writer."""
         if self.storage.stat(NOTES) is not None:
-            from torchrelay.checkpoint.log.tiered_storage import refuse_near
+            from torchrelay.checkpoint.log.tiered_storage import refuse_local
 
-            refuse_near(self.storage)
+            refuse_local(self.storage)
         return LogWriter.take(
             self.storage,
             self.job_name,
@@ -388,7 +388,7 @@ class Ledger:
 
         Every byte of it is read again first: raises `error` if none is damaged.
         """
-        proof = prove_together(peers, self.storage, failed.entry, level="full")
+        proof = verify_together(peers, self.storage, failed.entry, level="full")
         if proof.outcome is not VerificationStatus.DAMAGED:
             raise error
         return self._newest_after(peers, say, [self._give_up(peers, failed.entry, proof.reason, say)])
@@ -415,7 +415,7 @@ class Ledger:
 
     def _joint_proof(self, peers: Peers, entry: CommittedPosition) -> JointProof:
         """Verify an epoch in all processes."""
-        return prove_together(peers, self.storage, entry)
+        return verify_together(peers, self.storage, entry)
 
     def _give_up(
         self, peers: Peers, entry: CommittedPosition, reason: str, say: Callable[[str], None]

@@ -96,9 +96,9 @@ class BlobFile:
         return ReadOptions(verify=self.verify)
 
     @property
-    def is_far(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether reads go over a network, request by request."""
-        return self.header.is_far
+        return self.header.is_remote
 
     def plan(self, reads: Iterable[LeafRead]) -> ReadPlan:
         """Plan the reads of all destinations. Raises DamagedError."""

@@ -30,7 +30,7 @@ from torchrelay.checkpoint.load.lookup import (
     split_name,
 )
 from torchrelay.checkpoint.load.objects import check_kept, load_objects, load_tensors, load_value
-from torchrelay.checkpoint.load.open import Best, CheckpointLocation, place_of, proved_entry, read_log
+from torchrelay.checkpoint.load.open import Best, CheckpointLocation, place_of, read_log, verified_entry
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.renaming import LoadResult
 from torchrelay.checkpoint.load.tensors import (
@@ -92,7 +92,7 @@ def open_checkpoint(
     notices: list[str] = []
     with undisturbed():
         view = read_log(place)
-        proof = proved_entry(place, view, wish, best, notices.append)
+        proof = verified_entry(place, view, wish, best, notices.append)
         opened = Checkpoint(place, proof, view, tuple(notices), verify=verifying)
     for notice in notices:
         warnings.warn(notice, stacklevel=2)

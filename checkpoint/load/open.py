@@ -100,7 +100,7 @@ def best_of_run(run: Path) -> Best | None:
     return _best_at(LocalStorage(run))
 
 
-def proved_entry(
+def verified_entry(
     place: CheckpointLocation, view: LogView, wish: EpochQuery, best: Best | None, say: Say
 ) -> Proof:
     """The chosen epoch, with its manifest verified.

@@ -51,7 +51,7 @@ from torchrelay.checkpoint.state.restore.restoration import (
     stay_as_built,
 )
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.storage.work import Clock, headway, patience_secs
+from torchrelay.checkpoint.storage.work import Clock, patience_secs, progress
 from torchrelay.errors import PartiallyLoadedError, PeerError, RelayError, StorageError, UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.containers import is_container
@@ -360,7 +360,7 @@ def _read_all(
                 ]
                 changed = changed or bool(load.restoration.reads)
                 load.bytes = sum(len(read.destination) for read in reads)
-                with headway(f"loading epoch {job.manifest.position}", load.bytes):
+                with progress(f"loading epoch {job.manifest.position}", load.bytes):
                     reader.read_many(read for read in reads if read.leaf not in come)
             with load.clock.spent("restore"):
                 changed = True

@@ -230,7 +230,7 @@ class LeafSource(Protocol):
         """Options for reading its files."""
 
     @property
-    def is_far(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether each request has a high latency and bytes come over the network."""
 
     def plan(self, reads: Sequence[LeafRead]) -> ReadPlan:
@@ -289,7 +289,7 @@ class Loading:
         others = [one for one in wanted if one.read.destination is None]
         self._passing = {one: one.read.live for one in others if one.read.live is not None}
         self._way = _Way.STRAIGHT
-        if atomic and source.is_far:
+        if atomic and source.is_remote:
             self._way = _Way.STAGED
         elif atomic and source.options.verify:
             self._way = _Way.TWO_PASSES

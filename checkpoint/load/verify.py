@@ -35,7 +35,7 @@ from torchrelay.checkpoint.format.names import all_plain, position_of
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.storage.work import headway
+from torchrelay.checkpoint.storage.work import progress
 from torchrelay.errors import DamagedError, FormatError, StorageError
 from torchrelay.jobs.session import Peers
 from torchrelay.records import Json, dataclass
@@ -302,7 +302,7 @@ def prove(
         if entry.groups:
             rows = [row for row in rows if manifest.leaves[row].group in entry.groups]
         size = sum(leaf.nbytes for leaf in manifest.leaves) if level == "full" else None
-        with headway(f"verifying epoch {entry.position}", size):
+        with progress(f"verifying epoch {entry.position}", size):
             holders = frozenset(holders_of(manifest, rows))
             for holder in share.taken(holders):
                 _look_at(shards, holder, level)
@@ -366,7 +366,7 @@ class _Seen:
         return f"{self.reason} (seen by rank {self.rank} on {self.host})"
 
 
-def prove_together(
+def verify_together(
     peers: Peers,
     storage: Storage,
     entry: CommittedPosition,

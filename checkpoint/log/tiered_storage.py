@@ -41,21 +41,21 @@ class TierStorage(LocalStorage):
         """The same directory without the remote one."""
         self._from_far: frozenset[str] = frozenset()
 
-    def prefer_far(self, tries: Iterable[str]) -> None:
+    def prefer_remote(self, tries: Iterable[str]) -> None:
         """Read these attempts remotely from now on: their local files are damaged."""
         self._from_far |= frozenset(tries)
 
-    def prefer_near(self, tries: Iterable[str]) -> None:
+    def prefer_local(self, tries: Iterable[str]) -> None:
         """Read these attempts locally again."""
         self._from_far -= frozenset(tries)
 
-    def prefers_far(self, try_name: str) -> bool:
+    def prefers_remote(self, try_name: str) -> bool:
         """Whether an attempt is read remotely only."""
         return try_name in self._from_far
 
     def stat(self, path: str) -> int | None:
         """The local size, else the remote one."""
-        if self._near_counts(path):
+        if self._reads_locally(path):
             size = super().stat(path)
             if size is not None or not _in_try(path):
                 return size
@@ -63,7 +63,7 @@ class TierStorage(LocalStorage):
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Read locally, else remotely."""
-        if self._near_counts(path):
+        if self._reads_locally(path):
             try:
                 return self.near.read_range(path, offset, length)
             except FileNotFoundError:
@@ -73,7 +73,7 @@ class TierStorage(LocalStorage):
 
     def read_into(self, path: str, offset: int, destination: memoryview) -> int:
         """Read locally, else remotely."""
-        if self._near_counts(path):
+        if self._reads_locally(path):
             try:
                 return self.near.read_into(path, offset, destination)
             except FileNotFoundError:
@@ -83,7 +83,7 @@ class TierStorage(LocalStorage):
 
     def open_read(self, path: str) -> LocalReadHandle:
         """Open locally, else remotely."""
-        if self._near_counts(path):
+        if self._reads_locally(path):
             try:
                 return super().open_read(path)
             except FileNotFoundError:
@@ -93,7 +93,7 @@ class TierStorage(LocalStorage):
         far = self.far.open_read(path) if isinstance(self.far, LongReads) else reads_of(self.far, path)
         return cast(LocalReadHandle, far)  # it has the methods that are used
 
-    def _near_counts(self, path: str) -> bool:
+    def _reads_locally(self, path: str) -> bool:
         """Whether a path is read locally first."""
         return not (_in_try(path) and path.split("/")[1] in self._from_far)
 
@@ -173,7 +173,7 @@ def refuse_to_begin(near: Storage, far: Storage) -> None:
         )
 
 
-def only_near(near: Storage, view: LogView) -> frozenset[str]:
+def only_local(near: Storage, view: LogView) -> frozenset[str]:
     """Local attempts that are still to be uploaded, and the newest uploaded one; empty without a tier.
 
     Without valid notes all attempts count as not uploaded.
@@ -222,7 +222,7 @@ def opened(directory: Path) -> LocalStorage:
     )
 
 
-def refuse_near(storage: Storage) -> NoReturn:
+def refuse_local(storage: Storage) -> NoReturn:
     """Raise UsageError for a write to a local directory without its tier."""
     notes = read_notes(storage)
     far = notes.far if notes is not None else "the remote of the checkpoints"

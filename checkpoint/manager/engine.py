@@ -298,7 +298,7 @@ class Engine:
             known=self.ledger.may_name,
             make_room=self.ledger.deletions.wait,
             reuse=self._reuse,
-            presume=self.background is None,
+            assume_unchanged=self.background is None,
             apart=self.ledger.apart(),
         )
 

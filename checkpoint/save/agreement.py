@@ -30,12 +30,12 @@ from torchrelay.checkpoint.save.replicas import (
     ReplicaVerdict,
     WholeBytes,
     compare_replicas,
+    differences_message,
     digests_of,
     fails_when_different,
     is_compared,
     mode_at,
     parts_of_node,
-    told_of_differences,
 )
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role
 from torchrelay.errors import SaveFailedError
@@ -315,7 +315,7 @@ class ReplicaCheck:
         self._every = every
         self._first = True
         """Nothing was found equal yet."""
-        self._owed = False
+        self._pending = False
         """A full comparison was due but not made, because the save had failed before."""
         self._broadcast = BroadcastBuffers()
 
@@ -339,8 +339,8 @@ class ReplicaCheck:
         if len(job.places) == 1:
             all_listed(job.peers, "save: boundary", failed)
             return frozenset(), None
-        mode = mode_at(job.position.epoch, first=self._first or self._owed, every=self._every)
-        self._owed = mode is Mode.WHOLE
+        mode = mode_at(job.position.epoch, first=self._first or self._pending, every=self._every)
+        self._pending = mode is Mode.WHOLE
         shards = {state.rank: parts_of_node(state) for state in job.states}
         strict = {
             leaf.name
@@ -370,10 +370,10 @@ class ReplicaCheck:
             due=mode is Mode.WHOLE,
         )
         verdict = self._broadcast.agree(job, verdict)
-        self._owed = verdict.due
+        self._pending = verdict.due
         if verdict.failures:
             names = {place.rank: str(place) for place in job.places}
-            raise SaveFailedError(told_of_differences(job.position, names, verdict.failures))
+            raise SaveFailedError(differences_message(job.position, names, verdict.failures))
         return verdict.demote, self._whole_bytes(job, shards) if verdict.due else None
 
     def _samples(
@@ -404,7 +404,7 @@ class ReplicaCheck:
 
     def _compared_whole(self, alike: bool) -> None:
         """Note the result of a full comparison."""
-        self._owed = False
+        self._pending = False
         self._first = self._first and not alike
 
     def _compared(self, state: NodeState) -> list[Leaf]:

@@ -176,7 +176,7 @@ TensorOf = Callable[[int, LeafRange], "torch.Tensor | None"]
 """A hosted node's tensor of a part's leaf: all of it, or the box; None without such a part."""
 
 
-def lookers() -> int:
+def hash_threads() -> int:
     """Number of threads that hash long parts in one process."""
     return min(LOOKERS, os.cpu_count() or 1)
 
@@ -192,19 +192,19 @@ class ChangeScan:
     digests: dict[PartKey, bytes] = field(default_factory=dict)
     probes: dict[tuple[int, LeafRange], bytes] = field(default_factory=dict)
     """Digests of the first bytes of unchanged long parts that had none."""
-    presumed: list[_Long] = field(default_factory=list)
+    assumed: list[_Long] = field(default_factory=list)
     """Long parts whose first bytes match and whose rest is not hashed yet."""
 
     def each_left(self, leaves: Collection[str]) -> Iterator[Callable[[], None]]:
         """The pending hashes of these leaves, a few blocks each; any thread may call them."""
-        for one in self.presumed:
+        for one in self.assumed:
             if one.part.leaf in leaves:
                 yield from (partial(one.hash, start, stop) for _, start, stop in one.steps)
 
-    def not_as_presumed(self, leaves: Collection[str]) -> set[str]:
+    def not_as_assumed(self, leaves: Collection[str]) -> set[str]:
         """Those of the leaves of which a part changed, or was not hashed to its end."""
-        presumed = {one.part.leaf for one in self.presumed if not one.is_as_it_was}
-        return presumed.intersection(leaves)
+        assumed = {one.part.leaf for one in self.assumed if not one.is_as_it_was}
+        return assumed.intersection(leaves)
 
     def add(self, rank: int, part: LeafRange, own: bytes, *, same: bool) -> bool:
         """Note the result for a part; returns whether it is unchanged."""
@@ -219,12 +219,12 @@ def look(
     files: Iterable[KnownFile],
     tensor_of: TensorOf,
     turn: int,
-    presume: Callable[[str], bool] | None = None,
+    assume_unchanged: Callable[[str], bool] | None = None,
 ) -> ChangeScan:
     """Compare files with memory. Another `turn` takes another sample.
 
-    Where `presume` allows it for a leaf, a long part with matching first bytes counts as unchanged; the
-    result lists what remains to be hashed.
+    Where `assume_unchanged` allows it for a leaf, a long part with matching first bytes counts as unchanged.
+    The result lists what remains to be hashed.
     """
     found = ChangeScan()
     small: list[_Short] = []
@@ -239,8 +239,13 @@ def look(
                 _look_at_short(found, tensor_of, file.rank, part, digests)
             elif one := _begun(found, tensor_of, file.rank, part, digests, file.probes.get(part)):
                 # A transfer from a device runs in the stream of the calling thread.
-                later = presume is not None and presume(part.leaf) and one.begins_alike and one.flat.is_cpu
-                (found.presumed if later else long).append(one)
+                later = (
+                    assume_unchanged is not None
+                    and assume_unchanged(part.leaf)
+                    and one.begins_alike
+                    and one.flat.is_cpu
+                )
+                (found.assumed if later else long).append(one)
     _look_at_long(found, long)
     step = len(small) // SAMPLE
     if len(small) > MANY_SMALL and not any(
@@ -354,7 +359,7 @@ def _look_at_long(found: ChangeScan, long: list[_Long]) -> None:
         for one, start, stop in steps:
             one.hash(start, stop)
 
-    threads = lookers() if all(one.flat.is_cpu for one in long) else 1
+    threads = hash_threads() if all(one.flat.is_cpu for one in long) else 1
     share(work, (step for one in long for step in one.steps), threads if long else 1, name="torchrelay-look")
     for one in long:
         found.add(one.rank, one.part, one.first_digests, same=not one.differs)

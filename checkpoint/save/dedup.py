@@ -12,7 +12,7 @@ Each process sends one bit per leaf that differs. Rank 0 chooses among the other
 all. If processes know different epochs, all of them write everything.
 
 In synchronous saves the blocks of long parts whose first bytes match are compared during the write; a
-difference then fails the attempt (`check_presumed`).
+difference then fails the attempt (`check_assumed`).
 """
 
 from __future__ import annotations
@@ -316,7 +316,9 @@ class Reuse:
 
     def choose(self, job: SaveJob, plan: SavePlan, deadline_secs: float) -> frozenset[str]:
         """The leaves that need not be written; all processes get the same. `plan` writes all leaves."""
-        self._current = _Current(world=_world_of(job), patience_secs=deadline_secs if job.presume else 0.0)
+        self._current = _Current(
+            world=_world_of(job), patience_secs=deadline_secs if job.assume_unchanged else 0.0
+        )
         order = self._comparable(plan)
         told = together(
             job.peers,
@@ -347,8 +349,8 @@ class Reuse:
         self._turn += 1
         gone, there = _by_presence(self._storage, base.known.files)
         surprising = self._surprising
-        presume = (lambda leaf: leaf not in surprising) if job.presume else None
-        found = self._current.found = look(there, _tensors(job, plan), self._turn, presume)
+        assume_unchanged = (lambda leaf: leaf not in surprising) if job.assume_unchanged else None
+        found = self._current.found = look(there, _tensors(job, plan), self._turn, assume_unchanged)
         return [base.try_name, in_bits(found.changed | gone | base.known.lost, order)]
 
     def _base_now(self) -> _Base | None:
@@ -404,7 +406,7 @@ class Reuse:
         """The pending hashes of referenced leaves; any thread may call them."""
         return self._current.found.each_left(self._current.referenced)
 
-    def check_presumed(self, peers: Peers, position: Position) -> None:
+    def check_assumed(self, peers: Peers, position: Position) -> None:
         """Raise ChangedAfterAllError on all processes if any referenced leaf has changed on any of them.
 
         All remember these leaves, so that each fails a save only once.
@@ -413,8 +415,8 @@ class Reuse:
         if not referenced:  # on all of them
             return
         order = sorted(referenced)
-        differs = self._current.found.not_as_presumed(referenced)
-        names = of_any(peers.exchange("save: presumed leaves", in_bits(differs, order)), order)
+        differs = self._current.found.not_as_assumed(referenced)
+        names = of_any(peers.exchange("save: assumed leaves", in_bits(differs, order)), order)
         if names:
             self._surprising |= names
             raise ChangedAfterAllError(f"epoch {position}: {min(names)!r} has changed beyond its first bytes")

@@ -31,7 +31,7 @@ from torchrelay.checkpoint.log.view import LeaseInfo
 from torchrelay.checkpoint.save.agreement import SpecExchange
 from torchrelay.checkpoint.save.assignments import SavePlan
 from torchrelay.checkpoint.save.capture import NodeState
-from torchrelay.checkpoint.save.change_detection import lookers
+from torchrelay.checkpoint.save.change_detection import hash_threads
 from torchrelay.checkpoint.save.commit import (
     Apart,
     NodeReport,
@@ -49,7 +49,7 @@ from torchrelay.checkpoint.state.names import Kind, kind_of
 from torchrelay.checkpoint.state.tree_leaves import container_tensors
 from torchrelay.checkpoint.storage.base import Placed, Storage
 from torchrelay.checkpoint.storage.local_io import WORTH_IT
-from torchrelay.checkpoint.storage.work import WRITERS, Clock, beside, headway, patience_secs
+from torchrelay.checkpoint.storage.work import WRITERS, Clock, beside, patience_secs, progress
 from torchrelay.errors import ChangedAfterAllError, PeerError, SaveFailedError, StorageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import Peers, Session, decide, is_told, together, warn
@@ -84,7 +84,7 @@ class SaveJob:
     """Called when the hosted nodes are on disk; an error fails the save of all processes."""
     reuse: Reuse | None = None
     """Finds unchanged leaves to reference; None writes all."""
-    presume: bool = False
+    assume_unchanged: bool = False
     """Treat a tensor as unchanged if its first bytes match; `carry_out` verifies this before the commit."""
     writers: int = WRITERS
     """Threads that write a file."""
@@ -159,7 +159,7 @@ def save_epoch(
     try:
         with suppress(ChangedAfterAllError):
             return carry_out(job, plan, clock, whole)
-        job = replace(job, presume=False)
+        job = replace(job, assume_unchanged=False)
         with clock.spent("plan"):
             plan = make_plan(job, exchange)
         return carry_out(job, plan, clock, whole)
@@ -178,10 +178,10 @@ def carry_out(job: SaveJob, plan: SavePlan, clock: Clock, whole: WholeBytes | No
     with clock.spent("plan"):
         try_name = _make_try(job, plan)
     try:
-        with headway(f"saving epoch {job.position}", plan.largest_share * len(job.states)):
+        with progress(f"saving epoch {job.position}", plan.largest_share * len(job.states)):
             rows = [row for part in _write_all(job, plan, try_name, clock, whole) for row in part or ()]
-        if job.reuse is not None and job.presume:
-            job.reuse.check_presumed(job.peers, job.position)
+        if job.reuse is not None and job.assume_unchanged:
+            job.reuse.check_assumed(job.peers, job.position)
         if whole is not None:
             whole.compare(job.peers)
     except Exception as error:
@@ -257,7 +257,7 @@ def _write_all(
         if (first := next(left, None)) is None:
             rows = store()
         else:
-            helpers = 1 if whole is not None else lookers()
+            helpers = 1 if whole is not None else hash_threads()
             rows = beside(store, chain([first], left), helpers, name="torchrelay-hash")
         job.written()
         return rows

@@ -302,7 +302,7 @@ class WholeBytes:
         self, job: SaveJob, groups: Mapping[int, Sequence[Sequence[Leaf]]], compared: Callable[[bool], None]
     ) -> None:
         self._told = partial(
-            told_of_differences, job.position, {place.rank: str(place) for place in job.places}
+            differences_message, job.position, {place.rank: str(place) for place in job.places}
         )
         self._left = {
             node: [{leaf.name: leaf for leaf in group} for group in some] for node, some in groups.items()
@@ -407,7 +407,7 @@ def _part(leaf: Leaf, name: str) -> Leaf:
     return replace(leaf, name=name, content=local_of(leaf.content))
 
 
-def told_of_differences(
+def differences_message(
     position: Position, names: Mapping[int, str], failures: Mapping[str, tuple[int, ...]]
 ) -> str:
     """The message of a save that fails because replicas differ."""

@@ -24,7 +24,7 @@ from torchrelay.checkpoint.storage.local_io import (
     Pacer,
     open_direct,
 )
-from torchrelay.checkpoint.storage.work import moved, underway
+from torchrelay.checkpoint.storage.work import call_in_flight, moved
 from torchrelay.errors import StorageError
 from torchrelay.metadata.fs import SamePlace
 
@@ -116,7 +116,7 @@ def _refusal(path: str | Path, verb: str, error: OSError) -> StorageError:
     return failure
 
 
-class _named(underway):  # noqa: N801 - as `underway`
+class _named(call_in_flight):  # noqa: N801 - as `call_in_flight`
     """Raises StorageError with the path for an OSError, and notes the call, which moves `nbytes`.
 
     `passing` is the error of presence that the method promises; any other means that a directory has
@@ -172,7 +172,7 @@ class LocalWriteHandle:
             self._direct = open_direct(self.path, self._descriptor)
             self.alignment = ALIGNMENT if self._direct is not None else 0
         try:
-            with underway("reserve space for", self.path, nbytes):
+            with call_in_flight("reserve space for", self.path, nbytes):
                 os.posix_fallocate(self._descriptor, 0, nbytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):

@@ -2,7 +2,7 @@
 
 A thread inside a call that never returns cannot report it. Each call is therefore noted when it begins and
 removed when it ends, so that the monitor of the process finds those that take too long. Operations state
-their name and size; the storages' calls count the bytes (`underway`). Nothing here waits or decides.
+their name and size; the storages' calls count the bytes (`call_in_flight`). Nothing here waits or decides.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _moved: dict[int, int] = {}
 """By thread, so that no count is lost."""
 
 
-class underway:  # noqa: N801 - it reads as the statement that it is; a generator would take twice the time
+class call_in_flight:  # noqa: N801 - it reads as the statement that it is; a generator would take twice the time
     """Note a call for the duration of the block; its bytes then count as moved."""
 
     __slots__ = ("_nbytes", "_path", "_verb")
@@ -128,7 +128,7 @@ _works: dict[int, tuple[str, int | None, int, float]] = {}
 
 
 @contextmanager
-def headway(what: str, nbytes: int | None = None) -> Iterator[None]:
+def progress(what: str, nbytes: int | None = None) -> Iterator[None]:
     """Note the block as a long operation."""
     number = next(_numbers)
     _works[number] = (what, nbytes, moved_bytes(), time.monotonic())

@@ -289,7 +289,7 @@ def mirrored(far: State, entry: CommittedPosition) -> State | None:
 
 
 @dataclass(frozen=True)
-class NearLogStatus:
+class LocalLogStatus:
     """Report of a leader. `generation`: that of the remote log when this log was taken with it, or -1.
 
     `ahead`: all of the remote log came from it. `sends`: it has entries that the remote log lacks. `alone`
@@ -307,10 +307,10 @@ class NearLogStatus:
         return [self.rank, self.generation, self.ahead, self.sends, list(self.alone)]
 
 
-def claim_of(row: list[Json]) -> NearLogStatus:
+def claim_of(row: list[Json]) -> LocalLogStatus:
     """Read the JSON of `row`."""
     rank, generation, ahead, sends, alone = row
-    return NearLogStatus(int(rank), int(generation), bool(ahead), bool(sends), tuple(map(str, alone)))
+    return LocalLogStatus(int(rank), int(generation), bool(ahead), bool(sends), tuple(map(str, alone)))
 
 
 def notes_of(storage: TierStorage) -> Notes:
@@ -325,7 +325,7 @@ def is_part(storage: TierStorage) -> bool:
     return noted is not None and noted.part
 
 
-def claim(storage: TierStorage, job_name: str | None, rank: int) -> NearLogStatus | None:
+def claim(storage: TierStorage, job_name: str | None, rank: int) -> LocalLogStatus | None:
     """The report about the local log; None without one, or if another place's log is used since then.
 
     Raises StorageError and DamagedError for logs that cannot be read, UsageError for that of another job.
@@ -339,7 +339,7 @@ def claim(storage: TierStorage, job_name: str | None, rank: int) -> NearLogStatu
     far = open_log(storage.far, job_name)
     mine = notes_of(storage)
     lacks = to_send(near, far)
-    return NearLogStatus(
+    return LocalLogStatus(
         rank,
         mine.generation,
         is_ahead(near, far, untouched=mine.made(far)),
@@ -348,13 +348,13 @@ def claim(storage: TierStorage, job_name: str | None, rank: int) -> NearLogStatu
     )
 
 
-def teller(claims: Iterable[NearLogStatus | None]) -> NearLogStatus | None:
+def teller(claims: Iterable[LocalLogStatus | None]) -> LocalLogStatus | None:
     """The report of the authoritative local log; None if the remote log is."""
     ahead = [one for one in claims if one is not None and one.ahead]
     return max(ahead, key=lambda one: (one.sends, one.generation, -one.rank), default=None)
 
 
-def given_up(claims: Iterable[NearLogStatus | None], counts: NearLogStatus | None) -> list[NearLogStatus]:
+def given_up(claims: Iterable[LocalLogStatus | None], counts: LocalLogStatus | None) -> list[LocalLogStatus]:
     """Reports whose epochs belong to an abandoned history."""
     return [one for one in claims if one is not None and one != counts and one.alone]
 

@@ -20,7 +20,7 @@ from torchrelay.checkpoint.load.verify import (
     Level,
     Target,
     VerificationStatus,
-    prove_together,
+    verify_together,
 )
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
@@ -52,7 +52,7 @@ class HostsLedger(TierLedger):
     _state: State | None = None
     """On rank 0: what the leaders know of the log."""
     _sent_before: Sequence[Position] = ()
-    _left_over: tuple[Retirement, ...] = ()
+    _leftovers: tuple[Retirement, ...] = ()
     """On leaders: leftovers of earlier launches."""
 
     @property
@@ -95,7 +95,7 @@ class HostsLedger(TierLedger):
         if self._places is None and self._guess is None:
             self._survey(peers)
 
-    def _survey(self, peers: Peers) -> list[hosts.NearLogStatus]:
+    def _survey(self, peers: Peers) -> list[hosts.LocalLogStatus]:
         """Find the authoritative local log; its report comes first, then others with their own entries."""
         if self._places is None:
             self._guess = guessed(peers, self.storage.root)
@@ -212,7 +212,7 @@ class HostsLedger(TierLedger):
             if told["live"] is not None and by == 0:
                 names = self.storage.near.list(DATA)
                 gone = (name for name in names if TRY.fullmatch(name) and name not in told["live"])
-                self._left_over = tuple(map(Retirement, gone))
+                self._leftovers = tuple(map(Retirement, gone))
 
         together(peers, "local directories of the job", begin)
 
@@ -300,8 +300,8 @@ class HostsLedger(TierLedger):
             self._warn_failures([failure for one in told for failure in one["failures"]])
         elif self._sender is not None:
             self._sender.tell([entry_of(one, "what rank 0 reported") for one in told[0]["wanted"]])
-            gone = (*self._left_over, *map(hosts.retirement_of, told[0]["gone"]))
-            self._left_over = ()
+            gone = (*self._leftovers, *map(hosts.retirement_of, told[0]["gone"]))
+            self._leftovers = ()
             if gone:
                 self._delete(gone)
 
@@ -326,7 +326,7 @@ class HostsLedger(TierLedger):
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.stop()
-        self._state, self._left_over, self._places, self._guess = None, (), None, None
+        self._state, self._leftovers, self._places, self._guess = None, (), None, None
         super().close()
 
     # Verification
@@ -335,34 +335,34 @@ class HostsLedger(TierLedger):
         """As `Ledger.prove`; StorageError outside of a run for an epoch divided between hosts."""
         self._know(peers)
         outside = self.places.many and self.holding is None
-        if outside and decide(peers, "near only", lambda: self._is_near_only(epoch), by=self.reader):
+        if outside and decide(peers, "near only", lambda: self._is_local_only(epoch), by=self.reader):
             raise StorageError(
                 f"epoch {epoch} is in the local directories of several hosts only, and none of them has "
                 "all of it: start the run, which sends it first, and load it then"
             )
         return super().prove(peers, epoch, whole=whole)
 
-    def _is_near_only(self, epoch: int) -> bool:
+    def _is_local_only(self, epoch: int) -> bool:
         """Whether an epoch is not uploaded."""
         entry, far = self.view().find(epoch), open_log(self.storage.far, self.job_name)
         return entry is not None and entry.try_name not in {one.try_name for one in far.entries}
 
     def _joint_proof(self, peers: Peers, entry: CommittedPosition, *, level: Level = "headers") -> JointProof:
         """Each place verifies its local files, then all verify the whole; remotely if that fails."""
-        if not self.places.many or self.storage.prefers_far(entry.try_name):
+        if not self.places.many or self.storage.prefers_remote(entry.try_name):
             return super()._joint_proof(peers, entry, level=level)
         deadline_secs = FULL_PROOF_SECS if level == "full" else None
         topic = f"local files of epoch {entry.position}"
-        reasons = peers.exchange(topic, self._near_damage(entry, level), deadline_secs=deadline_secs)
+        reasons = peers.exchange(topic, self._local_damage(entry, level), deadline_secs=deadline_secs)
         reason = next((one for one in reasons if one is not None), None)
         if reason is None:
-            proof = prove_together(peers, self.storage, entry, level=level)
+            proof = verify_together(peers, self.storage, entry, level=level)
             if proof.outcome is VerificationStatus.PROVED:
                 return proof
             reason = proof.reason
-        return self._far_proof(peers, entry, level, reason)
+        return self._remote_proof(peers, entry, level, reason)
 
-    def _near_damage(self, entry: CommittedPosition, level: Level) -> str | None:
+    def _local_damage(self, entry: CommittedPosition, level: Level) -> str | None:
         """Damage of the local files here; each rank of this place checks its share."""
         mates = self.places.mates
         share = mates.index(self.places.rank), len(mates)

@@ -25,7 +25,7 @@ from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.open import Tier
-from torchrelay.checkpoint.storage.work import headway
+from torchrelay.checkpoint.storage.work import progress
 from torchrelay.checkpoint.tiering import hosts, upload
 from torchrelay.checkpoint.tiering.upload import (
     PlaceReport,
@@ -184,7 +184,7 @@ class Replicator(TierUploader):
     def _replicate(self, entry: CommittedPosition) -> None:
         """Upload and commit one epoch."""
         try:
-            with headway(f"replicating epoch {entry.position}"):
+            with progress(f"replicating epoch {entry.position}"):
                 if not self._send(entry):
                     return
         except (OSError, DamagedError) as error:
@@ -376,7 +376,7 @@ class PartSender(TierUploader):
                 self._told.discard(name)  # lost in a power cut, or deleted by rank 0, which asks again
                 self._doubted.add(name)
         while entry := next((one for one in self._wanted if one.try_name not in self._told), None):
-            with headway(f"replicating epoch {entry.position}"):
+            with progress(f"replicating epoch {entry.position}"):
                 self._send(entry)
         return False
 

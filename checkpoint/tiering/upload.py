@@ -261,13 +261,13 @@ class TierUploader(Uploader):
         """Upload the manifest, which is not used before a record names it."""
         path = manifest_path(entry.try_name)
         data = self._near.read_range(path, 0, entry.manifest_bytes)
-        if not self._lies_there(path, len(data), sha256(data)):
+        if not self._was_sent(path, len(data), sha256(data)):
             self._create(path, lambda handle: handle.write_at(0, memoryview(data)))
             self._note_sent(path, len(data), sha256(data))
 
     def _send_shard(self, path: str, row: ShardRow) -> None:
         """Upload one shard."""
-        if self._lies_there(path, row.nbytes, row.header_sha256):
+        if self._was_sent(path, row.nbytes, row.header_sha256):
             return
         header = read_header(self._near, path, _expected(row))
         start = self._near.read_range(path, 0, row.header_bytes)
@@ -293,7 +293,7 @@ class TierUploader(Uploader):
             path = stats_path(try_name)
             self.far.replace(path, self._near.read_range(path, 0, self._near.stat(path) or 0))
 
-    def _lies_there(self, path: str, nbytes: int, digest: str) -> bool:
+    def _was_sent(self, path: str, nbytes: int, digest: str) -> bool:
         """Whether the file was uploaded before; an incomplete one is deleted."""
         self._check_going_on()
         found = self.far.stat(path)

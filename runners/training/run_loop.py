@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.view import Look
-from torchrelay.checkpoint.storage.work import headway
+from torchrelay.checkpoint.storage.work import progress
 from torchrelay.errors import DamagedError, PartiallyLoadedError
 from torchrelay.jobs.data.data_parallel import drop as drop_wrappers
 from torchrelay.jobs.random import current_seed
@@ -447,7 +447,7 @@ class Life:
         built: list[Any] = []
         build = self.upload_builder.build
         together(self.peers, "upload", lambda: built.append(build(epoch, self.manager)))
-        with headway(f"uploading epoch {epoch}"):
+        with progress(f"uploading epoch {epoch}"):
             self.session.run(built[0])
 
     def _result(

@@ -259,7 +259,7 @@ def load_best(life: Life, manager: Manager) -> int:
 
     A session that holds them not yet is set up first, as by any start. Random states and gradients stay.
     """
-    from torchrelay.checkpoint.load.open import place_of, proved_entry
+    from torchrelay.checkpoint.load.open import place_of, verified_entry
 
     session, engine, run, best = life.session, manager.engine, life.run_directory, life.plan.best
     if best is None:
@@ -269,7 +269,7 @@ def load_best(life: Life, manager: Manager) -> int:
 
     def choose() -> int:
         place = place_of(engine.storage)
-        proof = proved_entry(place, engine.ledger.view(), wanted("best"), best, life.journal.warn)
+        proof = verified_entry(place, engine.ledger.view(), wanted("best"), best, life.journal.warn)
         return proof.entry.position.epoch
 
     engine.ledger.look(session.peers)  # where hosts have logs of their own this finds the one that counts

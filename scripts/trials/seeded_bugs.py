@@ -219,11 +219,11 @@ def _retention() -> Iterator[Bug]:
     yield Bug(
         "prune deletes before the log says so",
         "checkpoint/coordinator/retention.py",
-        "    keeping.retire(writer, suspects, only_near(storage, before))\n",
+        "    keeping.retire(writer, suspects, only_local(storage, before))\n",
         "    from torchrelay.checkpoint.log.retention import delete_try\n\n"
         "    for one in tuple(keeping.chosen(before, suspects)):\n"
         "        delete_try(writer.storage, one)\n"
-        "    keeping.retire(writer, suspects, only_near(storage, before))\n",
+        "    keeping.retire(writer, suspects, only_local(storage, before))\n",
         ["tests/tools/cli/test_prune.py", "-k", "killed"],
     )
     yield Bug(
@@ -305,7 +305,7 @@ def _verification() -> Iterator[Bug]:
     yield Bug(
         "what was presumed unchanged is never proved",
         "checkpoint/save/pipeline.py",
-        "            job.reuse.check_presumed(job.peers, job.position)\n",
+        "            job.reuse.check_assumed(job.peers, job.position)\n",
         "            pass\n",
         ["tests/checkpoint/test_presumed.py"],
     )
@@ -409,7 +409,7 @@ def _together() -> Iterator[Bug]:
     yield Bug(
         "a comparison of all bytes that a failed save left out is forgotten",
         "checkpoint/save/agreement.py",
-        "first=self._first or self._owed,",
+        "first=self._first or self._pending,",
         "first=self._first,",
         ["tests/checkpoint/test_replicas_beside.py"],
     )

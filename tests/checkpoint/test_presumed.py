@@ -1,4 +1,4 @@
-"""Long leaves that begin as they did are presumed unchanged until the others are written, and then proved.
+"""Long leaves that begin as they did are assumed unchanged until the others are written, and then proved.
 
 Saves that wait hash them beside the write. What has changed after all is written by the same save.
 """
@@ -61,7 +61,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def train(run: Path, epochs: int, changes: Changes) -> dict[int, dict[str, torch.Tensor]]:
     """Train, and say what the tensors were in each epoch."""
-    job, seen = Job("presumed"), dict[int, dict[str, torch.Tensor]]()
+    job, seen = Job("assumed"), dict[int, dict[str, torch.Tensor]]()
 
     def build(name: str) -> Callable[[Context], torch.Tensor]:
         return lambda ctx: torch.arange(ELEMENTS, dtype=torch.float32) + len(name)
@@ -270,5 +270,5 @@ def test_a_failed_save_keeps_nothing_of_the_user_s_memory(
     session.workspace("trainer_0")["count"].add_(1)
     with pytest.raises(StorageError):
         session.run(manager.save(2))
-    assert not manager.engine._reuse._current.found.presumed
+    assert not manager.engine._reuse._current.found.assumed
     manager.engine.ledger.close()

@@ -18,7 +18,7 @@ from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.checkpoint.tiering import hosts
-from torchrelay.checkpoint.tiering.hosts import NearLogStatus, claim_of, given_up, teller
+from torchrelay.checkpoint.tiering.hosts import LocalLogStatus, claim_of, given_up, teller
 from torchrelay.checkpoint.tiering.upload import (
     PlaceReport,
     TierUploader,
@@ -34,13 +34,13 @@ TRY = "e00000001-0123456789ab"
 
 def test_the_log_that_held_the_far_one_last_counts() -> None:
     """Of logs that are ahead and have more the newest holder's counts, then the least rank's."""
-    some = [NearLogStatus(0, 3, True, True), NearLogStatus(1, 7, True, True), NearLogStatus(4, 8, True)]
-    some += [NearLogStatus(2, 9, False, True, ("4",)), NearLogStatus(3, 7, True, True, ("5",))]
+    some = [LocalLogStatus(0, 3, True, True), LocalLogStatus(1, 7, True, True), LocalLogStatus(4, 8, True)]
+    some += [LocalLogStatus(2, 9, False, True, ("4",)), LocalLogStatus(3, 7, True, True, ("5",))]
     for order in itertools.permutations([*some, None]):
         assert teller(order) == some[1]
         assert {one.rank for one in given_up(order, some[1])} == {2, 3}
-    assert teller([NearLogStatus(0, 3, True), NearLogStatus(1, 7, True)]) == NearLogStatus(1, 7, True)
-    assert teller([None, NearLogStatus(1)]) is None
+    assert teller([LocalLogStatus(0, 3, True), LocalLogStatus(1, 7, True)]) == LocalLogStatus(1, 7, True)
+    assert teller([None, LocalLogStatus(1)]) is None
     assert [claim_of(one.row()) for one in some] == some
 
 

@@ -53,7 +53,7 @@ def test_a_call_that_fails_is_forgotten(tmp_path):
     """An error leaves nothing underway."""
     with pytest.raises(FileNotFoundError):
         LocalStorage(tmp_path).read_range("absent", 0, 1)
-    with pytest.raises(ZeroDivisionError), work.underway("write", "x"):
+    with pytest.raises(ZeroDivisionError), work.call_in_flight("write", "x"):
         assert [(call.verb, call.path) for call in work.calls()] == [("write", "x")]
         assert work.calls()[0].since <= monotonic()
         raise ZeroDivisionError
@@ -76,7 +76,7 @@ def test_an_interrupt_anywhere_leaves_nothing_underway():
 
         sys.settrace(trace)
         try:
-            with work.underway("write", "x", 5):
+            with work.call_in_flight("write", "x", 5):
                 pass
         except KeyboardInterrupt:
             return True

@@ -25,7 +25,7 @@ from torchrelay.checkpoint.load.verify import (
     VerificationStatus,
     holders_of,
     prove,
-    prove_together,
+    verify_together,
 )
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import DamagedError
@@ -51,7 +51,9 @@ def joint(epoch: tuple[Path, Any], ranks: int) -> list[JointProof]:
     meeting = Meeting(ranks)
 
     def work(rank: int) -> Any:
-        return prove_together(PairedPeers(rank, ranks, meeting), LocalStorage(epoch[0]), epoch[1], host="one")
+        return verify_together(
+            PairedPeers(rank, ranks, meeting), LocalStorage(epoch[0]), epoch[1], host="one"
+        )
 
     return on_ranks(ranks, work)
 

@@ -13,7 +13,7 @@ from paired_sessions import Meeting, PairedPeers
 from ranks import on_ranks
 
 from torchrelay.checkpoint.format.position import CommittedPosition
-from torchrelay.checkpoint.load.verify import JointProof, VerificationStatus, prove_together
+from torchrelay.checkpoint.load.verify import JointProof, VerificationStatus, verify_together
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 HOSTS = ("gpu00", "gpu00", "gpu01", "gpu01")
@@ -49,7 +49,7 @@ def proofs(
 
     def work(rank: int) -> Any:
         peers = PairedPeers(rank, len(hosts), meeting)
-        return prove_together(peers, storage_of(rank), epoch[1], host=hosts[rank])
+        return verify_together(peers, storage_of(rank), epoch[1], host=hosts[rank])
 
     found = on_ranks(len(hosts), work)
     assert len({(one.outcome, one.reason) for one in found}) == 1

@@ -21,7 +21,7 @@ from torchrelay.checkpoint.load.verify import prove
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle
-from torchrelay.checkpoint.storage.work import Work, headway, moved, works
+from torchrelay.checkpoint.storage.work import Work, moved, progress, works
 
 NBYTES = 3_000_000 * 4
 
@@ -81,12 +81,12 @@ def test_what_is_left_in_words() -> None:
 def test_only_what_takes_long_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short work is never spoken of; a long one is, until it ends."""
     shown: list[str] = []
-    with workings.shown(shown.append), headway("short", 10):
+    with workings.shown(shown.append), progress("short", 10):
         moved(5)
     assert shown == [""]
     monkeypatch.setattr(workings, "LONG_SECS", 0.05)
     come = threading.Event()
-    with workings.shown(lambda text: (shown.append(text), come.set())), headway("long", 4000):
+    with workings.shown(lambda text: (shown.append(text), come.set())), progress("long", 4000):
         moved(1000)
         for _ in range(2):  # a text that came before the bytes moved may still be underway
             come.clear()

@@ -128,7 +128,7 @@ class ShardHeader:
         self._run = FAR_BYTES if self._gap else RUN
 
     @property
-    def is_far(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether reads go over a network, request by request."""
         return self._gap > 0
 

@@ -142,7 +142,7 @@ class LeafReader:
         return ReadPlan(found, boxes)
 
     @property
-    def is_far(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether reads go over a network, request by request."""
         return worth_of_a_request(self.shards.storage) > 0
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
-from torchrelay.checkpoint.storage.work import headway
+from torchrelay.checkpoint.storage.work import progress
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import decide
@@ -202,7 +202,7 @@ class Exporting:
         first = self._session.peers.rank == 0
         at = self._state.epoch if epoch is None else epoch
         try:
-            with headway(f"exporting epoch {at} as ONNX"), _same_streams():
+            with progress(f"exporting epoch {at} as ONNX"), _same_streams():
                 model = self._gathered() if epoch is None else None
                 if first:
                     self._write(file, at, model, metrics)
