@@ -1,1 +1,1 @@
-"""Runs in stores: worked on locally, uploaded in the background, read from anywhere."""
+"""Remote runs: local work, background uploads, and reading from anywhere."""

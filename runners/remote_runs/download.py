@@ -1,4 +1,4 @@
-"""The small files of a run in a store: listed with their versions, downloaded within bounds, put whole."""
+"""List the small files of a remote run with their versions, and download them within limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrelay.runners.remote_runs.names import DEEPEST, is_name, never_changes
 
 _PIECE_BYTES = 4 << 20
 _AT_ONCE_BYTES = 8 << 20
-"""Up to here a file is one PUT from memory; a longer one is staged, so that it is put as it was."""
+"""Files up to this size are one PUT from memory; longer ones are staged, so that their content is fixed."""
 _SIDE_BY_SIDE = 8
 _THREADS_MAY_SHARE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "local", "file"})
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "mtime", "LastModified", "last_modified")
@@ -31,10 +31,10 @@ MOST_FILES = 20_000
 
 @dataclass(frozen=True)
 class Listed:
-    """An object, or a folder, as a listing tells it; `version` is another one when the bytes may be.
+    """An object or a folder in a listing; `version` differs when the bytes may differ.
 
-    `link`: it is a link, or neither file nor folder, of a store that has such.
-    `modified` is in seconds since 1970; None, as an empty `version`, where the store does not say.
+    `link`: a link, or neither file nor folder, in stores that have these. `modified` is in seconds since
+    1970; it is None, and `version` empty, if the store does not report it.
     """
 
     name: str
@@ -44,19 +44,19 @@ class Listed:
     modified: float | None = None
     link: bool = False
     coarse: bool = False
-    """The version is a time in whole seconds: within one the bytes may change without it."""
+    """The version is a time in whole seconds, so bytes may change without a new version."""
 
 
 class RunFiles(ObjectStorage):
-    """A run's place in a store. Raises StorageError, as the storage of checkpoints does."""
+    """Location of a run in a store. Raises StorageError, as the storage of checkpoints does."""
 
     @property
     def side_by_side(self) -> int:
-        """How many threads may use the file system at a time."""
+        """Number of threads that may use the file system at a time."""
         return _SIDE_BY_SIDE if self._protocols & _THREADS_MAY_SHARE else 1
 
     def entries(self, path: str) -> list[Listed]:
-        """What lies in a folder; empty where there is none."""
+        """List a folder; empty if it does not exist."""
         name = self._name(path)
 
         def look() -> list[Listed]:
@@ -69,16 +69,17 @@ class RunFiles(ObjectStorage):
 
         return self._try("list", path, look)
 
-    def _listed(self, told: Mapping[str, Any], name: str) -> Listed:
-        link = bool(told.get("islink")) or told.get("type") in ("link", "other")
-        folder = told.get("type") == "directory" and not link
-        size = int(told.get("size") or 0)
-        first = next((name for name in _VERSIONS if told.get(name) is not None), "")
-        coarse = first == "mtime" and isinstance(told["mtime"], int)
-        return Listed(self._decoded(name), folder, size, _version(told), _modified(told), link, coarse)
+    def _listed(self, entry: Mapping[str, Any], name: str) -> Listed:
+        """Convert an entry of fsspec."""
+        link = bool(entry.get("islink")) or entry.get("type") in ("link", "other")
+        folder = entry.get("type") == "directory" and not link
+        size = int(entry.get("size") or 0)
+        first = next((name for name in _VERSIONS if entry.get(name) is not None), "")
+        coarse = first == "mtime" and isinstance(entry["mtime"], int)
+        return Listed(self._decoded(name), folder, size, _version(entry), _modified(entry), link, coarse)
 
     def version(self, path: str) -> str | None:
-        """The version of one object; None where there is none."""
+        """Return the version of an object; None if it does not exist."""
         name = self._name(path)
 
         def look() -> str | None:
@@ -90,10 +91,9 @@ class RunFiles(ObjectStorage):
         return self._try("look at", path, look)
 
     def walk(self, enter: Callable[[str], bool], folder: str = "") -> Iterator[tuple[str, Listed]]:
-        """All files below a folder by their names, of folders that `enter` wants; at most MOST_FILES.
+        """Yield all files below a folder, by name, in folders that `enter` accepts; at most MOST_FILES.
 
-        Names that could be no file here come as they were told, with a version of "odd". Links are none
-        that are entered.
+        Names that are not possible locally are yielded with the version "odd". Links are not followed.
         """
         left = [folder]
         count = 0
@@ -109,7 +109,7 @@ class RunFiles(ObjectStorage):
                     yield name, one
 
     def copy_into(self, path: str, file: IO[bytes], most: int) -> None:
-        """Bring the first `most` bytes of an object; FileNotFoundError where there is none (any more)."""
+        """Download the first `most` bytes of an object; FileNotFoundError if it does not exist."""
         at = 0
         while at < most:
             wanted = min(_PIECE_BYTES, most - at)
@@ -120,12 +120,12 @@ class RunFiles(ObjectStorage):
                 return
 
     def put_as_it_is(self, path: str, local: Path) -> None:
-        """Put a file as it is now, up to the size that it has now; OSError where it cannot be read."""
+        """Upload a file with its current size; OSError if it cannot be read."""
         descriptor = os.open(local, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         with os.fdopen(descriptor, "rb") as file:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
-                raise StorageError(f"{local} is no regular file: remove it")
+                raise StorageError(f"{local} is not a regular file: remove it")
             if found.st_size <= _AT_ONCE_BYTES:
                 self.replace(path, file.read(found.st_size))
                 return
@@ -139,7 +139,7 @@ class RunFiles(ObjectStorage):
                 staged.close()
 
     def each(self, work: Callable[[str], object], names: list[str]) -> None:
-        """Do `work` for each name, several at a time where the store allows; raises the first error."""
+        """Call `work` for each name, in parallel if the store allows; raises the first error."""
         if self.side_by_side == 1 or len(names) < 2:
             for name in names:
                 work(name)
@@ -149,15 +149,16 @@ class RunFiles(ObjectStorage):
                 pass
 
 
-def _version(told: Mapping[str, Any]) -> str:
-    """Size and whatever the store changes with the bytes; of memory:// the moment of creation."""
-    known = [str(told[name]) for name in (*_VERSIONS, "created") if told.get(name) is not None]
-    return f"{told.get('size')} {known[0]}" if known else ""
+def _version(entry: Mapping[str, Any]) -> str:
+    """Return size and a value that the store changes with the bytes; for memory:// the creation time."""
+    known = [str(entry[name]) for name in (*_VERSIONS, "created") if entry.get(name) is not None]
+    return f"{entry.get('size')} {known[0]}" if known else ""
 
 
-def _modified(told: Mapping[str, Any]) -> float | None:
+def _modified(entry: Mapping[str, Any]) -> float | None:
+    """Return the modification time in seconds since 1970, if known."""
     for name in _TIMES:
-        found = told.get(name)
+        found = entry.get(name)
         if isinstance(found, datetime):
             return found.timestamp()
         if isinstance(found, (int, float)):
@@ -166,39 +167,39 @@ def _modified(told: Mapping[str, Any]) -> float | None:
 
 
 MOST_BYTES = 256 << 20
-"""Of one file; longer ones stay where they are, and that is said."""
+"""Largest file to download; longer ones are left out with a message."""
 IN_ALL_BYTES = 4 << 30
 _SHOWN = 60
 
 Keep = Callable[[str, Path, Path], bool]
-"""Whether the file of this name that lies here stays, given it and the one that was brought."""
+"""Decides if the local file of this name is kept, given its path and that of the downloaded one."""
 
 
 @dataclass
 class Brought:
-    """What was brought: the version of each name. `left_out` says of others why they were not."""
+    """The downloaded files: the version of each name; `left_out` has a reason for each file left out."""
 
     versions: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
 
 def found_in(files: RunFiles, wanted: Callable[[str], bool]) -> tuple[dict[str, Listed], dict[str, str]]:
-    """The wanted files of a run by their names, and what is left out of them, with the reason."""
+    """Return the wanted files of a run by name, and the files left out with reasons."""
     found: dict[str, Listed] = {}
     left_out: dict[str, str] = {}
     total = 0
-    # A folder is looked into where a file in it may be wanted.
+    # A folder is listed if a file in it may be wanted.
     for name, one in files.walk(lambda folder: wanted(f"{folder}/any.csv")):
         if one.version == "odd":
-            left_out[printable(name)] = "its name could be no file's here"
+            left_out[printable(name)] = "its name is not possible as a local file name"
         elif one.link and wanted(name):
-            left_out[printable(name)] = "it is a link or no regular file"
+            left_out[printable(name)] = "it is a link or not a regular file"
         elif wanted(name):
             most = limit_of(name)
             if one.size > most and not name.endswith(".json"):
                 left_out[printable(name)] = f"it has {one.size:,} bytes, more than {most:,}"
             elif total + min(one.size, most) > IN_ALL_BYTES:
-                left_out[printable(name)] = "the files of the run are too large together"
+                left_out[printable(name)] = "the files of the run are too large in total"
             else:
                 total += min(one.size, most)
                 found[name] = one
@@ -206,20 +207,20 @@ def found_in(files: RunFiles, wanted: Callable[[str], bool]) -> tuple[dict[str, 
 
 
 def unlisted(files: RunFiles, names: Collection[str]) -> dict[str, Listed]:
-    """Those of some names that are there all the same: a listing may lag behind what was written."""
+    """Return those of some names that exist although they were not listed: listings may lag."""
     there = {name: files.stat(name) for name in names}
     return {name: Listed(name, folder=False, size=size) for name, size in there.items() if size is not None}
 
 
 def limit_of(name: str) -> int:
-    """How much is brought of a file. Of a note that is too long the reader shall see that it is."""
+    """Return the bytes to download of a file; of JSON one more than allowed, so that readers notice."""
     return MAX_JSON_BYTES + 1 if name.endswith(".json") else MOST_BYTES
 
 
 def bring(files: RunFiles, found: Mapping[str, Listed], into: Path, keep: Keep | None = None) -> Brought:
-    """Bring what was found into a directory, each file whole or not at all; links there are never followed.
+    """Download files into a directory, each atomically; local links are never followed.
 
-    A file that is gone meanwhile is left out. Raises StorageError, and UsageError for a link in the way.
+    A file that is deleted meanwhile is left out. Raises StorageError, and UsageError if a link blocks a path.
     """
     brought = Brought()
 
@@ -250,25 +251,26 @@ def bring(files: RunFiles, found: Mapping[str, Listed], into: Path, keep: Keep |
 
 
 def place_for(root: Path, name: str) -> Path:
-    """Where a file of this name belongs; its folders are made. UsageError for a link on the way."""
+    """Return the path for a name and create its folders. Raises UsageError if a link blocks it."""
     path = root
     for part in name.split("/")[:-1]:
         path = path / part
         if path.is_symlink() or (path.exists() and not path.is_dir()):
-            raise UsageError(f"{path} is a link or a file where a folder of the run belongs: remove it")
+            raise UsageError(f"{path} is a link or a file instead of a folder of the run: remove it")
         try:
             path.mkdir(exist_ok=True)
         except OSError as error:
-            raise StorageError(f"cannot make {path}: {error.strerror}") from error
+            raise StorageError(f"cannot create {path}: {error.strerror}") from error
     return root / name
 
 
 def printable(name: str) -> str:
-    """A name of a listing as anybody can print it, cut where it is long."""
+    """Escape and shorten a name of a listing for messages."""
     return name.encode("unicode_escape").decode()[:_SHOWN]
 
 
 def _size(path: Path) -> int:
+    """Return the size of a file; -1 if it does not exist."""
     try:
         return path.lstat().st_size
     except OSError:

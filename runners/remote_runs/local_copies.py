@@ -1,9 +1,10 @@
-"""Where files of a run in a store lie here: for those who look, and on a host that works on it.
+"""Local copies of remote runs: temporary mirrors for readers, and workspaces on hosts that train.
 
-A look lists, and brings what has another version than at the last one; checkpoints are read where they lie.
-All of it is gone when the process ends.
+A mirror lists the store and downloads files whose version changed; checkpoints are read from the store. It is
+deleted when the process ends.
 
-A cache: the store has the truth. The same host finds its workspace again, another one begins with the store.
+A workspace is a cache of the store, which is authoritative. The same host finds its workspace again; another
+host begins with the store.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ Wanted = Callable[[str], bool]
 
 
 class Mirror:
-    """What is known here of one URL, of a run or of a place with runs in it.
+    """The local mirror of one URL, of a run or of a directory with runs.
 
-    `root` is the directory that stands for the URL. `left_out` says, by URL, what was not brought and why.
+    `root` is the directory that stands for the URL. `left_out` has, by URL, reasons for files left out.
     """
 
     def __init__(self, url: str, folder: Path) -> None:
@@ -70,7 +71,7 @@ class Mirror:
         self._lock = threading.RLock()
 
     def is_run(self, below: str = "") -> bool:
-        """Whether a run lies there, or at a name below."""
+        """Return True if there is a run at the URL, or at a name below it."""
         found = {one.name for one in self.files.entries(below) if not one.folder}
         checkpoints = f"{below}/{CHECKPOINTS}".lstrip("/")
         return bool(found & set(_RUN_FILES)) or any(
@@ -78,7 +79,7 @@ class Mirror:
         )
 
     def run(self, below: str = "", wanted: Wanted = travels, not_older_secs: float = 0.0) -> RunDirectory:
-        """The run at the URL, or below it, with the wanted files as they are now, or were so long ago."""
+        """Return the run at the URL or below it, with the wanted files not older than `not_older_secs`."""
         path, url = self.root / below, f"{self.url}/{below}".rstrip("/")
         with self._lock:
             looked = self._looked.get((below, wanted))
@@ -88,10 +89,11 @@ class Mirror:
         return RunDirectory(path, url)
 
     def names(self, depth: int = 1) -> list[str]:
-        """The runs below the URL, by their names from there on, sorted; nothing hidden, nothing in runs."""
+        """Return the sorted names of runs below the URL; hidden names and runs in runs are skipped."""
         return sorted(self._below("", depth))[:MOST_RUNS]
 
     def _below(self, folder: str, depth: int) -> Iterator[str]:
+        """Yield names of runs in a folder."""
         for one in self.files.entries(folder):
             if not one.folder or one.name.startswith(".") or not is_name(one.name):
                 continue
@@ -103,6 +105,7 @@ class Mirror:
                 yield from self._below(name, depth - 1)
 
     def _bring(self, below: str, path: Path, wanted: Wanted) -> None:
+        """Download changed files and delete those that are gone."""
         files = _Below(self.files, below)
         path.mkdir(parents=True, exist_ok=True)
         found, left_out = found_in(files, lambda name: wanted(name) and not name.startswith(f"{LOGS}/"))
@@ -125,10 +128,10 @@ class Mirror:
             _stand_for_logs(files, path)
 
     def _may_be_another(self, below: str, name: str, one: Listed) -> bool:
-        """Whether a file has to be brought again although its version is known.
+        """Return True if a file must be downloaded again although its version is unchanged.
 
-        A time in whole seconds is believed when it was seen, and the file brought again, some seconds apart:
-        what changes the file later has another one. No clocks are compared.
+        A time in whole seconds counts only if the file was downloaded some seconds after it was first seen,
+        because later changes then get another time. Clocks are not compared.
         """
         if not one.coarse:
             return False
@@ -143,7 +146,7 @@ class Mirror:
 
 
 class _Below(RunFiles):
-    """The files of a run at a name below another place."""
+    """The files of a run at a name below another location."""
 
     def __init__(self, files: RunFiles, below: str) -> None:
         root = files._name(below) if below else files.root
@@ -152,7 +155,7 @@ class _Below(RunFiles):
 
 
 def mirror_of(url: str) -> Mirror:
-    """The mirror of a URL in this process; asks the store nothing. UsageError for one that is none."""
+    """Return the mirror of a URL without contacting the store. UsageError for an invalid URL."""
     url = canonical(url, "the run")
     with _lock:
         if url not in _mirrors:
@@ -161,7 +164,7 @@ def mirror_of(url: str) -> Mirror:
 
 
 def shown_place(path: Path) -> str:
-    """The URL that a directory of a mirror stands for; any other path as it is."""
+    """Return the URL that a mirror's directory stands for; any other path unchanged."""
     for mirror in list(_mirrors.values()):
         if path == mirror.root or mirror.root in path.parents:
             return f"{mirror.url}/{path.relative_to(mirror.root).as_posix()}".removesuffix("/.")
@@ -169,14 +172,14 @@ def shown_place(path: Path) -> str:
 
 
 def with_urls(text: str) -> str:
-    """A message with URLs in the place of the directories that stand for them."""
+    """Replace mirror directories in a message by URLs."""
     for mirror in list(_mirrors.values()):
         text = text.replace(str(mirror.root), mirror.url)
     return text
 
 
 def mirrored_run(path: Path, wanted: Wanted) -> RunDirectory:
-    """The run of a directory; of one that stands for a URL with these files too."""
+    """Return the run of a directory; for a mirror, with these files."""
     for mirror in list(_mirrors.values()):
         if path == mirror.root or mirror.root in path.parents:
             return mirror.run(path.relative_to(mirror.root).as_posix().removeprefix("."), wanted)
@@ -185,14 +188,14 @@ def mirrored_run(path: Path, wanted: Wanted) -> RunDirectory:
 
 @cache
 def _folder() -> Path:
-    """Made when it is first needed, for this user alone."""
+    """The directory of all mirrors, created on first use for this user only."""
     made = Path(tempfile.mkdtemp(prefix="torchrelay-look-"))
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return made
 
 
 def _stand_for_logs(files: RunFiles, path: Path) -> None:
-    """Empty files with the times of the ranks' logs: who looks asks only when a rank said something last."""
+    """Create empty files with the times of ranks' logs: readers only need these times."""
     attempts = [one.name for one in files.entries(LOGS) if one.folder and one.name.startswith("attempt_")]
     numbers = [int(one[8:]) for one in attempts if one[8:].isdecimal() and one[8:].isascii()]
     if not numbers:
@@ -211,16 +214,16 @@ def _stand_for_logs(files: RunFiles, path: Path) -> None:
 
 VARIABLE = "TORCHRELAY_WORKSPACE"
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-"""The same URL is another place where another server answers."""
+"""With another server the same URL is another location."""
 _LOCK = ".torchrelay-lock"
 LEAVING_SECS = 20.0
-"""How long a process that had the workspace may take to be gone; a fenced one ends within 15 s."""
+"""Longest wait for the previous process of a workspace to exit; a fenced one exits within 15 s."""
 
 
 def workspace_of(url: str) -> Path:
-    """The workspace of a run on this host, below TORCHRELAY_WORKSPACE or the user's cache; touches nothing.
+    """Return a run's workspace on this host, below TORCHRELAY_WORKSPACE or the user's cache; creates nothing.
 
-    Its last name is the run's, so that a job without a name is called alike everywhere.
+    Its last name is the run's, so that a job without a name has the same name everywhere.
     """
     given = os.environ.get(VARIABLE)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -230,9 +233,9 @@ def workspace_of(url: str) -> Path:
 
 
 def make_workspace(path: Path) -> None:
-    """Make the directory, for this user alone; raises UsageError for one that is a link or somebody else's.
+    """Create the directory for this user only; raises UsageError for a link or another user's directory.
 
-    Raises StorageError where it cannot be made or written to.
+    Raises StorageError if it cannot be created or written to.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -251,20 +254,20 @@ def make_workspace(path: Path) -> None:
         if isinstance(error, UsageError):
             raise
         raise StorageError(
-            f"the workspace {path} cannot be made: {error.strerror}; set {VARIABLE} to a writable directory "
-            "of this host"
+            f"the workspace {path} cannot be created: {error.strerror}; set {VARIABLE} to a writable "
+            "directory of this host"
         ) from error
 
 
 class WorkspaceLock:
-    """Keeps a second process of this host out of a workspace; the kernel lets go with the process."""
+    """Lock a workspace against other processes of this host; the kernel releases it at exit."""
 
     def __init__(self, path: Path, patience_secs: float = LEAVING_SECS) -> None:
         self._path, self._patience_secs = path, patience_secs
         self._descriptor: int | None = None
 
     def take(self) -> None:
-        """Lock, or raise DirectoryInUseError when another process stays."""
+        """Lock, or raise DirectoryInUseError if another process keeps the lock."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(self._path / _LOCK, flags, 0o600)
@@ -275,18 +278,19 @@ class WorkspaceLock:
             if time.monotonic() > until:
                 self.release()
                 raise DirectoryInUseError(
-                    f"another process of this host works on the same run, in {self._path}: wait for it, or "
-                    "end it"
+                    f"another process of this host works on the same run in {self._path}: wait for it or "
+                    "stop it"
                 )
             time.sleep(0.05)
 
     def release(self) -> None:
-        """Let go; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
     def _locked(self) -> bool:
+        """Try to lock; return whether that succeeded."""
         if self._descriptor is None:
             return False
         try:
@@ -301,9 +305,9 @@ class WorkspaceLock:
 
 
 def set_aside(path: Path) -> Path:
-    """Empty a workspace whose run is not the one in the store; what was there lies beside, once.
+    """Empty a workspace that belongs to another run than the store, keeping one copy of its content.
 
-    The lock stays where it is. Raises StorageError.
+    The lock stays. Raises StorageError.
     """
     beside = path.with_name(f"{path.name}.before")
     try:
@@ -324,7 +328,7 @@ VISIBLE_WITHIN_SECS = 10.0
 
 
 def check_store(files: RunFiles, peers: Peers, place: NodePlace) -> None:
-    """Raise UsageError or StorageError on all processes; nothing is left behind. One process a host looks."""
+    """Check on all hosts that they see the same writable store; one process per host reads."""
     nonce = peers.exchange("store probe", secrets.token_hex(8))[0]
     probe, written = f".probe-{nonce}", False
 
@@ -346,12 +350,13 @@ def check_store(files: RunFiles, peers: Peers, place: NodePlace) -> None:
     blind = sorted({host for host, sees in seen if not sees})
     if blind:
         raise UsageError(
-            f"the store at {files.url} of {seen[0][0]} is not the one that {', '.join(blind)} sees: give all "
-            "hosts the same endpoint and credentials"
+            f"the store at {files.url} on {seen[0][0]} differs from the one on {', '.join(blind)}: use the "
+            "same endpoint and credentials on all hosts"
         )
 
 
 def _appears(files: RunFiles, probe: str) -> bool:
+    """Wait for a file in the store; return whether it appeared."""
     until = time.monotonic() + VISIBLE_WITHIN_SECS
     while True:
         if files.stat(probe) is not None:

@@ -1,4 +1,4 @@
-"""Names of the files that travel between a workspace and its store, and the URL of a run. Pure."""
+"""Names of the files exchanged between a workspace and its store, and URLs of runs. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torchrelay.errors import UsageError
 
 CHECKPOINTS, STOP, LOGS = "checkpoints", "STOP", "logs"
 NEEDED = frozenset({"run.json", "status.json", "metadata.jsonl"})
-"""What a start must not take for missing: it would call the run by another identity, or begin it anew."""
+"""Files that a launch must not miss: it would change the run's identity, or start it again."""
 _PRIVATE = (".tmp-", ".probe-", ".torchrelay-")
 _LONGEST_BYTES = 255
 DEEPEST = 12
-"""Folders in folders; torchrelay makes half as many."""
+"""Deepest nesting of folders; torchrelay uses half of it."""
 _NOT_NEEDED = frozenset({LOGS, "exports", "crash", "replay"})
-"""Written by one start and never read by the next."""
+"""Written by one launch and never read by the next."""
 _GLANCED = frozenset({LOGS})
 _NOTED = _GLANCED | {"config", "results", "lineage"}
 _FIRST, _LAST = ("run.json",), ("metadata.jsonl", "live.json", "status.json")
-"""What is put up before all else, and behind it: a status that says that a run is over comes last."""
+"""Files that are uploaded first and last: a status that marks a run as finished comes last."""
 
 
 def is_name(part: str) -> bool:
-    """Whether a part of a listing may become the name of a file here."""
+    """Return True if a part of a listing can be a local file name."""
     if part in ("", ".", "..") or "/" in part or "\0" in part:
         return False
     try:
@@ -33,14 +33,14 @@ def is_name(part: str) -> bool:
 
 
 def travels(name: str) -> bool:
-    """Whether a file of this name, relative to the run, is put up and brought down at all."""
+    """Return True if a file of this name, relative to the run, is uploaded and downloaded at all."""
     parts = name.split("/")
     own = parts[0] not in (CHECKPOINTS, STOP) and not any(one.startswith(_PRIVATE) for one in parts)
     return own and all(map(is_name, parts)) and len(parts) <= DEEPEST
 
 
 def for_a_start(name: str) -> bool:
-    """What a start on another host needs: whatever it reads, or appends to."""
+    """Return True if a launch on another host needs the file, because it reads it or appends to it."""
     top = name.partition("/")[0]
     if top == "trackers":
         return travels(name) and name.endswith((".csv", ".jsonl"))
@@ -48,27 +48,27 @@ def for_a_start(name: str) -> bool:
 
 
 def for_a_glance(name: str) -> bool:
-    """What a list of runs shows: the notes at the top, and which ranks have logs."""
+    """Return True if lists of runs need the file: top-level metadata, and which ranks have logs."""
     return travels(name) and ("/" not in name or name.partition("/")[0] in _GLANCED)
 
 
 def for_a_look(name: str) -> bool:
-    """What most verbs read of one run."""
+    """Return True if most subcommands need the file of a run."""
     return travels(name) and ("/" not in name or name.partition("/")[0] in _NOTED)
 
 
 def grows(name: str) -> bool:
-    """Whether a file is only ever appended to, so that of two versions the longer one has more."""
+    """Return True if a file is only appended to, so that the longer of two versions has more."""
     return name.endswith((".jsonl", ".log", ".csv"))
 
 
 def never_changes(name: str) -> bool:
-    """Whether all files of this name are the same, because it says their digest."""
+    """Return True if the name contains the digest of the content."""
     return name.startswith("code/") and name.endswith(".zip")
 
 
 def in_order(names: list[str]) -> list[str]:
-    """Names in the order in which they are put up."""
+    """Sort names in the order of uploads."""
     ranks = dict.fromkeys(_FIRST, -1) | {name: at + 1 for at, name in enumerate(_LAST)}
     return sorted(names, key=lambda name: (ranks.get(name, 0), name))
 
@@ -77,22 +77,22 @@ _USER = re.compile(r"(://[^/]*:)[^/]*@")
 
 
 def is_remote(text: str) -> bool:
-    """Whether a text is the URL of a place in a store; `file://` names a directory."""
+    """Return True for a URL in a store; `file://` is a local directory."""
     return is_url(text) and not text.startswith(FILE)
 
 
 def canonical(url: str, what: str) -> str:
-    """The URL without slashes at its end; asks the store nothing.
+    """Return the URL without trailing slashes, without contacting the store.
 
-    Raises UsageError, naming it as `what`, for a URL that cannot be, that has a password in it, or names that
-    are none (`..`, `.`, nothing).
+    Raises UsageError, naming it as `what`, for an invalid URL, one with a password, and the path names `..`,
+    `.` and empty.
     """
     protocol, mark, path = url.partition("://")
     told = f"{protocol}{mark}{path.rstrip('/')}"
     if _USER.search(url):
         raise UsageError(
-            f"{what} {shown(url)!r} has a password in it, which files and messages would show: give it by "
-            "the environment, or in fsspec's configuration"
+            f"{what} {shown(url)!r} contains a password, which files and messages would show: pass it in "
+            "the environment or in fsspec's configuration"
         )
     open_file_system(told, what)
     if any(part in ("", ".", "..") for part in path.rstrip("/").split("/")[1:]):
@@ -101,20 +101,20 @@ def canonical(url: str, what: str) -> str:
 
 
 def last_name(url: str) -> str:
-    """What stands last in the URL: the run's name, as that of a directory is."""
+    """Return the last name in the URL, which is the run's."""
     return url.rpartition("/")[2]
 
 
 def parent(url: str) -> str | None:
-    """The URL one name up; None where that is no place of its own."""
+    """Return the URL one level up; None if there is none."""
     above = url.rpartition("/")[0]
     return above if above.partition("://")[2].strip("/") else None
 
 
 def refuse_remote(text: str, what: str) -> None:
-    """Raise UsageError for a URL where `what` keeps several runs in a directory."""
+    """Raise UsageError for a URL if `what` keeps several runs in a directory."""
     if is_remote(text):
         raise UsageError(
-            f"{what} keeps its runs in a directory, and {text} is a URL: give a path. A single run lies in a "
-            "store with JobRunner(job, URL), or with torchrelay run CONFIG --run-dir URL"
+            f"{what} keeps its runs in a local directory, but {text} is a URL: pass a path. For a single "
+            "remote run use JobRunner(job, URL) or torchrelay run CONFIG --run-dir URL"
         )

@@ -1,9 +1,9 @@
-"""From what is typed to a run directory, its checkpoints and an epoch: paths, URLs, `RUN@EPOCH`.
+"""Resolve paths, URLs and `RUN@EPOCH` to a run directory, its checkpoints and an epoch.
 
     RUN    RUN@last    RUN@best    RUN@7    RUN@epoch=7,branch=0    RUN@tag=NAME
 
-A path that exists as it stands is one, whatever is in its name. Nothing is proved here: the entry is what
-the log says, and its files may be damaged.
+A path that exists is taken literally, also with special characters. Nothing is verified here: the result is
+what the log states, and the files may be damaged.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _NAMED_RUNS = 5
 
 @dataclass(frozen=True)
 class RunLocation:
-    """What lies at `where`, a path or URL: `run` is None for a bare directory of checkpoints.
+    """A run or checkpoints at `where`, a path or URL; `run` is None for checkpoints without a run.
 
-    `best` is the metric by which the run calls an epoch its best, where it said one.
+    `best` is the metric by which the run selects its best epoch, if it has one.
     """
 
     where: str
@@ -46,15 +46,15 @@ class RunLocation:
     best: Best | None = None
 
     def log(self) -> LogView:
-        """The log as it is now; empty where nothing was committed yet."""
+        """Read the current log; empty if nothing is committed yet."""
         return open_log(self.storage)
 
 
 def locate(text: str, *, whole: bool = False, single_writer: SingleWriter = None) -> RunLocation:
-    """Find what a path or URL names; raises UsageError for anything that torchrelay did not make.
+    """Find the run or checkpoints at a path or URL; raises UsageError for anything else.
 
-    Of a run at a URL the notes are brought here, with `whole` also its source and what else it keeps.
-    `single_writer` is what the user promises of other writers.
+    For a URL the metadata of the run are downloaded, with `whole` also its source and other files.
+    `single_writer` is the user's promise about other writers.
     """
     found = _locate_at(text, whole=whole) if is_remote(text) else _locate_here(text)
     if single_writer is not None and isinstance(found.storage, Distrusted):
@@ -63,57 +63,59 @@ def locate(text: str, *, whole: bool = False, single_writer: SingleWriter = None
 
 
 def _locate_here(text: str) -> RunLocation:
+    """Find a run or checkpoints at a local path."""
     path = existing_directory(text.removeprefix(FILE))
     run, checkpoints = RunDirectory(path), path / "checkpoints"
     if (path / _RUN_FILE).is_file() or has_job(checkpoints):
         return RunLocation(text, run, LocalStorage(checkpoints), best_of_run(path))
     if has_job(path):
         return RunLocation(text, None, opened(path))
-    raise UsageError(f"{text} is no run and holds no checkpoints{_below(text)}")
+    raise UsageError(f"{text} is not a run and has no checkpoints{_below(text)}")
 
 
 def _locate_at(url: str, *, whole: bool) -> RunLocation:
+    """Find a run or checkpoints at a URL."""
     from torchrelay.runners.remote_runs.local_copies import mirror_of  # imported late: paths need no store
 
     mirror = mirror_of(url)
     if not mirror.is_run():
         if runs := mirror.names():
-            raise UsageError(f"{url} is no run{_named(runs)}")
+            raise UsageError(f"{url} is not a run{_named(runs)}")
         found = place_of(url)
         return RunLocation(url, None, found.storage.storage, found.best)
     run = mirror.run(wanted=travels if whole else for_a_look)
     for name, why in mirror.left_out.items():
-        Output().notice(f"{name} is not looked at: {why}")
+        Output().notice(f"{name} is ignored: {why}")
     return RunLocation(url, run, storage_of(run.checkpoints, "the checkpoints"), best_of_run(run.path))
 
 
 def locate_run(text: str, *, whole: bool = True) -> RunDirectory:
-    """Find a run directory; raises UsageError for anything else, checkpoints without a run included."""
+    """Find a run directory; raises UsageError for anything else, also for checkpoints without a run."""
     run = locate(text, whole=whole).run
     if run is None:
-        raise UsageError(f"{text} holds checkpoints but no run ({_RUN_FILE}): torchrelay ls lists its epochs")
+        raise UsageError(f"{text} has checkpoints but no {_RUN_FILE}: torchrelay ls lists its epochs")
     return run
 
 
 def existing_directory(text: str) -> Path:
-    """The directory that a text names; raises UsageError with what was probably meant where there is none."""
+    """Return an existing directory; raises UsageError with the probable meaning otherwise."""
     path = Path(text)
     there = is_directory(path)
     if there is None:
         run, at, _ = text.rpartition("@")
         if at and not run:
-            raise UsageError(f"{text} names no run: give its path before the @")
+            raise UsageError(f"{text} names no run: write its path before the @")
         if at and Path(run).exists():
-            raise UsageError(f"there is no {text}; this verb takes a run and no epoch of it: give {run}")
+            raise UsageError(f"{text} does not exist; this command takes a run without an epoch: use {run}")
         near = nearest_directory(path)
-        raise UsageError(f"there is no {text}{near}: give the path of a run directory or of its checkpoints")
+        raise UsageError(f"{text} does not exist{near}: expected a run directory or its checkpoints")
     if not there:
-        raise UsageError(f"{text} is a file: give the path of a run directory or of its checkpoints")
+        raise UsageError(f"{text} is a file: expected a run directory or its checkpoints")
     return path
 
 
 def runs_below(text: str) -> list[Path]:
-    """The runs that lie directly in a directory, by name; none for a run itself, and what is no directory."""
+    """Return the runs directly in a directory, by name; none for a run itself or a missing directory."""
     if is_remote(text):
         return [run.path for run in stored_runs_below(text)]
     path = Path(text.removeprefix(FILE))
@@ -123,7 +125,7 @@ def runs_below(text: str) -> list[Path]:
 
 
 def stored_runs_below(url: str, depth: int = 1) -> list[RunDirectory]:
-    """The runs below a URL, each with the notes that lists show; none for a run itself."""
+    """Return the runs below a URL with the metadata for lists; none for a run itself."""
     from torchrelay.runners.remote_runs.local_copies import mirror_of
 
     mirror = mirror_of(url)
@@ -132,7 +134,7 @@ def stored_runs_below(url: str, depth: int = 1) -> list[RunDirectory]:
 
 
 def each_run(texts: Sequence[str]) -> list[str]:
-    """The same texts, but for a directory of runs its runs."""
+    """Replace directories of runs by their runs."""
     found: list[str] = []
     for text in texts:
         stored = is_remote(text)
@@ -142,15 +144,17 @@ def each_run(texts: Sequence[str]) -> list[str]:
 
 
 def _below(text: str) -> str:
+    """Suggest runs below a path, for messages."""
     names = [one.name for one in runs_below(text)]
-    return _named(names) if names else ": give the path of a run directory or of its checkpoints"
+    return _named(names) if names else ": expected a run directory or its checkpoints"
 
 
 def _named(names: Sequence[str]) -> str:
+    """Suggest runs by name, for messages."""
     if len(names) == 1:
-        return f"; below it is the run {names[0]}: give its path"
+        return f"; it contains the run {names[0]}: use its path"
     more = ", ..." if len(names) > _NAMED_RUNS else ""
-    return f"; below it are the runs {', '.join(names[:_NAMED_RUNS])}{more}: give the path of one"
+    return f"; it contains the runs {', '.join(names[:_NAMED_RUNS])}{more}: use the path of one"
 
 
 LAST = EpochQuery(None, "last")
@@ -158,9 +162,9 @@ LAST = EpochQuery(None, "last")
 
 @dataclass(frozen=True)
 class Selector:
-    """A text taken apart: a path or URL, and the epoch that is wanted of it (None: none was named).
+    """A parsed text: a path or URL, and the requested epoch (None if there is none).
 
-    `epoch` is what was written of it, as `open_checkpoint` takes it too.
+    `epoch` is its text, as `open_checkpoint` takes it.
     """
 
     path: str
@@ -170,7 +174,7 @@ class Selector:
 
 @dataclass(frozen=True)
 class Selected:
-    """One live epoch: where it lies, the log as it was read, and its entry in it."""
+    """One live epoch: its location, the log, and its entry in the log."""
 
     place: RunLocation
     view: LogView
@@ -178,16 +182,16 @@ class Selected:
 
     @property
     def name(self) -> str:
-        """How people would write it again: the epoch by its number, and its branch unless it is current."""
+        """The text that selects this epoch again: number, and branch unless it is current."""
         here = self.view.find(self.entry.position.epoch, step=self.entry.position.step)
         seen = here is not None and here.key == self.entry.key
         return f"{self.place.where}@{self.entry.position if seen else self.entry.key}"
 
 
 def parse_selector(text: str, exists: Callable[[str], bool] | None = None) -> Selector:
-    """Take a text apart; raises UsageError for a selector that means no epoch. Touches no checkpoint.
+    """Parse a text without reading checkpoints; raises UsageError for an invalid epoch.
 
-    `exists` says whether a path is there as it stands (by default: asks the file system).
+    `exists` checks if a path exists literally (default: in the file system).
     """
     path, said = split_run(text, exists or (lambda path: not is_url(path) and Path(path).exists()))
     if said is None:
@@ -199,17 +203,17 @@ def parse_selector(text: str, exists: Callable[[str], bool] | None = None) -> Se
 
 
 def with_epoch(text: str, epoch: str) -> str:
-    """One text for a place and what an option says of it; raises UsageError where both name an epoch."""
+    """Combine a location and an epoch option; raises UsageError if both name an epoch."""
     if parse_selector(text).wish is not None:
-        raise UsageError(f"{text} and {epoch!r} both name an epoch: give one of them")
+        raise UsageError(f"{text} and {epoch!r} both name an epoch: remove one of them")
     return f"{text}@{epoch}"
 
 
 def select(text: str, default: EpochQuery = LAST, *, single_writer: SingleWriter = None) -> Selected:
-    """Find the epoch that a text means; `default` where it names none.
+    """Find the epoch that a text selects; `default` if it names none.
 
-    `last` and `best` mean healthy whole epochs of the current branch. Raises UsageError for a place that
-    is none and a `best` that nothing defines, UnknownEpochError saying what there is.
+    `last` and `best` mean healthy whole epochs of the current branch. Raises UsageError for an invalid
+    location and an undefined `best`, UnknownEpochError listing what exists.
     """
     selector = parse_selector(text)
     place = locate(selector.path, single_writer=single_writer)
@@ -219,7 +223,7 @@ def select(text: str, default: EpochQuery = LAST, *, single_writer: SingleWriter
 
 
 def find_entry(place: RunLocation, view: LogView, wish: EpochQuery) -> CommittedPosition:
-    """The live entry that is meant; raises as `select` does."""
+    """Find the requested live entry; raises as `select` does."""
     where = shown(place.where)
     if view.empty:
         raise UnknownEpochError(f"nothing is committed in {where} yet")
@@ -228,7 +232,5 @@ def find_entry(place: RunLocation, view: LogView, wish: EpochQuery) -> Committed
     opened = opening.CheckpointLocation(CountingStorage(place.storage), place.best)
     found = opening.candidates(opened, view, wish, None, lambda _: None)
     if not found:
-        raise UnknownEpochError(
-            f"no whole epoch in {where} is healthy: torchrelay ckpt why says what became of them"
-        )
+        raise UnknownEpochError(f"no whole epoch in {where} is healthy: see torchrelay ckpt why")
     return found[0]

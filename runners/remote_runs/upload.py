@@ -1,10 +1,10 @@
-"""Files of a workspace, uploaded where they have changed, by a thread that the training does not wait for.
+"""Upload changed files of a workspace in a background thread.
 
-    wake()    something has changed: a pass soon
-    flush(s)  return when all that is here now was put, or after so many seconds
-    close(s)  the same for the last time, trying again; then nothing is put any more
+    wake()    something has changed: upload soon
+    flush(s)  return when all current files are uploaded, or after s seconds
+    close(s)  the same for the last time, with retries; then nothing is uploaded any more
 
-What the store has in another version too is joined: one of the two goes on.
+If the store has a different version of a file, one of the two is chosen.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _PIECE_BYTES = 1 << 20
 STATUS = "status.json"
 
 
-def local_goes_on(name: str, local: Path, brought: Path) -> bool:
-    """Whether this host's version has what the store's has, and more, which a lost process had not put.
+def local_is_newer(name: str, local: Path, brought: Path) -> bool:
+    """Return True if the local copy is newer than the remote one.
 
-    Of a file that grows it does where the store's is its beginning; of the status, where it is of a later
-    generation, or written later in the same. Of all others the store's counts.
+    Append-only files: the remote copy is a prefix of the local one. status.json: higher generation, or the
+    same generation and a later update. All other files: the remote copy wins.
     """
     if local.is_symlink() or not local.is_file():
         return False
@@ -41,6 +41,7 @@ def local_goes_on(name: str, local: Path, brought: Path) -> bool:
 
 
 def _age(path: Path) -> tuple[float, float]:
+    """Return generation and update time of a status file."""
     try:
         found: dict[str, Any] = read_json(path) or {}
     except RelayError:
@@ -51,6 +52,7 @@ def _age(path: Path) -> tuple[float, float]:
 
 
 def _begins_with(longer: Path, shorter: Path) -> bool:
+    """Return True if the first file begins with the content of the second."""
     try:
         with open_regular(longer) as one, open_regular(shorter) as other:
             while piece := other.read(_PIECE_BYTES):
@@ -63,12 +65,12 @@ def _begins_with(longer: Path, shorter: Path) -> bool:
 
 LONG_BYTES = 16 << 20
 BYTES_PER_SEC = 256 << 10
-"""A file that changes all the time is put again so rarely that it takes no more than this."""
+"""A file that changes constantly is uploaded so rarely that it uses no more bandwidth than this."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """How a file looked when it was looked at; another look shows whether it was changed since."""
+    """Size, time and inode of a file; a difference means that it changed."""
 
     size: int
     mtime_ns: int
@@ -76,9 +78,9 @@ class Seen:
 
 
 class Putter:
-    """Knows what of a workspace the store has. `wanted` says which names are ours to put.
+    """Track which files of a workspace the store has. `wanted` selects the names to upload.
 
-    `links` are names that were passed over, because they are links or no files.
+    `links` are names that were skipped because they are links or not files.
     """
 
     def __init__(
@@ -91,14 +93,14 @@ class Putter:
         self.files, self.root = files, root
         self.links: set[str] = set()
         self.kept: set[str] = set()
-        """Names that lie in the store and were not brought: what is here must not take their place."""
+        """Names in the store that were not downloaded: local files must not replace them."""
         self._wanted, self._clock = wanted, clock
         self._put: dict[str, Seen] = {}
         self._not_before: dict[str, float] = {}
         self._status_version: str | None = None
 
     def changed(self, *, patient: bool) -> dict[str, Seen]:
-        """What has to be put, in order; of a `patient` pass without what was put only just now."""
+        """Return the files to upload, in order; a `patient` pass skips large ones uploaded just now."""
         now = self._clock()
         seen = dict(self._scan())
         names = [
@@ -109,33 +111,34 @@ class Putter:
             and not (patient and now < self._not_before.get(name, now))
         ]
         ordered = in_order(names)
-        if patient:  # nobody who looks is to wait for what takes long
+        if patient:  # small files must not wait for large ones
             ordered.sort(key=lambda name: seen[name].size > LONG_BYTES)
         return {name: seen[name] for name in ordered}
 
     def put(self, name: str, seen: Seen) -> None:
-        """Put one file as it is now. Raises StorageError; a file that is gone meanwhile is not put."""
+        """Upload the current content of a file. Raises StorageError; a file that is gone is skipped."""
         try:
             self.files.put_as_it_is(name, self.root / name)
         except FileNotFoundError:
             return
-        self._put[name] = seen  # as it looked before: what was appended meanwhile is a change
+        self._put[name] = seen  # state before the upload: data appended meanwhile counts as a change
         self._not_before[name] = self._clock() + seen.size / BYTES_PER_SEC
         if name == STATUS:
             self._status_version = self.files.version(name)
 
     def look_at_status(self) -> None:
-        """Where somebody else has put a status over ours, ours is to be put again."""
+        """Mark the status for upload if another writer has replaced it in the store."""
         if self._status_version and self.files.version(STATUS) != self._status_version:
             self._put.pop(STATUS, None)
 
     def _scan(self) -> Iterator[tuple[str, Seen]]:
+        """Yield the files of the workspace."""
         left = [""]
         count = 0
         while left and count < MOST_FILES:
             here = left.pop()
             entries: list[os.DirEntry[str]] = []
-            with suppress(OSError), os.scandir(self.root / here) as found:  # else it is gone meanwhile
+            with suppress(OSError), os.scandir(self.root / here) as found:  # otherwise it is gone meanwhile
                 entries = list(found)
             for entry in entries:
                 name = f"{here}/{entry.name}" if here else entry.name
@@ -159,19 +162,19 @@ class Putter:
 EVERY_SECS = 5.0
 _LEAST_SECS = 1.0
 _ASK_AGAIN_SECS = 5.0
-"""How long an answer counts that the run is still ours, where a pass takes longer than that."""
+"""During long passes the ownership of the run is checked again after this time."""
 _FLUSH_PAUSE_SECS = 2.0
-"""The longest pause after a failure while somebody waits."""
+"""Longest pause after a failure while a flush waits."""
 SLOW_SECS = 60.0
-"""A pass that takes longer is told of."""
+"""Longer passes are reported."""
 
 
 class BackgroundUploader(Uploader):
-    """Puts up with `putter`, every `every_secs` and when woken, until `close`.
+    """Upload with `putter` every `every_secs` and when woken, until `close`.
 
-    `may_put` is called before anything is put, again in a pass that takes long, and raises FencedError where
-    the run is another's by now: then nothing is put any more. `look_around` is called once in a pass; it too
-    may ask the store.
+    `may_put` is called before each upload, and again in long passes; it raises FencedError if another job has
+    taken the run: then nothing is uploaded any more. `look_around` is called once per pass; it too may
+    contact the store.
     """
 
     def __init__(
@@ -186,16 +189,16 @@ class BackgroundUploader(Uploader):
         self._every_secs = every_secs
         self._awake = False
         self._asked = self._goal = self._done = self._failures = 0
-        """Flushes that were asked for, when the running pass began, and that are done; passes that failed."""
+        """Counts: requested flushes, those when the running pass began, finished ones; failed passes."""
         self._rest_until = 0.0
         self._busy_since: float | None = None
         self._trouble: str | None = None
-        self._told = False
+        self._reported = False
         self._left: tuple[str, ...] = ()
         self.start()
 
     def flush(self, secs: float, *, again: bool = False) -> bool:
-        """Whether all that is here now was put in so many seconds; `again`: though a pass failed."""
+        """Return True if all current files were uploaded within `secs`; `again` retries failures."""
         with self._changed:
             self._asked += 1
             goal, failures = self._asked, self._failures
@@ -209,7 +212,7 @@ class BackgroundUploader(Uploader):
             return self._done >= goal or self.fenced
 
     def close(self, secs: float) -> tuple[str, ...]:
-        """Put what is left, try again until then, and stop; returns the names that the store lacks."""
+        """Upload the rest with retries and stop; returns the names that the store lacks."""
         clean = self.flush(secs, again=True)
         self.stop(0.5 if clean else 0.0)
         if clean:
@@ -218,55 +221,60 @@ class BackgroundUploader(Uploader):
 
     @property
     def fenced(self) -> bool:
-        """Whether the run is another's by now."""
+        """True if another job has taken the run."""
         return self._fenced is not None
 
     @property
     def reason(self) -> str:
-        """Why the last pass did not come to its end; empty where it did, or is on its way."""
+        """Reason of the last failed pass; empty if it succeeded or is running."""
         return self._trouble or ""
 
     def trouble(self) -> str | None:
-        """What went wrong since all was well, told once; None where nothing did."""
+        """Return the problem since the last success, once; None if there is none."""
         with self._changed:
             since = self._busy_since
             slow = since is not None and time.monotonic() - since > SLOW_SECS
             found = self._trouble or (f"the store has not answered for {SLOW_SECS:.0f} s" if slow else None)
-            if found is None or self._told:
+            if found is None or self._reported:
                 return None
-            self._told = True
+            self._reported = True
             return found
 
     # The thread
 
     def _is_wanted(self, pause: float) -> bool:
+        """Wait for the next pass; return False if the thread is to stop."""
         with self._changed:
             if pause:
                 longest = _FLUSH_PAUSE_SECS if self._asked > self._done else pause
-                self._changed.wait_for(self._is_asked_anew, min(pause, longest))
+                self._changed.wait_for(self._is_flush_requested, min(pause, longest))
             else:
-                # Nudges wait for a moment, so that many of them are one pass; who wants all of it does not.
-                self._changed.wait_for(self._is_asked_anew, max(0.0, self._rest_until - time.monotonic()))
-                self._changed.wait_for(lambda: self._awake or self._is_asked_anew(), self._every_secs)
+                # Wake-ups wait a moment, so that several become one pass; flushes do not wait.
+                rest = max(0.0, self._rest_until - time.monotonic())
+                self._changed.wait_for(self._is_flush_requested, rest)
+                self._changed.wait_for(lambda: self._awake or self._is_flush_requested(), self._every_secs)
             self._awake, self._goal = False, self._asked
             return not self._stopping
 
-    def _is_asked_anew(self) -> bool:
+    def _is_flush_requested(self) -> bool:
+        """Return True if a flush or the stop was requested since the pass began."""
         return self._stopping or self._asked > self._goal
 
     def _step(self) -> bool:
+        """Run one pass and report its success."""
         self._busy_since = time.monotonic()
         try:
             self._put_all(patient=self._goal == self._done)
         finally:
             self._busy_since = None
         with self._changed:
-            self._trouble, self._told, self._failures = None, False, 0
+            self._trouble, self._reported, self._failures = None, False, 0
             self._done, self._rest_until = self._goal, time.monotonic() + _LEAST_SECS
             self._changed.notify_all()
         return False
 
     def _put_all(self, *, patient: bool) -> None:
+        """Upload all changed files, checking the ownership of the run."""
         left: dict[str, object] = {}
         try:
             self._look_around()
@@ -283,6 +291,7 @@ class BackgroundUploader(Uploader):
             self._left = tuple(left)
 
     def _failed(self, error: Exception) -> None:
+        """Record a failed pass."""
         with self._changed:
             self._trouble = f"{error}" or type(error).__name__
             self._failures += 1

@@ -1,1 +1,1 @@
-"""Sessions: nodes are placed and their workspaces held, tasks run, all processes step and end together."""
+"""Sessions: node placement, workspaces, task execution, and steps that all processes take together."""

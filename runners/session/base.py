@@ -1,8 +1,10 @@
-"""What every session does: place nodes, hold their workspaces, run groups on the hosted ones.
+"""Common base of all sessions: place nodes, hold their workspaces, run task groups.
 
-run(group)   1. every process runs the group's tasks on the nodes that it hosts
-             2. all meet and tell how it went: a failure of one is everybody's
-             3. outputs of tasks are bound to what they are now, alike in all processes
+run(group)
+
+1. Every process runs the group's tasks on the nodes that it hosts.
+2. All processes meet and report the outcome: a failure on one is raised on all.
+3. Outputs of tasks are bound to their current values, identical on all processes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace, WorkspaceType
 from torchrelay.runners.distributed.loops import ALL, Loops, first_contradiction
 from torchrelay.runners.session.context import Context
-from torchrelay.runners.session.executor import ByNode, bind, chosen, heard, run_node, told
+from torchrelay.runners.session.executor import ByNode, bind, chosen, decode_outputs, encode_outputs, run_node
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.steps import Agreeing, FlagsHandle, TaskRanks, naming, task_failed
 from torchrelay.runners.session.stop_requests import Interrupted
@@ -38,18 +40,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchrelay")
 GROUP_SECS = 7 * 24 * 3600.0
-"""How long ranks that have nothing to do wait for those that work in the same group: lost ranks are
-found by the watcher within seconds, and a rank that works may take its time."""
+"""Longest wait of idle ranks for working ones in a group; the watcher finds lost ranks within seconds."""
 FAILURE_SECS = 30.0
-"""How long tasks that run after a failure may take."""
+"""Time limit of tasks that run after a failure."""
 
 
 class SessionBase(Managed):
-    """Executes task groups; `with session:` makes it the current one and closes it at the end.
+    """Execute task groups; `with session:` makes it the current one and closes it at the end.
 
-    A subclass says which nodes there are and which of them this process hosts, on which device they
-    compute, and how the processes agree (`peers`, `agree_flags`, `group_of_ranks`).
-    `run_state` is where the run is, as tasks see it in `ctx`.
+    A subclass defines the nodes, the hosted ones, their device, and how processes agree (`peers`,
+    `agree_flags`, `group_of_ranks`). `run_state` is the position of the run that tasks see in `ctx`.
     """
 
     peers: Peers
@@ -62,12 +62,12 @@ class SessionBase(Managed):
         self._training = False
         self._workspaces: dict[str, Workspace] = {}
 
-    # What a subclass says
+    # Defined by subclasses
 
     @property
     @abstractmethod
     def nodes(self) -> tuple[NodePlace, ...]:
-        """All nodes of the job in the order of their ranks."""
+        """All nodes of the job in rank order."""
 
     @property
     @abstractmethod
@@ -77,48 +77,48 @@ class SessionBase(Managed):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the hosted nodes compute."""
+        """The device of the hosted nodes."""
 
     @abstractmethod
     def place(self, node_names: Sequence[str]) -> None:
-        """Give the declared nodes of a job their places; raises UsageError where they cannot have them."""
+        """Place the declared nodes of a job; raises UsageError if that is impossible."""
 
     @abstractmethod
     def agree_flags(self, flags: tuple[int, ...]) -> FlagsHandle:
-        """Post small numbers and return at once; the maximum over all processes comes by `wait`."""
+        """Post small numbers without blocking; `wait` returns the maximum over all processes."""
 
     def agreement_of(self, ranks: Sequence[int]) -> Agreeing | None:
-        """What some ranks agree by, None for a single one; all processes call this in the same order."""
+        """Return the agreement of some ranks, None for one; all processes call this in order."""
         return None
 
     def group_of_ranks(self, ranks: Sequence[int]) -> Any:
-        """The process group of some ranks, None for nobody to talk to; all call this in the same order."""
+        """Return the process group of some ranks, None if there is none; called by all."""
         return None
 
     def wire(self) -> Wire | None:
-        """What moves bytes between the processes, None for a single one; all call this in the same order."""
+        """Return the transport of bytes between processes, None for one; all call this in order."""
         return None
 
     def task_failed(self, what: str, error: BaseException) -> None:
-        """Called before the processes meet, so that none waits for one whose task has failed."""
+        """Hook before the processes meet, so that none waits for one whose task has failed."""
 
     def _all_failed(self) -> None:
-        """Called when all processes know that a group has failed, and will raise it."""
+        """Hook after all processes know that a group has failed, before they raise."""
 
     def code_of(self, error: BaseException) -> int:
-        """The code that this process ends with for an error: that of its cause, where another one has it."""
+        """Return the exit code for an error, or that of another rank's failure if it caused it."""
         return exit_code_of(error)
 
     def prepare(self, group: TaskGroup) -> None:
-        """Called before a group runs for anything that must precede it."""
+        """Hook before a group runs."""
 
     def after_setup(self) -> None:
-        """Called when all blobs of the hosted nodes exist and nothing was loaded or trained yet."""
+        """Hook after all blobs of hosted nodes exist, before loading and training."""
 
     # Nodes
 
     def workspace(self, node: str | None = None) -> Workspace:
-        """The GLOBAL workspace of a hosted node (by default the only or first one).
+        """Return the GLOBAL workspace of a hosted node (default: the only or first one).
 
         Raises UsageError for a node that this process does not host.
         """
@@ -127,15 +127,15 @@ class SessionBase(Managed):
         return self._workspaces.setdefault(name, Workspace(name))
 
     def context(self, node: str | None = None) -> Context:
-        """A `ctx` of a hosted node outside of any task, with its GLOBAL workspace."""
+        """Return a `ctx` of a hosted node outside of tasks, with its GLOBAL workspace."""
         place = self._local(node)
         return Context(self.workspace(place.name), place, self, self.group_of_ranks(range(len(self.nodes))))
 
     def blob(self, name: str) -> Any:
-        """The value of a blob on a hosted node: `total`, or `trainer_1:total` to say which.
+        """Return the value of a blob on a hosted node: `total`, or `trainer_1:total` to select the node.
 
-        The value of a node that runs elsewhere is here once it was loaded by that address.
-        Raises UsageError for a node or name that is not here, or when several hosted nodes have the name.
+        A value of another process's node is available after it was loaded by that address. Raises UsageError
+        for an unknown node or name, or if several hosted nodes have the name.
         """
         node, _, blob = name.rpartition(":")  # a blob's name has no colon, a node's may have
         if node:
@@ -143,12 +143,12 @@ class SessionBase(Managed):
         holders = [place.name for place in self.local_nodes if blob in self.workspace(place.name)]
         if len(holders) > 1:
             raise UsageError(
-                f"{blob!r} exists on {', '.join(holders)}: say which, e.g. '{holders[0]}:{blob}'"
+                f"{blob!r} exists on {', '.join(holders)}: select one, e.g. '{holders[0]}:{blob}'"
             )
         return self.workspace(holders[0] if holders else None)[blob]
 
     def _of_node(self, node: str, blob: str) -> Any:
-        """The blob of a hosted node, or what was loaded of another node under its address."""
+        """Return the blob of a hosted node, or one loaded from another node under its address."""
         hosted = [place.name for place in self.local_nodes]
         loaded = [self.workspace(name) for name in hosted if f"{node}:{blob}" in self.workspace(name)]
         if node not in hosted and loaded:
@@ -156,6 +156,7 @@ class SessionBase(Managed):
         return self.workspace(node)[blob]
 
     def _local(self, node: str | None) -> NodePlace:
+        """Return the place of a hosted node."""
         if node is None:
             return self.local_nodes[0]
         for place in self.local_nodes:
@@ -167,18 +168,18 @@ class SessionBase(Managed):
     # Random streams
 
     def streams(self, node: str) -> RandomStreams:
-        """The random streams of a hosted node as they are now."""
+        """Return the current random streams of a hosted node."""
         self._local(node)
         return RandomStreams.capture()
 
     def set_streams(self, node: str, streams: RandomStreams) -> None:
-        """Make a hosted node continue from these random streams."""
+        """Set the random streams of a hosted node."""
         self._local(node)
         streams.restore()
 
     @contextmanager
     def on_node(self, node: str) -> Iterator[None]:
-        """Run the block as if on `node`: with its random streams."""
+        """Run the block with the random streams of `node`."""
         self._local(node)
         yield
 
@@ -187,9 +188,9 @@ class SessionBase(Managed):
     def run(self, work: Any) -> Any:
         """Run a TaskGroup, Task, SessionGroup or callable on the nodes it names; blocks until done.
 
-        A Task, or a callable as the step of one, runs by itself in the GLOBAL workspaces; its result's
-        handle (`.fetch()`) is returned. A SessionGroup returns what its action returns, a TaskGroup
-        nothing. Raises TaskFailedError when a step failed, anywhere; NotAllowedNowError once closed.
+        A Task, or a callable as the step of one, runs alone in the GLOBAL workspaces and returns the handle
+        of its result (`.fetch()`). A SessionGroup returns the result of its action, a TaskGroup None. Raises
+        TaskFailedError if a step failed on any process, NotAllowedNowError after `close`.
         """
         self._check_open()
         if isinstance(work, SessionGroup):
@@ -201,7 +202,7 @@ class SessionBase(Managed):
         if not isinstance(work, Task):
             if not callable(work):
                 raise UsageError(
-                    f"a session cannot run {work!r}: give a TaskGroup, a Task, "
+                    f"a session cannot run {work!r}: expected a TaskGroup, a Task, "
                     "or a function that takes nothing, ws or ctx"
                 )
             work = Task(work, group=TaskGroup(WorkspaceType.GLOBAL))
@@ -212,21 +213,21 @@ class SessionBase(Managed):
         return work.result
 
     def run_on(self, group: TaskGroup, nodes: Collection[str]) -> None:
-        """Run the tasks that a group has on these nodes; all processes call this together."""
+        """Run the tasks of a group on these nodes; all processes call this together."""
         self._run_group(group, nodes)
 
     @contextmanager
     def block(self, group: TaskGroup, task: Task) -> Iterator[Context]:
-        """Run the block as `run` runs a group of this one task: the body of a loop of the program's own.
+        """Run the block as the only task of a group: the body of a user's own loop.
 
-        What it raises becomes what a task's failure is, on all processes. Raises UsageError in a process that
-        plays several nodes: one block cannot run once for each.
+        Exceptions become task failures on all processes. Raises UsageError in a process with several nodes,
+        because the block cannot run once for each.
         """
         self._check_open()
         group.freeze()
         if len(self.local_nodes) > 1:
             raise UsageError(
-                f"this process plays {len(self.local_nodes)} nodes, and a loop of your own runs once: "
+                f"this process has {len(self.local_nodes)} nodes, but your own loop runs only once: "
                 "use a Job with tasks, or a session of one node"
             )
         place = self.local_nodes[0]
@@ -259,16 +260,18 @@ class SessionBase(Managed):
 
     @contextmanager
     def _in_group(self, group: TaskGroup) -> Iterator[None]:
+        """Mark the phase and count loops for the duration of a group."""
         with phase.during(f"group {group.name} of epoch {self.run_state.epoch}"), self.loops.of_group():
             yield
 
     def _check_loops(self, notes: Sequence[Any]) -> None:
-        """Raise UsageError on all processes where some have made other loops than the others."""
+        """Raise UsageError on all processes if some ran other loops than others."""
         if self.peers.size > 1 and (found := first_contradiction(notes)) is not None:
             self._all_failed()
             raise UsageError(found)
 
     def _run_group(self, group: TaskGroup, nodes: Collection[str] | None = None) -> None:
+        """Run a group on the hosted nodes, meet the other processes, bind the outputs."""
         group.freeze()
         self.prepare(group)
         tasks = group.tasks()
@@ -285,21 +288,22 @@ class SessionBase(Managed):
                     with self.on_node(place.name):
                         ctx = self.context(place.name)
                         own[place.name] = run_node(group, chosen(by_node[place.name], ctx), ctx, ranks)
-                except Interrupted:  # all processes are, at one step: they meet as after any group
+                except Interrupted:  # so are all processes, at the same step: they meet as usual
                     interrupted.append(place.name)
-            return [told(tasks, own), self.loops.note(over=True)] if self.peers.size > 1 else None
+            return [encode_outputs(tasks, own), self.loops.note(over=True)] if self.peers.size > 1 else None
 
         with self._in_group(group):
-            all_told = self._met(f"group {group.name}", self._announced(group.name, work))
+            results = self._met(f"group {group.name}", self._announced(group.name, work))
         if self.peers.size > 1:
-            outputs, notes = zip(*all_told, strict=True)
+            outputs, notes = zip(*results, strict=True)
             self._check_loops(notes)
-            own = {**heard(tasks, outputs), **own}
+            own = {**decode_outputs(tasks, outputs), **own}
         if interrupted:
             raise Interrupted
         bind(tasks, own)
 
     def _met(self, topic: str, work: Callable[[], Any]) -> list[Any]:
+        """Meet the other processes; if any failed, bring all in step before raising."""
         try:
             return together(self.peers, topic, work, deadline_secs=GROUP_SECS)
         except Exception as error:
@@ -308,7 +312,7 @@ class SessionBase(Managed):
             raise
 
     def _announced(self, name: str, work: Callable[[], Any]) -> Callable[[], Any]:
-        """The work, with a failure told to `task_failed` before the others are met."""
+        """Wrap the work so that a failure is reported to `task_failed` before the meeting."""
 
         def announced() -> Any:
             try:
@@ -323,7 +327,7 @@ class SessionBase(Managed):
         return announced
 
     def _placed(self, name: str, tasks: Sequence[Task]) -> dict[Task, list[int]]:
-        """The ranks that run each task. Functions of the program are asked on all, and have to agree."""
+        """Return the ranks of each task. User functions are called on all ranks, and must agree."""
 
         def place() -> list[list[int]]:
             """Those of its node or, without one, those that `on=` selects."""
@@ -336,29 +340,29 @@ class SessionBase(Managed):
 
         if self.peers.size == 1 or not any(callable(task.on) for task in tasks):
             return dict(zip(tasks, place(), strict=True))
-        told = together(self.peers, f"places of group {name}", place)
-        for rank, other in enumerate(told):
-            for task, here, there in zip(tasks, told[0], other, strict=True):
+        choices = together(self.peers, f"places of group {name}", place)
+        for rank, other in enumerate(choices):
+            for task, here, there in zip(tasks, choices[0], other, strict=True):
                 if here != there:
                     raise UsageError(
-                        f"task {task.full_name!r} runs on ranks {here} says rank 0, on ranks {there} says "
-                        f"rank {rank}: on= decides from the place that it gets alone, alike on all ranks"
+                        f"on= of task {task.full_name!r} returned ranks {here} on rank 0, but {there} on "
+                        f"rank {rank}: it must return the same on all ranks, from its argument only"
                     )
-        return dict(zip(tasks, told[0], strict=True))
+        return dict(zip(tasks, choices[0], strict=True))
 
     def _task_ranks(self, placed: Mapping[Task, list[int]]) -> dict[Task, TaskRanks]:
-        """What the ranks of each task are to it, where it may communicate and runs anywhere."""
+        """Return the roles of the ranks of each task, for communication inside of it."""
         placed = {task: ranks for task, ranks in placed.items() if not task.concurrent}
         everyone = len(self.nodes)
-        # Where each node has a task of its own with the same steps, their counted loops are one loop of all.
+        # Tasks of single nodes with the same steps have a common counted loop.
         alike: dict[Any, set[int]] = {}
         keys: dict[Task, Any] = {}
         stretch = 0
         for task, ranks in placed.items():
-            stretch += len(ranks) == everyone  # all ranks pass this task before they come to later ones
+            stretch += len(ranks) == everyone  # all ranks pass this task before later ones
             steps, turn = tuple(getattr(step, "__code__", id(step)) for step in task.steps), 0
             while not alike.setdefault(key := (stretch, steps, turn), set()).isdisjoint(ranks):
-                turn += 1  # these ranks run such a task already: this is their next one
+                turn += 1  # these ranks already run such a task: this is their next one
             keys[task] = key
             alike[key].update(ranks)
         found: dict[Task, TaskRanks] = {}
@@ -375,9 +379,9 @@ class SessionBase(Managed):
         return found
 
     def run_on_failure(self, group: TaskGroup, exit_code: int) -> None:
-        """Run the tasks of `group` that want to run after a failure, 30 s at most, without the others.
+        """Run the tasks of `group` that run after a failure, 30 s at most, without other processes.
 
-        What they raise is logged: the failure before them is what counts.
+        Their errors are logged: the earlier failure counts.
         """
 
         def run() -> None:
@@ -394,38 +398,38 @@ class SessionBase(Managed):
         thread = threading.Thread(target=run, daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the interpreter is ending
+        except RuntimeError:  # the interpreter is shutting down
             logger.warning("tasks of %s after the failure did not run: the program has ended", group.name)
             return
         thread.join(FAILURE_SECS)
         if thread.is_alive():
-            logger.warning("tasks of %s after the failure did not end in %g s", group.name, FAILURE_SECS)
+            logger.warning("tasks of %s after the failure did not finish in %g s", group.name, FAILURE_SECS)
 
     # The run
 
     def begin(self, state: RunState) -> None:
-        """Start a run: `ctx` now tells of `state`. Raises NotAllowedNowError while another run is on."""
+        """Start a run, whose `state` is seen in `ctx`. Raises NotAllowedNowError during another run."""
         self._check_open()
         if is_forked(self):
             raise NotAllowedNowError(
-                f"this session is that of process {self.process}, which has forked this one: make a new one"
+                f"this session belongs to process {self.process}, which forked this one: create a new one"
             )
         if self._training:
-            raise NotAllowedNowError("this session is training already: one train call at a time")
+            raise NotAllowedNowError("this session is already training: wait for the other train call")
         self._training, self.run_state = True, state
 
     def end(self) -> None:
-        """End the run; the session may be used again, `ctx` still tells where the run was."""
+        """End the run; the session may be used again."""
         self._training = False
 
     def reduce_metrics(self) -> dict[str, float]:
-        """Reduce what all nodes logged since the last time; all processes call this together."""
+        """Reduce what all nodes logged since the last call; all processes call this together."""
         return self.run_state.reduce_metrics(self.peers, [place.name for place in self.local_nodes])
 
     # The end
 
     def close(self) -> None:
-        """Let go of all workspaces; later calls do nothing, anything else raises NotAllowedNowError."""
+        """Release all workspaces; later calls do nothing, other methods raise NotAllowedNowError."""
         self.closed = True
         self._workspaces.clear()
 
@@ -438,18 +442,19 @@ class SessionBase(Managed):
             self.close()
 
     def _check_open(self) -> None:
+        """Raise NotAllowedNowError after `close`."""
         if self.closed:
-            raise NotAllowedNowError(f"this {type(self).__name__} is closed: make a new one")
+            raise NotAllowedNowError(f"this {type(self).__name__} is closed: create a new one")
 
 
 def is_forked(session: SessionBase) -> bool:
-    """Whether this process was forked off the one that made the session, whose run it leaves alone."""
+    """Return True if this process was forked off the session's process."""
     return session.process != os.getpid()
 
 
 @contextmanager
 def holding(session: SessionBase, workspaces: dict[str, Workspace]) -> Iterator[None]:
-    """While the block runs the hosted nodes have these workspaces, which it may add to."""
+    """Give the hosted nodes these workspaces while the block runs."""
     before, session._workspaces = session._workspaces, workspaces
     try:
         yield

@@ -1,4 +1,4 @@
-"""`ctx`: what a step knows about where it runs, and what it may ask for."""
+"""`ctx`: the position of a step in the run, and the functions that it may call."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    """Clone a module's state to the CPU; DTensors are gathered, which all ranks must do together.
+    """Clone a module's state to the CPU; DTensors are gathered, so all ranks must call it together.
 
-    Names are those of the bare module: what torch's wrappers (DistributedDataParallel, torch.compile,
-    activation checkpointing) put before or between them is taken off; a submodule that is itself called
-    `module` keeps its name. Extra states that are no tensors are handed out as they are.
+    Prefixes of DistributedDataParallel, torch.compile and activation checkpointing are removed from the
+    names; a submodule that is itself named `module` keeps its name. Extra states that are not tensors are
+    returned unchanged.
     """
     from torchrelay.models.archive.states import entries_of
 
@@ -37,6 +37,7 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _on_cpu(value: Any) -> Any:
+    """Copy a tensor to the CPU, gathering DTensors; other values are unchanged."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -51,13 +52,25 @@ Reduction = Literal["mean", "sum", "last", "min", "max"]
 
 @dataclass(frozen=True)
 class Context:
-    """Handed to steps, factories, hooks and stop conditions; valid while they run.
+    """The argument of steps, factories, hooks and stop conditions; valid while they run.
 
-    `workspace` is the node's state as the step sees it: the GLOBAL workspace, or the child of a
-    PRIVATE run or of one instance. `ctx["name"]` and `"name" in ctx` read it, `ctx["name"] = value`
-    writes it. `place` says where the node runs, `group` is the process group of the ranks that run the
-    task (None where this process trains alone, and in concurrent tasks, which must not communicate).
-    `instance` counts the parallel bodies of a task with `num_instances`; `ranks` are those of the task.
+    `ctx["name"]` and `"name" in ctx` read the workspace, `ctx["name"] = value` writes it.
+
+    Args:
+        workspace: The GLOBAL workspace of the node, or a child of it for PRIVATE runs and instances.
+        place: Location of the node: name, rank, host.
+        session: The session that runs the step.
+        group: The process group of the task's ranks; None for a single process, and in concurrent tasks,
+            which must not communicate.
+        siblings: The other threads of this node.
+        concurrent: True in concurrent tasks and instances.
+        instance: Index of the instance of a task with `num_instances`.
+        ranks: The ranks of the task.
+
+    Example:
+        def train(ctx):
+            for x, y in ctx.steps(ctx["loader"]):
+                ctx.log("train/loss", step(ctx["model"], x, y))
     """
 
     workspace: Workspace
@@ -70,22 +83,22 @@ class Context:
     ranks: TaskRanks = field(default_factory=TaskRanks, repr=False)
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a blob or of another name of the workspace."""
+        """Return the value of a blob or another name of the workspace."""
         return self.workspace[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Give a name of the workspace a value."""
+        """Set a name of the workspace."""
         self.workspace[name] = value
 
     def __contains__(self, name: object) -> bool:
-        """Whether the workspace has the name."""
+        """Return True if the workspace has the name."""
         return name in self.workspace
 
     # Where
 
     @property
     def node(self) -> str:
-        """The node's name, `trainer_3`."""
+        """The node's name, for example `trainer_3`."""
         return self.place.name
 
     @property
@@ -95,7 +108,7 @@ class Context:
 
     @property
     def world_size(self) -> int:
-        """How many nodes the job has."""
+        """Number of nodes of the job."""
         return self.place.world_size
 
     @property
@@ -110,60 +123,61 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """Where this node computes: its GPU, else the CPU."""
+        """The device of this node: its GPU, else the CPU."""
         return self.session.device
 
     # When
 
     @property
     def _state(self) -> RunState:
+        """The state of the run."""
         return self.session.run_state
 
     @property
     def epoch(self) -> int:
-        """The epoch being run, from 1; 0 in `setup` and `init`."""
+        """The current epoch, from 1; 0 in `setup` and `init`."""
         return self._state.epoch
 
     @property
     def step(self) -> int:
-        """The step being run within the epoch, from 1; after the loop the number of steps taken."""
+        """The current step within the epoch, from 1; after the loop the number of steps."""
         return self._state.step_of(self.node)
 
     @property
     def total_steps(self) -> int:
-        """Steps of all epochs and attempts up to here."""
+        """Number of steps in all epochs and attempts."""
         return self._state.total_steps_of(self.node)
 
     @property
     def elapsed_secs(self) -> float:
-        """Seconds that the run has taken, over all attempts."""
+        """Seconds of running time over all attempts."""
         return self._state.elapsed_secs
 
     @property
     def run_dir(self) -> str | None:
-        """The run directory or its URL; None where the run has none."""
+        """The run directory or its URL; None without one."""
         return self._state.run_dir
 
     @property
     def seed(self) -> int | None:
-        """The seed of the run; None where none was set."""
+        """The seed of the run; None if none was set."""
         return self._state.seed
 
     @property
     def exit_code(self) -> int | None:
-        """What the process is going to end with, in tasks that run after a failure; else None."""
+        """The exit code of the process, in tasks that run after a failure; else None."""
         return self._state.exit_code
 
     @property
     def attempt(self) -> int:
-        """How often the run was started before: 0 the first time. Epochs run at least once."""
+        """Number of earlier launches of the run: 0 the first time. Epochs run at least once."""
         return self._state.attempt
 
     @property
     def window_end(self) -> bool:
-        """Whether the step being run is the last of its window: the one to call `optimizer.step()` in.
+        """True in the last step of an accumulation window, in which to call `optimizer.step()`.
 
-        Always True but in loops over `ctx.steps(loader, accumulate=n)`.
+        Always True except in loops over `ctx.steps(loader, accumulate=n)`.
         """
         return self._state.window_ends.get(self.node, True)
 
@@ -178,18 +192,25 @@ class Context:
         *,
         every: int | None = None,
     ) -> None:
-        """Log a number or a tensor of one element; reduced over steps and ranks when the epoch ends.
+        """Log a number or a tensor of one element, reduced over steps and ranks at the end of the epoch.
 
-        Tensors are detached and accumulated on their device, nothing is waited for. `mean` is weighted
-        by `weight` (say, the batch's size), `sum` adds value times weight, `last` is the last value of
-        the highest rank. A value of weight 0 is ignored, even NaN.
+        Tensors are detached and accumulated on their device without synchronisation.
 
-        With `every=50`, trackers and the report also get a point every 50 steps of `ctx.steps`: what rank 0
-        has logged since the point before, reduced in the same way. It comes there within seconds, and no
-        device is waited for.
+        Args:
+            name: Name of the metric, for example `train/loss`.
+            value: A number, or a tensor of one element.
+            reduce: `mean` is weighted by `weight`, `sum` adds value times weight, `last` is the last value of
+                the highest rank, `min` and `max` the extreme value.
+            weight: For example the batch size. Values of weight 0 are ignored, even NaN.
+            every: Also pass a point to trackers and the report every so many steps of `ctx.steps`: the values
+                of rank 0 since the previous point, reduced in the same way, within seconds.
 
-        Raises UsageError for a bad name or value, when one name comes with two reductions or intervals, and
-        for an interval where no step is counted.
+        Raises:
+            UsageError: The name or value is invalid, a name has two reductions or intervals, or `every` is
+                set outside of counted steps.
+
+        Example:
+            ctx.log("train/loss", loss, weight=len(batch), every=50)
         """
         state, also = self._state, None
         if every is not None:
@@ -199,21 +220,21 @@ class Context:
         state.log_of(self.node).log(name, value, reduce, weight, also)
 
     def metric(self, name: str) -> float:
-        """The last reduced value of a metric; never communicates, so any rank may ask alone.
+        """Return the last reduced value of a metric; does not communicate, so any rank may call it alone.
 
-        Raises MissingMetricError for a name that no finished epoch has logged; a stop condition that asks for
-        one waits.
+        Raises MissingMetricError for a name that no finished epoch has logged; a stop condition that raises
+        it waits.
         """
         return self._state.metrics[name]
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """All metrics with their last reduced values, of whatever epoch; read-only."""
+        """The last reduced values of all metrics, from any epoch; read-only."""
         return MappingProxyType(self._state.metrics)
 
     @property
     def measured(self) -> Mapping[str, float]:
-        """The metrics that the epoch which is over has logged; empty while one runs. For stop conditions."""
+        """The metrics of the finished epoch; empty while one runs. For stop conditions."""
         return MappingProxyType(self._state.measured)
 
     # Steps
@@ -221,31 +242,36 @@ class Context:
     def steps(self, loader: Iterable[Any], *, count: bool = True, accumulate: int = 1) -> Iterator[Any]:
         """Iterate over a loader's batches; all ranks begin and end together.
 
-        Counts steps and ends the epoch early when a limit (`max_steps`, `max_time`) is reached or any
-        process was asked to stop, at the same step everywhere. Loaders of uneven length end with the
-        shortest; that surplus batches are dropped is said once. A `DistributedSampler` is told the
-        epoch. All ranks make the same loops, and leave them with `break` at the same step or not
-        at all: a rank that does otherwise is found within seconds, and all raise UsageError, which names it.
-        Emulated nodes of one process run one after another and cannot wait for each other.
+        - Counts steps. When a limit (`max_steps`, `max_time`) is reached or a process was asked to stop, the
+        epoch
+          ends early at the same step on all ranks.
+        - Loaders of uneven length end with the shortest; dropped batches are reported once. `set_epoch` of a
+          `DistributedSampler` is called.
+        - All ranks must run the same loops, and leave them with `break` at the same step or not at all. A
+        rank that
+          diverges is found within seconds, and all ranks raise UsageError naming it.
+        - Emulated nodes of one process run one after another and cannot wait for each other.
+        - On a preemption (SIGTERM, a time limit) the loop raises an exception that passes `except Exception`;
+        the
+          next launch resumes at this step.
 
-        When all leave at once, to be continued (SIGTERM, a time limit), the loop does not end: it raises an
-        exception that passes by `except Exception`, and the next start goes on from this very step.
-
-        With `count=False`, for evaluation, batches neither count as steps nor end early. A request to leave
-        waits for the end of an evaluation, which may have swapped weights, and of a loop under `no_grad`,
-        if there is time. Concurrent tasks and parallel instances have only that form, and so have tasks of
-        some ranks (`on="rank0"`, a node's own task). Tasks of all nodes with one function may count.
+        With `count=False`, for evaluation, batches do not count as steps and the loop does not end early. A
+        preemption waits for the end of an evaluation, and of a loop under `no_grad`, if there is time.
+        Concurrent tasks, parallel instances and tasks of some ranks (`on="rank0"`, a node's own task) need
+        `count=False`. Tasks of all nodes with one function may count.
 
         Args:
-            loader: What gives the batches.
-            count: Whether they count as steps; False for evaluations.
-            accumulate: Batches of one accumulation window. `ctx.window_end` is True in the last one of
-                each, and in the last one of the loader. Requests to stop or to save wait for it, unless the
-                time that is left is too short; then, and without `accumulate`, the gradients of the open
-                window are saved too.
+            loader: The iterable of batches.
+            count: True to count the batches as steps; False for evaluations.
+            accumulate: Batches per accumulation window. `ctx.window_end` is True in the last one of each
+                window and of the loader. Requests to stop or save wait for it unless the time is too short;
+                then the gradients of the open window are saved too.
+
+        Returns:
+            An iterator over the batches of this rank.
 
         Raises:
-            UsageError: For counted steps where there are none, and for windows that are no number of them.
+            UsageError: Steps cannot be counted here, or `accumulate` is invalid.
 
         Example:
             for x, y in ctx.steps(loader, accumulate=4):
@@ -256,9 +282,9 @@ class Context:
         """
         alone = self.concurrent or self.session.peers.size == 1
         self._check_steps(count, accumulate, alone=alone)
-        tell_epoch(loader, max(self.epoch, 1))
+        set_epoch(loader, max(self.epoch, 1))
         if len(self.session.local_nodes) > 1 and is_epoch_loader(loader):
-            loader.placed(self.place.rank, self.place.world_size)  # torch.distributed cannot tell it there
+            loader.placed(self.place.rank, self.place.world_size)  # torch.distributed does not know it there
         every = not self.concurrent and (count or self.ranks.every)
         agreeing = None if alone else self.session if every else self.ranks.agreeing
         cursor = None if self.concurrent else self._state.cursor_of(self.node)
@@ -267,19 +293,20 @@ class Context:
         return iter(StepLoop(self._state, self.node, loader, count, agreeing, *rest))
 
     def _check_steps(self, count: bool, accumulate: int, *, alone: bool) -> None:
+        """Raise UsageError for loops that cannot count, and for an invalid window."""
         if type(accumulate) is not int or accumulate < 1 or (accumulate > 1 and not count):
             raise UsageError(
-                f"accumulate is {accumulate!r:.80}; it is the number of counted batches between two steps of "
-                "the optimizer, from 1, in loops without count=False"
+                f"invalid accumulate={accumulate!r:.80}: expected the number of batches per optimizer step, "
+                "from 1, in loops without count=False"
             )
         if count and self.concurrent:
             raise UsageError(
-                "steps are counted by one loop in the task's own thread: "
-                "use ctx.steps(loader, count=False) in concurrent tasks and in instances"
+                "steps cannot be counted in concurrent tasks and instances: "
+                "use ctx.steps(loader, count=False) there"
             )
         if count and not alone and not self.ranks.counting:
             raise UsageError(
-                f"all ranks count steps together, and this task of {self.node} runs on some ranks: "
+                f"steps are counted on all ranks together, but this task of {self.node} runs on some ranks: "
                 "use ctx.steps(loader, count=False) in it, or run it on all ranks"
             )
 
@@ -288,12 +315,25 @@ class Context:
     def load_blobs(
         self, where: str | PathLike[str], names: str | Iterable[str] = "*", **options: Any
     ) -> LoadResult:
-        """Load blobs of any checkpoint, or of a file of `save_blobs`, into this workspace.
+        """Load blobs of any checkpoint, or of a file of `save_blobs`, into this workspace, for warm starts.
 
-        For warm starts: `where` is a run directory, a prefix or a file; `epoch` a number, "last" or "best";
-        `rename`, `strict`, `nodes`, `exclude` and `dtype` are those of `open_checkpoint(...).load`. Objects
-        are loaded in place, verified, all or nothing; tensors and values that the workspace lacks are made,
-        other names must be there (KeyError). Returns what is missing and unexpected.
+        Objects are loaded in place, verified, all or nothing. Missing tensors and values are created; other
+        names must exist.
+
+        Args:
+            where: A run directory, a checkpoint directory or a file.
+            names: Names or patterns of blobs.
+            options: `epoch` (a number, "last" or "best"), and `rename`, `strict`, `nodes`, `exclude`, `dtype`
+                of `open_checkpoint(...).load`.
+
+        Returns:
+            The missing and unexpected names.
+
+        Raises:
+            KeyError: The workspace lacks a name that is neither a tensor nor a value.
+
+        Example:
+            ctx.load_blobs("runs/pretrained", "model", epoch="best")
         """
         from torchrelay.checkpoint.files.load_into import load_blobs_into
 
@@ -301,35 +341,34 @@ class Context:
         return load_blobs_into(self.workspace, where, names, **options)
 
     def full_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """A copy on the CPU of a module's whole state, under the names of the bare module.
+        """Return a CPU copy of a module's whole state, under the names of the unwrapped module.
 
-        The prefixes of DDP and torch.compile are taken off, DTensors are gathered (then all ranks must
-        call this).
+        Prefixes of DDP and torch.compile are removed, DTensors are gathered (then all ranks must call this).
         """
         return full_state_dict(module)
 
     def before_mutation(self) -> None:
         """Wait until a save that is still copying no longer needs the registered tensors.
 
-        Optimizer steps and all writes of torchrelay do this by themselves; call it before your own
-        writes to registered tensors behind their back (`.data`, numpy views, custom kernels).
+        Optimizer steps and all writes of torchrelay do this themselves. Call it before your own writes that
+        bypass them (`.data`, numpy views, custom kernels).
         """
         gate = self.session.workspace(self.node).gate
         if gate is not None:
             gate()
 
-    # Beside others
+    # Concurrency
 
     @property
     def cancelled(self) -> bool:
-        """Whether a task, instance or report step beside this one failed: end soon, nothing counts now.
+        """True if a task, instance or report step in parallel to this one failed: return soon.
 
-        `steps` asks this by itself; ask it in your own long loops, such as those that wait at a queue.
+        `steps` checks this itself; check it in your own long loops, such as those waiting at a queue.
         """
         return self.siblings.cancelled
 
     def enter_thread(self) -> None:
-        """Make a new thread compute where this node computes; CUDA's device belongs to a thread."""
+        """Set the node's device in a new thread; CUDA's current device is per thread."""
         device = self.device
         if device.type == "cuda":
             import torch
@@ -337,10 +376,10 @@ class Context:
             torch.cuda.set_device(device)
 
 
-def tell_epoch(loader: Any, epoch: int) -> None:
-    """Let samplers (a DistributedSampler, say) and datasets shuffle for this epoch (counted from 0 there).
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Set the epoch (from 0) in samplers and datasets that shuffle by it, for example a DistributedSampler.
 
-    They are found at any depth: a batch sampler around a sampler, a dataset around another one.
+    They are found at any depth: a sampler in a batch sampler, a dataset in another one.
     """
     if is_epoch_loader(loader):
         return

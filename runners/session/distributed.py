@@ -1,4 +1,4 @@
-"""`DistributedSession`: every process plays one node of the job, over torch.distributed."""
+"""`DistributedSession`: a session in which every process hosts one node, over torch.distributed."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     import torch
 
 MEETING_SECS = 5.0
-"""How long a rank whose task failed lets the others come and hear of it, before it ends the job."""
+"""Time that a rank whose task failed waits for the others to meet, before it ends the job."""
 
 
 class DistributedSession(SessionBase):
-    """Runs groups on all ranks of a launched job; each process hosts the node of its rank.
+    """Run groups on all ranks of a launched job; each process hosts the node of its rank.
 
-    A task that fails is raised on all ranks as soon as they have met. Where they do not come within
-    seconds, because they wait in a collective for the rank that failed, every rank prints the failure
-    and its process ends (see `runners.distributed.failure_watcher`).
+    A failed task is raised on all ranks as soon as they have met. If they do not meet within seconds, because
+    they wait in a collective for the failed rank, every rank prints the failure and exits (see
+    `runners.distributed.failure_watcher`).
 
-    `close` destroys the process groups that the session made, and no others.
+    `close` destroys the process groups created by the session, and no others.
     """
 
     def __init__(self, world: World) -> None:
@@ -55,19 +55,31 @@ class DistributedSession(SessionBase):
         timeout_secs: float = DEFAULT_TIMEOUT_SECS,
         start_secs: float = START_SECS,
     ) -> DistributedSession:
-        """Meet the other processes that torchrun started; plain `python train.py` is a world of one.
+        """Connect the processes that torchrun started; plain `python train.py` is a world of one.
 
-        The device is the GPU of the local rank where there are any, the backend nccl there and gloo
-        on the CPU; flags travel on a gloo group beside it. A default process group that exists is
-        used and left alone. `timeout_secs` limits each collective, `start_secs` the meeting.
+        An existing default process group is used and not destroyed.
 
-        Raises UsageError naming the variable of the environment that cannot be, DeadlineError naming
-        ranks that did not start, NotAllowedNowError while another distributed session is open.
+        Args:
+            backend: Backend of collectives; default: nccl with GPUs, else gloo. Flags use a separate gloo
+                group.
+            device: Device of this process; default: the GPU of the local rank if there is one.
+            timeout_secs: Time limit of each collective.
+            start_secs: Time limit of the rendezvous.
+
+        Returns:
+            The session.
+
+        Raises:
+            UsageError: A variable of the environment is invalid.
+            DeadlineError: Ranks did not start in time.
+            NotAllowedNowError: Another distributed session is open.
+
+        Example:
+            with DistributedSession.from_env() as session:
+                JobRunner(job, "runs/x").train(session)
         """
         if current_world() is not None:
-            raise NotAllowedNowError(
-                "this process has a distributed session already: use it, or close it first"
-            )
+            raise NotAllowedNowError("this process already has a distributed session: close it first")
         env = read_launch_env()
         chosen = choose_device(env, device)
         backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
@@ -78,7 +90,7 @@ class DistributedSession(SessionBase):
 
     @property
     def env(self) -> LaunchEnv:
-        """What the launcher said, with the launcher's id and restart count."""
+        """The launch environment, with the launcher's id and restart count."""
         return self.world.env
 
     @property
@@ -88,7 +100,7 @@ class DistributedSession(SessionBase):
 
     @property
     def local_nodes(self) -> tuple[NodePlace, ...]:
-        """The node that this process plays."""
+        """The node that this process hosts."""
         return (self._places[self.env.rank],)
 
     @property
@@ -97,7 +109,7 @@ class DistributedSession(SessionBase):
         return self.world.device
 
     def place(self, node_names: Sequence[str]) -> None:
-        """Give declared nodes their ranks; raises UsageError for more nodes than ranks."""
+        """Place declared nodes on ranks; raises UsageError for more nodes than ranks."""
         self._check_open()
         declared = tuple(check_node_name(name) for name in node_names)
         self._places = self.world.places(declared)
@@ -111,28 +123,28 @@ class DistributedSession(SessionBase):
             self.place([*self._declared, *unknown])
 
     def agree_flags(self, flags: tuple[int, ...]) -> PendingFlags:
-        """Post small numbers and return at once; the maximum over all ranks comes by `wait`."""
+        """Post small numbers without blocking; `wait` returns the maximum over all ranks."""
         return self.world.groups.flags.agree_flags(flags)
 
     def agreement_of(self, ranks: Sequence[int]) -> Agreeing | None:
-        """What some ranks agree by, over a group of their own; None for a single one."""
+        """Return the agreement of some ranks, over a group of their own; None for one."""
         return self.world.groups.flags_of(ranks) if len(ranks) > 1 else None
 
     def _all_failed(self) -> None:
         """Bring the ranks in step again: one may have left a loop in which others had posted an agreement.
 
-        Torch would wait for the answer when it takes the group away, with Python's lock held.
+        Otherwise torch would wait for it when it destroys the group, holding Python's lock.
         """
-        with suppress(PeerError, RuntimeError):  # the failure that all know of says more
+        with suppress(PeerError, RuntimeError):  # the known failure is more informative
             groups = self.world.groups
             groups.catch_up(self.peers.exchange("loops after a failure", groups.posted()))
 
     def group_of_ranks(self, ranks: Sequence[int]) -> Any:
-        """The process group of some ranks; None for a single one, which has nobody to talk to."""
+        """Return the process group of some ranks; None for a single one."""
         return self.world.groups.of_ranks(ranks) if len(ranks) > 1 else None
 
     def wire(self) -> Wire | None:
-        """What moves bytes between the ranks over a gloo group of its own, made at the first call."""
+        """Return the transport of bytes between ranks, over a gloo group created at the first call."""
         return self.world.groups.wire()
 
     def run(self, work: Any) -> Any:
@@ -144,8 +156,16 @@ class DistributedSession(SessionBase):
                 self._alarm.cancel()
 
     def task_failed(self, what: str, error: BaseException) -> None:
-        """Give the others a moment to come and hear of the failure, then end the job with it."""
-        if not isinstance(error, Exception):  # an exit or an interrupt meets nobody
+        """Wait briefly for the other ranks to meet, then end the job with the failure.
+
+        Args:
+            what: The task or group that failed.
+            error: The exception.
+
+        Example:
+            session.task_failed("group epoch", error)
+        """
+        if not isinstance(error, Exception):  # for an exit or an interrupt there is no meeting
             self.world.blame(what, error)
             return
         if isinstance(error, RelayError):
@@ -155,15 +175,15 @@ class DistributedSession(SessionBase):
         self._alarm.start()
 
     def code_of(self, error: BaseException) -> int:
-        """A connection that another rank's end has broken is that rank's failure, not one of the program."""
+        """Return the exit code; a broken connection has the code of the rank that caused it."""
         first = self.world.watcher.failure if self.world.watcher else None
         return first.exit_code if first is not None and is_consequence(error) else code_of(error)
 
     def release(self) -> None:
-        """Let go of all workspaces as `close` does; the processes and groups in `world` go on."""
+        """Release all workspaces as `close` does; processes and groups in `world` stay."""
         super().close()
 
     def close(self) -> None:
-        """Destroy the process groups that were made here and leave the others; may be called again."""
+        """Destroy the process groups created here, and no others; may be called again."""
         super().close()
         self.world.close()

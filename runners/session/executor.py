@@ -1,11 +1,11 @@
-"""Runs the tasks of one node: their instances and hooks, report steps beside them, outputs for the others.
+"""Run the tasks of one node: instances, hooks, report steps, and outputs for other nodes.
 
     local_init hooks
-    tasks in the order of their declaration, concurrent ones in threads   | report steps, and once after
+    tasks in the order of declaration, concurrent ones in threads   | report steps, and once afterwards
     local_exit hooks
 
-The first failure wins: the node's other steps end, every thread is joined, no exit hook runs, and the
-failure is raised. Random streams are left to the steps.
+The first failure wins: other steps of the node are ended, all threads joined, exit hooks skipped, and the
+failure is raised. Random streams are not touched here.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 def run_task(task: Task, ctx: Context, siblings: Siblings) -> Any:
-    """Run a task; returns what its last step returned, for several instances a list of that.
+    """Run a task; returns the result of its last step, or a list of these for several instances.
 
-    task_init, then per instance instance_init, steps, instance_exit, then task_exit. Raises what the
-    first failing step became; the instances are joined before.
+    Order: task_init, per instance (instance_init, steps, instance_exit), task_exit. Raises the error of the
+    first failing step after all instances are joined.
     """
     run_steps(task.task_init, ctx, siblings, task)
     result = _body(task, ctx, siblings) if task.num_instances == 1 else _bodies(task, ctx)
@@ -51,6 +51,7 @@ def run_task(task: Task, ctx: Context, siblings: Siblings) -> Any:
 
 
 def _body(task: Task, ctx: Context, siblings: Siblings) -> Any:
+    """Run one instance."""
     run_steps(task.instance_init, ctx, siblings, task)
     result = run_steps(task.steps, ctx, siblings, task)
     run_steps(task.instance_exit, ctx, siblings, task)
@@ -58,7 +59,7 @@ def _body(task: Task, ctx: Context, siblings: Siblings) -> Any:
 
 
 def _bodies(task: Task, ctx: Context) -> list[Any]:
-    """Instances fail together, whatever else runs on the node: their siblings are their own."""
+    """Run instances in threads; they fail together, independent of other tasks of the node."""
     instances = Siblings(ctx.siblings)
     results: list[Any] = [None] * task.num_instances
 
@@ -77,7 +78,7 @@ def _bodies(task: Task, ctx: Context) -> list[Any]:
 
 
 def run_steps(steps: Iterable[Step], ctx: Context, siblings: Siblings, task: Task | None = None) -> Any:
-    """Run steps one after another and return what the last one returned; none runs after a failure."""
+    """Run steps in order and return the result of the last; none runs after a failure."""
     result = None
     for step in steps:
         siblings.check()
@@ -86,7 +87,7 @@ def run_steps(steps: Iterable[Step], ctx: Context, siblings: Siblings, task: Tas
 
 
 def run_step(step: Step, ctx: Context, task: Task | None = None) -> Any:
-    """Call a step with what it takes; what it raises becomes an error that names node, task and step."""
+    """Call a step with its arguments; an exception becomes an error naming node, task and step."""
     try:
         return invoke(step, ctx.workspace, ctx)
     except Exception as error:
@@ -103,18 +104,17 @@ def run_step(step: Step, ctx: Context, task: Task | None = None) -> Any:
 def reporting(
     reporters: Iterable[Reporter], siblings: Siblings, call: Callable[[Step], object]
 ) -> Iterator[None]:
-    """Run each reporter in a thread of its own while the block runs.
+    """Run each reporter in a thread while the block runs.
 
-    The block must end after everything that is reported on has ended, its threads included. Then each
-    reporter gets its last call, also when the block failed, and is joined. A reporter that fails
-    itself is not called again.
+    The block must end after everything that is reported on, including threads. Then each reporter is called
+    once more, also after a failure, and joined. A reporter that fails is not called again.
     """
     ended = threading.Event()
 
     def report(reporter: Reporter) -> None:
         while not ended.wait(reporter.interval):
             call(reporter.step)
-        call(reporter.step)  # whenever the end came, even during a call: this one begins after it
+        call(reporter.step)  # the last call always begins after the end of the block
 
     threads = [
         threading.Thread(target=siblings.guarded, args=(partial(report, one),), daemon=True)
@@ -131,18 +131,16 @@ def reporting(
 
 
 Outputs = dict[TaskOutput, Any]
-"""The values of the outputs of the tasks that ran on one node, as of the end of the run."""
+"""Values of task outputs on one node at the end of the run."""
 
 
 def run_node(
     group: TaskGroup, tasks: Sequence[Task], ctx: Context, ranks: Mapping[Task, TaskRanks] | None = None
 ) -> Outputs:
-    """Run the group's `tasks` on one node; `ctx` has its GLOBAL workspace.
+    """Run the group's `tasks` on one node; `ctx` has its GLOBAL workspace, `ranks` the ranks of each task.
 
-    `ranks` has the ranks that run each task.
-
-    Raises what the first failing step became (a TaskFailedError, or the error of torchrelay that it
-    raised), and UsageError when the workspace lacks a declared output at the end.
+    Raises the error of the first failing step (TaskFailedError, or torchrelay's own error), and UsageError if
+    a declared output is missing at the end.
     """
     if not tasks:
         return {}
@@ -156,7 +154,7 @@ def run_node(
 
 
 def chosen(tasks: Iterable[Task], ctx: Context, *, after_failure: bool = False) -> list[Task]:
-    """The tasks that run now at this place: by `on=`, by `every=` (in epochs), by `on_failure=`."""
+    """Return the tasks that run now and here, by `on=`, `every=` (in epochs) and `on_failure=`."""
     return [
         task
         for task in tasks
@@ -178,7 +176,7 @@ class _NodeRun:
     results: dict[Task, Any] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Hooks around tasks; raises the first failure of this thread, others are with the siblings."""
+        """Run hooks and tasks; raises the first failure of this thread, siblings hold others."""
         with self._creating(self.tasks):
             self._hooks(self.group.local_inits)
             here = [one for one in self.group.reporters if one.node in (None, self.ctx.node)]
@@ -188,7 +186,7 @@ class _NodeRun:
             self._hooks(self.group.local_exits)
 
     def outputs(self) -> Outputs:
-        """The results of the tasks and their named outputs, read now."""
+        """Return the current results and named outputs of the tasks."""
         found: Outputs = {}
         for task in self.tasks:
             found[task.result] = self.results.get(task)
@@ -196,12 +194,13 @@ class _NodeRun:
                 workspace, name = self.ctx.workspace, str(output.name)
                 if name not in workspace:
                     raise UsageError(
-                        f"{output} does not exist on {workspace.node} at the end of the run: no step made it"
+                        f"{output} does not exist on {workspace.node} at the end of the run: no step set it"
                     )
                 found[output] = workspace[name]
         return found
 
     def _run_tasks(self) -> None:
+        """Run the tasks in order, concurrent ones in threads."""
         cursor = self._cursor
         for task in self.tasks:
             self.siblings.check()
@@ -229,17 +228,18 @@ class _NodeRun:
 
     @property
     def _cursor(self) -> Cursor | None:
-        """What follows this node where the group is an epoch's."""
+        """The cursor of this node in the tracked group, else None."""
         return self.ctx.session.run_state.cursor_of(self.ctx.node, self.group)
 
     def _may_begin(self) -> None:
-        """Between two tasks a process that is alone may leave; several come to their next step together."""
+        """Raise Interrupted between two tasks of a single process; several stop at their next step."""
         state = self.ctx.session.run_state
         inside = self._cursor is not None and state.step_of(self.ctx.node) > 0
         if inside and self.ctx.session.peers.size == 1 and state.urgency() == PREEMPT:
             raise Interrupted
 
     def _hooks(self, hooks: Iterable[NodeHook]) -> None:
+        """Run the hooks of this node."""
         here = [hook for hook in hooks if hook.node in (None, self.ctx.node)]
         if here:
             runtime.begin_now()
@@ -250,13 +250,14 @@ class _NodeRun:
             )
 
     def _report(self, step: Any) -> None:
+        """Call a report step."""
         self.ctx.enter_thread()
         run_step(step, replace(self.ctx, concurrent=True, group=None))
 
     def _creating(self, tasks: Sequence[Task]) -> AbstractContextManager[None]:
-        """Mark the names that these tasks create before the first epoch as state of the job.
+        """Mark names that these tasks create before the first epoch as state of the job.
 
-        The mark belongs to the workspace, not to a thread: among concurrent tasks it is one for all.
+        The mark belongs to the workspace, not to a thread: concurrent tasks share it.
         """
         outer = len(tasks) == len(self.tasks)
         shared = any(task.concurrent for task in self.tasks)
@@ -266,26 +267,26 @@ class _NodeRun:
 
 
 def origin_of(tasks: Iterable[Task]) -> Origin:
-    """What names that `tasks` create at the start belong to: their node alone, or all nodes alike."""
+    """Return the owner of names that `tasks` create at the start: their node, or all nodes alike."""
     placed = all(task.node is not None or task.on != "all" for task in tasks)
     return Origin.INIT_PLACED if placed else Origin.INIT_ALL
 
 
 LIMIT_BYTES = 1 << 20
-"""What one output may weigh as JSON in order to be told to all processes."""
+"""Largest JSON size of an output that is sent to all processes."""
 
 ByNode = dict[str, dict[TaskOutput, Any]]
 
 
 def outputs_of(tasks: Sequence[Task]) -> Iterator[TaskOutput]:
-    """All outputs of a group's tasks, in the same order in every process."""
+    """Yield all outputs of a group's tasks, in the same order on every process."""
     for task in tasks:
         yield task.result
         yield from task.outputs
 
 
-def told(tasks: Sequence[Task], own: ByNode) -> Json:
-    """What a process tells of the outputs of its nodes: JSON by node and by number of the output."""
+def encode_outputs(tasks: Sequence[Task], own: ByNode) -> Json:
+    """Encode the outputs of this process's nodes as JSON, by node and number of the output."""
     numbers = {output: str(number) for number, output in enumerate(outputs_of(tasks))}
     return {
         node: {numbers[output]: encode_output(output, value, node) for output, value in values.items()}
@@ -293,24 +294,24 @@ def told(tasks: Sequence[Task], own: ByNode) -> Json:
     }
 
 
-def heard(tasks: Sequence[Task], all_told: Sequence[Json]) -> ByNode:
-    """The outputs of all nodes from what all processes told, in rank order."""
+def decode_outputs(tasks: Sequence[Task], encoded: Sequence[Json]) -> ByNode:
+    """Decode the outputs of all nodes from all processes, in rank order."""
     outputs = list(outputs_of(tasks))
     return {
         node: {outputs[int(number)]: decode_output(json) for number, json in values.items()}
-        for process in all_told
+        for process in encoded
         for node, values in process.items()
     }
 
 
 def bind(tasks: Sequence[Task], by_node: Mapping[str, Mapping[TaskOutput, Any]]) -> None:
-    """Give every output of the tasks its values as of the end of this run."""
+    """Set the values of all outputs of the tasks at the end of this run."""
     for output in outputs_of(tasks):
         output.bind({node: values[output] for node, values in by_node.items() if output in values})
 
 
 def encode_output(output: TaskOutput, value: Any, node: str) -> Json:
-    """A value, a tensor, or why it stays on its node."""
+    """Encode a value, a tensor, or the reason why it stays on its node."""
     try:
         content = encode(value, str(output), tensor=_tensor_json)
     except BlobError as error:
@@ -320,12 +321,13 @@ def encode_output(output: TaskOutput, value: Any, node: str) -> Json:
     return {"value": content}
 
 
-def decode_output(told: Json) -> Any:
-    """The value, or NotHere with the reason."""
-    return NotHere(told["stays"]) if "stays" in told else decode(told["value"], tensor=_tensor_of)
+def decode_output(encoded: Json) -> Any:
+    """Return the value, or NotHere with the reason."""
+    return NotHere(encoded["stays"]) if "stays" in encoded else decode(encoded["value"], tensor=_tensor_of)
 
 
 def _tensor_json(path: str, tensor: Tensor) -> Json:
+    """Encode a plain dense tensor."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
@@ -338,9 +340,10 @@ def _tensor_json(path: str, tensor: Tensor) -> Json:
     return {"dtype": dtype, "shape": list(plain.shape), "data": base64.b64encode(data).decode()}
 
 
-def _tensor_of(told: Json) -> Tensor:
+def _tensor_of(encoded: Json) -> Tensor:
+    """Decode a tensor."""
     import torch
 
-    dtype, data = getattr(torch, told["dtype"]), bytearray(base64.b64decode(told["data"]))
+    dtype, data = getattr(torch, encoded["dtype"]), bytearray(base64.b64decode(encoded["data"]))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.reshape(told["shape"])
+    return flat.reshape(encoded["shape"])

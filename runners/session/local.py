@@ -1,4 +1,4 @@
-"""Sessions of this process: `init` and the current one, and `LocalSession`, which plays all nodes alone."""
+"""Sessions of one process: `init`, the current session, and `LocalSession`, which hosts all nodes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ class _Agreed(tuple[int, ...]):
 
 
 class LocalSession(SessionBase):
-    """Runs groups in this process, without process groups.
+    """Run groups in this process, without process groups.
 
-    `nodes` are the names of the emulated nodes in the order of their ranks. Without them, they are the
-    declared nodes of the job or group that runs (`trainer_0` where none is declared). Every node has a
-    workspace of its own that lives as long as the session. Of several nodes each also has its own
-    random streams, which start as copies of the process's and are swapped in while the node runs; a
-    single node uses those of the process.
-    Raises UsageError for bad, repeated or no names.
+    Every node has its own workspace for the life of the session. If there are several nodes, each also has
+    its own random streams, which start as copies of the process's and are swapped in while the node runs.
+
+    Args:
+        nodes: Names of the emulated nodes in rank order; default: the declared nodes of the job or group that
+            runs, else `trainer_0`.
+
+    Raises:
+        UsageError: Names are invalid, repeated or missing.
     """
 
     def __init__(self, nodes: Sequence[str] | None = None) -> None:
@@ -57,17 +60,17 @@ class LocalSession(SessionBase):
 
     @property
     def nodes(self) -> tuple[NodePlace, ...]:
-        """All nodes; all of them are hosted here."""
+        """All nodes; all are hosted here."""
         return self._places
 
     @property
     def local_nodes(self) -> tuple[NodePlace, ...]:
-        """All nodes; all of them are hosted here."""
+        """All nodes; all are hosted here."""
         return self._places
 
     @property
     def device(self) -> torch.device:
-        """The current GPU where there is one, else the CPU."""
+        """The current GPU if there is one, else the CPU."""
         import torch
 
         if torch.cuda.is_available():
@@ -75,10 +78,9 @@ class LocalSession(SessionBase):
         return torch.device("cpu")
 
     def place(self, node_names: Sequence[str]) -> None:
-        """Emulate the declared nodes of a job from now on, `trainer_0` for a job that declares none.
+        """Emulate the declared nodes of a job, `trainer_0` if it declares none.
 
-        Workspaces of earlier nodes are kept. Raises UsageError for a node that is not among those given
-        to the session.
+        Workspaces of earlier nodes are kept. Raises UsageError for a node that was not passed to the session.
         """
         self._check_open()
         if self._fixed:
@@ -88,27 +90,35 @@ class LocalSession(SessionBase):
             self._places, self._declared = _places(names), bool(node_names)
 
     def prepare(self, group: TaskGroup) -> None:
-        """Emulate also the nodes of a group that no job has declared."""
+        """Also emulate nodes of a group that no job has declared."""
         if self._fixed or set(group.used_nodes()) <= set(self._names):
             return
         known = self._names if self._declared else ()
         self.place([*known, *(name for name in group.used_nodes() if name not in known)])
 
     def agree_flags(self, flags: tuple[int, ...]) -> _Agreed:
-        """Nobody else is to be asked."""
+        """Return the own flags: there are no other processes."""
         return _Agreed(flags)
 
     # Random streams
 
     def streams(self, node: str) -> RandomStreams:
-        """The random streams of a node as they are now."""
+        """Return the current random streams of a node."""
         self._local(node)
         if self._uses_process_streams(node):
             return RandomStreams.capture()
         return self._streams.setdefault(node, RandomStreams.capture())
 
     def set_streams(self, node: str, streams: RandomStreams) -> None:
-        """Make a node continue from these random streams."""
+        """Set the random streams of a node.
+
+        Args:
+            node: Name of the node.
+            streams: The states to continue from.
+
+        Example:
+            session.set_streams("trainer_0", streams)
+        """
         self._local(node)
         if self._uses_process_streams(node):
             streams.restore()
@@ -117,7 +127,7 @@ class LocalSession(SessionBase):
 
     @contextmanager
     def on_node(self, node: str) -> Iterator[None]:
-        """Run the block with the random streams of `node`; those of before come back after it."""
+        """Run the block with the random streams of `node`, then restore the previous ones."""
         self._local(node)
         if self._uses_process_streams(node):
             yield
@@ -133,34 +143,39 @@ class LocalSession(SessionBase):
             before.restore()
 
     def _uses_process_streams(self, node: str) -> bool:
+        """Return True if the node's streams are those of the process now."""
         return len(self._places) == 1 or self._swapped_in == node
 
     @property
     def _names(self) -> tuple[str, ...]:
+        """Names of the nodes."""
         return tuple(place.name for place in self._places)
 
     def _check_known(self, node_names: Sequence[str]) -> None:
+        """Raise UsageError for nodes that the session was not created with."""
         unknown = [name for name in node_names if name not in self._names]
         if unknown:
             raise UsageError(
-                f"the job declares node {unknown[0]!r}, but this session was made for "
-                f"{', '.join(self._names)}: name it in LocalSession(nodes=[...]), or leave nodes out"
+                f"the job declares node {unknown[0]!r}, but this session has only "
+                f"{', '.join(self._names)}: add it to LocalSession(nodes=[...])"
             )
 
 
 def _places(names: Sequence[str]) -> tuple[NodePlace, ...]:
+    """Return the places of emulated nodes."""
     return tuple(
         NodePlace(name, rank, len(names), local_rank=rank, process=0) for rank, name in enumerate(names)
     )
 
 
 def _checked(names: Sequence[str]) -> tuple[str, ...]:
+    """Check the names of nodes."""
     if isinstance(names, str) or not names:
-        raise UsageError(f"nodes={names!r}: give a list of one or more node names")
+        raise UsageError(f"invalid nodes={names!r}: expected a list of one or more node names")
     found = tuple(check_node_name(name) for name in names)
     twice = [name for name in found if found.count(name) > 1]
     if twice:
-        raise UsageError(f"node {twice[0]!r} is named twice: every node needs its own name")
+        raise UsageError(f"node {twice[0]!r} is named twice: use a name of its own for each node")
     return found
 
 
@@ -170,14 +185,25 @@ _made: list[DistributedSession] = []
 def init(
     backend: str | None = None, seed: int | None = None, device: str | torch.device | None = None
 ) -> DistributedSession:
-    """Choose the device, make the process group, seed this process; return the current session.
+    """Choose the device, create the process group, seed this process; return the current session.
 
-    Under torchrun it is the session of all ranks; plain `python train.py` is a world of one.
-    `backend` is nccl where the device is a GPU, else gloo. Objects built after a `seed` are alike
-    on all ranks. Called again it returns the session that it made.
+    Under torchrun it is the session of all ranks; plain `python train.py` is a world of one. Objects built
+    after a `seed` are identical on all ranks. Later calls return the same session.
 
-    Raises UsageError for an environment or arguments that cannot be, DeadlineError when other
-    ranks do not start.
+    Args:
+        backend: Backend of collectives; default: nccl with GPUs, else gloo.
+        seed: Seed of Python, numpy and torch.
+        device: Device of this process; default: the GPU of the local rank if there is one.
+
+    Returns:
+        The session.
+
+    Raises:
+        UsageError: The environment or an argument is invalid.
+        DeadlineError: Other ranks did not start in time.
+
+    Example:
+        session = torchrelay.init(seed=1)
     """
     from torchrelay.runners.session.distributed import DistributedSession
 
@@ -193,7 +219,7 @@ def init(
 
 
 def current_session() -> SessionBase | None:
-    """Return the session whose `with` block this is, else the one of `init`; None when there is none."""
+    """Return the session of the enclosing `with` block, else the one of `init`, else None."""
     _made[:] = [session for session in _made if not session.closed]
     found = SessionBase.current(required=False) or (_made[-1] if _made else None)
     return found if found is not None and found.process == os.getpid() else None
@@ -203,16 +229,16 @@ def current_session() -> SessionBase | None:
 def current_or_new_session(session: SessionBase | None = None) -> Iterator[SessionBase]:
     """Yield `session`, else the current one, else a new one: distributed under torchrun, else local.
 
-    A new distributed session stays open and current until the process leaves, because its groups
-    are the user's too; a new local one is closed.
+    A new distributed session stays open and current until the process exits, because its groups are also the
+    user's; a new local one is closed.
     """
     found = session or current_session()
     if found is not None:
         yield found
     elif (world := world_of_parent()) is not None and world.env.launched:
         raise NotAllowedNowError(
-            f"this process was forked out of rank {world.env.rank}, and is no rank: train in one that is "
-            "started anew, without that rank's RANK and WORLD_SIZE, or give train() a LocalSession"
+            f"this process was forked from rank {world.env.rank}, so it is not a rank: pass train() a "
+            "LocalSession, or start a process without that rank's RANK and WORLD_SIZE"
         )
     elif read_launch_env().launched:
         yield init()

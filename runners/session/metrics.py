@@ -1,13 +1,12 @@
-"""Metrics of an epoch: accumulated without waiting for a device, reduced over steps and ranks.
+"""Metrics of an epoch: accumulated without synchronising a device, reduced over steps and ranks.
 
-The law: a reduced metric is what `reduce` gives for all logged values of all nodes, written one
-after another in rank order. `mean` is weighted, `sum` adds value times weight, `last`, `min` and
-`max` take any value whose weight is not 0. NaN is a value like any other (it wins) unless its
-weight is 0. A name whose weights are all 0 is not reported.
+A reduced metric is the reduction of all logged values of all nodes, concatenated in rank order. `mean` is
+weighted, `sum` adds value times weight, `last`, `min` and `max` take any value whose weight is not 0. NaN is
+a value like any other (it wins) unless its weight is 0. A name whose weights are all 0 is not reported.
 
-People who watch get glimpses: who looks asks; the next `log` of that metric sends its value to memory of the
-host behind the device's work, and the next look finds it there. So what is seen is as old as the look before.
-Nothing asks the device.
+Progress displays read running values without synchronisation: the first read only requests the value; the
+next `log` starts a non-blocking copy to host memory; the following read returns it. So displayed values lag
+by one read.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Glimpses:
-    """Of one node's metrics; `send` is called by the training, `look` by another thread."""
+class RunningValues:
+    """Running values of one node's metrics; the training calls `send`, another thread `look`."""
 
     def __init__(self) -> None:
         self._asked: set[str] = set()
         self._sent: dict[str, Tensor] = {}
 
     def send(self, name: str, accumulator: Accumulator) -> None:
-        """Have the value come to the host where somebody asked for it; returns at once."""
+        """Start copying a requested value to the host; returns at once."""
         if not self._asked or name not in self._asked:
             return
         import torch
 
         self._asked.discard(name)
-        with suppress(RuntimeError):  # a device that is in no state for it must not fail the training
+        with suppress(RuntimeError):  # a device error here must not fail the training
             device = next(one.device for one in accumulator.numbers if isinstance(one, torch.Tensor))
             pair = on_device(accumulator.numbers, device, torch.float32)
             room = self._sent.get(name)
@@ -53,7 +52,7 @@ class Glimpses:
             room.copy_(pair, non_blocking=True)
 
     def look(self, running: Mapping[str, Accumulator]) -> dict[str, float]:
-        """The running values that are here; the others are asked for."""
+        """Return the running values that have arrived, and request the others."""
         found: dict[str, float] = {}
         for name, accumulator in running.items():
             summary = None
@@ -63,14 +62,14 @@ class Glimpses:
                 self._asked.add(name)
                 if (room := self._sent.get(name)) is not None:
                     summary = MetricSummary(accumulator.reduce, *room.tolist())
-            # a weight of NaN: none has come yet
+            # a weight of NaN: no value has arrived yet
             if summary and not math.isnan(summary.weight) and (result := summary.result) is not None:
                 found[name] = result
         return found
 
 
 def on_device(numbers: tuple[Number, Number], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Both in one tensor there. Numbers of the host are filled in, for a copy would wait for the device."""
+    """Put both numbers into one tensor; host numbers are filled in, as a copy would synchronise."""
     import torch
 
     return torch.stack(
@@ -91,37 +90,37 @@ _START = {"mean": 0.0, "sum": 0.0, "last": math.nan, "min": math.inf, "max": -ma
 
 @dataclass(frozen=True)
 class MetricSummary:
-    """One metric of one node as it is told to the others: `value` is the weighted total of a mean."""
+    """One metric of one node, as sent to others; for a mean `value` is the weighted total."""
 
     reduce: str
     value: float
     weight: float
 
     def joined(self, later: MetricSummary) -> MetricSummary:
-        """Return this node's values followed by those of the next one in rank order."""
+        """Append the values of the next node in rank order."""
         value = _combined(self.reduce, self.value, later.value, later.weight != 0)
         return MetricSummary(self.reduce, value, self.weight + later.weight)
 
     @property
     def result(self) -> float | None:
-        """The reduced value; None when no value had a weight."""
+        """The reduced value; None if no value had a weight."""
         if self.weight == 0:
             return None
         return self.value / self.weight if self.reduce == "mean" else self.value
 
     def encode(self) -> Json:
-        """JSON without the numbers that JSON lacks: they are written as strings."""
+        """Encode as JSON; numbers that JSON lacks become strings."""
         return [self.reduce, finite(self.value), finite(self.weight)]
 
     @classmethod
     def decode(cls, json: Json) -> MetricSummary:
-        """Read what `encode` wrote."""
+        """Decode what `encode` returned."""
         reduce, value, weight = json
         return cls(reduce, float(value), float(weight))
 
 
 class Accumulator:
-    """The running reduction of one metric on one node; tensors stay on their device, detached."""
+    """Running reduction of one metric on one node; tensors stay on their device, detached."""
 
     def __init__(self, reduce: str, value: Number | None = None, weight: Number = 0.0) -> None:
         self.reduce = reduce
@@ -129,7 +128,7 @@ class Accumulator:
         self._weight = weight
 
     def add(self, value: Number, weight: Number) -> None:
-        """Take one value; never waits for a device."""
+        """Add a value; never synchronises a device."""
         if isinstance(weight, float) and weight == 0:
             return
         given = value * weight if self.reduce in ("mean", "sum") else value
@@ -138,25 +137,25 @@ class Accumulator:
 
     @property
     def numbers(self) -> tuple[Number, Number]:
-        """The running value and weight, where they are."""
+        """The running value and weight, on their device."""
         return self._value, self._weight
 
     def copy(self) -> Accumulator:
-        """The state as it is now; no value is read, because none is ever changed in place."""
+        """Copy the state; values are never changed in place, so none is read."""
         return Accumulator(self.reduce, self._value, self._weight)
 
     def summary(self) -> MetricSummary:
-        """The state as plain numbers; this is where a device is waited for."""
+        """Return the state as plain numbers; synchronises the device."""
         return MetricSummary(self.reduce, float(self._value), float(self._weight))
 
 
 class MetricLog:
-    """What one node logged since the last reduction; safe to use from several threads."""
+    """Values that one node logged since the last reduction; thread-safe."""
 
     def __init__(self) -> None:
         self._accumulators: dict[str, Accumulator] = {}
         self._lock = threading.Lock()
-        self._glimpses = Glimpses()
+        self._running = RunningValues()
 
     def log(
         self,
@@ -166,40 +165,40 @@ class MetricLog:
         weight: Any = 1,
         also: Callable[[Number, Number], None] | None = None,
     ) -> None:
-        """Add a value; `also` is told it and its weight as they were taken.
+        """Add a value; `also` is called with the value and weight that were added.
 
-        Raises UsageError for a bad name, value, weight or a conflicting `reduce`.
+        Raises UsageError for an invalid name, value or weight, or a conflicting `reduce`.
         """
         _check(name, reduce)
         number, scale = _number(name, "value", value), _number(name, "weight", weight)
         if isinstance(scale, float) and not (0 <= scale < math.inf):
-            raise UsageError(f"metric {name!r}: the weight is {scale}; weights are finite and not negative")
+            raise UsageError(f"metric {name!r}: invalid weight {scale}: expected a finite number, at least 0")
         with self._lock:
             accumulator = self._accumulators.setdefault(name, Accumulator(reduce))
             if accumulator.reduce != reduce:
                 raise _conflict(name, accumulator.reduce, reduce)
             accumulator.add(number, scale)
-            self._glimpses.send(name, accumulator)
+            self._running.send(name, accumulator)
         if also is not None:
             also(number, scale)
 
-    def glimpse(self) -> dict[str, float]:
-        """What was logged up to now; of values on a device, what was there the last time somebody looked."""
-        return self._glimpses.look(self.snapshot())
+    def running(self) -> dict[str, float]:
+        """Return the running values; those on a device are the ones of the previous read."""
+        return self._running.look(self.snapshot())
 
     def take(self) -> dict[str, MetricSummary]:
-        """Hand out the summaries in order of first use and start anew."""
+        """Return the summaries in order of first use, and start again."""
         with self._lock:
             taken, self._accumulators = self._accumulators, {}
         return {name: accumulator.summary() for name, accumulator in taken.items()}
 
     def snapshot(self) -> dict[str, Accumulator]:
-        """What was logged up to now, for later; waits for no device."""
+        """Copy the current state without synchronising a device."""
         with self._lock:
             return {name: accumulator.copy() for name, accumulator in self._accumulators.items()}
 
     def restore(self, summaries: Mapping[str, MetricSummary]) -> None:
-        """Go on from these summaries instead of what was logged here."""
+        """Continue from these summaries."""
         with self._lock:
             self._accumulators = {
                 name: Accumulator(one.reduce, one.value, one.weight) for name, one in summaries.items()
@@ -209,25 +208,25 @@ class MetricLog:
 def reduce_metrics(peers: Peers, logs: Sequence[MetricLog]) -> dict[str, float]:
     """Reduce what the hosted nodes (`logs`, in node order) and all other processes logged.
 
-    One exchange; every process gets the same mapping, sorted by name, and the logs are empty
-    afterwards. Raises UsageError everywhere when two nodes reduce one name differently.
+    One exchange; every process gets the same mapping, sorted by name, and the logs are emptied. Raises
+    UsageError on all processes if two nodes reduce one name differently.
     """
     own = [{name: summary.encode() for name, summary in log.take().items()} for log in logs]
-    told = peers.exchange("metrics of the epoch", own)
+    logged = peers.exchange("metrics of the epoch", own)
     return joined(
-        {name: MetricSummary.decode(it) for name, it in node.items()} for nodes in told for node in nodes
+        {name: MetricSummary.decode(it) for name, it in node.items()} for nodes in logged for node in nodes
     )
 
 
 def joined(nodes: Iterable[Mapping[str, MetricSummary]]) -> dict[str, float]:
-    """Reduce summaries of nodes that come in rank order (pure)."""
+    """Reduce summaries of nodes in rank order."""
     totals = joined_summaries(nodes)
     results = {name: totals[name].result for name in sorted(totals)}
     return {name: result for name, result in results.items() if result is not None}
 
 
 def joined_summaries(nodes: Iterable[Mapping[str, MetricSummary]]) -> dict[str, MetricSummary]:
-    """What all nodes logged, written one after another in rank order (pure)."""
+    """Concatenate the summaries of nodes in rank order."""
     totals: dict[str, MetricSummary] = {}
     for node in nodes:
         for name, summary in node.items():
@@ -239,7 +238,7 @@ def joined_summaries(nodes: Iterable[Mapping[str, MetricSummary]]) -> dict[str, 
 
 
 def _combined(reduce: str, before: Any, value: Any, counted: Any) -> Any:
-    """The next running value; `counted` says whether `value` has a weight (a bool or a tensor)."""
+    """Return the next running value; `counted` (a bool or a tensor): `value` has a weight."""
     if reduce in ("mean", "sum"):
         return before + _chosen(counted, value, 0.0)
     if reduce in ("min", "max"):
@@ -248,7 +247,7 @@ def _combined(reduce: str, before: Any, value: Any, counted: Any) -> Any:
 
 
 def _chosen(counted: Any, value: Any, otherwise: Any) -> Any:
-    """`value` where counted, else `otherwise`, without looking into a tensor."""
+    """Return `value` if counted, else `otherwise`, without reading a tensor."""
     if isinstance(counted, bool):
         return value if counted else otherwise
     import torch
@@ -260,7 +259,7 @@ def _chosen(counted: Any, value: Any, otherwise: Any) -> Any:
 
 
 def _extreme(reduce: str, one: Any, other: Any) -> Any:
-    """The smaller or larger of two numbers; NaN wins."""
+    """Return the smaller or larger of two numbers; NaN wins."""
     if isinstance(one, float) and isinstance(other, float):
         if math.isnan(one) or math.isnan(other):
             return math.nan
@@ -273,7 +272,7 @@ def _extreme(reduce: str, one: Any, other: Any) -> Any:
 
 
 def _number(name: str, what: str, given: Any) -> Number:
-    """A float, or a detached 0-d tensor of its own memory; UsageError for anything else."""
+    """Convert to a float, or a detached 0-d tensor with its own memory; UsageError otherwise."""
     if isinstance(given, (bool, int, float)):
         return float(given)
     import torch
@@ -281,7 +280,7 @@ def _number(name: str, what: str, given: Any) -> Number:
     if isinstance(given, torch.Tensor):
         return _scalar(name, what, given)
     try:
-        return float(given)  # numpy scalars and other things that know how
+        return float(given)  # numpy scalars and other convertible objects
     except (TypeError, ValueError):
         raise UsageError(
             f"metric {name!r}: the {what} is a {type(given).__name__}; "
@@ -290,35 +289,38 @@ def _number(name: str, what: str, given: Any) -> Number:
 
 
 def _scalar(name: str, what: str, given: Tensor) -> Tensor:
+    """Convert a tensor of one element."""
     if given.numel() != 1 or given.is_complex():
         raise UsageError(
             f"metric {name!r}: the {what} is a {given.dtype} tensor of shape {tuple(given.shape)}; "
             "log one real number, e.g. its mean()"
         )
     whole = given.detach()
-    if hasattr(whole, "full_tensor"):  # a DTensor: the value, not this rank's part of it
+    if hasattr(whole, "full_tensor"):  # a DTensor: the whole value instead of this rank's part
         whole = whole.full_tensor()
     return whole.reshape(()).to(_wide(whole.device), copy=True)
 
 
 def _wide(device: Any) -> Any:
-    """Double precision where the device has it."""
+    """Return double precision if the device has it."""
     import torch
 
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _check(name: str, reduce: str) -> None:
+    """Raise UsageError for an invalid name or reduction."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UsageError(
-            f"{name!r} is not a metric name: use up to 200 printable characters, e.g. 'train/loss'"
+            f"invalid metric name {name!r}: expected up to 200 printable characters, e.g. 'train/loss'"
         )
     if reduce not in REDUCTIONS:
-        raise UsageError(f"metric {name!r}: reduce is {reduce!r}; it is one of {', '.join(REDUCTIONS)}")
+        raise UsageError(f"metric {name!r}: invalid reduce={reduce!r}: expected {', '.join(REDUCTIONS)}")
 
 
 def _conflict(name: str, one: str, other: str) -> UsageError:
+    """Return the error for two reductions of one name."""
     return UsageError(
         f"metric {name!r} is logged with reduce={one!r} and with reduce={other!r}: "
-        "one name has one reduction, log the other under another name"
+        "use another name for one of them"
     )

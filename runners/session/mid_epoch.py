@@ -1,8 +1,8 @@
-"""Where a node is in the tasks of an epoch: it can be left there, and a checkpoint remembers it.
+"""Position of a node in the tasks of an epoch, for saving and resuming in the middle of it.
 
-The state at a step is exact only where all of it is in the checkpoint. So a node can be continued between
-two tasks, and in the first counted loop of a task (over a registered EpochLoader, or a sequence), if that
-loop trains: an evaluation may have swapped weights. Everything else is an obstacle with a reason.
+The state at a step is exact only if all of it is in the checkpoint. So a node can be resumed between two
+tasks, and in the first counted loop of a task (over a registered EpochLoader or a sequence) if that loop
+trains: an evaluation may have swapped weights. Anything else is an obstacle with a reason.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MidEpochPosition:
-    """The tasks that are done, and the loop that was left in the task behind them.
+    """The finished tasks, and the interrupted loop of the next task.
 
-    `task` is the one to continue in its counted loop, of which `taken` batches were taken and some are left;
-    None: the next task begins at its beginning. `steps` are those of the epoch.
+    `task` is resumed in its counted loop after `taken` batches; if None, the next task starts at its
+    beginning. `steps` are those of the epoch.
     """
 
     done: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class MidEpochPosition:
     metrics: Mapping[str, MetricSummary] = field(default_factory=dict)
 
     def json(self) -> Json:
-        """As it travels and lies in a manifest."""
+        """Encode for messages and manifests."""
         return {
             "done": list(self.done),
             "task": self.task,
@@ -51,7 +51,7 @@ class MidEpochPosition:
 
     @classmethod
     def of(cls, json: Json) -> MidEpochPosition:
-        """Read what `json` made; raises DamagedError for anything else."""
+        """Decode what `json` returned; raises DamagedError otherwise."""
         try:
             return cls(
                 tuple(map(str, json["done"])),
@@ -61,13 +61,11 @@ class MidEpochPosition:
                 {name: MetricSummary.decode(one) for name, one in json["metrics"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedError(
-                f"the place inside of an epoch that a checkpoint remembers is none: {error}"
-            ) from None
+            raise DamagedError(f"the mid-epoch position in the checkpoint is invalid: {error}") from None
 
 
 def places_json(by_node: Mapping[str, MidEpochPosition]) -> Json:
-    """The places of all nodes in rank order; what nodes have alike is written once."""
+    """Encode the positions of all nodes in rank order; equal parts are written once."""
     kinds: list[Json] = []
     nodes: dict[str, Json] = {}
     for node, place in by_node.items():
@@ -79,10 +77,10 @@ def places_json(by_node: Mapping[str, MidEpochPosition]) -> Json:
 
 
 def places_for(nodes: Sequence[str], json: Json) -> dict[str, MidEpochPosition]:
-    """What each of today's nodes continues from, of what `places_json` made.
+    """Decode `places_json` into the position that each current node resumes from.
 
-    On other nodes than those of the checkpoint all go on where the first of those was, and the first one has
-    what all had logged. Raises DamagedError.
+    If the nodes differ from those of the checkpoint, all resume where the first of those was, and the first
+    current node gets everything that was logged. Raises DamagedError.
     """
     try:
         cursors = json["cursors"]
@@ -91,7 +89,7 @@ def places_for(nodes: Sequence[str], json: Json) -> dict[str, MidEpochPosition]:
             for name, (kind, metrics) in json["nodes"].items()
         }
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-        raise DamagedError("the places inside of an epoch that a checkpoint remembers are none") from None
+        raise DamagedError("the mid-epoch positions in the checkpoint are invalid") from None
     if set(saved) == set(nodes):
         return {node: saved[node] for node in nodes}
     if not saved:
@@ -104,13 +102,13 @@ def places_for(nodes: Sequence[str], json: Json) -> dict[str, MidEpochPosition]:
 
 
 _DRAWN = (
-    "its sequence may have been drawn at random in the same task, where it would be drawn anew: use "
+    "its sequence may have been drawn at random in the same task, so a resume would draw another: use "
     "EpochLoader, or draw it in an earlier task and register it as a blob"
 )
 
 
 class Loop:
-    """One loop over a loader in the running task; `source` is what is left to take of it."""
+    """One loop over a loader in the running task; `source` is the rest of it."""
 
     def __init__(
         self, loader: Iterable[Any], *, counted: bool, evaluates: bool = False, taken: int = 0
@@ -120,28 +118,28 @@ class Loop:
         self.evaluates = evaluates
         self.taken = taken
         self.drawn = False
-        """Whether its order may be another one when the task is called again."""
+        """True if its order may differ when the task is called again."""
 
     @property
     def source(self) -> Iterable[Any]:
-        """The loader, without what was taken before a resume; an EpochLoader stands there by itself."""
+        """The loader without batches taken before a resume; an EpochLoader skips these itself."""
         own = is_epoch_loader(self.loader) or not self.taken
         return self.loader if own else islice(self.loader, self.taken, None)
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing is left to take, as far as that is known beforehand."""
+        """True if nothing is left, as far as this is known in advance."""
         return self.ends_at(self.taken)
 
     def ends_at(self, taken: int) -> bool:
-        """Whether nothing is left behind `taken` batches, the last of which was just taken or is next."""
+        """Return True if nothing is left after `taken` batches, the last one of which may still be next."""
         if is_epoch_loader(self.loader):
             return self.loader.steps_left == 0
         return isinstance(self.loader, Sequence) and taken >= len(self.loader)
 
 
 class Cursor:
-    """Mutable; one per node and epoch. Tasks in threads of their own do not touch it."""
+    """Position of one node in one epoch. Mutable; not used by tasks in threads of their own."""
 
     def __init__(
         self,
@@ -166,24 +164,24 @@ class Cursor:
     # Tasks
 
     def skips(self, task: Task) -> bool:
-        """Whether the task was done before the epoch was left."""
+        """Return True if the task was finished before the interruption."""
         if self._resumed is None or task.full_name not in self._resumed.done:
             return False
         self._done.append(task.full_name)
         return True
 
     def begin(self, task: Task, workspace: Workspace, streams: RandomStreams) -> None:
-        """The task begins; `workspace` is the one it runs in, `streams` the node's random states."""
+        """Begin a task in `workspace`; `streams` are the node's random states."""
         if task.concurrent or task.num_instances > 1:
-            self._obstacle = f"{task.full_name!r} runs in threads, whose places nobody knows"
+            self._obstacle = f"{task.full_name!r} runs in threads, whose positions are not tracked"
         self._task, self._loops = task, []
         self._streams_before = streams
         if workspace.parent is not None and workspace.own_names():
             names = ", ".join(workspace.own_names())
-            self._obstacle = f"{names} of earlier tasks would be lost: register it, or make it in init"
+            self._obstacle = f"{names} of earlier tasks would be lost: register it, or create it in init"
 
     def end(self, result: object) -> None:
-        """The task is done; what it returned is nowhere in a checkpoint."""
+        """Finish the task; its result is not part of checkpoints."""
         if self._task is not None:
             self._done.append(self._task.full_name)
             if result is not None:
@@ -193,18 +191,18 @@ class Cursor:
     # Loops
 
     def comes_back(self, *, counted: bool) -> bool:
-        """Whether the loop that begins now in the running task is the one that was left."""
+        """Return True if the loop that begins now is the interrupted one."""
         task = self._task.full_name if self._task is not None else None
         return counted and self._resumed is not None and task is not None and self._resumed.task == task
 
     def enter(self, loader: Iterable[Any], *, counted: bool, evaluates: bool = False) -> Loop:
-        """A loop of the running task begins; the one that was left has its logs and its states again."""
+        """Begin a loop of the running task; the interrupted one gets its logs and states back."""
         resumed = self._resumed if self.comes_back(counted=counted) else None
         taken = resumed.taken if resumed is not None else 0
         loop = Loop(loader, counted=counted, evaluates=evaluates, taken=taken)
         before = self._streams_before
         if counted and before is not None and isinstance(loader, Sequence) and not isinstance(loader, range):
-            # a sequence may hang on random numbers that the task drew before its loop
+            # a sequence may depend on random numbers that the task drew before its loop
             loop.drawn = _moved(before, RandomStreams.capture())
         if resumed is not None:
             self._log.restore(resumed.metrics)
@@ -217,32 +215,32 @@ class Cursor:
 
     @property
     def everywhere(self) -> bool:
-        """Whether the running task is one of all nodes, which may then agree on something in its loops."""
+        """True if the running task runs on all nodes, which can then agree in its loops."""
         return self._task is not None and self._task.node is None and self._task.on == "all"
 
-    # Being left
+    # Interruption
 
     def refuse(self, reason: str) -> None:
-        """The node cannot be continued where it is, for this reason."""
+        """Record a reason why the node cannot be resumed here."""
         self._obstacle = reason
 
     def obstacle(self, workspace: Workspace) -> str | None:
-        """Why the node cannot be continued where it is; None where it can."""
+        """Return why the node cannot be resumed here; None if it can."""
         if self._obstacle is not None or self._task is None or not self._loops:
             return self._obstacle
         counted, last = [loop for loop in self._loops if loop.counted], self._loops[-1]
         if last.evaluates:
-            return f"{self._task.full_name!r} was evaluating, maybe with other weights"
+            return f"{self._task.full_name!r} was evaluating, possibly with other weights"
         if len(counted) > 1 or not last.counted:
             return f"{self._task.full_name!r} was beyond its first loop: give every loop a task of its own"
         if is_epoch_loader(last.loader):
             return None if _holds(workspace, last.loader) else "its EpochLoader is not registered as a blob"
         if isinstance(last.loader, Sequence):
             return _DRAWN if last.drawn else None
-        return f"a {type(last.loader).__name__} cannot be continued in its middle: use EpochLoader"
+        return f"a {type(last.loader).__name__} cannot be resumed in its middle: use EpochLoader"
 
     def place(self, steps: int) -> MidEpochPosition:
-        """Where the node is, `steps` into the epoch."""
+        """Return the position of the node, `steps` into the epoch."""
         if self._waits and self._resumed is not None:
             return self._resumed
         counted = next((loop for loop in self._loops if loop.counted), None)
@@ -257,34 +255,35 @@ class Cursor:
         )
 
     def streams_at(self) -> RandomStreams | None:
-        """The random states to go on with, where these are not the present ones."""
+        """Return the random states to resume with, if they differ from the current ones."""
         return self._streams if self._waits else None
 
     def install_gradients(self) -> None:
-        """Put back the gradients of the position that the node goes on from, where that was not done."""
+        """Restore the gradients of the resumed position, once."""
         if self._gradients is not None:
             self._gradients.install()
             self._gradients = None
 
     @property
     def _waits(self) -> bool:
-        """Whether the node has not come back to the loop that it was in."""
+        """True until the node has reached the interrupted loop."""
         return self._resumed is not None and self._resumed.task is not None
 
 
 def is_epoch_loader(loader: object) -> TypeGuard[EpochLoader]:
-    """Whether a loader promises the same number of steps in every process, and stands where it was left."""
+    """Return True for an EpochLoader: equal steps on all processes, and it keeps its position."""
     from torchrelay.jobs.data.loader import EpochLoader
 
     return isinstance(loader, EpochLoader)
 
 
 def _moved(before: RandomStreams, now: RandomStreams) -> bool:
-    """Whether a stream that was there before is another one now."""
+    """Return True if a random stream has changed."""
     numpy = before.numpy is not None and before.numpy != now.numpy
     cuda = bool(before.cuda) and before.cuda != now.cuda
     return numpy or cuda or (before.python, before.torch) != (now.python, now.torch)
 
 
 def _holds(workspace: Workspace, loader: object) -> bool:
+    """Return True if the loader is registered as a blob."""
     return any(entry.value is loader and entry.blob is not None for entry in workspace.entries().values())

@@ -1,9 +1,8 @@
-"""Where a run is now: epoch, steps, time, stop requests, metrics of this process, points within an epoch.
+"""Current state of a run: epoch, steps, time, stop requests, metrics of this process, points within an epoch.
 
-Points are those of rank 0 alone: within an epoch ranks are not asked, and no device is waited for. A value on
-a device is sent to memory of the host behind the device's work, and is a point once it is there. A window
-ends at a multiple of its steps, and where the epoch ends or is saved inside: so no point hangs on what a
-resume does not have.
+Points within an epoch come from rank 0 only, without communication. A value on a device is copied to host
+memory asynchronously, and becomes a point when it has arrived. A window ends at a multiple of its steps, and
+at the end of the epoch or a save in it, so that no point depends on data that a resume does not have.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ if TYPE_CHECKING:
 
 
 EVERY_SECS = 10.0
-"""The time between two looks at what has come, while an epoch runs."""
+"""Interval of polls for arrived values during an epoch."""
 Row = tuple[int, int, Mapping[str, float]]
-"""Epoch, steps of all epochs, and the values there."""
+"""Epoch, steps of all epochs, and the values at that step."""
 
 
 @dataclass
 class _Window:
-    """What one metric has logged since its last point."""
+    """Values of one metric since its last point."""
 
     every: int
     index: int
@@ -50,6 +49,7 @@ class _Window:
 
     @property
     def end(self) -> int:
+        """The step at which the window ends."""
         return (self.index + 1) * self.every
 
 
@@ -64,20 +64,20 @@ class _Sent:
             self._numbers, self._arrived = _to_host(self._numbers)
 
     def here(self) -> bool:
-        """Whether it can be read without a wait."""
+        """Return True if it can be read without blocking."""
         if self._arrived is not None:
             return bool(self._arrived.query())
         return all(isinstance(one, float) or one.device.type == "cpu" for one in self._numbers)
 
     def result(self) -> float | None:
-        """The reduced value, None where nothing had a weight; waits for the device."""
+        """Return the reduced value, None if nothing had a weight; synchronises the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return MetricSummary(self._reduce, *(float(one) for one in self._numbers)).result
 
 
 def _to_host(numbers: tuple[Number, Number]) -> tuple[tuple[Any, Any], Any]:
-    """Copies in memory of the host, and the event behind which they are whole."""
+    """Start copies to host memory; return them and the event after which they are complete."""
     import torch
 
     device = next(one.device for one in numbers if isinstance(one, torch.Tensor))
@@ -90,7 +90,7 @@ def _to_host(numbers: tuple[Number, Number]) -> tuple[tuple[Any, Any], Any]:
 
 
 class StepPoints:
-    """Those of a run, in one process. `deliver` takes rows by ascending steps, in the training's thread."""
+    """Points of a run, in one process. `deliver` gets rows by ascending steps, in the training thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.deliver: Callable[[Sequence[Row]], None] | None = None
@@ -103,14 +103,14 @@ class StepPoints:
     def add(
         self, epoch: int, step: int, name: str, reduce: str, every: int, value: Number, weight: Number
     ) -> None:
-        """Take a value that was logged in a step; hands over what has come, if that was not done for long."""
+        """Add a value logged in a step, and deliver arrived points if that was not done recently."""
         with self._lock:
             self._end_before(epoch, step)
             window = self._windows.setdefault(name, _Window(every, (step - 1) // every, Accumulator(reduce)))
             if window.every != every:
                 raise UsageError(
-                    f"metric {name!r} is logged with every={window.every} and with every={every}: give one "
-                    "name one interval"
+                    f"metric {name!r} is logged with every={window.every} and with every={every}: use one "
+                    "interval"
                 )
             window.running.add(value, weight)
         late = self._clock() - self._looked >= EVERY_SECS
@@ -118,7 +118,7 @@ class StepPoints:
             self.hand_over()
 
     def hand_over(self) -> None:
-        """Deliver the points that have come; waits for no device."""
+        """Deliver the points that have arrived; never blocks."""
         self._looked = self._clock()
         rows: list[Row] = []
         with self._lock:
@@ -127,7 +127,7 @@ class StepPoints:
         self._deliver(rows)
 
     def end(self, epoch: int, step: int) -> None:
-        """The epoch ends at this step, or is to be saved there: deliver everything."""
+        """Deliver everything at the end of the epoch or at a save in it."""
         with self._lock:
             self._end([(name, min(one.end, step)) for name, one in self._windows.items()], epoch)
             rows = [_row(*sent) for sent in self._sent]
@@ -135,9 +135,10 @@ class StepPoints:
         self._deliver(rows)
 
     def _deliver(self, rows: Sequence[Row]) -> None:
-        told = [row for row in rows if row[2]]
-        if told and self.deliver is not None:
-            self.deliver(told)
+        """Pass rows with values to `deliver`."""
+        filled = [row for row in rows if row[2]]
+        if filled and self.deliver is not None:
+            self.deliver(filled)
 
     def _end_before(self, epoch: int, step: int) -> None:
         """End the windows that end before this step."""
@@ -146,29 +147,31 @@ class StepPoints:
             self._end([(name, one.end) for name, one in self._windows.items() if one.end < step], epoch)
 
     def _end(self, ending: Sequence[tuple[str, int]], epoch: int) -> None:
+        """End these windows and send their values."""
         for at in sorted({end for _, end in ending}):
             names = [name for name, end in ending if end == at]
             self._sent.append((epoch, at, [_Sent(name, self._windows.pop(name).running) for name in names]))
 
 
 def _row(epoch: int, step: int, sent: Sequence[_Sent]) -> Row:
+    """Read the values of one point."""
     found = {one.name: one.result() for one in sent}
     return epoch, step, {name: value for name, value in found.items() if value is not None}
 
 
 def check_interval(every: Any, step: int) -> None:
-    """Raise UsageError for what is no number of steps, and where no steps are counted."""
+    """Raise UsageError for an invalid interval, and if no steps are counted."""
     if type(every) is not int or every < 1:
-        raise UsageError(f"every is {every!r:.80}; it is a number of steps, from 1")
+        raise UsageError(f"invalid every={every!r:.80}: expected a number of steps, from 1")
     if step < 1:
         raise UsageError(
-            "every= counts the steps of ctx.steps(loader), and none was counted yet: loop over it, or log "
-            "without every="
+            "every= counts steps of ctx.steps(loader), but none was counted yet: log without every=, or in "
+            "such a loop"
         )
 
 
 class LastMetrics(dict[str, float]):
-    """Metrics by name; one that is not there raises MissingMetricError."""
+    """Metrics by name; a missing one raises MissingMetricError."""
 
     def __missing__(self, name: str) -> float:
         known = ", ".join(sorted(self)) or "none, because they are reduced when an epoch ends"
@@ -176,12 +179,11 @@ class LastMetrics(dict[str, float]):
 
 
 class RunState:
-    """Mutable; one per process and run.
+    """State of a run in one process. Mutable.
 
-    `epoch` is the number of the epoch being run (0 before the first), `seed`, `attempt` and `run_dir`
-    tell the run. `limit_steps` and `limit_secs` are totals over all attempts that end the running epoch
-    at its next step; `agree_every` is the number of steps between two looks at the stop requests of
-    all processes. Emulated nodes of one process count their steps each for itself.
+    `epoch` is the current epoch (0 before the first). `limit_steps` and `limit_secs` are totals over all
+    attempts that end the running epoch at its next step; `agree_every` is the number of steps between two
+    checks of stop requests. Emulated nodes of one process count their steps separately.
     """
 
     def __init__(
@@ -197,14 +199,14 @@ class RunState:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if agree_every < 1:
-            raise UsageError(f"agree_every is {agree_every}; it counts steps and is at least 1")
+            raise UsageError(f"invalid agree_every={agree_every}: expected a number of steps, at least 1")
         self.seed, self.attempt, self.run_dir = seed, attempt, run_dir
         self.agree_every, self.limit_steps, self.limit_secs = agree_every, limit_steps, limit_secs
         self.epoch = 0
         self.measured: dict[str, float] = {}
-        """What the newest epoch that is over has logged, reduced; empty while an epoch runs."""
+        """The reduced metrics of the newest finished epoch; empty while an epoch runs."""
         self.metrics: dict[str, float] = LastMetrics()
-        """The last reduced value of every metric that the run has logged."""
+        """The last reduced value of every metric of the run."""
         self.ended_early: str | None = None
         self.exit_code: int | None = None
         self.fenced: RelayError | None = None
@@ -212,7 +214,7 @@ class RunState:
         self._clock = clock
         self._started = clock() - elapsed_before_secs
         self.epoch_began_secs = clock()
-        """When the running epoch began, by the monotonic clock."""
+        """Start of the running epoch by the monotonic clock."""
         self._first_step = 0
         self._steps_before_epoch = 0
         self._steps: dict[str, int] = {}
@@ -222,46 +224,46 @@ class RunState:
         self.points = StepPoints()
         self._said: set[str] = set()
         self.requests: Requests | None = None
-        """Who may ask to end early; None outside of a run."""
+        """Requests to end early; None outside of a run."""
         self.tracked: TaskGroup | None = None
-        """The group whose tasks are followed, to be left and continued in their midst."""
+        """The group whose tasks are tracked, so that they can be interrupted and resumed."""
         self.put_back: Callable[[str, Any], None] | None = None
-        """Called by a node and its agreement when it comes to the loop that was left."""
+        """Called by a node and its agreement when it reaches the interrupted loop."""
         self.crashed: Callable[[BaseException], None] | None = None
-        """Called in the process in which a task of the running epoch failed, before the others hear of it."""
+        """Called in the process in which a task of the epoch failed, before the others are notified."""
         self.save_now: Callable[[], None] | None = None
         """Saves the step that all processes agreed on; None where a step cannot be saved."""
         self._cursors: dict[str, Cursor] = {}
         self.window_ends: dict[str, bool] = {}
-        """By node, whether the step that it has begun is the last of its accumulation window."""
+        """By node: True if its current step is the last of its accumulation window."""
 
     def leave_epoch(self) -> None:
-        """The epoch's tasks are over: let go of what was for them, and of all that it holds."""
+        """Release what was needed for the tasks of the epoch."""
         self.tracked = self.put_back = self.save_now = self.crashed = None
 
     # Time
 
     @property
     def elapsed_secs(self) -> float:
-        """Seconds of running, over all attempts."""
+        """Seconds of running time over all attempts."""
         return self._clock() - self._started
 
     @property
     def secs_left(self) -> float | None:
-        """Seconds to the limit on time; None where there is none."""
+        """Seconds to the time limit; None without one."""
         return None if self.limit_secs is None else max(self.limit_secs - self.elapsed_secs, 0.0)
 
     def set_elapsed(self, secs: float) -> None:
-        """Continue from the seconds that earlier attempts ran up to the position that was loaded."""
+        """Continue from the running time of earlier attempts at the loaded position."""
         self._started = self._clock() - secs
 
     # Epochs and steps
 
     def begin_epoch(self, epoch: int, *, step: int = 0, total_steps: int | None = None) -> None:
-        """Start epoch `epoch` (1-based), `step` steps into it after a mid-epoch resume.
+        """Start epoch `epoch` (from 1), `step` steps into it after a mid-epoch resume.
 
-        `total_steps` counts the steps of all epochs up to here; by default those counted so far.
-        Steps taken before the first epoch (in `setup` and `init`) do not count.
+        `total_steps` counts steps of all epochs so far; default: those counted by this object. Steps in
+        `setup` and `init` do not count.
         """
         if total_steps is None:
             total_steps = (self.total_steps if self.epoch else 0) + step
@@ -273,7 +275,7 @@ class RunState:
         self.epoch_began_secs = self._clock()
 
     def recall_metrics(self, measured: Mapping[str, float], last: Mapping[str, float]) -> None:
-        """Continue from the metrics of a position that was loaded."""
+        """Continue from the metrics of a loaded position."""
         self.measured, self.metrics = dict(measured), LastMetrics(last)
 
     def continue_at(
@@ -282,14 +284,14 @@ class RunState:
         streams: Mapping[str, RandomStreams],
         gradients: Mapping[str, Gradients],
     ) -> None:
-        """The hosted nodes were at these places of the epoch that begins, with these states."""
+        """Resume the hosted nodes at these positions of the epoch that begins."""
         for node, place in places.items():
             self._steps[node] = place.steps
             log, held = self.log_of(node), gradients.get(node)
             self._cursors[node] = Cursor(log, place, streams.get(node), held)
 
     def cursor_of(self, node: str, group: TaskGroup | None = None) -> Cursor | None:
-        """Where `node` is in the tracked group; None while none is tracked, or another than `group` runs."""
+        """Return the cursor of `node` in the tracked group; None if that group does not run."""
         if self.tracked is None or group not in (None, self.tracked):
             return None
         if node not in self._cursors:
@@ -298,52 +300,52 @@ class RunState:
 
     @property
     def step(self) -> int:
-        """Steps of the running epoch that were begun by the hosted node that is furthest."""
+        """Number of steps of the running epoch begun by the most advanced hosted node."""
         return max(list(self._steps.values()), default=self._first_step)
 
     @property
     def steps_of_epoch(self) -> int | None:
-        """Steps that the running epoch is going to have, as far as its loops have told."""
+        """Expected number of steps of the running epoch, as far as known."""
         expected, limit = self._steps_expected, self.limit_steps
         if expected is None or limit is None:
             return expected
         return min(expected, max(limit - self._steps_before_epoch, 0))
 
     def expect_steps(self, node: str, more: int) -> None:
-        """`node` enters a loop that has `more` steps for it; for people who watch."""
+        """Record that `node` enters a loop with `more` steps, for progress displays."""
         self._steps_expected = max(self._steps_expected or 0, self.step_of(node) + more)
 
     @property
     def total_steps(self) -> int:
-        """Steps of all epochs and attempts."""
+        """Number of steps of all epochs and attempts."""
         return self._steps_before_epoch + self.step
 
     @property
     def steps_at_begin(self) -> int:
-        """Steps of all epochs when the running one began."""
+        """Number of steps of all epochs at the start of the running one."""
         return self._steps_before_epoch + self._first_step
 
     def step_of(self, node: str) -> int:
-        """Steps of the running epoch that `node` has begun."""
+        """Return the number of steps of the running epoch that `node` has begun."""
         return self._steps.get(node, self._first_step)
 
     def total_steps_of(self, node: str) -> int:
-        """Steps of all epochs that `node` has begun."""
+        """Return the number of steps of all epochs that `node` has begun."""
         return self._steps_before_epoch + self.step_of(node)
 
     def count_step(self, node: str) -> None:
-        """`node` begins its next step."""
+        """Count the next step of `node`."""
         self._steps[node] = self.step_of(node) + 1
 
     # Ending the running epoch early
 
     def check(self) -> None:
-        """Raise what ends this process at its next step, once it is known."""
+        """Raise the error that ends this process at its next step, if any."""
         if self.fenced is not None:
             raise self.fenced
 
     def urgency(self) -> int:
-        """What this process brings to the next agreement: NOT_ASKED, TIME_IS_UP, ASKED or PREEMPT."""
+        """Return this process's request for the next agreement: NOT_ASKED, TIME_IS_UP, ASKED or PREEMPT."""
         asked = self.requests.level() if self.requests is not None else NOT_ASKED
         if asked != NOT_ASKED:
             return asked
@@ -351,54 +353,55 @@ class RunState:
         return TIME_IS_UP if late else NOT_ASKED
 
     def save_wanted(self) -> bool:
-        """Whether this process was asked for a save, and one can be made at a step."""
+        """Return True if this process was asked for a save that is possible at a step."""
         return self.save_now is not None and self.requests is not None and self.requests.save_wanted
 
     def end_epoch_at(self, node: str, agreed: int) -> None:
-        """All processes agreed that the running epoch ends at the step that `node` is at."""
+        """End the running epoch at the current step of `node`, as all processes agreed."""
         time_is_up = f"the time limit of {self.limit_secs} s is reached"
         own = self.requests.reason() if self.requests is not None else None
         asked = own or "another process asked to stop"
         self._end_early(node, asked if agreed == ASKED else time_is_up)
 
     def must_end(self, node: str) -> bool:
-        """Whether `node` takes no further step in this epoch; alike on all nodes, no communication."""
+        """Return True if `node` takes no further step in this epoch; identical on all nodes."""
         if self.limit_steps is not None and self.total_steps_of(node) >= self.limit_steps:
             self._end_early(node, f"the limit of {self.limit_steps} steps is reached")
         return self._last_step is not None and self.step_of(node) >= self._last_step
 
     def limits_next_step(self, node: str) -> bool:
-        """Whether the step that `node` begins next is the last that the limit on steps allows."""
+        """Return True if the next step of `node` is the last that the step limit allows."""
         return self.limit_steps is not None and self.total_steps_of(node) + 1 >= self.limit_steps
 
     def _end_early(self, node: str, reason: str) -> None:
+        """Record the last step of the epoch and the reason, once."""
         if self._last_step is None:
             self._last_step, self.ended_early = self.step_of(node), reason
 
-    # Metrics and words
+    # Metrics and messages
 
     def log_of(self, node: str) -> MetricLog:
-        """What `node` logs in the running epoch."""
+        """Return the metric log of `node` in the running epoch."""
         return self._logs.setdefault(node, MetricLog())
 
     def reduce_metrics(self, peers: Peers, nodes: Sequence[str]) -> dict[str, float]:
-        """Reduce what the hosted `nodes` and all other processes logged since the last time.
+        """Reduce what the hosted `nodes` and all other processes logged since the last call.
 
-        In `metrics` the names that nobody logged now keep their last value.
+        Names in `metrics` that were not logged keep their last value.
         """
         self.measured = reduce_metrics(peers, [self.log_of(node) for node in nodes])
         self.metrics = LastMetrics({**self.metrics, **self.measured})
         return self.measured
 
     def own_metrics(self) -> dict[str, float]:
-        """What this process has logged in the running epoch, not reduced with others; waits for no device."""
+        """Return this process's unreduced metrics of the running epoch without blocking."""
         found: dict[str, float] = {}
         for log in list(self._logs.values()):
-            found.update(log.glimpse())
+            found.update(log.running())
         return found
 
     def first_time(self, topic: str) -> bool:
-        """Whether `topic` is met for the first time in this run: for words that are said once."""
+        """Return True on the first call with `topic` in this run, for messages printed once."""
         new = topic not in self._said
         self._said.add(topic)
         return new

@@ -1,20 +1,22 @@
-"""`ctx.steps(loader)`, begun and ended together by all processes, and the threads that run on one node.
+"""Loops over `ctx.steps(loader)` that all processes begin and end together, and threads of one node.
 
-Who knows what before a step begins:
+Information needed before a step begins:
 
-- limits on steps are the same everywhere and need no words;
-- how long a loader is, is the same everywhere for an EpochLoader (its steps are exactly equal); of any
-  other loader each process looks one batch ahead and tells the others whether it has one;
-- stop requests and time limits are known to one process first and are told. A preemption ends the tasks
-  at the step, by Interrupted; anything else ends the loop, and the epoch as a short one.
-- so is that somebody wants a save: then all make it at one step, and go on.
-- in a task that some ranks run only these agree, about the end of their batches: requests wait for a loop
-  of all ranks, or for the end of the epoch.
-- where a window of several batches ends is counted; requests wait for that, unless the time is too short;
-- a rank that leaves alone by `break`, or makes a loop that others do not, is found by comparing (`loops`).
+- Step limits are the same on all processes and need no communication.
+- The length of an EpochLoader is the same on all processes. For other loaders each process prefetches one
+batch
+  and reports if it has one.
+- Stop requests and time limits are known to one process first. A preemption ends the tasks at the step by
+  Interrupted; others end the loop, and with it the epoch.
+- A requested save is made by all processes at the same step.
+- In a task of some ranks only these agree about the end of their batches; requests wait for a loop of all
+ranks
+  or the end of the epoch.
+- Requests wait for the end of an accumulation window unless the time is too short.
+- A rank that leaves alone by `break`, or runs a loop that others do not, is found by comparison (`loops`).
 
-What is told travels as one maximum over all processes, posted before a step and awaited after it, so
-that it overlaps with the step's own work: a stop that was asked for during one step ends the next one.
+The information is one maximum over all processes, posted before a step and awaited after it, so that it
+overlaps with the step: a stop requested during one step ends the next one.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ _PATIENCE_SECS = 30.0
 
 
 class CancelledError(BaseException):
-    """Ends a step whose sibling failed; passes by `except Exception` of users and never leaves a run."""
+    """Ends a step whose sibling failed; passes `except Exception` and never leaves a run."""
 
 
 class Siblings:
-    """Threads of one node's run, and the first failure among them and the thread that started them.
+    """Threads of one node's run, and the first failure among them and their starting thread.
 
-    Siblings of `above` (the instances of one of its tasks) also end when somebody there fails.
+    With `above` (for the instances of a task) they also end when a sibling there fails.
     """
 
     def __init__(self, above: Siblings | None = None) -> None:
@@ -60,43 +62,43 @@ class Siblings:
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody failed, so that everybody should end soon."""
+        """True if a sibling failed, so that all should end soon."""
         return self._failed.is_set() or (self._above is not None and self._above.cancelled)
 
     def check(self) -> None:
-        """Raise CancelledError when somebody else failed."""
+        """Raise CancelledError if a sibling failed."""
         if self.cancelled:
             raise CancelledError
 
     def fail(self, error: BaseException) -> None:
-        """Note a failure; only the first one counts, and an end that it caused is none."""
+        """Record a failure; only the first counts, and CancelledError does not."""
         with self._lock:
             if self.error is None and not isinstance(error, CancelledError):
                 self.error = error
         self._failed.set()
 
     def guarded(self, work: Callable[[], object]) -> None:
-        """Run `work`; a failure is noted instead of raised."""
+        """Run `work`; a failure is recorded instead of raised."""
         try:
             work()
         except BaseException as error:
             self.fail(error)
 
     def start(self, name: str, work: Callable[[], object]) -> threading.Thread:
-        """Run `work` in a thread of its own."""
+        """Run `work` in a new thread."""
         thread = threading.Thread(target=self.guarded, args=(work,), name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
         return thread
 
     def join(self) -> None:
-        """Wait for all threads; after a failure it is said who keeps everybody waiting."""
+        """Wait for all threads; after a failure, log which threads are still running."""
         for thread in self._threads:
             thread.join(_PATIENCE_SECS)
             while thread.is_alive():
                 if self.cancelled:
                     logger.warning(
-                        "waiting for %s to end, because %s; let long loops ask ctx.cancelled",
+                        "waiting for %s to end, because %s; check ctx.cancelled in long loops",
                         thread.name,
                         self.error,
                     )
@@ -104,7 +106,7 @@ class Siblings:
         self._threads.clear()
 
     def settle(self) -> None:
-        """Join all threads and raise the first failure, or CancelledError where that came from above."""
+        """Join all threads and raise the first failure, or CancelledError if it came from above."""
         self.join()
         error, self.error = self.error, None
         try:
@@ -116,7 +118,7 @@ class Siblings:
 
 
 def task_failed(where: object, task: Task | None, step: Step, error: Exception) -> RelayError:
-    """The error that a failed step becomes."""
+    """Return the error for a failed step."""
     name = step_name(step) or "an unnamed step"
     of_task = f" of task {task.full_name!r}" if task is not None else ""
     return _program_failed(f"step {name!r}{of_task}", where, error)
@@ -124,7 +126,7 @@ def task_failed(where: object, task: Task | None, step: Step, error: Exception) 
 
 @contextmanager
 def naming(what: str, where: object) -> Iterator[None]:
-    """Make an exception of the user's code an error that says what of the program failed, and where."""
+    """Convert an exception of user code to an error that names the failed part and place."""
     try:
         yield
     except RelayError:
@@ -134,7 +136,7 @@ def naming(what: str, where: object) -> Iterator[None]:
 
 
 def _program_failed(what: str, where: object, error: Exception) -> RelayError:
-    """The error that a failure of the user's code becomes; errors of torchrelay itself stay what they are."""
+    """Return the error for a failure of user code; torchrelay's own errors are unchanged."""
     if isinstance(error, RelayError):
         return error
     reason = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -145,7 +147,7 @@ def _program_failed(what: str, where: object, error: Exception) -> RelayError:
 
 
 def _users_part(error: Exception) -> TracebackType | None:
-    """The traceback from the user's step on, without the frames that called it."""
+    """Return the traceback from the user's step on."""
     frames = error.__traceback__
     while frames is not None and "torchrelay" in frames.tb_frame.f_globals.get("__name__", ""):
         if frames.tb_next is None:
@@ -158,26 +160,26 @@ _END = object()
 
 
 class FlagsHandle(Protocol):
-    """An agreement on its way."""
+    """A posted agreement."""
 
     def wait(self) -> tuple[int, ...]:
-        """Block until all processes have posted; the maximum of every flag."""
+        """Block until all processes have posted; return the maximum of every flag."""
 
 
 class Agreeing(Protocol):
-    """What a session offers for agreements inside an epoch."""
+    """Agreements inside an epoch, as offered by sessions."""
 
     def agree_flags(self, flags: tuple[int, ...]) -> FlagsHandle:
-        """Post this process' flags and return at once. All processes post in the same order."""
+        """Post this process's flags without blocking. All processes post in the same order."""
 
 
 @dataclass(frozen=True)
 class TaskRanks:
     """The ranks that run a task, seen by one of them.
 
-    `group` is their process group. They agree by `agreeing`: None for a single rank, which has nobody to wait
-    for, and where they are all (`every`), who agree as the session does. `counting`: all ranks run the task,
-    or a task with the same steps beside it, so that its loops may count steps of the job. `among` names them.
+    `group` is their process group. `agreeing` is None for a single rank, and for all ranks (`every`), which
+    agree by the session. `counting`: all ranks run the task, or a parallel task with the same steps, so its
+    loops may count steps of the job. `among` names the ranks.
     """
 
     group: Any = None
@@ -189,14 +191,13 @@ class TaskRanks:
 
 @dataclass(frozen=True)
 class StepLoop:
-    """One loop over the batches of a loader, on one node.
+    """One loop over the batches of a loader on one node.
 
-    `counted` loops count steps, obey limits and stop requests; others run through, unless all are to leave at
-    once (`polled` is False in threads of tasks, which end with their siblings, and in tasks of some ranks,
-    where the others would wait for those that leave). `agreeing` is None where no other process takes part:
-    one process, a task of one rank, or a task in a thread of its own; `loops` and `among` are what the ranks
-    that agree compare. `cursor` follows the node through the tasks of an epoch. The loop ends by
-    CancelledError when one of the `siblings` failed, and by Interrupted where all leave.
+    `counted` loops count steps and obey limits and stop requests; others run through unless there is a
+    preemption. `polled` is False in threads of tasks and in tasks of some ranks, which do not react to a
+    preemption. `agreeing` is None if no other process takes part. `loops` and `among` are compared between
+    ranks that agree. `cursor` is the position of the node in the epoch. The loop raises CancelledError if a
+    sibling failed, and Interrupted on a preemption.
     """
 
     state: RunState
@@ -208,37 +209,37 @@ class StepLoop:
     polled: bool = True
     cursor: Cursor | None = None
     accumulate: int = 1
-    """Batches of a window; the last one of the loop may have fewer."""
+    """Batches per window; the last window may have fewer."""
     loops: Loops = field(default_factory=Loops)
     among: str = ALL
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches until all processes end."""
+        """Iterate over batches until all processes end."""
         if self.cursor is not None and self.cursor.comes_back(counted=self.counted) and self.state.put_back:
             self.state.put_back(self.node, self.agreeing)
         loop = None
         if self.cursor is not None:
             loop = self.cursor.enter(self.loader, counted=self.counted, evaluates=self.evaluates)
         if loop is None and self.accumulate > 1:
-            loop = Loop(self.loader, counted=True)  # where nobody follows the node, windows are counted too
+            loop = Loop(self.loader, counted=True)  # windows are counted without a cursor, too
         if self.counted and self.state.must_end(self.node):
             return
         self._warn_of_workers()
         source = self.loader if loop is None else loop.source
         if self.counted:
-            self._tell_length(loop)
+            self._expect_steps(loop)
         if self.counted and self.polled and self.state.requests is not None:
             self.state.requests.steps = True
         if self.agreeing is None:
             yield from self._alone(source, loop)
-        elif is_epoch_loader(self.loader) and not self._asks:  # as many batches everywhere, nothing to tell
+        elif is_epoch_loader(self.loader) and not self._asks:  # equal number of batches, nothing to exchange
             for batch in source:
                 yield self._begin(batch, loop, closes=self._closes_window(loop))
         else:
             yield from self._together(source, loop, self.agreeing)
 
     def _together(self, source: Iterable[Any], loop: Loop | None, agreeing: Agreeing) -> Iterator[Any]:
-        """Batches, with the loop shown to others that may wait for this process."""
+        """Iterate over batches while the loop is recorded for comparison with other ranks."""
         made, early = self.loops.enter(self.among, type(self.loader).__name__), True
         together = _Together(agreeing, made)
         try:
@@ -252,29 +253,30 @@ class StepLoop:
 
     @property
     def evaluates(self) -> bool:
-        """Whether the program may have swapped what it trains for the time of this loop."""
+        """True if the program may have swapped the trained weights during this loop."""
         import torch
 
         return not self.counted or not torch.is_grad_enabled()
 
     def _warn_of_workers(self) -> None:
-        """Say once that a loader's workers keep random states that are in no checkpoint."""
+        """Warn once that workers of a loader keep random states outside of checkpoints."""
         kept = getattr(self.loader, "persistent_workers", False) and not hasattr(self.loader, "state_dict")
         if self.counted and kept and self.state.first_time(f"workers of {self.node}"):
             logger.warning(
-                "a DataLoader with persistent_workers=True: after a resume its batches come in another order "
-                "than without one, because its workers begin anew; give EpochLoader, or leave that option out"
+                "DataLoader(persistent_workers=True) restarts its workers on a resume, so batches come in "
+                "another order than without one; use EpochLoader, or remove that option"
             )
 
-    def _tell_length(self, loop: Loop | None) -> None:
-        """Say how many steps this loop has left, where its loader knows; people watch that."""
+    def _expect_steps(self, loop: Loop | None) -> None:
+        """Record how many steps this loop has left, if known, for progress displays."""
         try:
             length = len(self.loader)  # type: ignore[arg-type]
-        except Exception:  # a loader of others may raise anything, or have no length
+        except Exception:  # a foreign loader may raise any error, or have no length
             return
         self.state.expect_steps(self.node, max(length - (loop.taken if loop is not None else 0), 0))
 
     def _alone(self, source: Iterable[Any], loop: Loop | None) -> Iterator[Any]:
+        """Iterate in a single process."""
         for batch, last in self._with_last(source):
             closes = self._closes_window(loop, last=last)
             yield self._begin(batch, loop, closes=closes)
@@ -284,14 +286,14 @@ class StepLoop:
 
     @property
     def _asks(self) -> bool:
-        """Whether a loop over as many batches everywhere asks the others for requests."""
+        """True if a loop with equal numbers of batches exchanges requests."""
         everywhere = self.cursor is not None and self.cursor.everywhere and self.state.requests is not None
         return self.counted or (self.polled and everywhere)
 
     def _even(self, source: Iterable[Any], loop: Loop | None, agreeing: _Together) -> Iterator[Any]:
-        """As many batches everywhere: only stop requests are told, every `agree_every` steps.
+        """Iterate with equal numbers of batches: only stop requests are exchanged, every `agree_every` steps.
 
-        Within a window they count only where the time is too short to wait for its end.
+        Within a window they count only if the time is too short to wait for its end.
         """
         every = self.state.agree_every
         since = every - 1
@@ -310,14 +312,14 @@ class StepLoop:
             self._save_if(save, loop)
 
     def _uneven(self, source: Iterable[Any], loop: Loop | None, agreeing: _Together) -> Iterator[Any]:
-        """Each process looks one batch ahead; the first that runs dry ends the loop for all."""
+        """Prefetch one batch on each process; the first without one ends the loop for all."""
         batches = iter(source)
         ahead = next(batches, _END)
         told = agreeing.agree(ahead is _END, NOT_ASKED, False)
         while True:
             exhausted, urgency, save = told()
             if exhausted:
-                self._tell_surplus(dropped=ahead is not _END)
+                self._warn_of_surplus(dropped=ahead is not _END)
                 return
             if self._ended(urgency):
                 return
@@ -326,12 +328,12 @@ class StepLoop:
             closes = self._closes_window(loop, last=ahead is _END)
             urgency = self._urgency(closes=closes)
             told = agreeing.agree(ahead is _END, urgency, closes and self._save_wanted())
-            if self.accumulate > 1:  # the step has to know now whether it is the last one of all
+            if self.accumulate > 1:  # the step must know now if it is the last one
                 closes = bool(told()[0]) or closes
             yield self._begin(batch, loop, closes=closes)
 
     def _with_last(self, source: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-        """Batches, and whether each is the last: only of windows, and where the loop does not know."""
+        """Yield batches, each with a flag for the last one if windows need it."""
         if self.accumulate == 1 or isinstance(self.loader, Sequence) or is_epoch_loader(self.loader):
             yield from ((batch, False) for batch in source)
             return
@@ -342,16 +344,16 @@ class StepLoop:
             yield batch, ahead is _END
 
     def _closes_window(self, loop: Loop | None, *, last: bool = False) -> bool:
-        """Whether the step that begins next is the last of its window."""
+        """Return True if the next step is the last of its window."""
         if self.accumulate == 1 or last or loop is None:
             return True
         taken = loop.taken + 1
         return taken % self.accumulate == 0 or loop.ends_at(taken) or self.state.limits_next_step(self.node)
 
     def _urgency(self, *, closes: bool = True) -> int:
-        """What this process brings to an agreement; an evaluation waits for its end while there is time.
+        """Return this process's request for an agreement; an evaluation is finished first if there is time.
 
-        So does a step within a window: the next that closes one is near.
+        The same holds for a step within a window, whose end is near.
         """
         if self.counted and closes and not self.evaluates:
             return self.state.urgency()
@@ -361,17 +363,18 @@ class StepLoop:
         return PREEMPT if requests.level(patient=True) == PREEMPT else NOT_ASKED
 
     def _save_wanted(self) -> bool:
-        """Whether this process asks for a save in this loop, which all nodes must be in."""
+        """Return True if this process requests a save in this loop, which all nodes must run."""
         alone = self.agreeing is None and self.polled
         everywhere = self.cursor is not None and self.cursor.everywhere
         return self.counted and not self.evaluates and (alone or everywhere) and self.state.save_wanted()
 
     def _save_if(self, wanted: int, loop: Loop | None = None) -> None:
-        """Save here where a process wants it; behind the last batch the end of the epoch does."""
+        """Save here if a process requests it; after the last batch the end of the epoch does."""
         if wanted and self.state.save_now is not None and not (loop is not None and loop.exhausted):
             self.state.save_now()
 
     def _begin(self, batch: Any, loop: Loop | None, *, closes: bool) -> Any:
+        """Count and yield the next batch."""
         self.siblings.check()
         self.state.check()
         if loop is not None:
@@ -382,9 +385,9 @@ class StepLoop:
         return batch
 
     def _ended(self, urgency: int, loop: Loop | None = None) -> bool:
-        """Whether this loop ends before its loader does. Raises Interrupted where all leave.
+        """Return True if this loop ends before its loader. Raises Interrupted on a preemption.
 
-        Not after the last batch: what stands behind the loop may need what the loop has left in variables.
+        Not after the last batch: code after the loop may need variables of the loop.
         """
         if urgency == PREEMPT:
             if loop is not None and loop.exhausted:
@@ -396,27 +399,28 @@ class StepLoop:
             self.state.end_epoch_at(self.node, urgency)
         return self.state.must_end(self.node)
 
-    def _tell_surplus(self, *, dropped: bool) -> None:
+    def _warn_of_surplus(self, *, dropped: bool) -> None:
+        """Warn once that surplus batches are dropped."""
         if dropped and self.state.first_time(f"surplus of {self.node}"):
             logger.warning(
-                "%s: other processes ran out of batches first; the surplus here is dropped in every epoch. "
-                "EpochLoader gives all processes equally many steps and drops nothing.",
+                "%s: other processes ran out of batches first; surplus batches here are dropped in every "
+                "epoch. EpochLoader gives all processes the same number of steps and drops nothing.",
                 self.node,
             )
 
 
 @dataclass(frozen=True)
 class _Together:
-    """Agreements of one loop, each of which says which loop it is of."""
+    """Agreements of one loop; each includes the number of the loop."""
 
     agreeing: Agreeing
     made: LoopRecord
 
     def agree(self, exhausted: bool, urgency: int, save: bool) -> Callable[[], tuple[int, int, int]]:
-        """Post what this process brings; return what waits for the others.
+        """Post this process's values; return a function that waits for the others.
 
-        It tells whether a process has run dry, the strongest request, whether one wants a save. Raises
-        UsageError where the processes are in different loops.
+        Its result: a process has no batch left, the strongest request, a save is requested. Raises UsageError
+        if processes are in different loops.
         """
         number = self.made.number
         handle = self.agreeing.agree_flags((number, -number, int(exhausted), urgency, int(save)))

@@ -1,4 +1,4 @@
-"""Asking the stop conditions: on every node, once per epoch, the answer agreed by all."""
+"""Evaluation of stop conditions: on every node, once per epoch, with an agreed result."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.session.steps import naming
 
 WAITS_EPOCHS = 3
-"""A stop condition may wait for its metric so many epochs without a word."""
+"""Epochs that a stop condition may wait for its metric without a warning."""
 
 
 @dataclass(frozen=True)
 class StopVerdict:
-    """Whether the loop ends, with each condition's own answer."""
+    """The decision to end the loop, with the answer of each condition."""
 
     stop: bool = False
     by_condition: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     waiting: Mapping[str, str] = field(default_factory=dict)
-    """The conditions that wait for a metric that no epoch has logged, and its name."""
+    """Conditions that wait for a metric that was never logged, with its name."""
     asked: str | None = None
-    """Who asked the run to end from outside; no checkpoint remembers that."""
+    """External stop request; not stored in checkpoints."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it ends, one sentence per condition that says so."""
+        """The reasons to stop, one sentence per condition."""
         said = tuple(answer["reason"] for answer in self.by_condition.values() if answer["stop"])
         return said if self.asked is None else (*said, self.asked)
 
 
 def verdict_of(job: Job, answers: Mapping[str, StopAnswer]) -> StopVerdict:
-    """The loop ends when any condition says so; what each was made with is remembered beside its answer."""
+    """Combine answers: any may stop the loop; settings of the conditions are stored with them."""
     by_condition: dict[str, dict[str, Any]] = {}
     for condition in job.stop_conditions:
         answer, settings = answers[condition.name], made_with(condition)
@@ -52,9 +52,9 @@ def verdict_of(job: Job, answers: Mapping[str, StopAnswer]) -> StopVerdict:
 
 
 def ask_all(job: Job, session: SessionBase) -> StopVerdict:
-    """Ask every condition on every node; all processes get the same verdict.
+    """Evaluate every condition on every node; all processes get the same verdict.
 
-    All conditions are asked, also when the first says stop: a condition may count.
+    All conditions are evaluated, also after one stops: a condition may count.
     """
 
     def ask() -> dict[str, dict[str, list[Any]]]:
@@ -78,7 +78,7 @@ def ask_all(job: Job, session: SessionBase) -> StopVerdict:
 
 
 def _ask(condition: StopCondition, session: SessionBase, node: str) -> tuple[bool, str, str | None]:
-    """One node's answer, and the metric that it waits for, if that is why it does not stop."""
+    """Return one node's answer, and the metric that it waits for, if any."""
     with session.on_node(node):
         ctx = session.context(node)
         try:
@@ -92,7 +92,7 @@ def _ask(condition: StopCondition, session: SessionBase, node: str) -> tuple[boo
 def over_there(
     session: SessionBase, job: Job, facts: Facts, epoch: int, *, inside: bool = False, rewound: bool = False
 ) -> StopVerdict:
-    """`over_by_facts` of rank 0, for all: what a condition was made with may differ between ranks."""
+    """Call `over_by_facts` on rank 0 for all, because settings may differ between ranks."""
     look = partial(over_by_facts, job, facts, epoch, inside=inside, rewound=rewound)
     return StopVerdict(**decide(session.peers, "verdicts", lambda: asdict(look())))
 
@@ -100,15 +100,13 @@ def over_there(
 def over_by_facts(
     job: Job, facts: Facts, epoch: int, *, inside: bool = False, rewound: bool = False
 ) -> StopVerdict:
-    """Whether the epochs were over at a saved position, by today's limits and yesterday's verdicts.
+    """Decide if the epochs were finished at a saved position, by current limits and stored verdicts.
 
-    Limits come from the program as it is now, so that raising `max_epochs` continues a finished
-    run; every other condition keeps the verdict that the manifest has, so that it is asked once, unless it
-    was made otherwise then, or judges metrics and the user has `rewound` to this very position: data that is
-    at its end there stays so. `inside` an epoch limits on
-    steps and time are left to its next step, which ends it as a short one.
+    Limits come from the current program, so raising `max_epochs` continues a finished run. Other conditions
+    keep the stored verdict, unless their settings changed, or they judge metrics and the user has `rewound`
+    to this position. `inside` an epoch limits on steps and time are left to the next step.
     """
-    # what a built-in limit may ask about a position that was loaded
+    # values of the loaded position that built-in limits use
     remembered = SimpleNamespace(
         epoch=epoch,
         total_steps=facts.total_steps,
@@ -123,7 +121,7 @@ def over_by_facts(
             answers[condition.name] = condition.ask(remembered)
         else:
             verdict = facts.stop.get(condition.name, {"stop": False, "reason": ""})
-            judges = getattr(condition, "settings", None) is not None  # else it reads what the data said
+            judges = getattr(condition, "settings", None) is not None  # otherwise it depends on the data
             holds = verdict_holds(condition, verdict.get("settings"))
             held = verdict["stop"] and holds and not (rewound and judges)
             answers[condition.name] = StopAnswer(True, str(verdict["reason"])) if held else StopAnswer(False)
@@ -131,29 +129,29 @@ def over_by_facts(
 
 
 def ended_before(job: Job, facts: Facts) -> list[str]:
-    """Of verdicts that ended the run there and hold no more: what said so, and why it does not count."""
+    """List stored verdicts that ended the run but no longer apply, with the reason."""
     conditions = {condition.name: condition for condition in job.stop_conditions}
     said = []
     for name, verdict in facts.stop.items():
         condition = conditions.get(name)
         if verdict["stop"] and condition is None:
-            said.append(f"{verdict['reason']}: {name} is no condition of the program any more")
+            said.append(f"{verdict['reason']}: the program no longer has the condition {name}")
         elif verdict["stop"] and condition is not None and not condition.limit:
             changed = not verdict_holds(condition, verdict.get("settings"))
-            why = "has changed since" if changed else "is asked again, because of the rewind"
+            why = "has changed since" if changed else "is evaluated again because of the rewind"
             said.append(f"{verdict['reason']}: {name} {why}")
     return said
 
 
 def only_time_is_up(job: Job, verdict: StopVerdict) -> bool:
-    """Whether nothing ends the run but its `max_time`: it was stopped, and is not finished."""
+    """Return True if only `max_time` ends the run: it is stopped but not finished."""
     timed = {condition.name for condition in job.stop_conditions if hasattr(condition, "secs")}
     stopping = {name for name, answer in verdict.by_condition.items() if answer["stop"]}
     return bool(stopping) and stopping <= timed
 
 
 def limits_of(conditions: Sequence[StopCondition]) -> dict[str, Any]:
-    """The totals that also end a running epoch, for the run's state; only of limits (see StopCondition)."""
+    """Return the totals that also end a running epoch, from limits only (see StopCondition)."""
     limits = [condition for condition in conditions if condition.limit]
     steps = [getattr(condition, "steps", None) for condition in limits]
     secs = [getattr(condition, "secs", None) for condition in limits]
@@ -164,13 +162,13 @@ def limits_of(conditions: Sequence[StopCondition]) -> dict[str, Any]:
 
 
 def last_epoch_of(conditions: Sequence[StopCondition]) -> int | None:
-    """The epoch at which a limit ends the run; None where none is on epochs."""
+    """Return the epoch at which a limit ends the run; None without one."""
     epochs = [getattr(condition, "epochs", None) for condition in conditions if condition.limit]
     return min((n for n in epochs if n is not None), default=None)
 
 
 def warn_of_waiting(state: RunState, verdict: StopVerdict, warn: Callable[[str], None]) -> None:
-    """A name that no epoch logs may be misspelt: warn of it once, and not before some epochs are over."""
+    """Warn once, after some epochs, of a metric that was never logged: it may be misspelt."""
     for condition, metric in verdict.waiting.items():
         if state.epoch >= WAITS_EPOCHS and state.first_time(f"{condition} waits"):
             warn(

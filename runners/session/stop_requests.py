@@ -1,11 +1,11 @@
-"""Requests to end early or to save: by signals, time limits or the file STOP. Needs no torch.
+"""Requests to stop or to save: signals, time limits and the file STOP. Does not import torch.
 
-Raising a request is all that a signal handler does. When it counts is agreed by all processes, in
-`ctx.steps` and between the phases of a run (`runners.training.preemption`).
+A signal handler only records a request. All processes agree when it takes effect, in `ctx.steps` and between
+the phases of a run (`runners.training.preemption`).
 
-A handler of Python does not run inside a collective; there the other ranks, which come to the next step,
-bring the process out of it. Ctrl-C is such a request where a step is near; elsewhere, and when it comes
-again, it interrupts as ever.
+Python's handlers do not run inside a collective; there the other ranks, which reach the next step, release
+the process. Ctrl-C is such a request if a step is near; otherwise, and the second time, it interrupts as
+usual.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torchrelay.records import dataclass
 from torchrelay.runners.distributed.launcher_status import write_stderr
 
 SLURM_MARGIN_SECS = 30.0
-"""Slurm's clock is coarse, and it sends SIGTERM at the end: better to be gone before."""
+"""Safety margin: Slurm's clock is coarse, and it sends SIGTERM only at the end."""
 
 END_TIME = "TORCHRELAY_END_TIME"
-"""When `torchrelay launch` ends the job, in seconds since 1970."""
+"""Time at which `torchrelay launch` ends the job, in seconds since 1970."""
 _LAUNCH_MARGIN_SECS = 5.0
 _NOTICE = "TORCHRELAY_NOTICE_SECS"
 
@@ -42,7 +42,7 @@ TimeLimit = str | float | timedelta
 
 @dataclass(frozen=True)
 class StopDeadline:
-    """A moment of the monotonic clock by which the process is gone, and how it is called."""
+    """A moment of the monotonic clock by which the process must have exited, and its name."""
 
     at: float
     name: str
@@ -50,18 +50,18 @@ class StopDeadline:
 
 
 def seconds_of(limit: TimeLimit) -> float:
-    """Seconds of `90`, `"90"`, `"1h30m"`, `"01:30:00"`, `"2-00:00:00"`, a timedelta; UsageError otherwise."""
+    """Parse `90`, `"90"`, `"1h30m"`, `"01:30:00"`, `"2-00:00:00"` or a timedelta; UsageError otherwise."""
     secs = seconds_in(limit)
     if secs is None or not math.isfinite(secs) or secs <= 0:
         raise UsageError(
-            f"time_limit is {limit!r:.80}; give seconds above 0, a text such as '1h30m' or '01:30:00', "
-            "or a timedelta"
+            f"invalid time_limit={limit!r:.80}: expected seconds above 0, a text such as '1h30m' or "
+            "'01:30:00', or a timedelta"
         )
     return secs
 
 
 def seconds_typed(text: str) -> float:
-    """The same as the type of an option."""
+    """Parse a time as the type of a command-line option."""
     try:
         return seconds_of(text)
     except UsageError as error:
@@ -69,11 +69,11 @@ def seconds_typed(text: str) -> float:
 
 
 def deadlines_of(limit_secs: float | None, environ: Mapping[str, str]) -> tuple[StopDeadline, ...]:
-    """The deadlines of a start that begins now: of `limit_secs`, and those that its launcher has set."""
+    """Return the deadlines of this launch: `limit_secs`, and those set by its launcher."""
     found = []
     if limit_secs is not None:
         found.append(StopDeadline(time.monotonic() + limit_secs, f"the time limit of {limit_secs:g} s"))
-    # Slurm before 23 sets no end by itself; `torchrelay launch --slurm` asks for it.
+    # Slurm before 23 does not set this variable; `torchrelay launch --slurm` does.
     for key, name, margin in (
         ("SLURM_JOB_END_TIME", "the end of the Slurm job", SLURM_MARGIN_SECS),
         (END_TIME, "the time limit of the launch", _LAUNCH_MARGIN_SECS),
@@ -85,30 +85,29 @@ def deadlines_of(limit_secs: float | None, environ: Mapping[str, str]) -> tuple[
 
 
 def notice_of(environ: Mapping[str, str], default: float) -> float:
-    """How many seconds before the end SIGUSR1 comes, as `torchrelay launch` says; never below `default`."""
+    """Return the seconds between SIGUSR1 and the end, as set by the launcher; at least `default`."""
     text = environ.get(_NOTICE, "")
     return max(default, float(text)) if text.isascii() and text.isdigit() and len(text) <= 9 else default
 
 
 NOT_ASKED, TIME_IS_UP, ASKED, PREEMPT = range(4)
-"""How urgently a process wants to end: not; for the run's `max_time`; for good; now, to go on later."""
+"""Urgency of a stop: none; the run's `max_time`; a final stop; a preemption, to be resumed later."""
 
 GRACE_SECS = 30.0
-"""What a launcher waits between SIGTERM and SIGKILL: torchrun's default, and Slurm's KillWait."""
+"""Time between SIGTERM and SIGKILL: default of torchrun, and Slurm's KillWait."""
 _PERSON_SECS = 600.0
-"""What a person who pressed Ctrl-C waits; whoever does not presses it again."""
+"""Grace period after Ctrl-C; pressing it again ends the process at once."""
 RESERVE_SECS = 10.0
-"""What is left of the grace when work that cannot be continued in its middle is given up."""
+"""Rest of the grace period at which work that cannot be resumed in its middle is aborted."""
 _LOOK_SECS = 1.0
 _MARGIN_SECS = 1.0
 
 
 class Requests:
-    """Mutable; one per run and process. `save_secs` tells how long a save takes, which needs to fit in.
+    """Requests of one run and process. Mutable. `save_secs` returns the duration of a save.
 
-    `deadlines` end this start of the run in time for one more save; `stop_file` is looked for once a second
-    (None: by another process), and called `stop_name` where that is another. `notice_secs` is how long before
-    the end SIGUSR1 comes.
+    `deadlines` end this launch in time for one more save. `stop_file` is checked once a second (None: by
+    another process), and named `stop_name` in messages. SIGUSR1 comes `notice_secs` before the end.
     """
 
     def __init__(
@@ -133,42 +132,42 @@ class Requests:
         self._stop = False
         self._stopped_by: str | None = None
         self.steps = False
-        """Whether epochs run in steps that end where that is asked for, so that the next one is near."""
+        """True if epochs run in steps that react to requests, so that the next one is near."""
 
     def preempt(self, name: str) -> None:
-        """A signal of this name came: leave, within the grace from now on. Signal handlers call this."""
+        """Record a signal that asks to stop within the grace period. Called by signal handlers."""
         grace = {"SIGUSR1": self._notice_secs, "SIGINT": _PERSON_SECS}.get(name, GRACE_SECS)
         kill_at = self._clock() + grace
         if self._signal is None:
             self._signal, self._kill_at = name, kill_at
         elif name != "SIGUSR1" and self._kill_at is not None:
-            self._kill_at = min(self._kill_at, kill_at)  # notice was given, now the end has come
+            self._kill_at = min(self._kill_at, kill_at)  # the announced end has come
 
     def stop(self, name: str) -> None:
-        """The program itself, in these words, has no more epochs for this start."""
+        """Record that the program itself ends this launch; `name` is the reason."""
         self._stop, self._stopped_by = True, name
 
     def save(self, name: str) -> None:
-        """A signal of this name came: save at the next safe point. Signal handlers call this."""
+        """Record a signal that asks for a save at the next safe point. Called by signal handlers."""
         self._save = name
 
     @property
     def save_wanted(self) -> bool:
-        """Whether this process was asked for a save that has not begun."""
+        """True if a save was requested and has not begun."""
         return self._save is not None
 
     def take_save(self) -> str | None:
-        """Who asked for the save that begins now, which serves all who asked until now."""
+        """Return who requested the save that begins now; it serves all requests so far."""
         name, self._save = self._save, None
         return name
 
     @property
     def need_secs(self) -> float:
-        """What a save is given: twice what it takes."""
+        """Time reserved for a save: twice its duration."""
         return 2 * self._save_secs()
 
     def level(self, *, patient: bool = False) -> int:
-        """NOT_ASKED, ASKED or PREEMPT, now. `patient`: a preemption waits while there is time for that."""
+        """Return NOT_ASKED, ASKED or PREEMPT. `patient`: a preemption waits while there is time."""
         if self._signal is not None or self._late() is not None:
             left = self.secs_left()
             if not patient or left is None or left < self.need_secs + RESERVE_SECS:
@@ -176,62 +175,59 @@ class Requests:
         now = self._clock()
         if self._stop_file is not None and not self._stop and now - self._looked >= _LOOK_SECS:
             self._looked = now
-            with suppress(OSError):  # a directory that cannot be looked into asks for nothing
+            with suppress(OSError):  # an unreadable directory is no request
                 self._stop = self._stop_file.exists()
         return ASKED if self._stop else NOT_ASKED
 
     def reason(self) -> str | None:
-        """Who asks, in words; None where this process knows of nobody."""
+        """Return the source of the request; None if this process has none."""
         late = self._late()
         if self._signal is not None or late is not None:
             return self._signal or (late.name if late else None)
         return (self._stopped_by or f"the file {self._stop_name}") if self._stop else None
 
     def secs_left(self) -> float | None:
-        """Seconds until this process has to be gone; None where nobody said so."""
+        """Return the seconds until this process must have exited; None without a deadline."""
         ends = [deadline.at for deadline in self.deadlines]
         ends += [] if self._kill_at is None else [self._kill_at]
         return min(ends) - self._clock() if ends else None
 
     def _late(self) -> StopDeadline | None:
+        """Return the deadline that is near, if any."""
         now = self._clock() + self.need_secs + _MARGIN_SECS
         return next((one for one in self.deadlines if now >= one.at - one.margin_secs), None)
 
 
 SAME_REQUEST_SECS = 5.0
-"""A second SIGTERM within this time is the first one again: Slurm sends it to launcher and ranks, and the
+"""A second SIGTERM within this time counts as the first: Slurm sends it to launcher and ranks, and the
 launcher passes it on. A later one ends the process at once."""
 
 SAME_INTERRUPT_SECS = 1.0
-"""The same of Ctrl-C, which launchers pass on, too; people press it again later."""
+"""The same for Ctrl-C, which launchers also pass on."""
 _ends_soon = threading.Event()
 _NO_SAVE = ("SIGTERM", "SIGUSR1", "SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
-"""Those that mean to leave, and those that mean something else to the system."""
+"""Signals that ask to stop, and those with another meaning for the system."""
 
 
 def save_signal_of(name: Any) -> signal.Signals | None:
-    """The signal that asks for a save, None for none; raises UsageError for one that cannot."""
+    """Return the signal that asks for a save, None for none; raises UsageError for an invalid one."""
     if name is None:
         return None
     if isinstance(name, str) and name in signal.Signals.__members__ and name not in _NO_SAVE:
         return signal.Signals[name]
     raise UsageError(
-        f"save_signal is {name!r:.80}; give the name of a signal such as 'SIGUSR2' (SIGTERM and SIGUSR1 "
-        "ask to leave), or None"
+        f"invalid save_signal={name!r:.80}: expected the name of a signal such as 'SIGUSR2', or None "
+        "(SIGTERM and SIGUSR1 ask to stop)"
     )
 
 
 @contextmanager
 def signals_ask(requests: Requests, save: signal.Signals | None = None) -> Iterator[None]:
-    """While the block runs SIGTERM, SIGUSR1 and Ctrl-C ask to leave, `save` for a save.
+    """While the block runs, SIGTERM, SIGUSR1 and Ctrl-C ask to stop, and `save` asks for a save.
 
-    After it all is as before.
-
-    `save` is left alone where it has a handler of the program's own, and ignored from then on where nothing
-    follows.
-    Only in the main thread, where Python has its handlers. A signal that somebody handles outside of Python
-    is left alone, and so is one that is ignored, but for `save`: an ignored signal may be inherited from a
-    process whose own training has ended.
+    Handlers are restored afterwards. A handler of the program for `save` is kept; without one the signal is
+    ignored afterwards if nothing follows. Only works in the main thread. Signals handled outside of Python,
+    and ignored signals except `save`, are left alone: an ignored signal may be inherited.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -255,9 +251,9 @@ def signals_ask(requests: Requests, save: signal.Signals | None = None) -> Itera
 
 @contextmanager
 def nothing_follows() -> Iterator[None]:
-    """While the block runs the process is to end when its training has: a late request to save is ignored.
+    """Ignore a late request to save after the training, if the process ends then.
 
-    As before the training it would kill the process, and a run that is finished would look like a failed one.
+    The signal's default action would kill the process, and a finished run would look like a failed one.
     """
     _ends_soon.set()
     try:
@@ -267,7 +263,7 @@ def nothing_follows() -> Iterator[None]:
 
 
 def _handled(number: signal.Signals) -> bool:
-    """Whether the program handles a signal, in Python or (as faulthandler does) outside of it."""
+    """Return True if the program handles a signal, in Python or (as faulthandler) outside of it."""
     if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
         return True
     try:
@@ -279,12 +275,14 @@ def _handled(number: signal.Signals) -> bool:
 
 
 def ignore_termination() -> None:
-    """For the last moments of a process that leaves as asked: launchers end the others when one has left."""
+    """Ignore SIGTERM during the last moments: launchers end the others after the first exit."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class _SignalHandler:
+    """Handler of SIGTERM, SIGUSR1 and Ctrl-C."""
+
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
         self._terminated: float | None = None
@@ -299,7 +297,7 @@ class _SignalHandler:
         self._requests.preempt(signal.Signals(number).name)
 
     def interrupted(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-C: leave at the next step. Raises KeyboardInterrupt where none is near, or the second time."""
+        """Stop at the next step on Ctrl-C. Raises KeyboardInterrupt if none is near, or twice."""
         now = time.monotonic()
         if self._interrupted is not None and now - self._interrupted < SAME_INTERRUPT_SECS:
             return
@@ -307,14 +305,16 @@ class _SignalHandler:
             signal.default_int_handler(number, frame)
         self._interrupted = now
         if os.environ.get("RANK", "0") == "0":
-            write_stderr("torchrelay: Ctrl-C: saving at the next step, to leave; once more leaves at once\n")
+            write_stderr(
+                "torchrelay: Ctrl-C: saving at the next step, then exiting; repeat to exit at once\n"
+            )
         self._requests.preempt(signal.Signals(number).name)
 
 
 def requests_of(
     limit_secs: float | None, run: RunDirectory | None, save_secs: Callable[[], float], *, looks: bool
 ) -> Requests:
-    """What may end the run early; the file STOP is looked for by the process that `looks`."""
+    """Create the requests of a run; the process that `looks` checks the file STOP."""
     return Requests(
         deadlines_of(limit_secs, os.environ),
         run.stop_file if run is not None and looks else None,
@@ -327,5 +327,5 @@ def requests_of(
 class Interrupted(BaseException):
     """Ends the running tasks at a step or boundary that all processes agreed on; never leaves `train`.
 
-    Passes by `except Exception` of users, as CancelledError does; their `finally` blocks run.
+    Passes `except Exception`, as CancelledError does; `finally` blocks run.
     """

@@ -100,7 +100,7 @@ def test_alf_12_where_a_step_cannot_be_saved_the_epoch_is(tmp_path: Path, capfd)
     finally:
         signal.signal(signal.SIGHUP, before)
     said = capfd.readouterr().err
-    assert said.count("SIGHUP: saved when epoch 1 ends (a range_iterator cannot be continued") == 1
+    assert said.count("SIGHUP: saved when epoch 1 ends (a range_iterator cannot be resumed") == 1
     assert positions(tmp_path / "run") == ["0", "1"]
 
 

@@ -451,7 +451,7 @@ def test_sng_14_a_program_is_packaged_by_its_verb(tmp_path: Path, capsys: pytest
     torchrelay.open_checkpoint(script.run, 2).load({"model": model})
     assert torch.equal(model(x), other.module()(x))
     assert main(["package", str(tmp_path), "--out", "c.pkg"]) == 2
-    assert "is no run and holds no checkpoints" in capsys.readouterr().err
+    assert "is not a run and has no checkpoints" in capsys.readouterr().err
     assert main(["package", str(script.run.parent), "--out", "c.pkg"]) == 2
     assert f"the run {script.run.name}" in capsys.readouterr().err, "a directory of runs says which there are"
     with pytest.raises(UsageError, match=r"it has .*: give blob="):

@@ -301,10 +301,10 @@ def test_time_limits_are_read(given, secs):
 )
 def test_time_limits_that_cannot_be_are_refused(given, tmp_path):
     """A user's mistake names the argument, as argument and as option."""
-    with pytest.raises(UsageError, match="time_limit is"):
+    with pytest.raises(UsageError, match="invalid time_limit"):
         JobRunner(Job("a"), tmp_path, time_limit=given)
     if isinstance(given, str):
-        with pytest.raises(UsageError, match="time_limit is"):
+        with pytest.raises(UsageError, match="invalid time_limit"):
             parse_options(["--time-limit", given])
 
 

@@ -135,7 +135,7 @@ def test_a_name_of_several_nodes_must_say_which():
     session = LocalSession(["a", "b"])
     session.run(lambda ws: ws.update(x=ws.node))
     assert session.blob("b:x") == "b"
-    with pytest.raises(UsageError, match="'x' exists on a, b: say which"):
+    with pytest.raises(UsageError, match="'x' exists on a, b: select one"):
         session.blob("x")
     with pytest.raises(KeyError, match="no 'z'"):
         session.blob("z")
@@ -165,7 +165,7 @@ def test_a_session_with_given_nodes_refuses_others():
     session = LocalSession(["a", "b"])
     session.place(["b"])
     assert [place.name for place in session.nodes] == ["a", "b"]
-    with pytest.raises(UsageError, match=r"declares node 'c'.*made for a, b.*nodes="):
+    with pytest.raises(UsageError, match=r"declares node 'c'.*has only a, b.*nodes="):
         session.place(["c"])
     with pytest.raises(UsageError, match="'c', expected one of a, b"):
         session.run(Task(lambda: None, node="c"))
@@ -251,7 +251,7 @@ def test_one_train_at_a_time():
     session = LocalSession()
     state = RunState(seed=3, attempt=1, run_dir="runs/x")
     session.begin(state)
-    with pytest.raises(NotAllowedNowError, match="training already"):
+    with pytest.raises(NotAllowedNowError, match="already training"):
         session.begin(RunState())
     told = session.run(lambda ctx: (ctx.seed, ctx.attempt, ctx.run_dir, ctx.epoch, ctx.group)).fetch()
     assert told == (3, 1, "runs/x", 0, None)

@@ -238,7 +238,7 @@ def test_misuse_is_said(tmp_path: Path) -> None:
         list(run.epochs(1))
         with pytest.raises(NotAllowedNowError, match="one loop"):
             run.epochs(1)
-    with pytest.raises(NotAllowedNowError, match="make a new one"):
+    with pytest.raises(NotAllowedNowError, match="create a new one"):
         run.__enter__()
     with (
         pytest.raises(UsageError, match="plays 2 nodes"),

@@ -226,11 +226,11 @@ def test_a_narrow_terminal_keeps_the_bar() -> None:
 def test_running_values_are_seen_while_they_run() -> None:
     """A glimpse is the mean of what was logged up to now, and changes nothing of the result."""
     log = MetricLog()
-    assert log.glimpse() == {}
+    assert log.running() == {}
     log.log("loss", 1.0)
     log.log("loss", 2.0, weight=3)
     log.log("nothing", 1.0, weight=0)
-    assert log.glimpse() == {"loss": 1.75}
+    assert log.running() == {"loss": 1.75}
     assert log.take()["loss"].result == 1.75
 
 

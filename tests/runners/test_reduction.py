@@ -102,16 +102,16 @@ def test_tensors_are_detached_copied_and_summed_in_double_precision():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("", 1), "not a metric name"),
-        (("a\nb", 1), "not a metric name"),
-        ((3, 1), "not a metric name"),
+        (("", 1), "invalid metric name"),
+        (("a\nb", 1), "invalid metric name"),
+        ((3, 1), "invalid metric name"),
         (("a", torch.ones(2)), r"shape \(2,\).*mean\(\)"),
         (("a", torch.ones((), dtype=torch.complex64)), "one real number"),
         (("a", object()), "is a object"),
         (("a", None), "is a NoneType"),
-        (("a", 1, "median"), "one of mean, sum, last, min, max"),
-        (("a", 1, "mean", -1), "not negative"),
-        (("a", 1, "mean", math.nan), "not negative"),
+        (("a", 1, "median"), "expected mean, sum, last, min, max"),
+        (("a", 1, "mean", -1), "invalid weight"),
+        (("a", 1, "mean", math.nan), "invalid weight"),
     ],
 )
 def test_a_bad_log_is_refused_by_name(arguments, message):

@@ -106,7 +106,7 @@ def test_which_epoch_is_meant(run: Path, word: str, key: Key) -> None:
         ("@9", ["no epoch 9 in ", "digits: there are epochs 0 to 4", "0 also 4 (write 4,branch=0)"]),
         ("@2,branch=7", ["no branch 7; the branches are: 0, 1"]),
         ("@tag=a", ["no tag 'a'", "'a@b'"]),
-        ("x@2", ["there is no"]),
+        ("x@2", ["does not exist"]),
     ],
 )
 def test_a_wrong_selector_says_what_there_is(run: Path, word: str, words: Sequence[str]) -> None:

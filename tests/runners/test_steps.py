@@ -276,7 +276,7 @@ def test_a_failure_inside_a_step_of_the_loop_is_the_task_s():
 
 def test_agree_every_below_one_is_refused():
     """It counts steps."""
-    with pytest.raises(UsageError, match="agree_every is 0"):
+    with pytest.raises(UsageError, match="invalid agree_every=0"):
         RunState(agree_every=0)
 
 
@@ -359,7 +359,7 @@ def test_a_preemption_waits_for_the_window_where_there_is_time(secs_left, ends):
 def test_a_window_is_a_number_of_batches(given):
     """Anything else is refused, and so is a window of steps that do not count."""
     session = epoch_of()
-    with pytest.raises(UsageError, match="accumulate is"):
+    with pytest.raises(UsageError, match="invalid accumulate"):
         session.run(lambda ctx: list(ctx.steps(range(4), accumulate=given)))
     with pytest.raises(UsageError, match="count=False"):
         session.run(lambda ctx: list(ctx.steps(range(4), count=False, accumulate=2)))

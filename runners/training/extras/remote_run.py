@@ -32,7 +32,7 @@ from torchrelay.runners.distributed.launcher_status import final_calls
 from torchrelay.runners.remote_runs.download import Brought, RunFiles, bring, found_in, unlisted
 from torchrelay.runners.remote_runs.local_copies import WorkspaceLock, check_store, make_workspace, set_aside
 from torchrelay.runners.remote_runs.names import CHECKPOINTS, NEEDED, STOP, for_a_start, travels
-from torchrelay.runners.remote_runs.upload import EVERY_SECS, BackgroundUploader, Putter, local_goes_on
+from torchrelay.runners.remote_runs.upload import EVERY_SECS, BackgroundUploader, Putter, local_is_newer
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.run_state import RunState
 from torchrelay.runners.training.journal import Journal
@@ -123,7 +123,7 @@ class StoredRun:
         if self._is_of_another(known="run.json" in found):
             beside = set_aside(run.path)
             self._journal.say(f"the workspace had files of another run, which lie in {beside} now")
-        self._brought = bring(files, found, run.path, local_goes_on)
+        self._brought = bring(files, found, run.path, local_is_newer)
         self._brought.left_out.update(left_out)
         for name, why in self._brought.left_out.items():
             self._journal.warn(f"{run.url}/{name} is left where it is: {why}")

@@ -129,13 +129,13 @@ def test_damage_is_named(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "there is no nowhere"),
+        (["nowhere"], "nowhere does not exist"),
         (["RUN@99"], "no epoch 99"),
-        (["RUN/checkpoints/data"], "is no run and holds no checkpoints"),
+        (["RUN/checkpoints/data"], "is not a run and has no checkpoints"),
         (["RUN", "--metric", "los"], "no epoch has a metric 'los'; there is loss, odd"),
         (["RUN", "--metric", "loss", "--nan-only"], "give one of them"),
         (["RUN", "--jump", "3"], "name it with --metric"),
-        (["RUN/checkpoints", "--metric", "loss"], "holds checkpoints but no run"),
+        (["RUN/checkpoints", "--metric", "loss"], "has checkpoints but no run"),
     ],
 )
 def test_mistakes_are_one_line(run: Path, capsys, arguments, said):

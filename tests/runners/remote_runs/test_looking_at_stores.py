@@ -87,7 +87,7 @@ def test_verbs_that_look(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("show {top}", r"is no run; below it are the runs hello, other"),
+        ("show {top}", r"is not a run; it contains the runs hello, other"),
         ("ls {top}/nothing", r"holds no checkpoints"),
         ("show {top}/hello@2", r"."),
         ("runs code {top}/hello", r"memory://looked-at/runs/hello was not archived"),
@@ -178,7 +178,7 @@ def test_foreign_files_and_odd_names(hosts: Hosts, url: str, capsys: pytest.Capt
     put(f"{url}/somebody.bin", b"\0" * 1000)
     code, text = said(capsys, "show", url)
     assert code == 0, text
-    assert "could be no file's here" in text
+    assert "is not possible as a local file name" in text
     assert "\x1b[31m" not in text
     where = mirror_of(url).root
     assert not [one for one in where.parent.parent.rglob("*") if one.name == "escaped"]

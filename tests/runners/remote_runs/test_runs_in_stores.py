@@ -407,7 +407,7 @@ def test_odd_names_in_a_store(url: str, hosts: Hosts, tmp_path: Path) -> None:
             fsspec.filesystem("memory"), f"{root}/{name}", b"evil"
         )
     hosts.on("two")
-    with pytest.warns(UserWarning, match="could be no file's here"):
+    with pytest.warns(UserWarning, match="is not possible as a local file name"):
         assert train(url, 2) == 2
     assert not [one for one in tmp_path.rglob("*") if one.name in ("escaped", "outside")]
     assert all(one.is_relative_to(tmp_path / "hosts") for one in hosts.files())

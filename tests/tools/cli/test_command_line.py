@@ -254,12 +254,12 @@ def test_a_damaged_log_is_said(run: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["ls", "{tmp}/nowhere"], 2, "there is no"),
-        (["verify", "{tmp}"], 2, "below it is the run hello"),
-        (["ls", "{tmp}/foreign"], 2, "is no run and holds no checkpoints"),
+        (["ls", "{tmp}/nowhere"], 2, "does not exist"),
+        (["verify", "{tmp}"], 2, "it contains the run hello"),
+        (["ls", "{tmp}/foreign"], 2, "is not a run and has no checkpoints"),
         (["show", "{tmp}/file"], 2, "is a file"),
-        (["verify", "@2"], 2, "@2 names no run: give its path before the @"),
-        (["show", "{run}@2"], 2, "this verb takes a run and no epoch of it: give {run}"),
+        (["verify", "@2"], 2, "@2 names no run: write its path before the @"),
+        (["show", "{run}@2"], 2, "this command takes a run without an epoch: use {run}"),
         (["show", "{run}/checkpoints"], 2, "torchrelay ls lists its epochs"),
         (["ls", "memory://nothing/here"], 2, "holds no checkpoints"),
         (["verify", "{run}", "--epoch", "9"], 2, "there are epochs 0 to 3"),

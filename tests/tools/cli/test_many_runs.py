@@ -197,7 +197,7 @@ def test_a_process_that_a_task_forks_trains(tmp_path: Path) -> None:
     with session:
         assert JobRunner(job, tmp_path / "outer", code=False).train(session).status == "FINISHED"
     assert told["fork"] == "FINISHED 2"
-    assert f"that of process {os.getpid()}" in told["session"]
+    assert f"belongs to process {os.getpid()}" in told["session"]
 
 
 RANKS = """
@@ -229,4 +229,4 @@ def test_a_process_that_a_rank_forks_is_no_rank(tmp_path: Path) -> None:
     assert done.rc == 0, str(done)
     for rank in range(2):
         said = done.of_rank(rank)
-        assert f"forked out of rank {rank}" in said and "FINISHED 2" in said, str(done)
+        assert f"forked from rank {rank}" in said and "FINISHED 2" in said, str(done)

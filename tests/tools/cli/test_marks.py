@@ -88,7 +88,7 @@ def test_what_is_marked_survives_retention_and_prune(run: Path, told: Told) -> N
         (("ckpt", "pin", "--delete", "RUN"), "needs an epoch or a reason"),
         (("ckpt", "pin", "--delete", "RUN@1"), "has no such pin; known are: none"),
         (("ckpt", "pin", "RUN/status.json"), "is a file"),
-        (("ckpt", "tag", "RUN-not-there", "x"), "there is no"),
+        (("ckpt", "tag", "RUN-not-there", "x"), "does not exist"),
     ],
 )
 def test_a_mistake_is_one_line(run: Path, told: Told, arguments: tuple[str, ...], words: str) -> None:

@@ -159,7 +159,7 @@ def test_one_rank_has_no_slowest_node(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A path that is not there is one line and 2; a directory without runs is told and is no error."""
     assert main(["top", str(tmp_path / "no")]) == 2
-    assert "no: give the path of a run directory" in capsys.readouterr().err
+    assert "no does not exist: expected a run directory" in capsys.readouterr().err
     assert "no runs in" in shown(capsys, str(tmp_path))
     assert main(["top", str(tmp_path), "--interval", "soon"]) == 2
     assert "expected seconds" in capsys.readouterr().err

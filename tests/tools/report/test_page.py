@@ -112,7 +112,7 @@ def test_the_verb_writes_a_page_and_says_so(story: RunDirectory, tmp_path: Path,
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "there is no nowhere"),
+        (["nowhere"], "nowhere does not exist"),
         (["."], "no run"),
         (["{run}", "-o", "."], "is a directory"),
         (["{run}", "-o", "no/such/place.html"], "is not a directory"),
