@@ -129,7 +129,7 @@ def start_now(storage: Storage, view: LogView) -> ResumePreview:
     Verifies headers, as a launch does: a damaged block would show while it is loaded.
     """
     if view.empty:
-        return ResumePreview(None, "a start now would begin from scratch: nothing is committed", 0)
+        return ResumePreview(None, "the next launch would begin from scratch: nothing is committed", 0)
     passed: list[Proof] = []
     for entry in view.candidates():
         proof = prove(storage, entry)
@@ -137,21 +137,21 @@ def start_now(storage: Storage, view: LogView) -> ResumePreview:
             after = f", after {len(passed)} newer that are damaged" if passed else ""
             if entry.position.boundary and proof.check()[0].facts.over:
                 text = (
-                    f"the run was over at epoch {entry.position} of branch {entry.branch}{after}: a start "
-                    "now would resume nowhere; with more epochs or patience it would resume there"
+                    f"the next launch would train nothing: the run finished at epoch {entry.position} of "
+                    f"branch {entry.branch}{after}; with more epochs or patience it would resume there"
                 )
                 return ResumePreview(entry, text, 0, tuple(passed), over=True)
-            text = f"a start now would resume from epoch {entry.position} of branch {entry.branch}{after}"
+            text = f"the next launch would resume from epoch {entry.position} of branch {entry.branch}{after}"
             return ResumePreview(entry, text, 0, tuple(passed))
         passed.append(proof)
         if proof.outcome is VerificationStatus.UNKNOWN:
             text = (
-                f"a start now would end with an error: epoch {entry.position} cannot be read "
+                f"the next launch would end with an error: epoch {entry.position} cannot be read "
                 f"({proof.reason}); it is not skipped, because it may be intact"
             )
             return ResumePreview(None, text, StorageError.exit_code, tuple(passed))
     text = (
-        "a start now would end with an error: no epoch of the current branch can be verified; restore "
+        "the next launch would end with an error: no epoch of the current branch can be verified; restore "
         "files from a copy, or begin again with resume='never'"
     )
     return ResumePreview(None, text, NoProvableEpochError.exit_code, tuple(passed))

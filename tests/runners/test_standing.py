@@ -97,11 +97,11 @@ def test_a_number_that_another_process_has_now_is_no_sign_of_life(tmp_path: Path
 
 def test_a_finished_run_would_resume_nowhere(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`ckpt why` promises a resume of a run that was cut, and none of a run that is over."""
-    assert "a start now would resume from epoch 1" in told(capsys, "ckpt", "why", "runs/struck")[0]
+    assert "the next launch would resume from epoch 1" in told(capsys, "ckpt", "why", "runs/struck")[0]
     shorter = PROGRAM.replace("time.sleep(100)", "pass").replace("max_epochs(3)", "max_epochs(2)")
     done = subprocess.run([sys.executable, "-c", shorter], env=clean_environment(), timeout=100, check=False)
     assert done.returncode == 0
-    assert "a start now would resume nowhere" in told(capsys, "ckpt", "why", "runs/struck")[0]
+    assert "the next launch would train nothing" in told(capsys, "ckpt", "why", "runs/struck")[0]
     assert standing(killed).word == "finished"
 
 

@@ -73,7 +73,7 @@ class Committed:
 
 
 def committed_of(storage: Storage, troubles: Troubles) -> Committed:
-    """Read the log and verify, up to the headers, the checkpoint that a start now would choose."""
+    """Read the log and verify, up to the headers, the checkpoint that the next launch would choose."""
     view = troubles.tried(lambda: open_log(storage), LogView())
     for notice in view.notices:
         troubles.note(notice)

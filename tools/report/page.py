@@ -93,7 +93,7 @@ def details_of(run: RunFacts, directory: str, many: bool) -> list[tuple[str, str
         ("hosts", ", ".join(run.hosts[:8]) + more),
         ("started", moment(run.created) if run.created is not None else ""),
         ("directory", directory),
-        ("next launch", "" if many else run.start_now.removeprefix("a start now ")),
+        ("next launch", "" if many else run.start_now.removeprefix("the next launch ")),
     ]
     known = [(name, value, len(value) > _LONG) for name, value in found if value]
     return sorted(known, key=lambda one: one[2])

@@ -63,7 +63,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
         ("lineage {top}/hello", r"hello: job stored"),
         (
             "ckpt why {top}/hello",
-            r"the run was over at epoch 3 of branch 0: a start now would resume nowhere",
+            r"the next launch would train nothing: the run finished at epoch 3 of branch 0;",
         ),
         ("ckpt du {top}/hello", r"live: "),
         ("find-bad {top}/hello", r""),

@@ -103,7 +103,7 @@ def test_why_tells_what_became_of_an_epoch(
     assert code == 0
     assert f"  {standing}: " in out.splitlines()[0]
     assert all(word in out for word in words), out
-    assert out.splitlines()[-1] == "a start now would resume from epoch 6+12 of branch 1"
+    assert out.splitlines()[-1] == "the next launch would resume from epoch 6+12 of branch 1"
 
 
 def test_why_without_an_epoch_goes_down_to_the_one_that_is_chosen(
@@ -165,7 +165,7 @@ def test_why_tells_what_a_run_fell_back_from(tmp_path: Path, capsys: pytest.Capt
     assert code == 0
     assert "epoch 3 (branch 0)  quarantined: found damaged: data/" in out and "the header is" in out
     assert "abandoned after damage: branch 1 began at epoch 2" in out
-    assert "the run was over at epoch 4 of branch 1: a start now would resume nowhere" in out
+    assert "the next launch would train nothing: the run finished at epoch 4 of branch 1;" in out
 
 
 def test_a_run_goes_on_after_its_newest_epoch_was_quarantined(
