@@ -1,1 +1,1 @@
-"""A trained model as a file: state archives, packages, ONNX."""
+"""Trained models as files: state archives, packages, ONNX."""

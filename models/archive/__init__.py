@@ -1,1 +1,1 @@
-"""State archives: states and plain values in one zip file that zipfile and json alone can read."""
+"""State archives: model states and plain values in one zip file, readable with zipfile and json."""

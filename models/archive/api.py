@@ -1,4 +1,4 @@
-"""`save_states` and `load_states`: the states of a model into one file and back, all or nothing."""
+"""`save_states` and `load_states`: write the states of a model to one file and load them atomically."""
 
 from __future__ import annotations
 
@@ -56,15 +56,25 @@ from torchrelay.records import Json, dataclass
 def save_states(
     path: Where, model: nn.Module, aux_states: Mapping[str, Any] | None = None, *, overwrite: bool = False
 ) -> None:
-    """Write the states of a model, and `aux_states` beside them, into one zip file; `load_states` reads it.
+    """Write the states of a model and `aux_states` to one zip file, for `load_states`.
 
-    `aux_states` has a value for each name: numbers, texts, bytes, tensors, what `optimizer.state_dict()`
-    gives, and lists, tuples, sets and dicts of these; all come back as what they were. `path` is taken as it
-    is written; URLs of fsspec are fine. After `compile(model, inputs)` the archive tells what goes in and out
-    of the model, too, which `summary(path)` shows. The file appears whole and durable or not at all, and
-    replaces another only with `overwrite`.
-    Raises UsageError (a name taken, an aux name that is a state's, states without content), BlobError with
-    the path of what cannot be stored, StorageError.
+    The file is written atomically. After `compile(model, inputs)` it also contains the signature of the
+    model, which `summary(path)` shows.
+
+    Args:
+        path: File name or fsspec URL.
+        model: The model.
+        aux_states: Values by name: numbers, strings, bytes, tensors, `optimizer.state_dict()`, and lists,
+            tuples, sets and dicts of these.
+        overwrite: Replace an existing file.
+
+    Raises:
+        UsageError: The file exists, an aux name is also the name of a state, or states have no content yet.
+        BlobError: A value cannot be stored; has its path.
+        StorageError: Writing failed.
+
+    Example:
+        save_states("model.zip", model, {"epoch": 3, "optimizer": optimizer.state_dict()})
     """
     states = states_of(checked(model))
     aux, tensors = aux_of(aux_states or {}, states)
@@ -78,9 +88,9 @@ def save_states(
 
 
 def aux_of(given: Mapping[str, Any], states: States) -> tuple[Json, dict[str, TensorToStore]]:
-    """The values as JSON, in order, and the tensors inside them by the name that stands for them."""
+    """Return the values as JSON, in order, and their tensors by placeholder name."""
     if not isinstance(given, Mapping):
-        raise UsageError(f'aux_states has values by name, {{"epoch": 3}}, not {type(given).__name__}')
+        raise UsageError(f'aux_states must be a mapping such as {{"epoch": 3}}, not {type(given).__name__}')
     taken = {*states.tensors, *states.ties, *states.extra}
     found: dict[str, TensorToStore] = {}
     names: dict[int, str] = {}
@@ -101,17 +111,20 @@ def aux_of(given: Mapping[str, Any], states: States) -> tuple[Json, dict[str, Te
         if type(key) is not str:
             raise UsageError(f"aux_states has names, and {key!r} is none")
         if key in taken:
-            raise UsageError(f"{key!r} is the name of a state of the model: call the aux value otherwise")
+            raise UsageError(f"{key!r} is the name of a state of the model: rename the aux value")
         pairs.append([key, values.encode(value, key, tensor=keep)])
     return {"names": [key for key, _ in pairs], "values": dict(pairs)}, found
 
 
 @dataclass(frozen=True)
 class StateReport:
-    """What became of each state. `missing`: of the model, not in the archive. `unexpected`: the reverse.
+    """Result of a load, by name of the states.
 
-    `unlike`: "name: the model has ..., the archive ..." of those with another shape or element type.
-    `loaded`: the names that were loaded.
+    Attributes:
+        loaded: Loaded states.
+        missing: States of the model that are not in the archive.
+        unexpected: States of the archive that are not in the model.
+        unlike: Descriptions of states with another shape or element type.
     """
 
     loaded: tuple[str, ...] = ()
@@ -121,7 +134,7 @@ class StateReport:
 
     @property
     def complete(self) -> bool:
-        """Whether everything fitted."""
+        """True if all states were loaded."""
         return not (self.missing or self.unexpected or self.unlike)
 
     def __str__(self) -> str:
@@ -135,7 +148,7 @@ class StateReport:
         return "; ".join([*parts, *self.unlike])
 
     def check(self, what: str) -> None:
-        """Raise BlobError with all differences, if there are some."""
+        """Raise BlobError with all differences, if any."""
         if not self.complete:
             text = str(replace(self, loaded=())).removeprefix("0 states loaded; ")
             raise BlobError(
@@ -144,7 +157,7 @@ class StateReport:
 
 
 def compared(archive: ArchiveFile, wanted: Mapping[str, ModuleEntry]) -> StateReport:
-    """The report of a load that has not begun: `loaded` is what can be."""
+    """Compare model and archive before a load; `loaded` are the states that can be loaded."""
     stored = archive.tensors(MODEL).entries
     every = {**stored, **{name: stored[first] for name, first in archive.ties.items()}}
     have = {*every, *archive.extra}
@@ -159,7 +172,7 @@ def compared(archive: ArchiveFile, wanted: Mapping[str, ModuleEntry]) -> StateRe
 
 
 def _unlike(name: str, entry: ModuleEntry, stored: Mapping[str, ArchiveEntry], archive: ArchiveFile) -> str:
-    """What differs in a state that both sides have, or nothing."""
+    """Describe the difference of a state that both sides have; empty if there is none."""
     value, found = entry.value, stored.get(name)
     if found is None:
         tensor = isinstance(value, torch.Tensor) and name in archive.extra
@@ -177,7 +190,7 @@ def _unlike(name: str, entry: ModuleEntry, stored: Mapping[str, ArchiveEntry], a
 def _untied(
     wanted: Mapping[str, ModuleEntry], stored: Mapping[str, ArchiveEntry], archive: ArchiveFile
 ) -> dict[str, str]:
-    """States that are one tensor in the model and two unlike ones in the archive."""
+    """Describe states that share a tensor in the model but differ in the archive."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for name, entry in wanted.items():
@@ -199,15 +212,29 @@ def load_states(
 def load_states(
     path: Where, model: nn.Module, *, strict: bool = True
 ) -> dict[str, Any] | tuple[dict[str, Any], StateReport]:
-    """Load the states of an archive or package into a model; returns the aux values, tensors on the CPU.
+    """Load the states of an archive or package into a model.
 
-    Names, shapes and element types must be the model's, else nothing changes and one error lists all
-    differences. With `strict=False` what fits is loaded, and a pair comes back: the aux values, and the
-    report of what was missing, unexpected or unlike. Everything is read and verified before the first state
-    changes; a file that changes after that raises PartiallyLoadedError. Lazy modules get the archive's
-    shapes, modules on the meta device get memory on the CPU.
-    Raises UsageError where there is no file, BlobError for differences, FormatError for a foreign file,
-    DamagedError naming the member, StorageError.
+    Everything is read and verified before the first state changes. Lazy modules get the archive's shapes,
+    modules on the meta device get memory on the CPU.
+
+    Args:
+        path: File name or fsspec URL.
+        model: The model, loaded in place.
+        strict: Require equal names, shapes and element types; False loads the states that fit.
+
+    Returns:
+        The aux values, with tensors on the CPU; with `strict=False` a pair of them and a StateReport.
+
+    Raises:
+        UsageError: The file does not exist.
+        BlobError: The states do not fit; lists all differences, and nothing has changed.
+        FormatError: The file is not an archive or package.
+        DamagedError: Stored bytes are damaged.
+        StorageError: Reading failed.
+        PartiallyLoadedError: The file changed during the load.
+
+    Example:
+        aux = load_states("model.zip", model)
     """
     checked(model)
     with open_archive_file(path) as archive:
@@ -217,30 +244,32 @@ def load_states(
 
 
 def set_states(model: nn.Module, states: Mapping[str, torch.Tensor]) -> None:
-    """Put what `get_states` gave into a model that was made by the same code, all or nothing.
+    """Copy the result of `get_states` into a model of the same class, all or nothing.
 
-    Tied states may be given under any of their names, or all if they are equal. Values are copied, and
-    modules on the meta device get memory. States that are no tensors stay as they are.
+    Tied states may be given under any of their names, or all if they are equal. Modules on the meta device
+    get memory. States other than tensors do not change.
 
     Args:
-        model: Gets the states, in place.
-        states: Tensors by dotted name, of the shapes and element types of the model's.
+        model: The model, changed in place.
+        states: Tensors by dotted name, with the shapes and element types of the model.
 
     Raises:
-        BlobError: With a list of all that is missing, unexpected or of another form; nothing has changed.
+        BlobError: States are missing, unexpected or of another form; lists all, and nothing has changed.
 
     Example:
         >>> set_states(other, get_states(model))
     """
     if not isinstance(states, Mapping):
-        raise UsageError(f"states are tensors by name, as get_states gives them, not {type(states).__name__}")
+        raise UsageError(
+            f"states must be tensors by name as returned by get_states, not {type(states).__name__}"
+        )
     wanted = {one.name: one for one in entries_of(model) if isinstance(one.value, torch.Tensor)}
     first, known = TensorNames(), dict[str, str]()
     for name, entry in wanted.items():
         lazy = nn.parameter.is_lazy(entry.value)
         known[name] = name if lazy else first.earlier(entry.value, name) or name
     given: dict[str, torch.Tensor] = {}
-    wrong = [f"{name} is no state of the model" for name in states if name not in wanted]
+    wrong = [f"{name} is not a state of the model" for name in states if name not in wanted]
     for name in [one for one in states if one in wanted]:
         value, live = states[name], wanted[name].value
         if why := _given_unlike(value, live):
@@ -259,9 +288,9 @@ def set_states(model: nn.Module, states: Mapping[str, torch.Tensor]) -> None:
 
 
 def _given_unlike(value: Any, live: torch.Tensor) -> str:
-    """How a given state differs in form from the model's; empty where it does not."""
+    """Describe how a state differs in form from the model's; empty if it does not."""
     if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}, no tensor"
+        return f"a {type(value).__name__}, not a tensor"
     if nn.parameter.is_lazy(live) or (value.shape == live.shape and value.dtype == live.dtype):
         return ""
     return f"{form(value)}, in the model {form(live)}"
@@ -270,8 +299,8 @@ def _given_unlike(value: Any, live: torch.Tensor) -> str:
 def fill(archive: ArchiveFile, model: nn.Module, *, strict: bool) -> StateReport:
     """Load the states; see `load_states`.
 
-    What is read into the model's own tensors is read twice: once to see that all of it is whole, which no
-    memory of the model's size is needed for, then into place, verified again.
+    States loaded in place are read twice: first to verify all of them without extra memory, then into the
+    model's tensors, verified again.
     """
     wanted = {entry.name: entry for entry in entries_of(model)}
     report = compared(archive, wanted)
@@ -301,10 +330,10 @@ def fill(archive: ArchiveFile, model: nn.Module, *, strict: bool) -> StateReport
 def _destinations(
     archive: ArchiveFile, model: nn.Module, wanted: Mapping[str, ModuleEntry], names: Sequence[str]
 ) -> tuple[InPlace, dict[str, torch.Tensor]]:
-    """The model's own tensors that stored bytes may be read straight into, and its others with content.
+    """Return the model's tensors that can be read into directly, and its other tensors with content.
 
-    These lie on a device or not in order. Each has one name. There are none where the model has load code of
-    its own, which wants to see what comes.
+    The others are on a device or not contiguous. Each tensor has one name. Both are empty if the model has
+    its own loading code, which must see the values.
     """
     if has_load_code(parts_of(model)):
         return NOTHING, {}
@@ -325,7 +354,7 @@ def _destinations(
 
 
 def _read(archive: ArchiveFile, names: Sequence[str]) -> dict[str, Any]:
-    """What is stored under these names; tied names have one tensor."""
+    """Read the stored values of these names; tied names share a tensor."""
     stored, made = archive.tensors(MODEL), dict[str, Any]()
     for name in names:
         if name in archive.extra:
@@ -339,18 +368,18 @@ def _read(archive: ArchiveFile, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_all_real(wanted: Mapping[str, ModuleEntry], loaded: Sequence[str], model: nn.Module) -> None:
-    """A module on the meta device is filled whole, or its forward pass would fail later in odd ways."""
+    """Raise BlobError if tensors would stay on the meta device, which would break the forward pass."""
     known = {id(wanted[name].value) for name in loaded}
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if empty := [name for name, one in tensors if one.is_meta and id(one) not in known]:
         raise BlobError(
-            f"{', '.join(empty[:8])} would stay on the meta device, as the archive does not have them: "
-            "make the model on a real device"
+            f"{', '.join(empty[:8])} would stay on the meta device, because the archive does not have "
+            "them: create the model on a real device"
         )
 
 
 def _check_memory(entries: Sequence[ModuleEntry]) -> None:
-    """The tensors of the model that have content are of kinds, and in memory, that can be loaded into."""
+    """Check that the model's tensors can be loaded into."""
     filled = [
         (entry.name, entry.value)
         for entry in entries
@@ -370,6 +399,6 @@ def _put(model: nn.Module, found: Sequence[tuple[ModuleEntry, Any]]) -> None:
         model.load_state_dict({entry.key: value for entry, value in found}, strict=False, assign=meta)
     except RuntimeError as error:
         raise PartiallyLoadedError(
-            f"the model's own load_state_dict refused states after some had changed: {error}"
+            f"the model's own load_state_dict failed after some states had changed: {error}"
         ) from error
     tie_again(model, ties)

@@ -1,12 +1,12 @@
-"""One archive as a whole: its manifest, and its members, whose tensors are verified as they are read.
+"""Archive files: manifest and members, with tensors verified as they are read.
 
     manifest.json            format, kind ("states" or "package"), tensors by member, ties, plain values
-    model.safetensors        states of the model, tied ones once
-    aux.safetensors          tensors inside of the plain values
-    constants.safetensors    packages only, as program.json and source/...
+    model.safetensors        states of the model, tied states once
+    aux.safetensors          tensors inside the plain values
+    constants.safetensors    packages only, like program.json and source/...
 
-The manifest is the last member, since it holds the digests of all tensors. Its own bytes have the CRC that
-every member of a zip has.
+The manifest is the last member, because it holds the digests of all tensors. It is protected by the CRC of
+its zip member.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ ROLES = (PARAMETER, BUFFER, OTHER)
 
 @dataclass(frozen=True)
 class ArchiveEntry:
-    """A stored tensor: `element` and `shape` are the logical ones, `digests` xxh3-128 per MiB.
+    """A stored tensor: logical `element` type and `shape`, and xxh3-128 `digests` per MiB.
 
-    `role` says what it is in a model; of parameters `trainable` says whether they had gradients.
+    `role` is parameter, buffer and so on; `trainable` is whether a parameter had gradients.
     """
 
     element: ElementType
@@ -63,11 +63,11 @@ class ArchiveEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return self.element.nbytes(self.shape)
 
     def to_json(self) -> Json:
-        """As the manifest has it."""
+        """Return the form in the manifest."""
         return {
             "dtype": self.element.name,
             "shape": list(self.shape),
@@ -78,7 +78,7 @@ class ArchiveEntry:
 
 
 def entry_from_json(fields: Fields) -> ArchiveEntry:
-    """Back; raises DamagedError."""
+    """Parse the form in the manifest; raises DamagedError."""
     shape = fields.items("shape")
     if not _possible(shape) or fields.text("role") not in ROLES:
         raise fields.wrong("shape")
@@ -94,27 +94,27 @@ def entry_from_json(fields: Fields) -> ArchiveEntry:
 
 
 def _possible(shape: list[Json]) -> bool:
-    """Whether torch can have it: also of an empty tensor it multiplies the other sizes."""
+    """Return True if torch supports the shape; even for empty tensors it multiplies the other sizes."""
     if len(shape) > _DIMENSIONS or not all(type(size) is int and size >= 0 for size in shape):
         return False
     return bool(math.prod(size for size in shape if size) < _ELEMENTS)
 
 
 def ordered(entries: Mapping[str, ArchiveEntry]) -> list[str]:
-    """The names in the order in which their bytes lie: larger items first, so that all are aligned."""
+    """Return the names in storage order: larger item sizes first, so that all are aligned."""
     return sorted(entries, key=lambda name: (-entries[name].element.itemsize, name))
 
 
 def places(
     header: bytes, data: int, nbytes: int, entries: Mapping[str, ArchiveEntry], what: str
 ) -> dict[str, int]:
-    """Where each tensor begins within the member, by its header, which must fit the manifest.
+    """Return the offset of each tensor in the member, after checking its header against the manifest.
 
-    `data` is where the bytes begin, `nbytes` the size of the member. Raises DamagedError.
+    `data` is the offset of the bytes, `nbytes` the size of the member. Raises DamagedError.
     """
     found = canonical_json.loads(header, what=what, limit_bytes=HEADER_LIMIT)
     if not isinstance(found, dict):
-        raise DamagedError(f"{what}: its header is no object")
+        raise DamagedError(f"{what}: its header is not an object")
     found.pop("__metadata__", None)
     if set(found) != set(entries):
         odd = sorted(set(found) ^ set(entries))[0]
@@ -127,11 +127,11 @@ def places(
 
 
 def _check_apart(placed: Mapping[str, int], entries: Mapping[str, ArchiveEntry], what: str) -> None:
-    """No byte is read twice, so an archive gives no more memory than it has."""
+    """Check that tensors do not overlap, so that an archive cannot expand beyond its size."""
     end = 0
     for name in sorted((one for one in placed if entries[one].nbytes), key=lambda one: placed[one]):
         if placed[name] < end:
-            raise DamagedError(f"{what} ({name}): its bytes are those of another tensor, too")
+            raise DamagedError(f"{what} ({name}): its bytes overlap those of another tensor")
         end = placed[name] + entries[name].nbytes
 
 
@@ -142,12 +142,12 @@ def _place(said: Json, entry: ArchiveEntry, data: int, nbytes: int, what: str) -
             fits = code == entry.element.code and stored == shape and stop - start == entry.nbytes
             if fits and start >= 0 and data + stop <= nbytes:
                 return data + start
-    raise DamagedError(f"{what}: the header does not say what the manifest says")
+    raise DamagedError(f"{what}: the header does not match the manifest")
 
 
 @dataclass(frozen=True)
 class TensorToStore:
-    """A tensor to be stored; nothing is copied before it is written."""
+    """A tensor to store; it is copied only when written."""
 
     tensor: torch.Tensor
     role: str = OTHER
@@ -156,17 +156,17 @@ class TensorToStore:
 
 ALIGNMENT = 64
 _PADDING_ID = 0xD935
-"""The extra field that other tools align members with."""
+"""The zip extra field that other tools use for alignment."""
 _LONG = 1 << 30
-"""Members from this size on have the zip's field of long sizes, which takes bytes of the header."""
+"""Members from this size on have zip64 sizes, which take bytes of the header."""
 _LONG_FIELD = 20
 
 
 def add_member(archive: zipfile.ZipFile, name: str, nbytes: int, pieces: Iterable[memoryview]) -> None:
-    """Write a stored member whose bytes are aligned; the same content gives the same archive."""
+    """Write an uncompressed, aligned member; equal content gives equal archives."""
     if not name_fits(name):
-        raise BlobError(f"an archive has no member {name[:100]!r}: it could not be opened again")
-    info = zipfile.ZipInfo(name)  # of 1980, the least that a zip can say
+        raise BlobError(f"{name[:100]!r} is not a valid member name of an archive")
+    info = zipfile.ZipInfo(name)  # 1980, the earliest date of zip
     info.external_attr = 0o100644 << 16
     long = nbytes >= _LONG
     taken = archive.start_dir + 30 + len(name) + 4 + (_LONG_FIELD if long else 0)
@@ -178,10 +178,10 @@ def add_member(archive: zipfile.ZipFile, name: str, nbytes: int, pieces: Iterabl
 
 
 def write_tensors(archive: zipfile.ZipFile, member: str, tensors: Mapping[str, TensorToStore]) -> Json:
-    """Write a member; what the manifest says of its tensors. Raises BlobError for what cannot be stored."""
+    """Write a member and return its part of the manifest; raises BlobError for unsupported tensors."""
     entries = {name: _entry(name, one) for name, one in tensors.items()}
     if "__metadata__" in entries:
-        raise BlobError("a tensor cannot be called '__metadata__' in a safetensors file: rename it")
+        raise BlobError("invalid tensor name '__metadata__' in a safetensors file: rename it")
     order = [(name, entries[name]) for name in ordered(entries)]
     described = (
         (name, one.element.code, one.element.stored_shape(one.shape), one.nbytes) for name, one in order
@@ -211,7 +211,7 @@ def _entry(name: str, one: TensorToStore) -> ArchiveEntry:
 
 
 class StoredTensors:
-    """The tensors of one member, known by the manifest and read when they are asked for."""
+    """The tensors of one member, read on request."""
 
     def __init__(self, archive: ZipMembers, member: str, said: Fields) -> None:
         self._archive, self._member = archive, member
@@ -237,7 +237,7 @@ class StoredTensors:
         return places(bytes(header), 8 + nbytes, found.nbytes, self.entries, what)
 
     def read(self, name: str) -> torch.Tensor:
-        """A new tensor on the CPU, every byte verified. Raises DamagedError naming member and tensor."""
+        """Read a new tensor to the CPU, verifying every byte; raises DamagedError with member and tensor."""
         import torch
 
         entry = self.entries[name]
@@ -246,11 +246,11 @@ class StoredTensors:
         return tensor
 
     def read_all(self, names: Sequence[str], memories: Sequence[Memory]) -> None:
-        """Fill memory of exactly the tensors' sizes, every byte verified once it is there; see `read`."""
+        """Read tensors into memory of their exact sizes and verify them; see `read`."""
         self._verify(names, lambda number, at, nbytes: memoryview(memories[number])[at : at + nbytes])
 
     def check(self, names: Sequence[str]) -> None:
-        """Read tensors and keep nothing of them: whether every byte is what was saved; see `read`."""
+        """Verify tensors without keeping them; see `read`."""
         mine = threading.local()
 
         def scratch(number: int, at: int, nbytes: int) -> memoryview:
@@ -262,7 +262,7 @@ class StoredTensors:
         self._verify(names, scratch)
 
     def read_range(self, name: str, start: int, memory: memoryview) -> None:
-        """Fill memory with a tensor's bytes from `start` on; every block is verified, see `read`."""
+        """Read a tensor's bytes from `start` on into memory, verifying every block; see `read`."""
         nbytes, stop = self.entries[name].nbytes, start + len(memory)
         block = memoryview(bytearray(BLOCK))
         for at in range(start // BLOCK * BLOCK, stop, BLOCK):
@@ -275,9 +275,9 @@ class StoredTensors:
             memory[first - start : last - start] = block[first - at : last - at]
 
     def _verify(self, names: Sequence[str], place: Callable[[int, int, int], memoryview]) -> None:
-        """Read block by block, so that each is hashed while it lies in the processor's cache.
+        """Read block by block, so that each block is hashed while it is in the CPU cache.
 
-        The digests prove the bytes, so the zip's CRC of the member is left alone.
+        The zip's CRC of the member is not checked, because the digests verify the bytes.
         """
         blocks = [
             (number, at, min(BLOCK, nbytes - at))
@@ -295,7 +295,7 @@ class StoredTensors:
         index = at // BLOCK * SIZE
         if block_digests(memory) != self.entries[name].digests[index : index + SIZE]:
             raise DamagedError(
-                f"{self._archive.what}: {name!r} in {self._member} is damaged: its bytes are not those saved"
+                f"{self._archive.what}: {name!r} in {self._member} is damaged: its bytes have changed"
             )
 
 
@@ -307,30 +307,30 @@ MANIFEST = "manifest.json"
 MODEL, AUX, CONSTANTS = "model", "aux", "constants"
 STATES, PACKAGE = "states", "package"
 MEMBER_LIMIT = 256 << 20
-"""Bytes of a member that is read as a whole; whoever writes one checks it, too."""
+"""Largest size of a member that is read as a whole; also checked when writing."""
 ABOUT = "torchrelay archive"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What goes into an archive. `ties` are names of states that share the tensor of another name."""
+    """Contents of an archive; `ties` maps names of states to the name that holds the shared tensor."""
 
     kind: str
     tensors: Mapping[str, Mapping[str, TensorToStore]]
     ties: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Json] = field(default_factory=dict)
-    """States that are no tensors, as typed values."""
+    """States other than tensors, as typed values."""
     aux: Json = field(default_factory=lambda: {"names": [], "values": {}})
     order: tuple[str, ...] = ()
-    """The names of all states as the model has them."""
+    """Names of all states in the model's order."""
     package: Json = None
     signature: Json = None
-    """What goes in and out of the model of a state archive, where it was compiled."""
+    """Signature of the model of a state archive, if it was compiled."""
     members: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def write_contents(where: Where, contents: Contents, *, overwrite: bool) -> str:
-    """Write an archive; returns where it lies. Raises UsageError, BlobError, StorageError."""
+    """Write an archive and return its path; raises UsageError, BlobError, StorageError."""
 
     def write(temporary: Path) -> None:
         with temporary.open("xb") as file, zipfile.ZipFile(file, "w") as archive:
@@ -342,9 +342,7 @@ def write_contents(where: Where, contents: Contents, *, overwrite: bool) -> str:
             manifest = canonical_json.dumps(_manifest(contents, said))
             for name, data in {**contents.members, MANIFEST: manifest}.items():
                 if len(data) > MEMBER_LIMIT:
-                    raise BlobError(
-                        f"{name} has {len(data)} bytes, more than the {MEMBER_LIMIT} that are read"
-                    )
+                    raise BlobError(f"{name} has {len(data)} bytes, more than the limit of {MEMBER_LIMIT}")
                 add_member(archive, name, len(data), [memoryview(data)])
 
     return str(publish(as_written(where, _WANTED), write, overwrite=overwrite))
@@ -370,19 +368,21 @@ def _manifest(contents: Contents, said: Json) -> Json:
 
 
 class ArchiveFile:
-    """An open archive, its manifest checked; see `open_archive_file`."""
+    """An open archive with a checked manifest; see `open_archive_file`."""
 
     def __init__(self, members: ZipMembers) -> None:
         self.what, self._members = members.what, members
         if MANIFEST not in members.members:
-            raise FormatError(f"{self.what} is a zip archive of something else: it has no {MANIFEST}")
+            raise FormatError(f"{self.what} is a zip archive of another kind: it has no {MANIFEST}")
         found = canonical_json.loads(
             members.read(MANIFEST, MEMBER_LIMIT),
             what=f"{self.what}: {MANIFEST}",
             limit_bytes=MEMBER_LIMIT,
         )
         if not isinstance(found, dict) or found.get("about") != ABOUT:
-            raise FormatError(f"{self.what} is an archive of something else: its {MANIFEST} is not ours")
+            raise FormatError(
+                f"{self.what} is an archive of another kind: its {MANIFEST} is not torchrelay's"
+            )
         check_stamp(found.get("format"), what=self.what)
         self.fields = Fields(found, f"{self.what}: {MANIFEST}")
         self.kind = self.fields.text("kind")
@@ -391,36 +391,36 @@ class ArchiveFile:
         self._groups: dict[str, StoredTensors] = {}
         states = self.tensors(MODEL).entries
         if wrong := [name for name, first in self.ties.items() if first not in states or name in states]:
-            raise DamagedError(f"{self.fields.what}: {wrong[0]!r} is tied to no state")
+            raise DamagedError(f"{self.fields.what}: {wrong[0]!r} is tied to a missing state")
         self.order = self.fields.texts("order")
         if sorted(self.order) != sorted([*states, *self.ties, *self.extra]):
             raise self.fields.wrong("order")
 
     def tensors(self, group: str) -> StoredTensors:
-        """The tensors of a member; raises DamagedError."""
+        """Return the tensors of a member; raises DamagedError."""
         if group not in self._groups:
             said = self.fields.fields("tensors").fields(group)
             self._groups[group] = StoredTensors(self._members, f"{group}.safetensors", said)
         return self._groups[group]
 
     def read(self, member: str, limit_bytes: int) -> bytes:
-        """Another member; raises DamagedError."""
+        """Read another member; raises DamagedError."""
         return self._members.read(member, limit_bytes)
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The names of all members."""
+        """Names of all members."""
         return tuple(self._members.members)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """All states in the model's order, tied names with one tensor; what is no tensor is in `extra`."""
+        """All states in the model's order; tied names share a tensor, other values are in `extra`."""
         stored = self.tensors(MODEL)
         found = {name: stored.read(name) for name in stored.entries}
         names = [name for name in self.order if name not in self.extra]
         return {name: found[self.ties.get(name, name)] for name in names}
 
     def aux(self) -> dict[str, Json]:
-        """The plain values by name in their order, with their tensors."""
+        """The aux values by name in their order, with their tensors."""
         said = self.fields.fields("aux")
         trees = said.fields("values").values
         names = said.texts("names")
@@ -429,14 +429,14 @@ class ArchiveFile:
         stored = self.tensors(AUX)
         wanted = dict.fromkeys(name for tree in trees.values() for name in references(tree))
         if unknown := [name for name in wanted if name not in stored.entries]:
-            raise DamagedError(f"{self.fields.what}: there is no tensor {unknown[0][:100]!r}")
+            raise DamagedError(f"{self.fields.what}: missing tensor {unknown[0][:100]!r}")
         made = {name: stored.read(name) for name in wanted}
         return {name: decode(trees[name], tensor=lambda one: made[str(one)]) for name in names}
 
 
 @contextmanager
 def open_archive_file(where: Where) -> Iterator[ArchiveFile]:
-    """Open an archive of ours.
+    """Open an archive.
 
     Raises UsageError, FormatError for a foreign file, DamagedError, StorageError.
     """

@@ -1,8 +1,8 @@
-"""State archives of SINGA 3: a zip of an npz file and a JSON index, read for those who move here.
+"""Read state archives of SINGA 3, a zip of an npz file and a JSON index, for migration.
 
-`tensor_dict.npz` has the arrays by name, `states_attr.json` says of each whether it is of the model
-(`state_type` 0) or beside it (1). Names and shapes are SINGA's: `conv1.W` is what torch calls `conv1.weight`,
-and the weight of a linear layer is stored transposed; a state dict is made of them by hand.
+`tensor_dict.npz` has the arrays by name; `states_attr.json` marks each as a model state (`state_type` 0) or
+an aux state (1). Names and shapes are SINGA's: `conv1.W` is torch's `conv1.weight`, and weights of linear
+layers are transposed, so the user must convert them to a state dict.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from torchrelay.jobs.runtime import check_file
 
 ARRAYS, INDEX = "tensor_dict.npz", "states_attr.json"
 LIMIT = 16 << 30
-"""Bytes that members may unpack to; theirs are compressed."""
+"""Limit on the unpacked size of members, which are compressed."""
 _NUMBERS = "biufc"
 _WANTED = "an archive of SINGA"
 
 
 def read_singa_states(path: Where) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The states of the model and those beside it, by SINGA's names. Needs numpy; nothing is unpickled.
+    """Read the model states and aux states, by SINGA's names. Needs numpy and unpickles nothing.
 
-    Raises UsageError where there is no file, FormatError for another file, DamagedError, StorageError.
+    Raises UsageError if the file does not exist, FormatError for another kind of file, DamagedError,
+    StorageError.
     """
     with fetched(as_written(path, _WANTED), _WANTED) as place:
         check_file(place, _WANTED)
@@ -39,10 +40,10 @@ def read_singa_states(path: Where) -> tuple[dict[str, torch.Tensor], dict[str, t
         except RelayError:
             raise
         except (zipfile.BadZipFile, OSError, ValueError, KeyError, EOFError, NotImplementedError) as error:
-            raise DamagedError(f"{place} is no archive of SINGA that can be read: {error}") from error
+            raise DamagedError(f"{place} is not a readable archive of SINGA: {error}") from error
     if arrays.keys() != kinds.keys():
         odd = sorted(arrays.keys() ^ kinds.keys())[0]
-        raise DamagedError(f"{path}: {odd!r} is in one of {ARRAYS} and {INDEX} only")
+        raise DamagedError(f"{path}: {odd!r} is only in one of {ARRAYS} and {INDEX}")
     model, aux = ({name: one for name, one in arrays.items() if kinds[name] == kind} for kind in (0, 1))
     return model, aux
 
@@ -50,7 +51,7 @@ def read_singa_states(path: Where) -> tuple[dict[str, torch.Tensor], dict[str, t
 def _read(place: Path, shown: str) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     with zipfile.ZipFile(place) as archive:
         if not {ARRAYS, INDEX} <= set(archive.namelist()):
-            raise FormatError(f"{shown} is no archive of SINGA: it has no {ARRAYS} and {INDEX}")
+            raise FormatError(f"{shown} is not an archive of SINGA: it has no {ARRAYS} and {INDEX}")
         if sum(info.file_size for info in archive.infolist()) > LIMIT:
             raise FormatError(f"{shown} would unpack to more than {LIMIT} bytes")
         index = json.loads(archive.read(INDEX))
@@ -61,7 +62,7 @@ def _read(place: Path, shown: str) -> tuple[dict[str, torch.Tensor], dict[str, i
 def _kind(name: str, said: Any) -> int:
     kind = said.get("state_type") if isinstance(said, Mapping) else None
     if kind not in (0, 1):
-        raise ValueError(f"{name!r} is neither of the model nor beside it")
+        raise ValueError(f"{name!r} is neither a model state nor an aux state")
     return int(kind)
 
 
@@ -69,12 +70,12 @@ def _arrays(data: bytes) -> dict[str, torch.Tensor]:
     try:
         import numpy
     except ImportError as error:
-        raise FormatError("archives of SINGA hold numpy arrays: install numpy") from error
+        raise FormatError("archives of SINGA contain numpy arrays: install numpy") from error
     found: dict[str, torch.Tensor] = {}
     with numpy.load(io.BytesIO(data), allow_pickle=False) as arrays:
         for name in arrays.files:
             array = arrays[name]
             if array.dtype.kind not in _NUMBERS:
-                raise ValueError(f"{name!r} holds no numbers")
+                raise ValueError(f"{name!r} does not contain numbers")
             found[name] = torch.from_numpy(numpy.ascontiguousarray(array).reshape(array.shape))
     return found

@@ -1,6 +1,6 @@
-"""What is known of a model: its states by name, names that mean one parameter, what `compile` learned.
+"""States of a model by name, tied parameters, and what `compile` recorded about the model.
 
-Names are those of torch's state dict without what torch's wrappers add to them (DistributedDataParallel,
+Names are those of torch's state dict without the prefixes of torch's wrappers (DistributedDataParallel,
 torch.compile, activation checkpointing), so a wrapped and a bare model share archives.
 """
 
@@ -26,7 +26,7 @@ from torchrelay.records import Json, dataclass
 
 
 def get_params(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by dotted name, tied ones once under their first name; the live ones, not copies."""
+    """Return the live parameters by dotted name, tied ones once under their first name."""
     first: dict[int, tuple[str, Any]] = {}
     for name, parameter in named_parameters("m", checked(module), ModuleStates()):
         first.setdefault(id(parameter), (name.removeprefix("m."), parameter))
@@ -34,10 +34,9 @@ def get_params(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def get_states(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers (statistics of batch norm, say) by dotted name.
+    """Return the live parameters and persistent buffers by dotted name, tied ones under their first name.
 
-    Tied tensors stand once, under their first name; the live tensors, not copies. States that are no
-    tensors (`get_extra_state`) are not among them; `save_states` keeps these too.
+    States other than tensors (`get_extra_state`) are not included; `save_states` stores these too.
     """
     first = TensorNames()
     entries = [entry for entry in entries_of(module) if isinstance(entry.value, torch.Tensor)]
@@ -45,14 +44,14 @@ def get_states(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def checked(module: Any) -> nn.Module:
-    """The module; raises UsageError for what is none."""
+    """Return the module; raises UsageError for anything else."""
     if not isinstance(module, nn.Module):
-        raise UsageError(f"give a torch.nn.Module, not {type(module).__name__}")
+        raise UsageError(f"expected a torch.nn.Module, not {type(module).__name__}")
     return module
 
 
 def entries_of(module: nn.Module) -> list[ModuleEntry]:
-    """The entries of the state dict by canonical name, in its order."""
+    """Return the entries of the state dict by canonical name, in its order."""
     state = checked(module).state_dict(keep_vars=True)
     entries = module_entries("m", module, state)
     return [ModuleEntry(one.key, one.name.removeprefix("m."), one.value, one.role) for one in entries]
@@ -60,7 +59,7 @@ def entries_of(module: nn.Module) -> list[ModuleEntry]:
 
 @dataclass(frozen=True)
 class States:
-    """All states of a model, ready to be stored."""
+    """All states of a model, ready for storing."""
 
     tensors: Mapping[str, TensorToStore]
     ties: Mapping[str, str]
@@ -69,7 +68,7 @@ class States:
 
 
 def unready(module: nn.Module) -> list[str]:
-    """States without content: of lazy modules that have seen no input, and on the meta device."""
+    """Return states without content: of uninitialised lazy modules, and on the meta device."""
     return [
         entry.name
         for entry in entries_of(module)
@@ -79,16 +78,16 @@ def unready(module: nn.Module) -> list[str]:
 
 
 def states_of(module: nn.Module) -> States:
-    """The states of a model.
+    """Return the states of a model.
 
-    Raises UsageError where some have no content yet, BlobError for what cannot be stored: sharded tensors,
-    extra state that is no plain value.
+    Raises UsageError for states without content, BlobError for sharded tensors and for extra state other than
+    plain values.
     """
     if names := unready(module):
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise UsageError(
             f"{len(names)} states have no content yet: {', '.join(names[:8])}{more}; "
-            "torchrelay.compile(model, inputs) gives it to lazy and meta modules"
+            "torchrelay.compile(model, inputs) initialises lazy and meta modules"
         )
     tensors: dict[str, TensorToStore] = {}
     ties: dict[str, str] = {}
@@ -109,15 +108,15 @@ def states_of(module: nn.Module) -> States:
 def _outgoing(entry: ModuleEntry) -> TensorToStore:
     if hasattr(entry.value, "full_tensor"):
         raise BlobError(
-            f"{entry.name} is a sharded tensor (DTensor): give a model with whole tensors "
-            "(ctx.full_state_dict(module) makes them)"
+            f"{entry.name} is a sharded tensor (DTensor): use a model with full tensors, "
+            "as from ctx.full_state_dict(module)"
         )
     role = {Role.PARAMETER: PARAMETER, Role.BUFFER: BUFFER}.get(entry.role, OTHER)  # type: ignore[arg-type]
     return TensorToStore(admitted_in_place(entry.value, entry.name), role, entry.value.requires_grad)
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter with several names."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -125,7 +124,7 @@ def shared_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def tie_again(model: nn.Module, shared: Sequence[Sequence[str]]) -> None:
-    """Make the parameters of these names the one of the first."""
+    """Tie the parameters with these names to the first one."""
     for names in shared:
         first = model.get_parameter(names[0])
         for name in names[1:]:
@@ -135,7 +134,7 @@ def tie_again(model: nn.Module, shared: Sequence[Sequence[str]]) -> None:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A compiled model's example inputs, what of their sizes may differ, and its signature."""
+    """Example inputs, dynamic sizes and signature of a compiled model."""
 
     inputs: Any
     dynamic: Any
@@ -146,10 +145,10 @@ _known: WeakKeyDictionary[nn.Module, Recorded] = WeakKeyDictionary()
 
 
 def record(model: nn.Module, found: Recorded) -> None:
-    """Remember it for as long as the model lives."""
+    """Store the record for as long as the model lives."""
     _known[model] = found
 
 
 def recorded_call(model: nn.Module) -> Recorded | None:
-    """What `compile` learned of this model; None where it was not called."""
+    """Return the record of `compile` for this model; None if it was not called."""
     return _known.get(model)

@@ -1,1 +1,1 @@
-"""ONNX files: a model becomes one, and one becomes a model."""
+"""Export to and import from ONNX files."""

@@ -1,1 +1,1 @@
-"""Model packages: one file from which a model runs without the code that trained it."""
+"""Model packages: one file with a model that runs without its source code."""

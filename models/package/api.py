@@ -1,4 +1,4 @@
-"""`save` and `load`: a model, or one with the states of an epoch, as one file that needs no source."""
+"""`save` and `load`: a model, optionally with the states of an epoch, as one file that needs no source."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ _FOREIGN = tuple(
 
 
 def sources_of(model: nn.Module) -> tuple[str, dict[str, bytes], str]:
-    """The class as "module:Class", the source files by name, and why there are none, or nothing.
+    """Return the class as "module:Class", the source files by name, and the reason if there are none.
 
-    Archived are the modules of the classes of all parts and of their bases, and what they import of the
-    user's own; installed packages and the standard library are not. A script is archived by its own name.
+    Source files are the user's modules that define the classes of all parts and their bases, and their
+    imports, without installed packages and the standard library. A script is archived under its own name.
     """
     kind = type(model)
     class_path = f"{_module_name(kind.__module__)}:{kind.__qualname__}"
     if "<locals>" in kind.__qualname__:
-        why = f"{kind.__qualname__} is a class inside of a function, which nothing can import"
+        why = f"{kind.__qualname__} is a local class, which cannot be imported"
         return class_path, {}, why
     own = {base.__module__ for part in model.modules() for base in type(part).__mro__}
     waiting, files = sorted(own), dict[str, bytes]()
@@ -82,25 +82,29 @@ def sources_of(model: nn.Module) -> tuple[str, dict[str, bytes], str]:
     has_class = bool({f"{base}.py", f"{base}/__init__.py"} & files.keys())
     if not has_class and kind.__module__.startswith(PREFIX):
         why = "was made by archived source (trust_source, load_code), which is not archived again"
-        return class_path, {}, f"{class_path.partition('.')[2]} {why}: give a model of the source's own file"
+        return (
+            class_path,
+            {},
+            f"{class_path.partition('.')[2]} {why}: use a model whose class is in its source file",
+        )
     if not has_class and getattr(sys.modules.get(kind.__module__), "__file__", None) is not None:
-        return class_path, {}, f"{class_path} is of an installed package, which is not archived"
+        return class_path, {}, f"{class_path} belongs to an installed package, which is not archived"
     if not has_class:
-        return class_path, {}, f"the module of {class_path} is no file"
+        return class_path, {}, f"the module of {class_path} is not a file"
     if odd := [name for name in sorted(files) if not name_fits(f"source/{name}")]:
         return class_path, {}, f"its source {odd[0]!r} has a name with other signs than archives hold"
     return class_path, files, ""
 
 
 def _module_name(name: str) -> str:
-    """A script's classes are imported by the script's own name."""
+    """Return the name under which a class is imported; for `__main__` the name of the script."""
     if name == MAIN and (file := getattr(sys.modules[MAIN], "__file__", None)):
         return Path(file).stem
     return name
 
 
 def _source_text(module: ModuleType) -> bytes | None:
-    """The bytes of a module of the user's own; None for all others."""
+    """Return the source of a user's module; None for all other modules."""
     file = getattr(module, "__file__", None)
     if not file or not file.endswith(".py") or module.__name__.partition(".")[0] == "torchrelay":
         return None
@@ -114,7 +118,7 @@ def _source_text(module: ModuleType) -> bytes | None:
 
 
 def _imported(source: bytes, name: str, module: ModuleType) -> Iterator[str]:
-    """The modules that a source may import, by full name."""
+    """Return the full names of modules that a source may import."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -135,9 +139,9 @@ def _imported(source: bytes, name: str, module: ModuleType) -> Iterator[str]:
 def of_epoch(
     model: nn.Module, run: str | os.PathLike[str], epoch: int | str, blob: str
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A loaded copy of the model, and `run`, `epoch` and `code_id` as far as known.
+    """Return a copy of the model loaded from an epoch, and `run`, `epoch` and `code_id` as far as known.
 
-    Raises what `open_checkpoint` and its `load` raise.
+    Raises the errors of `open_checkpoint` and its `load`.
     """
     opened = open_checkpoint(run, epoch)
     if blob not in opened.blobs:
@@ -149,7 +153,7 @@ def of_epoch(
 
 
 def code_id_of_run(run: str | os.PathLike[str]) -> str | None:
-    """The code of all starts; None where they had several, since the epoch is of one of them."""
+    """Return the code id of a run; None if its launches had different ones."""
     path = Path(run)
     ids = {code_id_of(one) for one in captures(path)} if path.is_dir() else set()
     return ids.pop() if len(ids) == 1 else None
@@ -176,24 +180,40 @@ def save(
     blob: str = "model",
     overwrite: bool = False,
 ) -> Package:
-    """Write a model into one file from which it is rebuilt without its class being there; see `load`.
+    """Write a model to one file, which `load` runs without the model's class.
 
-    `inputs` are an example of what `forward` takes: a tensor, a tuple of arguments, or a dict by name;
-    they are needed for the program and the signature, unless `compile(model, inputs)` was called before.
-    The first size of inputs may differ later; `dynamic={"tokens": {0: "batch", 1: "length"}}` says it
-    otherwise. The program is of the model in eval mode. `constructor=(args, kwargs)` is what the class
-    was called with, needed for the source form; a class that needs no argument does without. With
-    `source=False` no source is archived. `drop_unused` leaves inputs out that no answer depends on. With
-    `run`, a run directory or checkpoints, the states are those that the blob `blob` has in its `epoch`
-    (of a copy: `model` stays as it is), and `metadata` tells of both. `labels` name the classes of the
-    output, `preprocessing` refers to what makes inputs. `aux_states` are values and tensors that belong to
-    the states, an optimizer's say, as `save_states` takes them: `load_states(path, model)` gives them back.
-    The file appears whole and durable or not at all; it replaces another only with `overwrite`.
+    The file is written atomically. It contains the states, a program (the model in eval mode, traced by
+    `torch.export`) and the source. Parts that cannot be included are listed in `Package.without`; a package
+    with states only, or with a source that needs a missing `constructor`, gives a warning.
 
-    What cannot be part of the package (no inputs, an operator that programs may not use, no source) is left
-    out, told by the package's `without`; a package that has states only is warned of, and one whose source
-    nobody could run for want of `constructor`.
-    Raises UsageError, BlobError for a state or value that cannot be stored, StorageError.
+    Args:
+        path: File name or fsspec URL.
+        model: The model; it is not changed.
+        inputs: Example inputs of `forward`: a tensor, a tuple of arguments, or a dict by name. Needed for the
+            program and signature, unless `compile(model, inputs)` was called.
+        constructor: `(args, kwargs)` of the class, needed to rebuild it from source if it takes arguments.
+        dynamic: Dynamic sizes such as `{"tokens": {0: "batch", 1: "length"}}`; default: the first size.
+        labels: Names of the output classes.
+        preprocessing: A text or value that describes the preprocessing.
+        metadata: Plain values to store.
+        aux_states: Values and tensors as for `save_states`, such as the state of an optimizer.
+        source: Archive the source.
+        drop_unused: Omit inputs that do not affect the outputs.
+        run: Run or checkpoint directory to take the states from.
+        epoch: Epoch of `run`: a number, "last" or "best".
+        blob: Blob of that epoch with the states of the model.
+        overwrite: Replace an existing file.
+
+    Returns:
+        The written package.
+
+    Raises:
+        UsageError: An argument is invalid, or the file exists.
+        BlobError: A state or value cannot be stored.
+        StorageError: Writing failed.
+
+    Example:
+        save("model.zip", model, torch.zeros(1, 28, 28), labels=["cat", "dog"])
     """
     if inputs is None and (known := recorded_call(checked(model))) is not None:
         inputs, dynamic = known.inputs, dynamic or known.dynamic
@@ -215,7 +235,7 @@ def save(
     aux = aux_of(aux_states or {}, states)
     where = write_contents(path, _contents(states, exported, files, aux, package), overwrite=overwrite)
     if arguments is None and (files or exported is None):
-        lacks = "cannot make the model of its source" if exported is not None else "has states only"
+        lacks = "cannot rebuild the model from its source" if exported is not None else "contains states only"
         warnings.warn(f"{where} {lacks}: {'; '.join(without)}", stacklevel=2)
     return open_package(path)
 
@@ -258,7 +278,7 @@ def _contents(
 
 def _no_tensor(path: str, tensor: torch.Tensor) -> Json:
     raise BlobError(
-        f"{path} is a tensor, and metadata has plain values: give tensors as aux_states={{...}}, which "
+        f"{path} is a tensor, but metadata takes plain values: use aux_states={{...}}, which "
         "load_states(path, model) and open_package(path).aux() give back"
     )
 
@@ -274,7 +294,7 @@ def _exported(
     except BlobError as error:
         without.append(f"no program: {error}")
         return None
-    without.extend(f"no free size {name!r}: traced, the model fixes it" for name in exported.fixed)
+    without.extend(f"no dynamic size {name!r}: the traced model fixes it" for name in exported.fixed)
     return exported
 
 
@@ -300,12 +320,12 @@ def _constructor(model: nn.Module, given: Constructor | None, without: list[str]
             return None
         given = ((), {})
     if len(given) != 2 or not isinstance(given[0], (list, tuple)) or not isinstance(given[1], Mapping):
-        raise UsageError("constructor is (args, kwargs): a sequence and a dict")
+        raise UsageError("constructor must be (args, kwargs), a sequence and a dict")
     args, kwargs = list(given[0]), dict(given[1])
     try:
         inspect.signature(type(model)).bind(*args, **kwargs)
     except TypeError as error:
-        raise UsageError(f"constructor: {type(model).__name__} does not take these: {error}") from None
+        raise UsageError(f"constructor: {type(model).__name__} does not accept these: {error}") from None
     return {"args": values.encode(args, "constructor"), "kwargs": values.encode(kwargs, "constructor")}
 
 
@@ -313,21 +333,34 @@ def _labels(labels: Sequence[str] | None) -> list[str] | None:
     if labels is None:
         return None
     if isinstance(labels, str) or not all(isinstance(one, str) for one in labels):
-        raise UsageError("labels are a sequence of texts, one for each class")
+        raise UsageError("labels must be a sequence of strings, one per class")
     return list(labels)
 
 
 def load(path: Where, *, trust_source: bool = False) -> nn.Module:
-    """The model of a package, in eval mode on the CPU, without its class being there.
+    """Load the model of a package, in eval mode on the CPU.
 
-    Without more said its program runs: operators of torch, told as data. No code of the package is run and
-    nothing is unpickled. A package of strangers can still cost time and memory, and meet bugs of torch's
+    By default its program is run, which consists of torch operators: no code of the package is executed and
+    nothing is unpickled. An untrusted package can still use much time and memory, or trigger bugs of torch's
     operators.
-    **With `trust_source=True` the archived source is run** with this process's rights, to make the class
-    anew with the archived constructor arguments: trust it as your own scripts. Then it is the real class,
-    which trains as ever. Its modules get names of their own, so nothing of yours is replaced.
-    Raises UsageError where the package has not what is asked for, and says what it has; BlobError where the
-    source does not give a model that the states fit; FormatError, DamagedError, StorageError.
+
+    Args:
+        path: File name or fsspec URL.
+        trust_source: **Execute the archived source** and build the original class with the archived
+            constructor arguments, to train it. Its modules get unique names and replace none of yours.
+
+    Returns:
+        The model.
+
+    Raises:
+        UsageError: The package lacks the program or source.
+        BlobError: The states do not fit the model built from source.
+        FormatError: The file is not a package, or from a newer version.
+        DamagedError: Stored bytes are damaged.
+        StorageError: Reading failed.
+
+    Example:
+        model = load("model.zip")
     """
     if not trust_source:
         return open_package(path).module()
@@ -344,7 +377,7 @@ def _constructed(archive: ArchiveFile, package: Package) -> nn.Module:
     fields = archive.fields.fields("package").fields("constructor")
     args, kwargs = decode(fields.values.get("args")), decode(fields.values.get("kwargs"))
     if not isinstance(args, list) or not isinstance(kwargs, dict):
-        raise DamagedError(f"{fields.what} is damaged: no arguments")
+        raise DamagedError(f"{fields.what} is damaged: it has no constructor arguments")
     contents = {name: archive.read(SOURCE + name, MEMBER_LIMIT) for name in package.source}
     module, _, name = package.class_path.partition(":")
     try:
@@ -354,9 +387,11 @@ def _constructed(archive: ArchiveFile, package: Package) -> nn.Module:
         model = found(*args, **kwargs)
     except Exception as error:
         raise BlobError(
-            f"the archived source of {package.where} does not make {package.class_path}: "
+            f"the archived source of {package.where} cannot build {package.class_path}: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(model, nn.Module):
-        raise BlobError(f"{package.class_path} of {package.where} makes a {type(model).__name__}, no module")
+        raise BlobError(
+            f"{package.class_path} of {package.where} returns a {type(model).__name__}, not a module"
+        )
     return model

@@ -1,6 +1,6 @@
-"""From a model and example inputs to a program by `torch.export`, which prints and changes nothing.
+"""Trace a model with `torch.export`, without output or side effects; initialise lazy and meta modules.
 
-Before it `compile`, a dry run, gives lazy and meta modules their content and learns the signature.
+`compile` is a dry run that initialises lazy and meta modules and records the signature.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LOGGERS = (
 
 @contextmanager
 def undisturbing() -> Iterator[None]:
-    """Export inside of this; other threads go on printing."""
+    """Context manager for an export without side effects; other threads can still print."""
     streams = RandomStreams.capture()
     try:
         with ExitStack() as stack:
@@ -63,7 +63,7 @@ def undisturbing() -> Iterator[None]:
 
 @contextmanager
 def saying_nothing() -> Iterator[None]:
-    """What torch prints and logs while it traces stays unsaid: errors tell it in one line."""
+    """Context manager that suppresses torch's output while tracing; errors report it in one line."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -99,7 +99,7 @@ def _without_this_thread(name: str) -> Iterator[None]:
 
 
 class _Others:
-    """A text stream on which the thread that made it is not heard."""
+    """A text stream that drops the output of the thread that created it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -116,7 +116,7 @@ class _Others:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while; afterwards every part is in the mode that it was in."""
+    """Context manager for eval mode; restores the mode of every part."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
@@ -136,7 +136,7 @@ _OF_LIBRARIES = ("torch.", "torchrelay.", "builtins.")
 
 
 def parts_that_train_otherwise(model: nn.Module) -> list[str]:
-    """The parts of a model that do, or may do, something else in training than in eval mode."""
+    """List the parts of a model that behave, or may behave, differently in training mode."""
     return [
         f"{name or 'the model'} ({type(part).__name__})"
         for name, part in model.named_modules()
@@ -149,7 +149,7 @@ def _trains_otherwise(part: nn.Module) -> bool:
         return getattr(part, "p", 1) != 0
     if type(part).__module__.startswith("torch.nn."):  # recurrent layers, attention, encoders
         return isinstance(dropout := getattr(part, "dropout", 0), (int, float)) and dropout > 0
-    if callable(says := getattr(part, "trains_otherwise", None)) and says():  # the model of an ONNX file
+    if callable(says := getattr(part, "trains_otherwise", None)) and says():  # a model of an ONNX file
         return True
     own = [kind for kind in type(part).__mro__ if not f"{kind.__module__}.".startswith(_OF_LIBRARIES)]
     functions = [one for kind in own for one in vars(kind).values() if isinstance(one, FunctionType)]
@@ -159,10 +159,9 @@ def _trains_otherwise(part: nn.Module) -> bool:
 def export(
     model: nn.Module, inputs: Any, dynamic: Dynamic | None = None, *, drop_unused: bool = False
 ) -> LoweredProgram:
-    """Trace the model in eval mode. The first size of inputs may differ unless `dynamic` says otherwise.
+    """Trace the model in eval mode, by default with a dynamic first size of the inputs.
 
-    Raises UsageError for inputs that do not fit, BlobError for a model of which no program can be made;
-    the message says why.
+    Raises UsageError for inputs that do not fit, BlobError with the reason if the model cannot be traced.
     """
     call = call_of(model, inputs)
     names = dynamic_names(call, dynamic)
@@ -180,9 +179,9 @@ def export(
 def _traced(
     model: nn.Module, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
 ) -> torch.export.ExportedProgram:
-    """With sizes of one name as one, of any length; those that the model, traced, fixes are fixed.
+    """Trace with equal names as equal sizes; sizes that the traced model fixes become fixed.
 
-    Sizes that torch chose to be free by itself are not taken over: it may have ruled out a length of 1.
+    Sizes that torch made dynamic by itself are not used, because it may have excluded the value 1.
     """
     every = {text for sizes in names.values() for text in sizes.values()}
     try:
@@ -212,7 +211,7 @@ def _attempt(
 
 
 def _grown(call: ForwardCall, names: Mapping[str, Mapping[int, str]]) -> ForwardCall:
-    """The call with every named size at least 2, because torch takes a size of 1 for a fixed one."""
+    """Enlarge every named size to at least 2, because torch treats a size of 1 as fixed."""
 
     def grown(name: str, tensor: torch.Tensor) -> torch.Tensor:
         for at in names.get(name, {}):
@@ -226,7 +225,7 @@ def _grown(call: ForwardCall, names: Mapping[str, Mapping[int, str]]) -> Forward
 
 
 def _like(call: ForwardCall, wanted: Mapping[str, Any], model: nn.Module) -> Any:
-    """What `torch.export` wants to know of sizes, put together as the bound arguments are."""
+    """Return torch.export's description of dynamic sizes, structured like the bound arguments."""
     by_id = {id(tensor): wanted.get(name) for name, tensor in call.leaves}
     bound = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments
     parameters = inspect.signature(model.forward).parameters
@@ -238,10 +237,9 @@ def _like(call: ForwardCall, wanted: Mapping[str, Any], model: nn.Module) -> Any
 
 
 def materialise(model: nn.Module, device: str = "cpu") -> None:
-    """Give content to every tensor on the meta device; models without one are left alone.
+    """Initialise every tensor on the meta device with `reset_parameters` of its module.
 
-    Raises UsageError, before anything changes, for parts that have such tensors and no
-    `reset_parameters`: what their values should be only their author knows.
+    Raises UsageError, before anything changes, for modules without `reset_parameters`.
     """
     parts = [
         (name, part)
@@ -251,8 +249,8 @@ def materialise(model: nn.Module, device: str = "cpu") -> None:
     unable = [name or type(part).__name__ for name, part in parts if not hasattr(part, "reset_parameters")]
     if unable:
         raise UsageError(
-            f"{', '.join(unable[:8])} lie on the meta device and have no reset_parameters, so nobody "
-            "knows their first values: make the model on a real device, or load states into it"
+            f"{', '.join(unable[:8])} are on the meta device and have no reset_parameters: "
+            "create the model on a real device"
         )
     ties = shared_parameters(model)
     for _, part in parts:
@@ -269,15 +267,26 @@ def compile(
     dynamic: Dynamic | None = None,
     graph: bool | Mapping[str, Any] = False,
 ) -> Signature:
-    """Run the model once on examples, so that all its states have content; returns its signature.
+    """Run the model once on example inputs, so that all its states have content, and record its signature.
 
-    `inputs` is a tensor, a tuple of arguments, or a dict by name; tensors on the meta device stand for zeros.
-    Lazy modules take their shapes from it; modules on the meta device are made on the CPU and initialised by
-    their `reset_parameters`. The forward pass runs in eval mode, without gradients; buffers and random
-    streams are as before (initialising draws from torch's stream, as a constructor does). `dynamic` names the
-    sizes that may differ, by default the first one of all inputs that share it is "batch". `save` uses what
-    is learned here. With `graph` the model is also compiled by `torch.compile`, in place; a dict has its
-    options. Raises UsageError for inputs that `forward` does not take, or what cannot be initialised.
+    Lazy modules take their shapes from the inputs. Modules on the meta device are moved to the CPU and
+    initialised by their `reset_parameters`. The forward pass runs in eval mode without gradients; it does not
+    change buffers or random streams, except for the initialisation. `save` uses the record.
+
+    Args:
+        model: The model, changed in place.
+        inputs: A tensor, a tuple of arguments, or a dict by name; meta tensors stand for zeros.
+        dynamic: Names of dynamic sizes; default: the first size shared by all inputs is "batch".
+        graph: Also compile the model in place with `torch.compile`; a dict has its options.
+
+    Returns:
+        The signature of the model.
+
+    Raises:
+        UsageError: `forward` does not accept the inputs, or a module cannot be initialised.
+
+    Example:
+        compile(model, torch.zeros(1, 28, 28))
     """
     checked(model)
     _fill_lazy(model, inputs)
@@ -292,7 +301,7 @@ def compile(
 
 
 def _real(inputs: Any, model: nn.Module) -> Any:
-    """The inputs with zeros on the model's device in place of meta tensors."""
+    """Replace meta tensors in the inputs with zeros on the model's device."""
     tensors = (*model.parameters(), *model.buffers())
     device = next((one.device for one in tensors), torch.device("cpu"))
     return mapped(inputs, lambda one: torch.zeros_like(one, device=device) if one.is_meta else one)
@@ -306,7 +315,7 @@ def _fill_lazy(model: nn.Module, inputs: Any) -> None:
         state = model.state_dict(keep_vars=True)
         if names := [name for name in unready(model) if name in state and nn.parameter.is_lazy(state[name])]:
             raise UsageError(
-                f"{', '.join(names[:8])} got no content: forward does not use them with these inputs"
+                f"{', '.join(names[:8])} were not initialised: forward does not use them with these inputs"
             )
 
 
@@ -320,7 +329,7 @@ def _called(model: nn.Module, work: Callable[[], Any]) -> Any:
 
 
 def _outputs(model: nn.Module, call: ForwardCall, grown: Mapping[str, int]) -> list[tuple[str, Any]]:
-    """The outputs of a run that leaves no trace, with some inputs one longer in one dimension."""
+    """Return the outputs of a run without side effects, with some inputs longer by one in a dimension."""
     tensors = {id(one): _longer(one, grown.get(name)) for name, one in call.leaves}
     args, kwargs = mapped((call.args, dict(call.kwargs)), lambda one: tensors[id(one)])
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -370,7 +379,7 @@ def _signature(model: nn.Module, call: ForwardCall, names: Mapping[str, Mapping[
 
 
 def _text(name: str, times: int, more: int) -> str:
-    """A size that grows by `times` with each one of `name`."""
+    """Return the text of a size that grows by `times` per unit of `name`."""
     return (name if times == 1 else f"{times}*{name}") + (
         f" + {more}" if more > 0 else f" - {-more}" if more else ""
     )

@@ -1,4 +1,4 @@
-"""The graph of `torch.export` as steps of a program: what is called, what each step is, what is unused."""
+"""Convert the graph of `torch.export` to the steps of a program, without unused inputs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from torchrelay.records import dataclass
 
 BATCH = "batch"
 Dynamic = Mapping[str, Mapping[int, str]]
-"""Names of sizes that may differ, by input and dimension: {"tokens": {0: "batch", 1: "length"}}."""
+"""Names of dynamic sizes by input and dimension: {"tokens": {0: "batch", 1: "length"}}."""
 
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """How `forward` is called: example arguments, each under its name, and the tensors among them."""
+    """A call of `forward`: example arguments by name, and their tensors."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -43,16 +43,16 @@ class ForwardCall:
 
 
 def call_of(model: nn.Module, inputs: Any) -> ForwardCall:
-    """The call that `inputs` mean: a tensor, a tuple of positional arguments, or a dict by name.
+    """Convert `inputs` (a tensor, a tuple of positional arguments, or a dict by name) to a call.
 
-    Raises UsageError where `forward` does not take them.
+    Raises UsageError if `forward` does not accept them.
     """
     args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
-        raise UsageError(f"{type(model).__name__}.forward does not take these inputs: {error}") from None
+        raise UsageError(f"{type(model).__name__}.forward does not accept these inputs: {error}") from None
     found: list[Argument] = []
     leaves: list[tuple[str, torch.Tensor]] = []
     for name, value, positional in _by_name(bound, len(args)):
@@ -79,18 +79,18 @@ def _by_name(bound: inspect.BoundArguments, positional: int) -> Iterator[tuple[s
 
 
 def dynamic_names(call: ForwardCall, dynamic: Dynamic | None) -> dict[str, dict[int, str]]:
-    """The names of sizes that may differ, by tensor. By default the first, of all inputs that share it."""
+    """Return the names of dynamic sizes by tensor; by default the first size, if all inputs share it."""
     known = {name for name, _ in call.leaves}
     if dynamic is not None:
         if strange := sorted(set(dynamic) - known):
-            raise UsageError(f"there is no input {strange[0]!r}; there are {', '.join(sorted(known))}")
+            raise UsageError(f"unknown input {strange[0]!r}; known are {', '.join(sorted(known))}")
         return {name: dict(sizes) for name, sizes in dynamic.items()}
     firsts = [(name, tensor.shape[0]) for name, tensor in call.leaves if tensor.dim()]
     return {name: {0: BATCH} for name, size in firsts if size == firsts[0][1]}
 
 
 def mapped(value: Any, of_tensor: Any, *rest: Any) -> Any:
-    """The same value with other tensors; `rest` may have what everything else becomes."""
+    """Map the tensors of a value, and with `rest` also everything else."""
     if isinstance(value, torch.Tensor):
         return of_tensor(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -105,9 +105,9 @@ def mapped(value: Any, of_tensor: Any, *rest: Any) -> Any:
 def without_unused(
     program: PackagedProgram, specs: Sequence[TensorSpec]
 ) -> tuple[PackagedProgram, tuple[TensorSpec, ...]]:
-    """The program and its inputs (`specs`, in their order) without those that no step and no output uses.
+    """Remove inputs that no step and no output uses from the program and its input `specs`.
 
-    Sequences get shorter, dicts lose keys; an argument of nothing else goes too.
+    Sequences get shorter, dicts lose keys, and arguments that become empty are removed.
     """
     used = set(names_in(list(program.outputs)))
     for step in program.steps:
@@ -122,7 +122,7 @@ def without_unused(
 
 
 def _kept(tree: Tree, numbers: Mapping[int, int]) -> Tree | None:
-    """The tree of the leaves that stay, renumbered; None where none of its leaves does."""
+    """Return the tree of the kept leaves, renumbered; None if no leaf is kept."""
     match tree:
         case {"leaf": at}:
             return {"leaf": numbers[at]} if at in numbers else None
@@ -137,27 +137,27 @@ def _kept(tree: Tree, numbers: Mapping[int, int]) -> Tree | None:
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """A program, what it takes and gives, and the constants that it computes with beside the states."""
+    """A program with its signature and its constants."""
 
     program: PackagedProgram
     json: Any
     signature: Signature
     constants: Mapping[str, torch.Tensor]
     fixed: tuple[str, ...]
-    """Sizes that were to be free and that the model, traced, fixes."""
+    """Requested dynamic sizes that the traced model fixes."""
 
 
 class _Rewriting:
-    """Nodes of the traced graph to steps; what cannot be one is collected, to be told all at once."""
+    """Converts nodes of the traced graph to steps and collects all unsupported ones."""
 
     def __init__(self) -> None:
         self.steps: list[ProgramStep] = []
         self.refused: dict[str, None] = {}
         self.aliases: dict[fx.Node, Any] = {}
-        """Nodes that stand for the value of another, or for several."""
+        """Nodes that are aliases of other values."""
 
     def graph(self, module: fx.GraphModule, nodes: Sequence[fx.Node], prefix: str = "") -> Any:
-        """All calls of a graph; what its output node gives."""
+        """Convert all calls of a graph; returns its output."""
         for node in nodes:
             if node.op == "call_function":
                 self._call(module, node, prefix)
@@ -183,7 +183,7 @@ class _Rewriting:
         self.steps.append(ProgramStep(prefix + node.name, name, tuple(args), kwargs))
 
     def _inlined(self, module: fx.GraphModule, node: fx.Node, prefix: str) -> None:
-        """Whether gradients are recorded changes no answer, so the part is taken in as it is."""
+        """Inline a part that runs with or without gradients, which does not affect the outputs."""
         part: Any = module.get_submodule(str(node.args[1].target))  # type: ignore[union-attr]
         nodes = list(part.graph.nodes)
         given = [self.value(argument) for argument in node.args[2:]]
@@ -192,7 +192,7 @@ class _Rewriting:
         self.aliases[node] = self.graph(part, nodes, f"{prefix}{node.name}.")
 
     def value(self, argument: Any) -> Any:
-        """An argument with nodes replaced by what they stand for."""
+        """Replace the nodes in an argument by their values."""
         if isinstance(argument, fx.Node):
             return self.aliases.get(argument, Ref(argument.name))
         if isinstance(argument, (list, tuple)):
@@ -209,17 +209,17 @@ def rewritten(
     *,
     drop_unused: bool = False,
 ) -> LoweredProgram:
-    """The program of a traced model; raises BlobError, naming at once all operators that it cannot have."""
+    """Return the program of a traced model; raises BlobError with all unsupported operators."""
     signature = traced.graph_signature
     if odd := {spec.kind.name for spec in signature.output_specs} - {"USER_OUTPUT", "BUFFER_MUTATION"}:
         raise BlobError(
-            f"the model's forward pass gives back {', '.join(sorted(odd))}, which no program does"
+            f"the model's forward pass gives back {', '.join(sorted(odd))}, which programs do not support"
         )
     rewriting = _Rewriting()
     flat = rewriting.graph(traced.graph_module, list(traced.graph.nodes))
     if rewriting.refused:
         raise BlobError(
-            f"the model uses {len(rewriting.refused)} operators that no program may use: "
+            f"the model uses {len(rewriting.refused)} operators that programs do not support: "
             f"{', '.join(rewriting.refused)}"
         )
     for spec, value in zip(signature.output_specs, flat, strict=True):
@@ -243,7 +243,7 @@ def rewritten(
 
 
 def _inputs(traced: torch.export.ExportedProgram) -> tuple[str, ...]:
-    """The tensors among what the user gives; constants are part of the traced graph."""
+    """Return the tensor inputs; constants are part of the traced graph."""
     specs = traced.graph_signature.input_specs
     return tuple(
         spec.arg.name
@@ -263,7 +263,7 @@ def _tensors(
             continue
         if not isinstance(spec.arg, TensorArgument) or spec.target is None:
             raise BlobError(
-                f"the model's forward pass needs {spec.kind.name} {spec.target!r}, which is no tensor"
+                f"the model's forward pass needs {spec.kind.name} {spec.target!r}, which is not a tensor"
             )
         if spec.target in states:
             found[spec.arg.name] = (STATE, spec.target)
@@ -280,7 +280,7 @@ def _nodes(traced: torch.export.ExportedProgram) -> dict[str, fx.Node]:
 def _shapes(
     traced: torch.export.ExportedProgram, call: ForwardCall
 ) -> list[tuple[str, torch.Tensor, torch.Size]]:
-    """The inputs by name, with their shapes as they were traced."""
+    """Return the traced shapes of the inputs by name."""
     nodes = _nodes(traced)
     return [
         (name, tensor, nodes[placeholder].meta["val"].shape)
@@ -291,7 +291,7 @@ def _shapes(
 def _size_names(
     traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
 ) -> dict[str, str]:
-    """What torch calls a size to what we call it."""
+    """Map torch's symbols of sizes to their names."""
     return {
         str(shape[at]): text
         for name, _, shape in _shapes(traced, call)
@@ -301,14 +301,14 @@ def _size_names(
 
 
 def is_fixed(size: Any) -> bool:
-    """Whether a traced size has one value; torch keeps a symbol for some that have."""
+    """Return True if a traced size has a single value, even if torch kept a symbol for it."""
     return isinstance(size, int) or str(size).isdigit()
 
 
 def fixed_sizes(
     traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
 ) -> set[str]:
-    """The names of sizes that turned out to be fixed in some input."""
+    """Return the names of sizes that are fixed in some input."""
     return {
         text
         for name, _, shape in _shapes(traced, call)
@@ -320,7 +320,7 @@ def fixed_sizes(
 def _input_specs(
     traced: torch.export.ExportedProgram, call: ForwardCall, names: Mapping[str, Mapping[int, str]]
 ) -> tuple[TensorSpec, ...]:
-    """The inputs, with the number for each size that the model turned out to fix."""
+    """Return the input specs, with numbers for sizes that the model fixes."""
     found = []
     for name, tensor, shape in _shapes(traced, call):
         known = names.get(name, {})
@@ -336,7 +336,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 def _result(
     traced: torch.export.ExportedProgram, users: Sequence[Any], size_names: Mapping[str, str]
 ) -> tuple[Any, list[Any], tuple[TensorSpec, ...]]:
-    """How outputs are put together; constants among them stay constants."""
+    """Return the structure of the outputs, including constants."""
     slots = traced.call_spec.out_spec.unflatten([_Slot(value) for value in users])
     tree, leaves = tree_of(plain(slots), lambda one: isinstance(one, _Slot), "output")
     nodes, specs, outputs = _nodes(traced), [], []
@@ -360,7 +360,7 @@ class _Slot:
 
 
 def plain(value: Any) -> Any:
-    """Results of classes of their own (of Hugging Face, say) that are mappings become dicts."""
+    """Convert mappings of other classes (such as Hugging Face's outputs) to dicts."""
     return dict(value) if isinstance(value, Mapping) else value
 
 

@@ -1,20 +1,17 @@
-"""A program: the steps of a model's forward pass, without the model's class.
+"""Programs: the steps of a model's forward pass as data, without the model's class.
 
-It is data: a list of calls of operators of torch, each with the values of earlier steps and constants.
-Nothing of it is Python source, and nothing is unpickled, unlike in a file of `torch.export.save`, whose
-loading runs pickles of sample inputs and constants, and evaluates text as expressions of sizes.
-`program_module.py` runs it.
+A program is a list of calls of torch operators, whose arguments are values of earlier steps and constants. It
+contains no Python source and nothing is unpickled, unlike files of `torch.export.save`, which contain pickles
+and evaluate text as expressions of sizes. `program_module.py` runs it.
 
-Arguments of a step: `{"at": name}` is the value of a step or input. `{"layout": ...}` and
-`{"memory_format": ...}` are torch's, `{"device": ...}` where the model lay when the program was made: it
-means where it lies now. Other constants are typed values (`format/values.py`).
-
-How a call's arguments and results are put together: `{"leaf": 0}` is the first tensor, `{"list": [...]}`,
-`{"tuple": [...]}`, `{"dict": [[key, tree], ...]}` hold others, `{"value": ...}` is a constant. A named tuple
-is stored as the tuple that it is.
-
-Tensor work is torch's own `aten` library: every one of its operators but those that touch files or take
-memory on trust. Arithmetic with sizes is a fixed table. Operators of other libraries are not stored.
+- Arguments of a step: `{"at": name}` is the value of a step or input. `{"layout": ...}` and
+  `{"memory_format": ...}` are torch's. `{"device": ...}` is the model's device when the program was made, and
+  means its current device. Other constants are typed values (`format/values.py`).
+- Structure of arguments and results: `{"leaf": 0}` is the first tensor; `{"list": [...]}`,
+  `{"tuple": [...]}` and `{"dict": [[key, tree], ...]}` contain others; `{"value": ...}` is a constant. A
+  named tuple is stored as a tuple.
+- Operators: all of torch's `aten` library except those that access files or trust their arguments with
+  memory, and a fixed table of arithmetic with sizes.
 """
 
 from __future__ import annotations
@@ -41,20 +38,20 @@ MEMORY_FORMATS = {
 
 @dataclass(frozen=True)
 class Ref:
-    """The value of a step or input."""
+    """Reference to the value of a step or input."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class ProgramDevice:
-    """A device, as it was called where the program was made."""
+    """The device when the program was made."""
 
     text: str
 
 
 def encode(value: Any) -> Json:
-    """One argument as JSON. Raises BlobError for what a program cannot have."""
+    """Encode an argument as JSON; raises BlobError for unsupported values."""
     if isinstance(value, Ref):
         return {"at": value.name}
     if isinstance(value, (list, tuple)):
@@ -69,7 +66,7 @@ def encode(value: Any) -> Json:
 
 
 def decode(json: Json) -> Any:
-    """The argument, `Ref` and `ProgramDevice` for values and devices; raises DamagedError, FormatError."""
+    """Decode an argument, with `Ref` and `ProgramDevice`; raises DamagedError, FormatError."""
     if isinstance(json, list):
         return [decode(item) for item in json]
     if not isinstance(json, dict):
@@ -85,11 +82,11 @@ def decode(json: Json) -> Any:
             return MEMORY_FORMATS[name]
         case {"$": str(), "v": _}:
             return values.decode(json)
-    raise DamagedError(f"an argument of a step is {str(json)[:100]}")
+    raise DamagedError(f"invalid argument of a step: {str(json)[:100]}")
 
 
 def resolved(argument: Any, found: Mapping[str, Any], device: torch.device) -> Any:
-    """The argument with the values of this call."""
+    """Replace references in an argument with the values of this call."""
     if isinstance(argument, Ref):
         return found[argument.name]
     if isinstance(argument, list):
@@ -98,7 +95,7 @@ def resolved(argument: Any, found: Mapping[str, Any], device: torch.device) -> A
 
 
 def names_in(argument: Any) -> list[str]:
-    """The steps and inputs that an argument needs."""
+    """Yield the names of steps and inputs that an argument refers to."""
     if isinstance(argument, Ref):
         return [argument.name]
     return [name for item in argument for name in names_in(item)] if isinstance(argument, list) else []
@@ -111,9 +108,9 @@ _DEPTH = 32
 def tree_of(
     value: Any, is_leaf: Callable[[Any], bool], what: str, first: int = 0
 ) -> tuple[Tree, list[tuple[str, Any]]]:
-    """The tree of a value, and its leaves with what they are called (`what`, `what_0`, `what_key`).
+    """Return the tree of a value, and its leaves with their names (`what`, `what_0`, `what_key`).
 
-    They are counted from `first` on. Raises BlobError for what it cannot hold.
+    Leaves are counted from `first` on. Raises BlobError for unsupported values.
     """
     leaves: list[tuple[str, Any]] = []
 
@@ -131,7 +128,7 @@ def tree_of(
             return {kind: [walk(item, inside(name, at), depth + 1) for at, item in enumerate(one)]}
         if isinstance(one, Mapping):
             if not all(type(key) is str for key in one):
-                raise BlobError(f"{name} is a dict with keys that are no strings")
+                raise BlobError(f"{name} is a dict with keys other than strings")
             return {"dict": [[key, walk(item, inside(name, key), depth + 1)] for key, item in one.items()]}
         return {"value": values.encode(one, name)}
 
@@ -139,7 +136,7 @@ def tree_of(
 
 
 def built(tree: Tree, leaves: Sequence[Any]) -> Any:
-    """The value of a tree with these leaves."""
+    """Build the value of a tree with these leaves."""
     match tree:
         case {"leaf": int(at)}:
             return leaves[at]
@@ -151,11 +148,11 @@ def built(tree: Tree, leaves: Sequence[Any]) -> Any:
             return {key: built(item, leaves) for key, item in pairs}
         case {"value": json}:
             return values.decode(json)
-    raise DamagedError(f"a call is described by {str(tree)[:100]}")
+    raise DamagedError(f"invalid description of a call: {str(tree)[:100]}")
 
 
 def check_tree(tree: Tree, count: int, depth: int = 0) -> None:
-    """Raise DamagedError for what is no tree of leaves below `count`."""
+    """Raise DamagedError unless it is a tree with leaves below `count`."""
     if depth <= _DEPTH:
         match tree:
             case {"leaf": int(at)} if 0 <= at < count:
@@ -170,16 +167,16 @@ def check_tree(tree: Tree, count: int, depth: int = 0) -> None:
                         case [str(), item]:
                             check_tree(item, count, depth + 1)
                         case _:
-                            raise DamagedError(f"a call is described by {str(pair)[:100]}")
+                            raise DamagedError(f"invalid description of a call: {str(pair)[:100]}")
                 return
             case {"value": json}:
                 values.decode(json)
                 return
-    raise DamagedError(f"a call is described by {str(tree)[:100]}")
+    raise DamagedError(f"invalid description of a call: {str(tree)[:100]}")
 
 
 def leaves_in(tree: Tree, value: Any, what: str) -> Iterator[tuple[int, Any]]:
-    """The leaves of a value by number; raises UsageError where it is not put together as the tree says."""
+    """Return the leaves of a value by number; raises UsageError if it does not have the tree's structure."""
     match tree:
         case {"leaf": int(at)}:
             yield at, value
@@ -197,7 +194,7 @@ def leaves_in(tree: Tree, value: Any, what: str) -> Iterator[tuple[int, Any]]:
         case {"value": json}:
             if values.encode(value, what) != json:
                 raise UsageError(
-                    f"{what} was {values.decode(json)!r} when the program was made and is part of it; "
+                    f"{what} was {values.decode(json)!r} when the program was made, which fixed it; "
                     f"it cannot be {_shown(value)} now"
                 )
 
@@ -215,7 +212,7 @@ STATE, CONSTANT = "state", "constant"
 
 @dataclass(frozen=True)
 class ProgramStep:
-    """One call: `name` is what later steps call its value; `free` are values that nobody needs after it."""
+    """One call; `name` is the name of its value, `free` are values that are not needed after it."""
 
     name: str
     operator: str
@@ -226,7 +223,7 @@ class ProgramStep:
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of the call: its name in `forward`, and how its tensors lie in it."""
+    """One argument of the call: its name in `forward` and its structure."""
 
     name: str
     tree: Tree
@@ -235,10 +232,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class PackagedProgram:
-    """The whole of it.
+    """A program.
 
-    `inputs`: names of the tensors that a call brings, in flat order. `tensors`: name within the program to
-    (STATE or CONSTANT, stored name). `outputs`: what comes out, flat; `result` puts it together.
+    `inputs`: names of the input tensors in flat order. `tensors`: names within the program to (STATE or
+    CONSTANT, stored name). `outputs`: flat outputs; `result` is their structure.
     """
 
     arguments: tuple[Argument, ...]
@@ -249,7 +246,7 @@ class PackagedProgram:
     result: Tree
 
     def to_json(self) -> Json:
-        """As JSON has it."""
+        """Return the JSON form."""
         return {
             "format": stamp(),
             "arguments": [
@@ -272,9 +269,9 @@ class PackagedProgram:
 
 
 def program_from_json(json: Json, what: str) -> PackagedProgram:
-    """Back, every reference checked; raises DamagedError, FormatError. Operators are looked up later."""
+    """Parse the JSON form and check all references, but not operators; DamagedError, FormatError."""
     if not isinstance(json, dict):
-        raise DamagedError(f"{what}: no program")
+        raise DamagedError(f"{what}: not a program")
     check_stamp(json.get("format"), what=what)
     fields = Fields(json, what)
     inputs = fields.texts("inputs")
@@ -287,7 +284,7 @@ def program_from_json(json: Json, what: str) -> PackagedProgram:
         _check_known(step.args, known, what)
         _check_known(list(step.kwargs.values()), known, what)
         if step.name in known:
-            raise DamagedError(f"{what}: {step.name!r} stands twice")
+            raise DamagedError(f"{what}: two steps are called {step.name!r}")
         known.add(step.name)
         steps.append(step)
     outputs = tuple(decode(item) for item in fields.items("outputs"))
@@ -305,7 +302,7 @@ def _where(where: Json, what: str) -> tuple[str, str]:
     match where:
         case [("state" | "constant") as kind, str(name)]:
             return kind, name
-    raise DamagedError(f"{what}: a tensor lies at {str(where)[:100]}")
+    raise DamagedError(f"{what}: invalid location of a tensor: {str(where)[:100]}")
 
 
 def _step(fields: Fields) -> ProgramStep:
@@ -317,11 +314,11 @@ def _step(fields: Fields) -> ProgramStep:
 def _check_known(found: Any, known: set[str], what: str) -> None:
     for name in names_in(list(found)):
         if name not in known:
-            raise DamagedError(f"{what}: a step uses {name[:100]!r}, which no step before it makes")
+            raise DamagedError(f"{what}: a step uses {name[:100]!r}, which no earlier step defines")
 
 
 def _freeing(steps: list[ProgramStep], outputs: tuple[Any, ...]) -> tuple[ProgramStep, ...]:
-    """The steps, each with the values of steps that it is the last to need."""
+    """Add to each step the values that it is the last one to use."""
     made = {step.name for step in steps}
     needed = set(names_in(list(outputs)))
     found: list[ProgramStep] = []
@@ -362,17 +359,17 @@ _NAMES = {id(function): name for name, function in _PLAIN.items()}
 
 
 def name_of(target: Any) -> str | None:
-    """The name under which an operator is stored; None for what a program may not use."""
+    """Return the stored name of an operator; None if programs do not support it."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target) if _aten(str(target)) is target else None
     return _NAMES.get(id(target))
 
 
 def operator_of(name: str) -> Callable[..., Any]:
-    """The operator of a stored name; raises FormatError for any other name."""
+    """Return the operator of a stored name; raises FormatError for any other name."""
     found = _PLAIN.get(name) or _aten(name)
     if found is None:
-        raise FormatError(f"the program uses {name[:100]!r}, which is no operator that programs may use")
+        raise FormatError(f"the program uses {name[:100]!r}, which programs do not support")
     return found
 
 
@@ -383,6 +380,6 @@ def _aten(name: str) -> Callable[..., Any] | None:
     packet = getattr(torch.ops.aten, matched[1], None)
     found = getattr(packet, matched[2], None) if isinstance(packet, torch._ops.OpOverloadPacket) else None
     if not isinstance(found, torch._ops.OpOverload) or not torch._C._dispatch_has_kernel(found.name()):
-        return None  # not of the tensor library, but of TorchScript's, which knows files
+        return None  # not a tensor operator, but one of TorchScript, which can access files
     trusts = any(argument.name == "unsafe" for argument in found._schema.arguments)
     return None if trusts else found

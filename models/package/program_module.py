@@ -1,4 +1,4 @@
-"""A module that runs a program: trained tensors under their old names, and no code but torch's own."""
+"""Module that runs a program with torch operators; tensors keep their original names."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from torchrelay.records import dataclass
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a program computes with: states by name (a tied tensor under each), and constants."""
+    """Tensors of a program: states by name (tied tensors under each name), and constants."""
 
     states: Mapping[str, torch.Tensor]
     constants: Mapping[str, torch.Tensor]
     parameters: frozenset[str]
-    """Which states are parameters."""
+    """Names of the states that are parameters."""
     trainable: frozenset[str]
 
 
 class ProgramModule(nn.Module):
-    """A model as its package tells it, in eval mode; its state dict has the names of the original.
+    """The model of a package in eval mode; its state dict has the original names.
 
-    Called as the original was when the program was made; `flat` takes and gives tensors in the order of
-    `signature`. Gradients flow. The steps are those of the eval mode: `train()` is refused where parts of the
-    original do otherwise in training (`still`), as dropout and batch normalisation.
+    It is called like the original; `flat` takes and returns tensors in the order of `signature`. Supports
+    gradients. `train()` is refused if parts of the original behave differently in training (`still`), such as
+    dropout and batch normalisation.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class ProgramModule(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> ProgramModule:
-        """Set the mode; raises UsageError for training where parts of the model would stand still."""
-        if mode and self._still is None and self.__dict__.get("_held"):  # not while it is being made
+        """Set the mode; raises UsageError for training if parts of the model would stay in eval mode."""
+        if mode and self._still is None and self.__dict__.get("_held"):  # not during construction
             warn(
                 "the package is of an earlier version and does not say which parts train otherwise than its "
                 "program, which is the model in eval mode: dropout and batch normalisation stand still",
@@ -87,9 +87,9 @@ class ProgramModule(nn.Module):
         return super().train(mode)
 
     def _hold(self, name: str, tensor: torch.Tensor, *, persistent: bool) -> None:
-        """Put a tensor where its name says.
+        """Register a tensor under its name.
 
-        Not by `register_*`: these refuse names of this class's own, as `flat`, which a model may well have.
+        `register_*` would refuse names of this class, such as `flat`, which a model may have.
         """
         path, _, leaf = name.rpartition(".")
         owner: nn.Module = self
@@ -117,17 +117,17 @@ class ProgramModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie; the CPU where there are none."""
+        """Device of the tensors; the CPU if there are none."""
         for name in self._held:
             return self._tensor(name).device
         return torch.device("cpu")
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original gives; raises UsageError for arguments that the program was not made for."""
+        """Call the model like the original; raises UsageError for other arguments than the program's."""
         return built(self._program.result, self._run(self._inputs(args, kwargs)))
 
     def flat(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The outputs in the order of `signature.outputs`, of inputs in the order of `signature.inputs`."""
+        """Run with inputs in the order of `signature.inputs`; outputs are in that of `signature.outputs`."""
         if len(tensors) != len(self._program.inputs):
             raise UsageError(f"the model takes {len(self._program.inputs)} tensors, not {len(tensors)}")
         return self._run(list(tensors))
@@ -163,22 +163,24 @@ class ProgramModule(nn.Module):
 
 
 def _check_free(owner: nn.Module, name: str, stored: str) -> None:
-    """Raise DamagedError for a name that no part of a module can have, or that is taken."""
+    """Raise DamagedError for a name that is invalid in a module, or taken."""
     taken = name in owner._modules or name in owner._parameters or name in owner._buffers
     if not name or taken or hasattr(_EMPTY, name):
-        raise DamagedError(f"the package has a tensor {stored[:100]!r}, which no module can have")
+        raise DamagedError(
+            f"the package has a tensor {stored[:100]!r}, which is not a valid name in a module"
+        )
 
 
 _EMPTY = nn.Module()
 
 
 def states_of(program: PackagedProgram) -> list[str]:
-    """The stored names of the states that a program computes with."""
+    """Return the stored names of a program's states."""
     return [name for kind, name in program.tensors.values() if kind == STATE]
 
 
 def _with_names(arguments: Sequence[Argument]) -> Callable[..., Any]:
-    """A `forward` that tells the names of the original's arguments to those who ask for its signature."""
+    """Return a `forward` whose signature has the names of the original's arguments."""
 
     def forward(self: ProgramModule, *args: Any, **kwargs: Any) -> Any:
         return self._called(*args, **kwargs)
@@ -200,7 +202,7 @@ def _called(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def _check_inputs(inputs: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
-    """Raise UsageError for the first input that is not as the signature says."""
+    """Raise UsageError for the first input that does not match the signature."""
     named: dict[str, tuple[int, str]] = {}
     for value, spec in zip(inputs, specs, strict=True):
         if not isinstance(value, torch.Tensor):
@@ -219,5 +221,5 @@ def _check_inputs(inputs: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
             if not isinstance(size, int) and named.setdefault(size, (have, spec.name))[0] != have:
                 first, where = named[size]
                 raise UsageError(
-                    f"{size} is {first} in {where} and {have} in {spec.name}: it must be one size"
+                    f"{size} is {first} in {where} and {have} in {spec.name}: both must be equal"
                 )

@@ -1,4 +1,4 @@
-"""`open_package` and `summary`: what a package holds, read without torch; the model without its source."""
+"""`open_package` and `summary`: read the contents of packages and archives without torch."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ SOURCE = "source/"
 
 @dataclass(frozen=True)
 class Package:
-    """What a package says of its model; `module()` is the model itself.
+    """Description of a package; `module()` returns the model.
 
-    `signature` is None where nobody gave inputs. `metadata` has what was known of the run: `run`, `epoch`,
-    `code_id`, whatever of these there is. `preprocessing` refers to what makes inputs (a text, or a value of
-    the author's). `class_path` is "module:Class"; `source` names the archived files; `without` says, for
-    what a package lacks, why. `still` names the parts of the model that the program has in eval mode alone,
-    None where an earlier version wrote the package.
+    Attributes:
+        signature: Inputs and outputs; None if no inputs were given.
+        metadata: Plain values, including `run`, `epoch` and `code_id` as far as known.
+        preprocessing: The author's description of the preprocessing.
+        class_path: "module:Class" of the model.
+        source: Names of the archived source files.
+        without: Reasons for missing parts.
+        still: Parts of the model that stay in eval mode in the program; None in packages of earlier versions.
     """
 
     where: str
@@ -57,12 +60,12 @@ class Package:
     without: tuple[str, ...]
     still: tuple[str, ...] | None
     place: Where = field(repr=False, compare=False)
-    """As it was given; `where` is for messages."""
+    """The path as given; `where` is for messages."""
 
     def module(self) -> nn.Module:
-        """The model in eval mode on the CPU, of its program: no source is run and nothing is unpickled.
+        """Return the model in eval mode on the CPU, from its program, without running source or unpickling.
 
-        Raises UsageError where the package has no program, and says what else there is; DamagedError.
+        Raises UsageError with the alternatives if the package has no program; DamagedError.
         """
         if not self.has_program or self.signature is None:
             raise UsageError(f"{self.where} has no program to run: {self._instead()}")
@@ -70,12 +73,12 @@ class Package:
             return _module(archive, self.signature, self.still)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """The states alone, tied names with one tensor; raises DamagedError."""
+        """Return the states; tied names share a tensor. Raises DamagedError."""
         with open_archive_file(self.place) as archive:
             return archive.states()
 
     def aux(self) -> dict[str, Any]:
-        """What `save` was given as `aux_states`, tensors on the CPU; raises DamagedError."""
+        """Return the `aux_states` given to `save`, with tensors on the CPU; raises DamagedError."""
         with open_archive_file(self.place) as archive:
             return archive.aux()
 
@@ -83,25 +86,23 @@ class Package:
         reason = "; ".join(self.without) or "it was saved without inputs"
         if self.source and self.has_constructor:
             return f"{reason}. Its source is archived: load(path, trust_source=True) runs it, if you trust it"
-        return f"{reason}. It has states only: make the model and call torchrelay.load_states(path, model)"
+        return f"{reason}. It contains states only: create the model and call load_states(path, model)"
 
 
 def open_package(where: Where) -> Package:
-    """Open a package; reads its manifest alone and needs no torch.
+    """Open a package; reads only its manifest and imports no torch.
 
-    Raises UsageError where there is no file, or a state archive, which is no package; FormatError for a
-    foreign file or a newer version, DamagedError, StorageError.
+    Raises UsageError if the file does not exist or is a state archive, FormatError for another kind of file
+    or a newer version, DamagedError, StorageError.
     """
     with open_archive_file(where) as archive:
         return package_of(archive, where)
 
 
 def package_of(archive: ArchiveFile, where: Where) -> Package:
-    """What the manifest says; raises as `open_package`."""
+    """Return the description in the manifest; raises like `open_package`."""
     if archive.kind != PACKAGE:
-        raise UsageError(
-            f"{archive.what} is a state archive, no package: make the model and call load_states(path, model)"
-        )
+        raise UsageError(f"{archive.what} is a state archive, not a package: call load_states(path, model)")
     fields = archive.fields.fields("package")
     found = fields.optional("signature", fields.fields)
     labels = fields.optional("labels", fields.texts)
@@ -122,13 +123,13 @@ def package_of(archive: ArchiveFile, where: Where) -> Package:
 
 
 def _mapping(found: Any, fields: Fields) -> Mapping[str, Any]:
-    if type(found) is not dict:  # `{"$": "int", "v": "5"}` is an object in JSON and a number as a value
+    if type(found) is not dict:  # `{"$": "int", "v": "5"}` is a JSON object that encodes a number
         raise fields.wrong("metadata")
     return found
 
 
 def signature_in(fields: Fields) -> Signature:
-    """What goes in and out, as a manifest says; raises DamagedError."""
+    """Parse the signature in a manifest; raises DamagedError."""
     try:
         return Signature.from_json(fields.values)
     except UsageError as error:
@@ -163,14 +164,14 @@ def _program_json(archive: ArchiveFile) -> Json:
 
 
 ROWS = 200
-"""States that are listed one by one."""
+"""Number of states listed individually."""
 
 
 def summary(what: Any) -> str:
-    """A text on a module, or on the file of a state archive or model package (path or URL).
+    """Describe a module, or the file of a state archive or model package (path or URL), as text.
 
-    It lists states with type, shape and bytes, totals, and what else a file holds: aux values, signature,
-    labels, where it came from, what it lacks. No tensor is read. Raises as `load_states` does.
+    It lists states with type, shape and bytes, totals, aux values, signature, labels, metadata and missing
+    parts. Reads no tensors. Raises like `load_states`.
     """
     if isinstance(what, (str, os.PathLike)):
         return "\n".join(_of_file(what))
@@ -207,7 +208,7 @@ def _of_package(package: Package) -> Iterable[str]:
 
 
 def signature_lines(signature: Signature) -> Iterable[str]:
-    """What goes in and what comes out, a line each: `x float32[batch, 3]`."""
+    """Return a line per input and output: `x float32[batch, 3]`."""
     for side, specs in (("input", signature.inputs), ("output", signature.outputs)):
         for spec in specs:
             yield f"  {side:<11} {spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]"

@@ -138,11 +138,16 @@ def test_states_that_do_not_fit_change_nothing() -> None:
     wrong = {"one.weight": torch.zeros(3, 3), "one.bias": torch.zeros(4), "two.bias": torch.zeros(3).half()}
     with pytest.raises(BlobError) as error:
         torchrelay.set_states(model, {**wrong, "three": torch.zeros(1), "norm.weight": 3})  # type: ignore[dict-item]
-    parts = ("one.bias is float32[4]", "two.bias is float16[3]", "three is no state", "norm.weight is a int")
+    parts = (
+        "one.bias is float32[4]",
+        "two.bias is float16[3]",
+        "three is not a state",
+        "norm.weight is a int",
+    )
     for part in (*parts, "norm.bias is missing"):
         assert part in str(error.value), part
     assert values(model) == before
-    with pytest.raises(UsageError, match="as get_states gives them"):
+    with pytest.raises(UsageError, match="as returned by get_states"):
         torchrelay.set_states(model, [1])  # type: ignore[arg-type]
 
 
@@ -243,7 +248,7 @@ def test_a_package_of_an_earlier_version_trains_with_a_warning(tmp_path: Path) -
 
 def test_a_source_that_nobody_could_run_is_warned_of(tmp_path: Path) -> None:
     """A class that needs arguments is said at the save, not at the load elsewhere."""
-    with pytest.warns(UserWarning, match=r"cannot make the model of its source.*give constructor="):
+    with pytest.warns(UserWarning, match=r"cannot rebuild the model from its source.*give constructor="):
         torchrelay.save(tmp_path / "a", Sized(2), torch.ones(1, 3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -255,7 +260,7 @@ def test_a_source_that_nobody_could_run_is_warned_of(tmp_path: Path) -> None:
 def test_an_export_takes_the_inputs_of_compile_and_gives_a_model(tmp_path: Path) -> None:
     """Without inputs those of `compile` count, without a path the ModelProto comes back."""
     model = nn.Linear(3, 2)
-    with pytest.raises(UsageError, match="call torchrelay"):
+    with pytest.raises(UsageError, match="give example inputs"):
         torchrelay.to_onnx(model)
     torchrelay.compile(model, torch.randn(4, 3), dynamic={"input": {0: "rows"}})
     proto = torchrelay.to_onnx(model)
@@ -330,6 +335,6 @@ def test_layers_of_every_kind_come_back_and_train_alike(tmp_path: Path, make: An
 @pytest.mark.parametrize("opset", (11, 12))
 def test_an_operator_set_that_torch_cannot_write_is_refused(tmp_path: Path, opset: int) -> None:
     """Sets of SINGA's time are no longer written; the error says which set comes out, and no file is left."""
-    with pytest.raises(UsageError, match=f"opset={opset}: .* instead; give another"):
+    with pytest.raises(UsageError, match=f"opset={opset}: .* instead; choose another"):
         torchrelay.to_onnx(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / "m.onnx", opset=opset)
     assert not list(tmp_path.iterdir())

@@ -127,7 +127,7 @@ def test_packages_hold_parts_of_any_name(tmp_path: Path) -> None:
 )
 def test_programs_have_no_operator_that_writes_where_numbers_say(name: str) -> None:
     """Operators that trust indices, and so read and write memory of others, are no part of programs."""
-    with pytest.raises(FormatError, match="no operator that programs may use"):
+    with pytest.raises(FormatError, match="which programs do not support"):
         operator_of(f"aten.{name}")
 
 
@@ -178,9 +178,24 @@ def unfolding(levels: int) -> Any:
 def test_functions_do_not_unfold_beyond_bounds() -> None:
     """Some thousand bytes that would be ten to the twelfth operators are refused before they are unfolded."""
     pytest.importorskip("onnx")
-    with pytest.raises(UsageError, match="unfold to 1000000000000 operators"):
+    with pytest.raises(UsageError, match="expand to 1000000000000 operators"):
         torchrelay.from_onnx(unfolding(12))
     assert torchrelay.from_onnx(unfolding(2))(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_a_program_can_change_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assigning the variable that the message names has an effect in all modules of the importer."""
+    pytest.importorskip("onnx")
+    from torchrelay.models.onnx.importer import tensors
+
+    monkeypatch.setattr(tensors, "MAX_NODES", 50)
+    with pytest.raises(UsageError, match=r"raise torchrelay\.models\.onnx\.importer\.tensors\.MAX_NODES"):
+        torchrelay.from_onnx(unfolding(2))
+    monkeypatch.setattr(tensors, "MAX_NODES", 100)
+    assert torchrelay.from_onnx(unfolding(2))(torch.ones(2)).tolist() == [1, 1]
+    monkeypatch.setattr(tensors, "MAX_DEPTH", 0)
+    with pytest.raises(UsageError, match="nests calls more than 0 deep"):
+        torchrelay.from_onnx(unfolding(2))
 
 
 def test_functions_that_call_themselves_in_a_branch_are_refused() -> None:
@@ -193,7 +208,7 @@ def test_functions_that_call_themselves_in_a_branch_are_refused() -> None:
     inner.output.append(helper.make_tensor_value_info("b", 1, [2]))
     branch = helper.make_node("If", ["v1"], ["c"], then_branch=inner, else_branch=inner)
     model.functions[0].node.append(branch)
-    with pytest.raises(UsageError, match="in a circle"):
+    with pytest.raises(UsageError, match="in a cycle"):
         torchrelay.from_onnx(model)
 
 
@@ -221,7 +236,7 @@ def test_loops_in_loops_share_one_bound(monkeypatch: pytest.MonkeyPatch) -> None
     nodes = [loop([loop([helper.make_node("Relu", ["v1"], ["v1o"])], 1, "n")], 0, "n")]
     graph = helper.make_graph(nodes, "g", [info("x", 1, [2])], [info("y", 1, [2])], [most, yes])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    with pytest.raises(UsageError, match="more than 1000 times"):
+    with pytest.raises(UsageError, match="the limit of 1000"):
         torchrelay.from_onnx(model)(torch.ones(2))
 
 

@@ -171,7 +171,7 @@ def test_sng_9_an_epoch_of_a_plain_job_needs_its_model(tmp_path, capsys, monkeyp
         (["--model", "made_here:text"], "returned 'x'"),
         (["--model", "made_here:model"], "pass inputs="),
         (["--model", "made_here:model", "--blob", "net"], "has no blob 'net', it has model, optimizer"),
-        (["--model", "made_here:model", "--prefix", "x."], "--prefix is for exports of tensors"),
+        (["--model", "made_here:model", "--prefix", "x."], "--prefix is not supported with --to onnx"),
     ):
         assert main([*typed, *more]) == 2
         assert text in capsys.readouterr().err
@@ -199,8 +199,8 @@ def test_sng_14_a_configuration_makes_onnx_files_while_it_trains(tmp_path: Path)
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ("{best: true}", "`keep_best` missing, which says what is best"),
-        ("{best: false}", "`every` missing, or `best: true`: it would write nothing"),
+        ("{best: true}", "`keep_best` is missing"),
+        ("{best: false}", "`every` or `best: true` is missing"),
         ("{every: 0}", "a whole number from 1"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Models as ONNX files: exported from a copy, checked, compared with torch, written whole or not at all."""
+"""ONNX export: from a copy of the model, checked, compared with torch, written atomically."""

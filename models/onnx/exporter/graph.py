@@ -1,10 +1,7 @@
-"""From a module to an ONNX graph: a copy is exported by torch, and what it refuses is said in one line.
+"""Export a copy of a module to an ONNX graph with torch, with errors in one line.
 
-Parameters and buffers keep the names that they have in the module, and their values: nothing that is
-computed of them is folded into constants, so that the file holds the states themselves.
-
-The model itself is only read, so that its mode, its device, its gradients, its buffers and its weights
-are afterwards what they were, whatever fails. The price is the memory of a second model.
+Parameters and buffers keep their names and values; nothing computed from them is folded into constants. The
+model itself is only read and does not change, even after an error. This needs memory for a second model.
 """
 
 from __future__ import annotations
@@ -26,19 +23,17 @@ from torchrelay.checkpoint.state.names import innermost
 from torchrelay.errors import UsageError
 from torchrelay.models.onnx.exporter.inputs import Example
 
-_DATA_DEPENDENT = (
-    "the forward decides by the values of tensors, which a file cannot: use torch.where, torch.cond or sizes"
-)
+_DATA_DEPENDENT = "forward has control flow that depends on tensor values: use torch.where or torch.cond"
 _CONVERTED = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
 _CONSTANT = re.compile(r"You marked (\w+) as dynamic but your code specialized it to be a constant \((\d+)\)")
 _LONGEST = 300
 
 
 def refusal(error: Exception, model: str) -> UsageError:
-    """The error for a user; what torch said in full is its `__cause__` once it is raised from it."""
+    """Return the error for the user; raise it from torch's error, which has the details."""
     causes = _chain(error)
     place = next((found for one in causes if (found := _place(one))), "")
-    return UsageError(f"{model} cannot go into an ONNX file{place}: {_why(causes)}")
+    return UsageError(f"{model} cannot be exported to ONNX{place}: {_why(causes)}")
 
 
 def _why(causes: list[BaseException]) -> str:
@@ -48,11 +43,11 @@ def _why(causes: list[BaseException]) -> str:
     for text in texts:
         if found := _CONSTANT.search(text):
             return (
-                f"its size {found[1]!r} is {found[2]} for ever, because forward has it as a number: take it "
-                f"from a shape, or leave it fixed with dynamic="
+                f"its size {found[1]!r} is fixed to {found[2]} by a number in forward: take it from a "
+                f"shape, or leave it fixed with dynamic="
             )
         if found := _CONVERTED.search(text):
-            return f"the operator {found[1]} has no form in ONNX: replace it in forward"
+            return f"the operator {found[1]} has no equivalent in ONNX: replace it in forward"
     return f"{type(causes[-1]).__name__}: {_line(texts[-1])}"
 
 
@@ -64,14 +59,14 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _line(text: str) -> str:
-    """The first line that says something."""
+    """Return the first line that is not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = lines[0] if lines else "no reason was given"
+    first = lines[0] if lines else "unknown reason"
     return first if len(first) <= _LONGEST else f"{first[:_LONGEST]} ..."
 
 
 def _place(error: BaseException) -> str:
-    """Where in code that is neither torch's nor ours it happened: ` at model.py:30 (if x.sum() > 0:)`."""
+    """Return the location in the user's code: ` because of model.py:30 (if x.sum() > 0:)`."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_users(frame.filename):
             line = linecache.getline(frame.filename, frame.lineno or 0).strip()
@@ -97,9 +92,9 @@ if TYPE_CHECKING:
 
 
 def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tuple[Model, Mapping[str, str]]:
-    """Export a module that may be changed by it; the symbols of its sizes by the names that they have here.
+    """Export a module, which may change it; also returns the symbols of its sizes by name.
 
-    Raises UsageError, one line, for whatever torch cannot export.
+    Raises UsageError with one line if torch cannot export it.
     """
     extents = example.extents()
     grown = example.resized({size: max(extent, 2) for size, extent in extents.items()})
@@ -111,17 +106,17 @@ def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tup
         )
         made = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=opset, verbose=False)
         if made is None:
-            raise RuntimeError("the exporter made nothing")
+            raise RuntimeError("the exporter returned nothing")
         graph = made.model
         written = graph.opset_imports[""]
-        if opset is not None and written != opset:  # it goes on with a version that it knows
+        if opset is not None and written != opset:  # it silently uses a supported version
             raise UsageError(
                 f"opset={opset}: torch {torch.__version__} writes this model in operator set {written} "
-                "instead; give another (--opset), or leave it out"
+                "instead; choose another one"
             )
         states = _states(graph, program)
         _simplify(graph, states)
-        for value, name in states.values():  # torch calls a state otherwise where an input has its name
+        for value, name in states.values():  # torch renames a state if an input has its name
             if value.name != name and value.is_initializer():
                 value.name = name
     except UsageError:
@@ -132,15 +127,15 @@ def graph_of(model: torch.nn.Module, example: Example, opset: int | None) -> tup
 
 
 def check_apart(inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Raise UsageError where an input and an output have one name."""
+    """Raise UsageError if an input and an output have the same name."""
     if both := sorted(set(inputs) & set(outputs)):
         raise UsageError(
-            f"{', '.join(both)}: an input and an output of one name; give input_names= or output_names="
+            f"{', '.join(both)}: an input and an output share a name; give input_names= or output_names="
         )
 
 
 def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: Mapping[str, str]) -> Model:
-    """Give inputs, outputs and sizes their names, in place; raises UsageError where names collide."""
+    """Rename inputs, outputs and sizes in place; raises UsageError if names collide."""
     import onnx_ir as ir
 
     for index, value in enumerate(list(graph.graph.outputs)):
@@ -164,13 +159,13 @@ def named(graph: Model, inputs: Sequence[str], outputs: Sequence[str], symbols: 
 
 
 def without_unused(graph: Model) -> None:
-    """Take inputs out, in place, that no node reads."""
+    """Remove unused inputs in place."""
     for value in [one for one in graph.graph.inputs if not one.uses()]:
         graph.graph.inputs.remove(value)
 
 
 def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`torch.export` takes specifications by position, or all of them by the name of the parameter."""
+    """Convert specifications to torch.export's form: by position, or all by parameter name."""
     if not kwargs:
         return args
     import inspect
@@ -180,7 +175,7 @@ def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping
 
 
 def _states(graph: Model, program: torch.export.ExportedProgram) -> dict[int, tuple[Value, str]]:
-    """The initializers that are parameters and buffers, with their names there; by `id` of the value."""
+    """Return the names of initializers that are parameters and buffers, by `id` of the value."""
     tensors = {**dict(program.named_buffers()), **program.state_dict}
     places = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
     found = {}
@@ -192,9 +187,9 @@ def _states(graph: Model, program: torch.export.ExportedProgram) -> dict[int, tu
 
 
 def _simplify(graph: Model, states: Mapping[int, Any]) -> None:
-    """Compute what follows from constants alone and drop what nobody uses.
+    """Fold constants and remove unused nodes.
 
-    onnxscript's own `optimize` would also make one initializer of two states that have equal values.
+    onnxscript's `optimize` would also merge states with equal values.
     """
     from onnx_ir.passes import common
     from onnxscript import optimizer
@@ -211,7 +206,7 @@ def _simplify(graph: Model, states: Mapping[int, Any]) -> None:
 
 
 def _symbols(graph: Model, example: Example) -> dict[str, str]:
-    """What the exporter calls the sizes that have names."""
+    """Map the exporter's symbols to the names of sizes."""
     found = {}
     for value, sizes in zip(graph.graph.inputs, example.sizes, strict=True):
         for dim, size in sizes.items():
@@ -228,7 +223,7 @@ def _size(dim: Any, symbols: Mapping[str, str]) -> int | str | None:
 
 
 def _rename(graph: Model, wanted: Mapping[str, Value]) -> None:
-    """Name values; others that have one of these names get another one."""
+    """Rename values; others with one of these names get a new name."""
     mine = {id(value) for value in wanted.values()}
     for value in _values(graph):
         if value.name in wanted and id(value) not in mine:
@@ -245,7 +240,7 @@ def _values(graph: Model) -> list[Value]:
 
 
 def own_copy(model: nn.Module) -> nn.Module:
-    """The bare module, without torch's wrappers, copied; raises UsageError for what cannot be."""
+    """Copy the module without torch's wrappers; raises UsageError if it cannot be copied."""
     bare = bare_module(model)
     _check_whole(bare)
     known = {id(tensor): _copied(tensor) for tensor in _tensors(bare)}
@@ -253,15 +248,15 @@ def own_copy(model: nn.Module) -> nn.Module:
         copied = copy.deepcopy(bare, dict[int, Any](known))
     except Exception as error:
         raise UsageError(
-            f"{type(bare).__name__} cannot be copied, and the export works on a copy ({error}): "
-            "give a model that copy.deepcopy takes"
+            f"{type(bare).__name__} cannot be copied for the export ({error}): "
+            "give a model that supports copy.deepcopy"
         ) from error
     return copied.eval()
 
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Put back what the model does to its buffers, changed or replaced."""
+    """Context manager that restores changed or replaced buffers."""
     before = [(module, name, buffer, buffer if buffer is None else buffer.clone())
               for module in model.modules() for name, buffer in module._buffers.items()]  # fmt: skip
     try:
@@ -274,9 +269,9 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def bare_module(model: Any) -> nn.Module:
-    """What torch's wrappers wrap; raises UsageError for what is no module."""
+    """Return the module inside torch's wrappers; raises UsageError for anything else."""
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{model!r:.80} is no torch.nn.Module: give the model itself")
+        raise UsageError(f"{model!r:.80} is not a torch.nn.Module: give the model itself")
     return innermost(model)
 
 
@@ -285,14 +280,14 @@ def _check_whole(model: nn.Module) -> None:
         if hasattr(tensor, "full_tensor"):
             raise UsageError(
                 f"{name} is sharded over ranks (DTensor): export a plain model that has loaded "
-                "ctx.full_state_dict(module), or give OnnxExport build=, which makes one"
+                "ctx.full_state_dict(module), or use OnnxExport(build=...)"
             )
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
             raise UsageError(f"{name} has no values yet (lazy or meta): call the model once, or load it")
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers, and tensors that modules hold otherwise, such as computed weights."""
+    """Yield parameters, buffers, and other tensors of modules, such as computed weights."""
     yield from model.parameters()
     yield from model.buffers()
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Example inputs, their names and sizes that may differ; whether a file answers them as the model does."""
+"""Example inputs with names and dynamic sizes, and the comparison of an ONNX file with the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrelay.records import dataclass
 
 
 def name_of_path(path: Sequence[Any], head: str = "") -> str:
-    """Keys behind dots, positions behind underscores: `batch.x`, `output_1`; `head` where it is empty."""
+    """Return a name with keys after dots and positions after underscores: `batch.x`, `output_1`."""
     name = head
     for key in path:
         if isinstance(key, pytree.SequenceKey):
@@ -28,7 +28,7 @@ def name_of_path(path: Sequence[Any], head: str = "") -> str:
 
 
 def leaf_names(names: Sequence[str]) -> list[str]:
-    """The same names; those that come again get a number."""
+    """Return these names, made unique with numbers."""
     taken: Counter[str] = Counter()
     found = []
     for name in names:
@@ -48,9 +48,9 @@ Dynamic = bool | Mapping[str, Sizes]
 
 @dataclass(frozen=True)
 class Example:
-    """How `forward` is called: `args` and `kwargs`, on the CPU.
+    """A call of `forward` with `args` and `kwargs` on the CPU.
 
-    `names` and `sizes` belong to the tensors among them, in their order; `sizes` has the named dimensions.
+    `names` and `sizes` (the named dimensions) are those of the tensors, in order.
     """
 
     args: tuple[Any, ...]
@@ -60,24 +60,24 @@ class Example:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors among the inputs, in the order of `names`."""
+        """Tensors of the inputs, in the order of `names`."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def extents(self) -> dict[str, int]:
-        """The named sizes as they are here; raises UsageError where one name has two sizes."""
+        """Return the values of the named sizes; raises UsageError if a name has two values."""
         found: dict[str, int] = {}
         for name, tensor, sizes in zip(self.names, self.tensors, self.sizes, strict=True):
             for dim, size in sizes.items():
                 if found.setdefault(size, tensor.shape[dim]) != tensor.shape[dim]:
                     raise UsageError(
                         f"the size {size!r} is {found[size]} and, as dimension {dim} of {name!r}, "
-                        f"{tensor.shape[dim]}: one name is one size; give dynamic= for {name!r}"
+                        f"{tensor.shape[dim]}: a name must have one size; give dynamic= for {name!r}"
                     )
         return found
 
     def resized(self, wanted: Mapping[str, int]) -> Example:
-        """The same with other named sizes: rows are left out, or those from the beginning come again."""
+        """Resize the named sizes: rows are dropped, or repeated from the beginning."""
         sizes = iter(self.sizes)
 
         def one(leaf: Any) -> Any:
@@ -92,7 +92,7 @@ class Example:
         return Example(args, kwargs, self.names, self.sizes)
 
     def shapes(self, dims: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `torch.export` wants to know of every leaf: named dimensions; None for what is no tensor."""
+        """Return torch.export's description of every leaf: named dimensions, None for other values."""
         sizes = iter(self.sizes)
 
         def one(leaf: Any) -> Any:
@@ -105,9 +105,9 @@ class Example:
 
 
 def example_of(model: torch.nn.Module, inputs: Any, names: Sequence[str] | None, dynamic: Dynamic) -> Example:
-    """Take apart what the user gave: a tensor, a sequence of arguments, or a mapping of them by name.
+    """Convert the user's inputs: a tensor, a sequence of arguments, or a mapping of them by name.
 
-    Raises UsageError for what `forward` does not take, for names that do not fit, for empty dimensions.
+    Raises UsageError for inputs that `forward` does not accept, wrong names, and empty dimensions.
     """
     args, kwargs = _bound(model, inputs)
     args, kwargs = pytree.tree_map(_on_cpu, (args, kwargs))
@@ -117,7 +117,7 @@ def example_of(model: torch.nn.Module, inputs: Any, names: Sequence[str] | None,
         if isinstance(leaf, torch.Tensor)
     ]
     if not found:
-        raise UsageError("inputs hold no tensor: give examples of what forward takes")
+        raise UsageError("inputs contain no tensor: give example inputs of forward")
     own = leaf_names([_name(model, args, kwargs, path) for path, _ in found])
     chosen = _chosen_names("input_names", names, own)
     tensors = dict(zip(chosen, (leaf for _, leaf in found), strict=True))
@@ -125,7 +125,7 @@ def example_of(model: torch.nn.Module, inputs: Any, names: Sequence[str] | None,
 
 
 def _bound(model: torch.nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named arguments, in the order of `forward`."""
+    """Return positional and named arguments, in the order of `forward`."""
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     args = () if kwargs else tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
     signature = inspect.signature(model.forward)
@@ -146,7 +146,7 @@ def _on_cpu(leaf: Any) -> Any:
 
 
 def _name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], path: Any) -> str:
-    """The parameter's name, and behind it what leads to the tensor; of an only dict its keys alone."""
+    """Return the name of a tensor: the parameter and the path in it; only keys for a single dict."""
     which, first, *rest = path
     head = str(first.key) if which.idx == 1 else _parameter(model, first.idx)
     if rest and len(args) + len(kwargs) == 1 and isinstance((*args, *kwargs.values())[0], Mapping):
@@ -175,11 +175,11 @@ def _chosen_names(option: str, given: Sequence[str] | None, own: Sequence[str]) 
 
 
 def _sizes(tensors: Mapping[str, torch.Tensor], dynamic: Dynamic) -> tuple[Sizes, ...]:
-    """The named dimensions of every tensor: the first is the batch where it is as long as the first's."""
+    """Return the named dimensions of every tensor; equal first dimensions are the batch."""
     said = {} if isinstance(dynamic, bool) else dict(dynamic)
     for name in said:
         if name not in tensors:
-            raise UsageError(f"dynamic names {name!r}; the inputs are {', '.join(tensors)}")
+            raise UsageError(f"dynamic has the unknown input {name!r}; known are {', '.join(tensors)}")
     shapes = [tensor.shape for tensor in tensors.values() if tensor.ndim]
     batch = shapes[0][0] if shapes and dynamic is not False else None
     found = []
@@ -196,14 +196,14 @@ def _check_sizes(name: str, tensor: torch.Tensor, sizes: Sizes) -> None:
         if type(dim) is not int or not 0 <= dim < tensor.ndim:
             raise UsageError(f"dynamic={{{name!r}: {{{dim!r}: ...}}}}: {name!r} has {tensor.ndim} dimensions")
         if not isinstance(size, str) or not size.isidentifier():
-            raise UsageError(f"dynamic calls a size of {name!r} {size!r}: give a name such as 'batch'")
+            raise UsageError(f"invalid size name {size!r} of {name!r} in dynamic: expected one like 'batch'")
         if not tensor.shape[dim]:
             raise UsageError(f"dimension {dim} of the example {name!r} is empty: give at least one row")
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Answers are alike where |onnx - torch| <= `atol` + `rtol` * |torch|; whole numbers must be equal."""
+    """Allowed difference: |onnx - torch| <= `atol` + `rtol` * |torch|; integers must be equal."""
 
     rtol: float
     atol: float
@@ -211,7 +211,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs, and what torch made of them."""
+    """Inputs with torch's outputs."""
 
     extents: Mapping[str, int]
     inputs: Mapping[str, torch.Tensor]
@@ -219,19 +219,19 @@ class Case:
 
 
 def cases_of(model: torch.nn.Module, example: Example, output_names: Sequence[str] | None) -> list[Case]:
-    """The example as it is and, where sizes may differ, with other ones; raises UsageError."""
+    """Return the example, and with dynamic sizes also resized ones; raises UsageError."""
     extents = example.extents()
     first = _case(model, example, extents, output_names, "")
     if not extents:
         return [first]
-    # Fewer where that leaves two and more: longer than the example a model may refuse to be.
+    # Prefer smaller sizes (at least 2), because a model may limit its sizes.
     other = {size: extent - 1 if extent > 2 else extent + 1 for size, extent in extents.items()}
-    remedy = "; where a size of the inputs never differs, leave it out of dynamic="
+    remedy = "; omit fixed sizes from dynamic="
     return [first, _case(model, example.resized(other), other, output_names, remedy)]
 
 
 def compare(path: Path, cases: Sequence[Case], tolerance: Tolerance) -> float:
-    """The greatest difference; raises UsageError where one is beyond the tolerance, or nothing can be run."""
+    """Return the largest difference; raises UsageError if it exceeds the tolerance, or a run fails."""
     session = _session(path)
     taken = [one.name for one in session.get_inputs()]
     worst = 0.0
@@ -271,9 +271,9 @@ def _outputs(answer: Any, names: Sequence[str] | None) -> dict[str, torch.Tensor
     tensors = [leaf for _, leaf in leaves if leaf is not None]
     for name, leaf in zip(own, tensors, strict=True):
         if not isinstance(leaf, torch.Tensor):
-            raise UsageError(f"forward returns {leaf!r:.60} as {name!r}: a file gives tensors only")
+            raise UsageError(f"forward returns {leaf!r:.60} as {name!r}: ONNX supports tensors only")
     if not tensors:
-        raise UsageError("forward returns no tensor, so there is nothing to put into a file")
+        raise UsageError("forward returns no tensor, so there is nothing to export")
     chosen = _chosen_names("output_names", names, own)
     return dict(zip(chosen, (one.detach().clone() for one in tensors), strict=True))
 
@@ -293,8 +293,8 @@ def _session(path: Path) -> Any:
 def _not_run(error: Exception) -> str:
     reason = " ".join(str(error).split())
     return (
-        f"onnxruntime cannot run the exported model, so nothing was compared or written: {reason:.300}; "
-        "compare=False writes what the checker alone has seen"
+        f"onnxruntime cannot run the exported model, so nothing was written: {reason:.300}; "
+        "compare=False skips the comparison"
     )
 
 

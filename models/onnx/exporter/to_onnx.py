@@ -1,7 +1,7 @@
-"""`torchrelay.to_onnx`: a module as an ONNX file that was seen to answer as the module does.
+"""`torchrelay.to_onnx`: export a module to an ONNX file that was compared with the module.
 
-Weights beside the file have a name that no other export has, and come first: the file that names them
-appears last, at once, so that whoever reads finds an old model or a new one, never parts of both.
+External weights have a unique name and are written first. The file that refers to them is written last and
+atomically, so that readers see either the old or the new model.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
 
 
 def place_of(where: Where, *, overwrite: bool) -> Path | str:
-    """Where an ONNX file is to lie, which is free; touches nothing. Raises UsageError."""
+    """Check that an ONNX file can be written to the path, without writing; raises UsageError."""
     place = expanded(where, "the ONNX file")
     check_free(place, overwrite=overwrite)
     return place
 
 
 def _weights_beside(path: Path) -> list[Path]:
-    """Weights that an export put beside a file of this name, and that the file there names.
+    """Return external weights of an earlier export to this path, if the existing file refers to them.
 
-    Others may be of an export that goes on at the same time, whose file comes next.
+    Other files may belong to a concurrent export.
     """
     ours = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{12}}\.data")
     found = [one for one in path.parent.iterdir() if ours.fullmatch(one.name)]
@@ -73,7 +73,7 @@ _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
 def check_packages() -> None:
-    """Raise UsageError with the remedy where one is missing; imports none."""
+    """Raise UsageError if a package is missing; imports none."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise UsageError(f"ONNX files need {', '.join(missing)}: {install_command('onnx')}")
@@ -82,12 +82,12 @@ def check_packages() -> None:
 RTOL, ATOL = 1e-3, 1e-4
 SIGNATURE = "torchrelay.signature"
 EXTERNAL_FROM_BYTES = 1_900_000_000
-"""A file of protobuf ends at 2 GiB; from here on weights lie beside it."""
+"""Models from this size on have external weights, because protobuf files are limited to 2 GiB."""
 
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """What was written; `compared`: the sizes in which onnxruntime and torch agreed up to `difference`."""
+    """Result of an export; `compared` are the sizes for which onnxruntime and torch agree to `difference`."""
 
     path: str
     signature: Signature
@@ -113,25 +113,39 @@ def to_onnx(
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> Any:
-    """Write a module in evaluation mode as an ONNX file, at a path or fsspec URL, or raise and write nothing.
+    """Export a module in eval mode to an ONNX file, or raise and write nothing.
 
-    Returns an OnnxFile; without a path nothing is written, and an `onnx.ModelProto` comes back.
+    The file passes ONNX's checker, and onnxruntime gives the same outputs as torch on the CPU, for the
+    example and for other sizes. Initializers have the names and values of the module's states; above 1.9 GB
+    they are in a second file. The export uses a copy on the CPU and does not change the model or random
+    streams.
 
-    `inputs` are an example: a tensor, a sequence of the arguments of `forward`, or a mapping of them by name;
-    nested, too. Without any they are those that `compile(model, inputs)` was called with. Names are those of
-    the parameters of `forward` and of the keys of what it returns. The first dimension is the `batch`, of any
-    size, where it is as long as that of the first input; `dynamic=False` fixes all sizes,
-    `dynamic={"tokens": {0: "batch", 1: "time"}}` names those of an input (one name, one size). `drop_unused`
-    leaves inputs out that no answer depends on.
+    Args:
+        model: The module.
+        inputs: Example inputs: a tensor, a sequence of the arguments of `forward`, or a mapping of them by
+            name; may be nested. Default: those given to `compile(model, inputs)`.
+        path: File name or fsspec URL; None returns the model without writing.
+        dynamic: False for fixed sizes, or names of sizes such as `{"tokens": {0: "batch", 1: "time"}}`.
+            Default: first dimensions equal to that of the first input are the dynamic `batch`.
+        input_names: Names of the inputs; default: from the parameters of `forward`.
+        output_names: Names of the outputs; default: from the keys of the result.
+        opset: ONNX operator set.
+        rtol: Allowed relative difference, |onnx - torch| <= atol + rtol * |torch|.
+        atol: Allowed absolute difference; integers must be equal.
+        compare: Run onnxruntime and compare.
+        drop_unused: Omit inputs that do not affect the outputs.
+        metadata: Strings to store in the file, beside the signature and torchrelay's version.
+        overwrite: Replace an existing file.
 
-    The file passes ONNX's checker, and onnxruntime answers as torch on the CPU in the sizes of the example
-    and in others, where |onnx - torch| <= atol + rtol * |torch| (whole numbers: equal); with `compare=False`
-    the checker alone looks. Initializers have the names and values of the module's states. Above 1.9 GB they
-    lie in a file beside it. `metadata` goes into the file, as do its Signature and torchrelay's version.
+    Returns:
+        An OnnxFile, or without `path` an `onnx.ModelProto`.
 
-    It works on a copy on the CPU: the model, its mode, device and buffers, and all random streams stay as
-    they are. Raises UsageError for a taken name, a model that torch cannot export, answers that differ, and
-    where the extra is missing; StorageError.
+    Raises:
+        UsageError: The file exists, torch cannot export the model, outputs differ, or a package is missing.
+        StorageError: Writing failed.
+
+    Example:
+        to_onnx(model, torch.zeros(1, 3, 32, 32), "model.onnx")
     """
     check_packages()
     if inputs is None:
@@ -147,7 +161,7 @@ def to_onnx(
     tolerance = _checked(rtol, atol)
     for name, value in (metadata or {}).items():
         if not (isinstance(name, str) and isinstance(value, str)):
-            raise UsageError(f"metadata has {name!r}: {value!r:.60}: names and values are texts")
+            raise UsageError(f"metadata has {name!r}: {value!r:.60}: names and values must be strings")
     with undisturbing():
         copied = own_copy(model)
         with kept_buffers(copied):
@@ -162,14 +176,12 @@ def to_onnx(
 def _recorded(model: torch.nn.Module) -> tuple[Any, Any]:
     known = recorded_call(bare_module(model))
     if known is None:
-        raise UsageError(
-            "to_onnx needs inputs: give an example, or call torchrelay.compile(model, inputs) before"
-        )
+        raise UsageError("to_onnx needs inputs: give example inputs")
     return known.inputs, known.dynamic
 
 
 def _proto(model: torch.nn.Module, inputs: Any, **options: Any) -> Any:
-    """The content of the file that it would write."""
+    """Return the ModelProto that would be written."""
     import onnx
 
     with tempfile.TemporaryDirectory(prefix="torchrelay-onnx-") as folder:
@@ -179,7 +191,7 @@ def _proto(model: torch.nn.Module, inputs: Any, **options: Any) -> Any:
 
 def _checked(rtol: float, atol: float) -> Tolerance:
     if not all(isinstance(one, (int, float)) and one >= 0 for one in (rtol, atol)):
-        raise UsageError(f"rtol={rtol!r}, atol={atol!r}: give numbers from 0")
+        raise UsageError(f"invalid rtol={rtol!r}, atol={atol!r}: expected numbers >= 0")
     return Tolerance(float(rtol), float(atol))
 
 
@@ -211,7 +223,7 @@ def _describe(graph: ir.Model, signature: Signature, metadata: Mapping[str, str]
     graph.metadata_props.update({**own, **metadata})
     graph.producer_name, graph.producer_version = "torchrelay", torchrelay.__version__
     for node in graph.graph.all_nodes():
-        node.metadata_props.clear()  # stack traces, with paths of this machine
+        node.metadata_props.clear()  # stack traces contain local paths
     for initializer in graph.graph.initializers.values():
         initializer.metadata_props.clear()
 
@@ -246,7 +258,7 @@ def _published(place: Path | str, content: _OnnxContent, *, overwrite: bool) -> 
 
 
 def _save(graph: ir.Model, path: Path) -> None:
-    """Write the file, and the weights beside it where they are too many."""
+    """Write the file, and external weights if they are too large."""
     import onnx_ir as ir
 
     tensors = [one.const_value for one in graph.graph.initializers.values()]
@@ -263,5 +275,5 @@ def _check(path: Path) -> None:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
         raise UsageError(
-            f"ONNX's checker refuses the exported model: {' '.join(str(error).split()):.300}"
+            f"ONNX's checker rejected the exported model: {' '.join(str(error).split()):.300}"
         ) from error

@@ -1,1 +1,1 @@
-"""ONNX files as modules of torch that can be trained: read, checked, planned and run by our own code."""
+"""ONNX import: files as trainable torch modules, run by our own implementation of the operators."""

@@ -1,9 +1,8 @@
-"""What has to run for the values that are wanted, and the run: each value forgotten after its last use.
+"""Plan and run the operators needed for the requested values, releasing each value after its last use.
 
-Tensors of a file are state of a module, as parameters or buffers. A dot in a name leads into a nested
-container, as it does for torch's own modules: `layers.0.weight` is a parameter `weight` in `0` in `layers`.
-Names that torch cannot have there (an empty part, the name of a method, a name that is also the beginning of
-another) are kept under another, and hooks put the real ones into the state dict.
+Tensors of the file become parameters or buffers. Dots in names lead to nested containers, as in torch:
+`layers.0.weight` is the parameter `weight` in `0` in `layers`. Names that are invalid there (an empty part,
+the name of a method, a prefix of another name) are replaced, and hooks restore them in the state dict.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from torchrelay.records import dataclass
 
 @dataclass(frozen=True, eq=False)
 class ExecutionPlan:
-    """`steps` are operators, each with the values that nobody needs after it; `results` the values wanted.
+    """A plan: `steps` are operators, each with the values to release after it; `results` are the outputs.
 
-    `needed` are the names of the graph's stored values and inputs that take part.
+    `needed` are the names of the stored values and inputs that are used.
     """
 
     steps: tuple[tuple[GraphNode, tuple[str, ...]], ...]
@@ -42,20 +41,19 @@ class ExecutionPlan:
 def plan_of(
     graph: Graph, outputs: Sequence[str] | None = None, aux: Sequence[str] = (), drop_last: int = 0
 ) -> ExecutionPlan:
-    """The plan for `outputs` and then `aux`; by default the graph's own, as far as `drop_last` leaves them.
+    """Return the plan for `outputs` and then `aux`; by default the graph's outputs, cut by `drop_last`.
 
-    Raises UsageError for a name that no value of the graph has, and where fewer operators are there than
-    dropped.
+    Raises UsageError for unknown names, and if `drop_last` exceeds the number of operators.
     """
     if drop_last and outputs is not None:
-        raise UsageError("outputs= and drop_last= both say where the model ends: give one of them")
+        raise UsageError("outputs= and drop_last= cannot be combined")
     wanted = [*(ends_without(graph, drop_last) if outputs is None else outputs), *aux]
     known = {name for node in graph.nodes for name in node.outputs if name}
     known |= {*graph.inputs, *graph.initializers, *graph.constants, *graph.captured}
     for name in wanted:
         if name not in known:
             near = ", ".join(map(repr, get_close_matches(name, known, 3)))
-            hint = f"near it: {near}" if near else "values() of the model lists them"
+            hint = f"similar names: {near}" if near else "values() of the model lists all"
             raise UsageError(f"the model has no value {name!r}; {hint}")
     needed, later, steps = set(wanted), set(wanted), []
     for node in reversed(graph.nodes):
@@ -69,27 +67,27 @@ def plan_of(
 
 
 def inputs_of(node: GraphNode) -> set[str]:
-    """The values that a node takes, also for the graphs inside of it."""
+    """Yield the values that a node uses, including those of its inner graphs."""
     inner = {name for one in node.attributes.values() if isinstance(one, Graph) for name in one.captured}
     return {name for name in node.inputs if name} | inner
 
 
 def ends_without(graph: Graph, drop_last: int) -> tuple[str, ...]:
-    """What the graph gives without its last `drop_last` operators.
+    """Return the outputs of the graph without its last `drop_last` operators.
 
-    Those of its outputs that are still made, then the values that only dropped operators took and that
-    depend on what an input holds: neither weights that were merely transposed nor sizes count.
+    These are the remaining outputs, then the values used only by dropped operators that depend on the
+    contents of an input (not transposed weights or sizes).
     """
     if drop_last < 0 or drop_last >= len(graph.nodes) + (drop_last == 0):
         most = max(len(graph.nodes) - 1, 0)
         raise UsageError(
-            f"drop_last is {drop_last}, and the model has {len(graph.nodes)} operators: give 0 to {most}"
+            f"invalid drop_last={drop_last}: expected 0 to {most}, the model has {len(graph.nodes)} operators"
         )
     if drop_last == 0:
         return graph.outputs
     kept, dropped = graph.nodes[:-drop_last], graph.nodes[-drop_last:]
     made = [name for node in kept for name in node.outputs if name]
-    living = set(graph.inputs)  # values that depend on what the inputs hold, not only on their sizes
+    living = set(graph.inputs)  # values that depend on the contents of the inputs, not only on their sizes
     for node in kept:
         if node.operator not in ("Shape", "Size") and inputs_of(node) & living:
             living |= {name for name in node.outputs if name}
@@ -98,7 +96,7 @@ def ends_without(graph: Graph, drop_last: int) -> tuple[str, ...]:
     left = [name for name in graph.outputs if name in {*made, *graph.inputs}]
     loose = [name for name in made if name in wanted - taken and name in living and name not in left]
     if not (left or loose):
-        raise UsageError(f"without its last {drop_last} operators the model gives nothing")
+        raise UsageError(f"without its last {drop_last} operators the model has no outputs")
     return (*left, *loose)
 
 
@@ -107,8 +105,8 @@ PREVIEW, TRAINING, ML = "ai.onnx.preview", "ai.onnx.preview.training", "ai.onnx.
 
 @cache
 def operators() -> Mapping[tuple[str, str], Operator]:
-    """(domain, name) -> what runs it."""
-    # Imported when the first model is read, because together they are not small.
+    """Return the table (domain, name) -> operator."""
+    # Imported with the first model, because they are large.
     from torchrelay.models.onnx.importer.ops import (
         arithmetic,
         attention,
@@ -134,30 +132,30 @@ def operators() -> Mapping[tuple[str, str], Operator]:
 
 
 def supported(domain: str, name: str) -> bool:
-    """Whether this operator can be imported."""
+    """Return True if the operator is supported."""
     return (domain, name) in operators() or (domain, name) == ("", "Constant")
 
 
 @dataclass(frozen=True, eq=False)
 class Surroundings:
-    """What a run needs of the module: its mode, and its stored values."""
+    """State of the module for a run: its mode and stored values."""
 
     training: bool
     device: torch.device
     stored: Callable[[Graph, str], Any]
-    """The tensor that the module has for a name of a graph."""
+    """Returns the module's tensor for a name of a graph."""
     known: Callable[[Graph, str], Ints | None]
-    """The same as integers, where it is a small integer constant."""
+    """Returns the same as integers if it is a small integer constant."""
     plans: dict[int, ExecutionPlan]
-    """Plans of inner graphs, by their identity."""
+    """Plans of inner graphs by id."""
     entered: Iterator[int] = field(default_factory=lambda: count(1))
-    """How often inner graphs have been run."""
+    """Number of runs of inner graphs."""
 
 
 def run_plan(
     graph: Graph, plan: ExecutionPlan, given: Mapping[str, Any], around: Surroundings
 ) -> tuple[Any, ...]:
-    """The results of a plan; `given` are the inputs, and what inner graphs take from around them."""
+    """Run a plan; `given` are the inputs, and for inner graphs the captured values."""
     values = dict(given)
     known: dict[str, Ints] = {}
     for name in plan.needed:
@@ -204,7 +202,7 @@ def _on_tensors(
     call = OpCall(node, around.training, device, own, fixed, _entering(values, known, around))
 
     def wanted(at: int, name: str, value: Any) -> Any:
-        """An input in the form in which the operator wants it."""
+        """Convert an input to the form that the operator expects."""
         if at in operator.ints:
             return as_ints(known.get(name, value))
         if at not in operator.numbers:
@@ -219,15 +217,15 @@ def _on_tensors(
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError) as error:
         if type(error).__module__.startswith("torch."):
-            raise  # what tracing raises is meant for whoever traces
-        raise UsageError(f"{node} failed on {_told(inputs)}: {error}") from error
+            raise  # errors of tracing belong to the tracer
+        raise UsageError(f"{node} failed on {_description(inputs)}: {error}") from error
 
 
 def _device(inputs: list[Any], around: Surroundings) -> torch.device:
     return next((one.device for one in inputs if isinstance(one, torch.Tensor)), around.device)
 
 
-def _told(inputs: list[Any]) -> str:
+def _description(inputs: list[Any]) -> str:
     shapes = (
         f"{tuple(one.shape)} {one.dtype}" if isinstance(one, torch.Tensor) else str(one)[:60]
         for one in inputs
@@ -249,24 +247,24 @@ def _entering(
 
 
 Path = tuple[tuple[str, ...], str]
-"""The containers that lead to a tensor, and its name in the last of them."""
+"""Containers that lead to a tensor, and its name in the last one."""
 
 _ODD = "of_file"
 CONSTANTS = "file_constants"
 _EXPORTERS = re.compile(r"val_\d+")
-"""Names that torch's exporter gives to values of its own; it fails on a module that has them already."""
+"""Names used by torch's exporter, which fails if a module has them already."""
 
 
 class Container(nn.Module):
-    """A part of a dotted name; it computes nothing."""
+    """A module for a part of a dotted name."""
 
 
 _MODULE = frozenset(dir(nn.Module()))
-"""Not of the class: `training` and `_modules` are of each module."""
+"""Also the instance attributes, such as `training` and `_modules`."""
 
 
 def paths_of(names: Iterable[str], taken: object) -> dict[str, Path]:
-    """Where each name is kept below a root with the attributes of `taken`."""
+    """Return the path of each name below a root that has the attributes `taken`."""
     names = list(names)
     prefixes = {name[:at] for name in names for at, one in enumerate(name) if one == "."}
     shadowing = _MODULE | frozenset(dir(taken)) | {"_paths", _ODD, CONSTANTS}
@@ -285,7 +283,7 @@ def paths_of(names: Iterable[str], taken: object) -> dict[str, Path]:
 
 
 def _short(name: str, taken: Collection[str]) -> str:
-    """A name for an attribute that is like `name` and none of those taken."""
+    """Return a free attribute name similar to `name`."""
     short = re.sub(r"\W", "_", name, flags=re.ASCII)
     return short if short and short not in taken and short not in _MODULE else f"{short}_of_{len(taken)}"
 
@@ -293,7 +291,7 @@ def _short(name: str, taken: Collection[str]) -> str:
 def keep(
     root: nn.Module, paths: Mapping[str, Path], tensors: Mapping[str, torch.Tensor], trained: frozenset[str]
 ) -> None:
-    """Register the tensors below `root`: parameters where `trained`, else buffers; odd names by hooks."""
+    """Register the tensors below `root` as parameters (`trained`) or buffers; hooks map invalid names."""
     for name, (inside, last) in paths.items():
         holder = root
         for part in inside:
@@ -311,7 +309,7 @@ def keep(
 
 
 class _Renaming:
-    """Puts the names of a file in place of numbered ones in a state dict, or back."""
+    """Hook that replaces numbered names in a state dict by those of the file, or back."""
 
     def __init__(self, names: Mapping[str, str], out: bool) -> None:
         self._names, self._out = dict(names), out
@@ -324,7 +322,7 @@ class _Renaming:
 
 
 def keep_constants(root: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
-    """Constants move with the module and are not in its state dict: the file has them, not the training."""
+    """Register constants as buffers that are not in the state dict."""
     holder = Container()
     for at, tensor in enumerate(tensors):
         holder.register_buffer(f"c{at}", tensor, persistent=False)
@@ -332,7 +330,7 @@ def keep_constants(root: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def kept(root: nn.Module, path: Path) -> torch.Tensor:
-    """The tensor at a path, as it is now."""
+    """Return the current tensor at a path."""
     holder = root
     for part in path[0]:
         holder = holder._modules[part]  # type: ignore[assignment]
@@ -341,7 +339,7 @@ def kept(root: nn.Module, path: Path) -> torch.Tensor:
 
 
 def constant(root: nn.Module, at: int) -> torch.Tensor:
-    """The constant of this number."""
+    """Return the constant with this number."""
     return root._modules[CONSTANTS]._buffers[f"c{at}"]  # type: ignore[union-attr, return-value]
 
 
@@ -353,15 +351,15 @@ _WITHOUT_GRADIENT = {
     "ArgMax": (0,), "ArgMin": (0,), "CastLike": (1,), "NonZero": (0,), "QuantizeLinear": (1, 2),
     "DequantizeLinear": (1, 2),
 }  # fmt: skip
-"""Inputs that training does not change by gradient: running statistics, sizes, scales of quantization."""
+"""Inputs without gradients: running statistics, sizes, scales of quantization."""
 _MADE_UP = re.compile(
     r"val_\d+|scalar_tensor_default(_\d+)?|_val_\d+|onnx::\w+_\d+|.*/Constant(_\d+)?_output_\d+"
 )
-"""Names that exporters of torch give to constants that they found in the code."""
+"""Names given by torch's exporters to constants in the code."""
 
 
 def kept_initializers(content: ModelContent, plan: ExecutionPlan) -> list[str]:
-    """State dict keys: all where the whole model was asked for, else what the plan needs."""
+    """Return the state dict keys: all for the whole model, else those of the plan."""
     whole = plan.results == content.graph.outputs
     inner = {key for node, _ in plan.steps for key in _inner_keys(node)}
     needed = inner | {key for name, key in content.graph.initializers.items() if name in plan.needed}
@@ -379,13 +377,13 @@ def _inner_keys(node: GraphNode) -> Iterable[str]:
 def trained_initializers(
     content: ModelContent, kept: Sequence[str], trainable: Sequence[str]
 ) -> frozenset[str]:
-    """The keys that become parameters: floats that something uses where a gradient reaches them."""
+    """Return the keys that become parameters: floats with a use that receives gradients."""
     floats = {key: key for key in kept if content.initializers[key].dtype.is_floating_point}
     found = set(matching(floats, trainable))
     for key in floats:
         tensor = content.initializers[key]
         constant = tensor.numel() == 1 and _MADE_UP.fullmatch(key) is not None
-        if tensor.itemsize > 1 and not constant:  # float8 has no arithmetic to be trained in
+        if tensor.itemsize > 1 and not constant:  # float8 has no arithmetic for training
             uses = content.uses.get(key, frozenset())
             if any(at not in _WITHOUT_GRADIENT.get(operator, ()) for operator, at in uses):
                 found.add(key)
@@ -393,27 +391,27 @@ def trained_initializers(
 
 
 def as_patterns(patterns: Sequence[str]) -> Sequence[str]:
-    """The patterns themselves; UsageError for one text, whose signs would be taken for patterns."""
+    """Return the patterns; raises UsageError for a single str instead of a tuple."""
     if isinstance(patterns, str):
-        raise UsageError(f"patterns are a tuple, as ({patterns!r},), not one text")
+        raise UsageError(f"expected a tuple of patterns such as ({patterns!r},), not a str")
     return patterns
 
 
 def matching(named: Mapping[str, T], patterns: Sequence[str]) -> list[T]:
-    """What is named by patterns with * and ?; UsageError for a pattern that names nothing."""
+    """Return the names that match the patterns; raises UsageError for a pattern without a match."""
     found: dict[str, T] = {}
     for pattern in as_patterns(patterns):
         hits = {name: one for name, one in named.items() if fnmatchcase(name, pattern)}
         if not hits:
             raise UsageError(
-                f"pattern {pattern!r} matches no parameter; there are {', '.join(list(named)[:8])}"
+                f"pattern {pattern!r} matches no parameter; known are {', '.join(list(named)[:8])}"
             )
         found.update(hits)
     return list(found.values())
 
 
 def begins_in_training(content: ModelContent) -> bool:
-    """Whether the file was made for training: a batch normalization or a dropout that says so."""
+    """Return True if a batch normalization or dropout of the file is in training mode."""
     return any(
         (node.operator == "BatchNormalization" and node.attributes.get("training_mode") == 1)
         or (node.operator == "Dropout" and len(node.inputs) > 2 and _is_true(content, node.inputs[2]))

@@ -1,7 +1,6 @@
-"""A model as it is run: made of a checked ModelProto, its operators in order, nothing of protobuf.
+"""Executable graphs: operators in order, built from a checked ModelProto and free of protobuf.
 
-One pass over all graphs, inner ones included; unsupported operators, missing values and circles are told
-with names, the unsupported ones all at once.
+One pass over all graphs reports all unsupported operators at once, and missing values and cycles by name.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import torch
 
 from torchrelay.errors import UsageError
 from torchrelay.jobs.runtime import Signature, Size, TensorSpec
+from torchrelay.models.onnx.importer import tensors as limits
 from torchrelay.models.onnx.importer.model_file import KNOWN_DOMAINS, domain_of, inner_graphs, opsets
 from torchrelay.models.onnx.importer.tensors import (
     DTYPES,
     FLOAT4,
-    MAX_DEPTH,
     NARROW_BITS,
     STRING,
     check_made,
@@ -34,9 +33,10 @@ from torchrelay.records import dataclass
 
 @dataclass(frozen=True, eq=False)
 class GraphNode:
-    """One operator; an input or output that is left out has an empty name.
+    """One operator; an omitted input or output has an empty name.
 
-    `attributes` are numbers, texts, tuples of these, CPU tensors and graphs. `version` is the operator set's.
+    `attributes` are numbers, texts, tuples of these, CPU tensors and graphs. `version` is that of the
+    operator set.
     """
 
     operator: str
@@ -47,12 +47,12 @@ class GraphNode:
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any]
     narrow: Mapping[int, int] = field(default_factory=dict)
-    """Input position -> element type, where the file declares one that torch has not."""
+    """Input position -> declared element type that torch does not have."""
 
     def __str__(self) -> str:
         kind = f"{self.domain}.{self.operator}" if self.domain else self.operator
         first = next((one for one in self.outputs if one), "")
-        return f"{kind} {self.name!r}" if self.name else f"{kind} (which makes {first!r})"
+        return f"{kind} {self.name!r}" if self.name else f"{kind} (which computes {first!r})"
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -62,10 +62,10 @@ class GraphNode:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Operators so ordered that each comes after those whose values it takes.
+    """Operators in topological order.
 
-    `stored` maps the names of values that the file holds to where they lie in the module: initializers under
-    their state dict key, constants under a number. `captured` are names of the graphs around this one.
+    `stored` maps names of values in the file to their location in the module: initializers to their state
+    dict key, constants to a number. `captured` are names used from the graphs around this one.
     """
 
     name: str
@@ -77,58 +77,58 @@ class Graph:
     captured: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
-        return self  # nothing of it changes, so copies of a module share it
+        return self  # immutable, so copies of a module share it
 
 
 @dataclass(frozen=True, eq=False)
 class ModelContent:
-    """What a file says: the main graph, the tensors that it stores, what it takes and gives."""
+    """Contents of a file: the main graph, its tensors, inputs and outputs."""
 
     graph: Graph
     initializers: Mapping[str, torch.Tensor]
     constants: tuple[torch.Tensor, ...]
     signature: Signature
     uses: Mapping[str, frozenset[tuple[str, int]]] = field(default_factory=dict)
-    """State dict key -> (operator, input position) of all who take that initializer."""
+    """State dict key -> (operator, input position) of all uses of that initializer."""
 
 
 def in_order(graph: Any, stored: frozenset[str], outer: frozenset[str]) -> tuple[list[Any], set[str]]:
-    """The nodes of a GraphProto, each after what it needs; and what it takes from `outer`.
+    """Return the nodes of a GraphProto in topological order, and the names that it uses from `outer`.
 
-    `stored` are its inputs and initializers. Raises UsageError for a value that nobody makes, one that is
-    made twice, and for circles.
+    `stored` are its inputs and initializers. Raises UsageError for undefined values, values defined twice,
+    and cycles.
     """
     makers: dict[str, int] = {}
     for at, node in enumerate(graph.node):
         for name in filter(None, node.output):
             if name in makers or name in stored:
-                raise UsageError(f"graph {graph.name!r} makes the value {name!r} twice")
+                raise UsageError(f"graph {graph.name!r} defines the value {name!r} twice")
             makers[name] = at
     needs = [_needed(node) for node in graph.node]
     missing = sorted({name for need in needs for name in need} - makers.keys() - stored - outer)
     unmade = [one.name for one in graph.output if one.name not in makers.keys() | stored | outer]
     if missing or unmade:
         told = ", ".join(map(repr, [*missing, *unmade][:20]))
-        raise UsageError(f"graph {graph.name!r} needs values that nothing makes: {told}")
+        raise UsageError(f"graph {graph.name!r} uses undefined values: {told}")
     captured = {name for need in needs for name in need} & outer - makers.keys() - stored
     before = [{makers[name] for name in need if name in makers} for need in needs]
     if all(max(found, default=-1) < at for at, found in enumerate(before)):
-        return list(graph.node), captured  # as the format wants it
+        return list(graph.node), captured  # already ordered, as the format requires
     try:
         order = list(TopologicalSorter(dict(enumerate(before))).static_order())
     except CycleError as error:
         node = graph.node[error.args[1][0]]
         raise UsageError(
-            f"graph {graph.name!r} has a circle: {len(error.args[1]) - 1} operators wait for each other, "
-            f"among them {node.op_type} {node.name!r}, which makes {list(node.output)[:3]}"
+            f"graph {graph.name!r} has a cycle of {len(error.args[1]) - 1} operators, such as "
+            f"{node.op_type} {node.name!r}, which computes {list(node.output)[:3]}"
         ) from None
     return [graph.node[at] for at in order], captured
 
 
 def _needed(node: Any, depth: int = 0) -> set[str]:
-    """The names that a node takes, those that graphs inside of it take from around them included."""
-    if depth > MAX_DEPTH:
-        raise UsageError(f"{node.op_type} {node.name!r} has graphs more than {MAX_DEPTH} deep")
+    """Return the names that a node uses, including those captured by its inner graphs."""
+    if depth > limits.MAX_DEPTH:
+        raise UsageError(f"{node.op_type} {node.name!r} has graphs more than {limits.MAX_DEPTH} deep")
     found = set(filter(None, node.input))
     for graph in inner_graphs(node):
         own = {one.name for side in (graph.input, graph.initializer) for one in side}
@@ -140,15 +140,15 @@ def _needed(node: Any, depth: int = 0) -> set[str]:
 
 
 def content_of(model: Any, folder: Path | None, supported: Callable[[str, str], bool]) -> ModelContent:
-    """What a ModelProto says, in no more memory than the file has bytes; UsageError, DamagedError."""
+    """Convert a ModelProto, using no more memory than the size of the file; UsageError, DamagedError."""
     versions = opsets(model)
     _check_supported(model.graph, versions, supported)
     return _Builder(versions, folder).content(model.graph)
 
 
 def _all_nodes(graph: Any, depth: int = 0) -> Iterable[Any]:
-    if depth > MAX_DEPTH:
-        raise UsageError(f"graph {graph.name!r} lies more than {MAX_DEPTH} graphs deep: no model needs that")
+    if depth > limits.MAX_DEPTH:
+        raise UsageError(f"graph {graph.name!r} is nested more than {limits.MAX_DEPTH} deep")
     for node in graph.node:
         yield node
         for inner in inner_graphs(node):
@@ -156,7 +156,7 @@ def _all_nodes(graph: Any, depth: int = 0) -> Iterable[Any]:
 
 
 def _check_supported(graph: Any, versions: dict[str, int], supported: Callable[[str, str], bool]) -> None:
-    """Name every operator that cannot be run, with how often it occurs, in one error."""
+    """Raise UsageError with all unsupported operators and how often they occur."""
     missing = Counter((domain_of(node), node.op_type) for node in _all_nodes(graph))
     missing = Counter({kind: count for kind, count in missing.items() if not supported(*kind)})
     if missing:
@@ -166,14 +166,14 @@ def _check_supported(graph: Any, versions: dict[str, int], supported: Callable[[
         )
         raise UsageError(
             f"{len(missing)} operator{'s' * (len(missing) > 1)} of this model cannot be imported: {told}. "
-            "Cut the model before them with outputs=, or export it without them"
+            "Cut the model before them with outputs="
         )
     used = {domain_of(node) for node in _all_nodes(graph)}
     for domain in used & KNOWN_DOMAINS.keys():
         if domain and versions.get(domain, 1) > KNOWN_DOMAINS[domain]:
             raise UsageError(
-                f"the file uses version {versions[domain]} of {domain}, and {KNOWN_DOMAINS[domain]} is the "
-                f"newest known"
+                f"the file uses version {versions[domain]} of {domain}, newer than the supported version "
+                f"{KNOWN_DOMAINS[domain]}"
             )
 
 
@@ -192,7 +192,7 @@ class _Builder:
         return ModelContent(graph, self._initializers, tuple(self._constants), _signature(proto, graph), uses)
 
     def graph(self, proto: Any, outer: frozenset[str], outer_keys: dict[str, str]) -> Graph:
-        """A graph and those inside of it; `outer` are the names that the graphs around it have."""
+        """Convert a graph and its inner graphs; `outer` are the names of the graphs around it."""
         initializers = {one.name: self._store(proto, one.name, one) for one in proto.initializer}
         for one in proto.sparse_initializer:
             initializers[one.values.name] = self._store(proto, one.values.name, one)
@@ -228,10 +228,10 @@ class _Builder:
         while key in self._initializers:
             key = f"{graph.name}/{key}"
             if len(key) > 4096:
-                raise UsageError(f"initializer {name!r} occurs again and again")
+                raise UsageError(f"initializer {name!r} occurs several times")
         sparse = hasattr(proto, "values")
         if not sparse and proto.data_type == STRING:
-            raise UsageError(f"initializer {name!r} has texts, for which torch has no tensors")
+            raise UsageError(f"initializer {name!r} has texts, which torch tensors do not support")
         if sparse:
             self._dense += max(0, math.prod(proto.dims))
             check_made("the sparse initializers together", [self._dense])
@@ -239,7 +239,7 @@ class _Builder:
         return key
 
     def _constant(self, proto: Any, constants: dict[str, int]) -> bool:
-        """Take the tensor of a Constant; False where it is texts."""
+        """Store the tensor of a Constant; returns False if it contains texts."""
         made = self._attributes(proto, frozenset(), {})
         value = next(iter(made.values()), None)
         texts = isinstance(value, tuple) and value and isinstance(value[0], str)
@@ -292,9 +292,7 @@ class _Builder:
                 return stored_sparse(proto.sparse_tensor)
             case 13:
                 return proto.tp.SerializeToString()
-        raise UsageError(
-            f"attribute {proto.name!r} of {node.op_type} {node.name!r} has no kind that can be imported"
-        )
+        raise UsageError(f"attribute {proto.name!r} of {node.op_type} {node.name!r} has an unsupported kind")
 
 
 def _signature(proto: Any, graph: Graph) -> Signature:

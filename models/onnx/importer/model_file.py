@@ -1,4 +1,4 @@
-"""From what users give to a ModelProto whose names are texts and whose operator sets are known."""
+"""Read and check a ModelProto, and convert it to a supported operator set."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.errors import DamagedError, StorageError, UsageError, install_command
-from torchrelay.models.onnx.importer.tensors import MAX_DEPTH, MAX_NODES
+from torchrelay.models.onnx.importer import tensors as limits
 
 
 def check_readable(model: Any) -> None:
-    """Refuse a model with a name that is no text (DamagedError), or graphs nested too deeply (UsageError)."""
+    """Raise DamagedError for names that are not text, UsageError for graphs nested too deeply."""
     found = [one.domain for one in model.opset_import]
     for function in model.functions:
         found += [function.name, function.domain, *function.input, *function.output]
         found += [name for node in function.node for name in _of_node(node, 0)]
     for name in [*found, *_of_graph(model.graph, 0)]:
         if not isinstance(name, str):
-            raise DamagedError(f"the model has a name that is no text, {name[:20]!r}: the file is damaged")
+            raise DamagedError(f"the model has a name that is not text, {name[:20]!r}: the file is damaged")
 
 
 def _of_graph(graph: Any, depth: int) -> Iterable[Any]:
-    if depth > MAX_DEPTH:
-        raise UsageError(f"the model has graphs more than {MAX_DEPTH} graphs deep: no model needs that")
+    if depth > limits.MAX_DEPTH:
+        raise UsageError(f"the model nests graphs more than {limits.MAX_DEPTH} deep")
     yield graph.name
     for one in [*graph.input, *graph.output, *graph.value_info]:
         yield one.name
@@ -48,7 +48,7 @@ def _of_node(node: Any, depth: int) -> Iterable[Any]:
 
 
 def inner_graphs(node: Any) -> list[Any]:
-    """The graphs among the attributes of a node."""
+    """Return the graphs among the attributes of a node."""
     return [
         graph for one in node.attribute for graph in [*([one.g] if one.HasField("g") else []), *one.graphs]
     ]
@@ -60,16 +60,16 @@ def _of_tensor(tensor: Any) -> Iterable[Any]:
 
 
 KNOWN_OPSET = 28
-"""The newest operator set whose operators were implemented."""
+"""The newest implemented operator set."""
 OLDEST_OPSET = 7
-"""Older ones are converted to this one: they broadcast in ways that no operator has today."""
+"""Older operator sets are converted to this one, because their broadcasting rules differ."""
 _Name = tuple[str, str, str]
 """Domain, name and overload of a function."""
 KNOWN_DOMAINS = {"": KNOWN_OPSET, "ai.onnx.ml": 6, "ai.onnx.preview": 1, "ai.onnx.preview.training": 1}
 
 
 def need_onnx() -> Any:
-    """The package onnx; UsageError with the remedy where it is not installed."""
+    """Import the package onnx; raises UsageError if it is not installed."""
     try:
         import onnx
         import onnx.external_data_helper
@@ -79,10 +79,10 @@ def need_onnx() -> Any:
 
 
 def read_model(source: Any) -> tuple[Any, Path | None]:
-    """The ModelProto of a path, of bytes or of itself, with the folder in which its external data may lie.
+    """Read a ModelProto from a path, bytes or a ModelProto; returns it with the folder of its external data.
 
-    Tensors that lie outside of the file are not read. Raises StorageError for a file that cannot be read,
-    DamagedError for what is no ONNX model, UsageError for what cannot be read by this version.
+    External tensors are not read. Raises StorageError for an unreadable file, DamagedError if it is not an
+    ONNX model, UsageError if this version does not support it.
     """
     onnx = need_onnx()
     if isinstance(source, onnx.ModelProto):
@@ -92,7 +92,7 @@ def read_model(source: Any) -> tuple[Any, Path | None]:
     if isinstance(source, bytes | bytearray | memoryview):
         return _parsed(onnx, bytes(source), "these bytes"), None
     if not isinstance(source, str | os.PathLike):
-        raise UsageError(f"a model is a path, bytes or a ModelProto, not {type(source).__name__}")
+        raise UsageError(f"expected a path, bytes or a ModelProto, not {type(source).__name__}")
     path = Path(source)
     try:
         content = path.read_bytes()
@@ -107,26 +107,26 @@ def _parsed(onnx: Any, content: bytes, what: str) -> Any:
     try:
         model = onnx.ModelProto.FromString(content)
     except (DecodeError, RecursionError, ValueError) as error:
-        raise DamagedError(f"{what}: this is no ONNX model ({error})") from error
+        raise DamagedError(f"{what}: this is not an ONNX model ({error})") from error
     if not model.HasField("graph"):
-        raise DamagedError(f"{what}: this is no ONNX model (it has no graph)")
+        raise DamagedError(f"{what}: this is not an ONNX model (it has no graph)")
     return model
 
 
 def opsets(model: Any) -> dict[str, int]:
-    """The version of each domain."""
+    """Return the version of each domain."""
     return {domain_of(one): one.version for one in model.opset_import} or {"": 1}
 
 
 def domain_of(proto: Any) -> str:
-    """The domain of a node, function or operator set; "" for the main one, also where it is written out."""
+    """Return the domain of a node, function or operator set; "" for the main one."""
     return "" if proto.domain == "ai.onnx" else str(proto.domain)
 
 
 def known_model(model: Any) -> Any:
-    """The same model in operator sets that we know: as it is, with functions inlined, or converted.
+    """Return the model in supported operator sets, with functions inlined or converted if needed.
 
-    Raises UsageError that says what is too new or too old; nothing is run as if it were another version.
+    Raises UsageError for unsupported versions; nothing is run as another version.
     """
     onnx = need_onnx()
     if not model.HasField("graph"):
@@ -148,7 +148,7 @@ def known_model(model: Any) -> Any:
 
 
 def _newer_than_known(onnx: Any, model: Any, version: int) -> bool:
-    """Whether any operator changed after the newest set that we know; UsageError if nobody can say."""
+    """Return True if an operator has changed after the newest supported set; UsageError if unknown."""
     if version > onnx.defs.onnx_opset_version():
         raise UsageError(
             f"the file uses operator set {version}; torchrelay knows up to {KNOWN_OPSET}, and the installed "
@@ -185,9 +185,9 @@ def _inlined(onnx: Any, model: Any) -> Any:
 
 
 def _check_functions(model: Any) -> None:
-    """Refuse, before anything unfolds them, functions that call each other in a circle or too deeply.
+    """Raise UsageError for functions that are recursive, nested too deeply, or expand to too many operators.
 
-    Also those that do it so often that a file of some thousand bytes unfolds to a model beyond all memory.
+    Called before functions are expanded, because a small file can expand to more than the memory.
     """
     bodies = {_kind(one, one.name): Counter(_called(one.node)) for one in model.functions}
     depth: dict[_Name, int] = {}
@@ -197,17 +197,19 @@ def _check_functions(model: Any) -> None:
             TopologicalSorter({name: calls.keys() & bodies for name, calls in bodies.items()}).static_order()
         )
     except CycleError as error:
-        raise UsageError(f"functions of the model call each other in a circle: {error.args[1][:3]}") from None
+        raise UsageError(f"functions of the model call each other in a cycle: {error.args[1][:3]}") from None
     for name in order:
         depth[name] = 1 + max((depth[one] for one in bodies[name].keys() & depth.keys()), default=0)
         size[name] = sum(count * size.get(one, 1) for one, count in bodies[name].items())
-        if depth[name] > MAX_DEPTH:
-            raise UsageError(f"function {name[1]!r} of the model calls others more than {MAX_DEPTH} deep")
+        if depth[name] > limits.MAX_DEPTH:
+            raise UsageError(
+                f"function {name[1]!r} of the model nests calls more than {limits.MAX_DEPTH} deep"
+            )
     nodes = sum(size.get(one, 1) for one in _called(model.graph.node))
-    if nodes > MAX_NODES:
+    if nodes > limits.MAX_NODES:
         raise UsageError(
-            f"the functions of the model unfold to {nodes} operators, more than {MAX_NODES}: if the file is "
-            "trustworthy, raise torchrelay.models.onnx.importer.tensors.MAX_NODES"
+            f"the functions of the model expand to {nodes} operators, more than {limits.MAX_NODES}: "
+            "if the file is trustworthy, raise torchrelay.models.onnx.importer.tensors.MAX_NODES"
         )
 
 
@@ -220,7 +222,7 @@ def _called(nodes: Iterable[Any]) -> Iterator[_Name]:
 
 
 def _nodes(nodes: Iterable[Any]) -> Iterator[Any]:
-    """The nodes and those of their graphs; `check_readable` has bounded how deep these lie."""
+    """Yield the nodes and those of their inner graphs, whose depth `check_readable` has limited."""
     for node in nodes:
         yield node
         for inner in inner_graphs(node):

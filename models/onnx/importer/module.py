@@ -1,4 +1,4 @@
-"""`from_onnx`: a file of ONNX as an nn.Module that can be trained, extended, cut and exported again."""
+"""`from_onnx`: an ONNX file as an nn.Module that can be trained, extended, cut and exported again."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _Ends = tuple[tuple[str, ...] | None, tuple[str, ...], int]
 
 
 class OnnxModule(nn.Module):
-    """The model of an ONNX file. Its state dict has the names that the initializers have in the file.
+    """The model of an ONNX file, with the names of the file's initializers in its state dict.
 
-    Call it as the file says: inputs in order, or by name; one output comes back as it is, several as a
-    tuple. Made by `from_onnx`, whose arguments it takes, or subclassed: `super().forward(x, aux=("v1",))` has
-    intermediate values. Batch normalization and dropout follow `train()` and `eval()`; a file made for
-    training begins in train mode.
+    Call it with the inputs in order or by name; several outputs are returned as a tuple. It takes the
+    arguments of `from_onnx` and can be subclassed: `super().forward(x, aux=("v1",))` returns intermediate
+    values. Batch normalization and dropout follow `train()` and `eval()`; a file exported for training begins
+    in train mode.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class OnnxModule(nn.Module):
         model, beside = read_model(source)
         if model.training_info:
             warn(
-                "the file has training_info (an optimizer and initial values), which is left out: train the "
+                "the file has training_info (an optimizer and initial values), which is ignored: train the "
                 "module with an optimizer of torch",
                 stacklevel=2,
             )
@@ -72,28 +72,27 @@ class OnnxModule(nn.Module):
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
         """`forward(*inputs, outputs=None, aux=(), drop_last=None)`.
 
-        `aux`: values by name that follow the outputs, in a tuple. `outputs`: values by name in place of the
-        file's outputs. `drop_last`: without the last so many operators, with what is left open as outputs.
-        Operators that none of these needs are not run. A property, so that each model shows the names of its
-        own inputs.
+        `aux`: names of values to return after the outputs, in a tuple. `outputs`: names of values to return
+        instead of the file's outputs. `drop_last`: number of operators to remove at the end. Only needed
+        operators are run. This is a property, so that the signature has the model's input names.
         """
         return _Forward(self)
 
     def values(self) -> tuple[str, ...]:
-        """Names of the values that operators make, in their order: what `aux` and `outputs` take."""
+        """Return the names of all computed values in order, for `aux` and `outputs`."""
         return tuple(name for node in self._graph.nodes for name in node.outputs if name)
 
     def trains_otherwise(self) -> bool:
-        """Whether some operator does something else in train mode than in eval mode."""
+        """Return True if an operator behaves differently in train mode."""
         return any(node.operator in ("BatchNormalization", "Dropout") for node in self._graph.nodes)
 
     def freeze(self, *patterns: str) -> None:
-        """No gradient for the parameters that a pattern matches; UsageError for one that matches none."""
+        """Disable gradients of matching parameters; raises UsageError for a pattern without a match."""
         for one in executor.matching(dict(self._named()), patterns):
             one.requires_grad_(False)
 
     def unfreeze(self, *patterns: str) -> None:
-        """Gradients for the parameters that a pattern matches; UsageError for one that matches none."""
+        """Enable gradients of matching parameters; raises UsageError for a pattern without a match."""
         for one in executor.matching(dict(self._named()), patterns):
             one.requires_grad_(True)
 
@@ -104,12 +103,12 @@ class OnnxModule(nn.Module):
         aux: Sequence[str] = (),
         drop_last: int | None = None,
     ) -> Any:
-        """The same as forward, with all inputs by the names that they have in the file."""
+        """Like forward, with all inputs by their names in the file."""
         ends = self._ends if outputs is None and drop_last is None else (_names(outputs), (), drop_last or 0)
         plan = self._plan((ends[0], tuple(_names(aux) or ()), ends[2]))
         missing = [name for name in plan.needed & set(self._graph.inputs) if name not in given]
         if missing:
-            raise UsageError(f"the model needs {', '.join(map(repr, sorted(missing)))}, which was not given")
+            raise UsageError(f"the model needs {', '.join(map(repr, sorted(missing)))}, which is missing")
         _check_content(given)
         tensors = (one for one in given.values() if isinstance(one, torch.Tensor))
         device = next((one.device for one in tensors), torch.device("cpu"))
@@ -121,14 +120,11 @@ class OnnxModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__.get("_modules", {}).get(name)
         if isinstance(held, executor.Container) and not isinstance(value, executor.Container):
-            raise UsageError(
-                f"the file has initializers below {name!r}, so nothing else can have this name: choose "
-                "another, or hold the imported model in an attribute of your module"
-            )
+            raise UsageError(f"the name {name!r} is taken by initializers of the file: choose another name")
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        """What the model takes and gives."""
+        """Describe inputs and outputs."""
         taken = ", ".join(f"{one.name}{list(one.shape)}" for one in self.signature.inputs)
         given = ", ".join(one.name for one in self.signature.outputs)
         return f"{taken} -> {given}; {len(self._graph.nodes)} operators"
@@ -145,9 +141,7 @@ class OnnxModule(nn.Module):
         plan = self._plans[ends]
         lost = [one for one in plan.needed & set(self._graph.initializers) if not self._has(one)]
         if lost:
-            raise UsageError(
-                f"this model was cut where it was made, so that {lost[0]!r} is not there any more"
-            )
+            raise UsageError(f"this model was cut when it was created, so {lost[0]!r} does not exist")
         return plan
 
     def _has(self, name: str) -> bool:
@@ -160,24 +154,24 @@ class OnnxModule(nn.Module):
         return executor.kept(self, self._paths[key])
 
     def _known_ints(self, graph: Graph, name: str) -> Ints | None:
-        """Small tensors as numbers, read again only when they changed."""
+        """Return small tensors as numbers, cached while they do not change."""
         key = graph.initializers[name] if name in graph.initializers else graph.constants[name]
         return self._read_again(key, self._stored(graph, name))
 
     def _read_again(self, key: int | str, tensor: torch.Tensor) -> Ints | None:
         held = self._known.get(key)
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:  # it is being traced
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:  # while tracing
             if held is None:
                 return None
             tensor = held[0]
         version = -1 if tensor.is_inference() else tensor._version
         if held is None or held[0] is not tensor or held[1] != version or version < 0:
-            with _disable_current_modes():  # while the model is traced, the real tensor is read
+            with _disable_current_modes():  # read the real tensor while tracing
                 held = self._known[key] = (tensor, version, known_ints(tensor))
         return held[2]
 
     def _read_small(self) -> None:
-        """Read what may mean sizes, so that a model can be traced that never ran."""
+        """Read tensors that may be sizes, so that the model can be traced before it has run."""
         small: dict[int | str, torch.Tensor] = {}
         small.update((key, executor.kept(self, path)) for key, path in self._paths.items())
         small.update(enumerate(self.get_submodule(executor.CONSTANTS).buffers()))
@@ -191,14 +185,14 @@ class OnnxModule(nn.Module):
 
 
 class _Forward:
-    """The forward of one model, with a signature that has the names of its inputs."""
+    """The forward of one model, whose signature has its input names."""
 
     def __init__(self, module: OnnxModule) -> None:
         self._module = module
 
     @property
     def __code__(self) -> CodeType:
-        """Where it stands, which torch.export asks of a forward."""
+        """Code object, which torch.export requires."""
         return type(self).__call__.__code__
 
     @property
@@ -227,14 +221,14 @@ class _Forward:
         for name, value in named.items():
             if name not in spelled or spelled[name] in given:
                 raise UsageError(
-                    f"{name!r} is no input of the model, or given twice; it takes {', '.join(names)}"
+                    f"{name!r} is not an input of the model, or is given twice; it takes {', '.join(names)}"
                 )
             given[spelled[name]] = value
         return self._module.run(given, outputs, aux, drop_last)
 
 
 def python_names(names: Sequence[str]) -> list[str]:
-    """The names as Python can have them for arguments, no two alike."""
+    """Convert the names to unique Python argument names."""
     found: list[str] = []
     for name in names:
         plain = re.sub(r"\W", "_", name, flags=re.ASCII) or "x"
@@ -252,18 +246,30 @@ def from_onnx(
     freeze: Sequence[str] = (),
     trainable: Sequence[str] = (),
 ) -> OnnxModule:
-    """A model of an ONNX file as an nn.Module with the names of the file, ready to be trained.
+    """Load an ONNX file as a trainable nn.Module with the names of the file.
 
-    `source`: a path, the bytes of a file, a ModelProto, or what torch.onnx.export returned. `folder`: where
-    the external data of a ModelProto lies; a path has its own. `outputs` or `drop_last` cut the model for
-    good: weights that are needed no more are left out. Float initializers are parameters, integer ones
-    buffers; so are running statistics, and what no gradient reaches. `freeze`: patterns (`conv1.*`) of
-    parameters without gradient; `trainable`: of one-element constants of exporters (`val_7`) that are
-    parameters nevertheless.
+    Float initializers become parameters; integers, running statistics and values without gradients become
+    buffers. Only the file's operators are executed, and no file outside its folder is read. Supports operator
+    sets 7 to 28.
 
-    Nothing in the file is executed but its operators, and no file outside of its folder is read. Raises
-    UsageError that lists all operators that cannot be imported, or says what else cannot be; DamagedError,
-    StorageError. Source: the ONNX standard, operator sets 7 to 28; the ancestor's SONNXModel (SINGA).
+    Args:
+        source: A path, the bytes of a file, a ModelProto, or the result of torch.onnx.export.
+        folder: Folder of the external data of a ModelProto or bytes.
+        outputs: Names of values that become the outputs; unused weights are dropped.
+        drop_last: Number of operators to remove at the end.
+        freeze: Patterns of parameters without gradients, such as `conv1.*`.
+        trainable: Patterns of one-element constants of exporters (`val_7`) to make parameters.
+
+    Returns:
+        The module.
+
+    Raises:
+        UsageError: Operators or features are unsupported; lists all such operators.
+        DamagedError: The file is damaged, or not an ONNX model.
+        StorageError: Reading failed.
+
+    Example:
+        model = from_onnx("resnet.onnx", drop_last=1, freeze=("conv1.*",))
     """
     return OnnxModule(
         source, folder=folder, outputs=outputs, drop_last=drop_last, freeze=freeze, trainable=trainable
@@ -272,17 +278,17 @@ def from_onnx(
 
 def _names(given: Sequence[str] | None) -> tuple[str, ...] | None:
     if isinstance(given, str):
-        raise UsageError(f"names of values are a tuple, as ({given!r},), not one text")
+        raise UsageError(f"expected a tuple of names such as ({given!r},), not a str")
     return None if given is None else tuple(given)
 
 
 def _check_content(given: Mapping[str, Any]) -> None:
-    """Mappings and arrays of numbers are refused by name; what a tracer hands in instead of a tensor is not.
+    """Raise UsageError for mappings and arrays of numbers as inputs; accepts a tracer's proxies.
 
-    Arrays of texts are taken, since torch has no tensors of texts.
+    Arrays of texts are accepted, because torch has no such tensors.
     """
     for name, value in given.items():
         kind = type(value)
         array = kind.__module__.partition(".")[0] == "numpy" and value.dtype.kind not in "OSU"
         if isinstance(value, (Mapping, str)) or array:
-            raise UsageError(f"the input {name!r} is a {kind.__name__}: give a tensor (torch.as_tensor)")
+            raise UsageError(f"the input {name!r} is a {kind.__name__}: expected a tensor (torch.as_tensor)")

@@ -1,8 +1,7 @@
-"""An operator as the tables of `ops` have it, and what it is given: inputs, integers that are known.
+"""Operators in the tables of `ops`, their calls, and arithmetic on known integers.
 
-Shape gives such integers, and arithmetic on them stays here, so that neither running nor exporting again has
-to read shapes out of tensors: under torch.export they are symbols, and a batch that may vary stays one that
-may.
+Sizes from Shape and arithmetic on them are kept as integers, so that no shapes have to be read from tensors.
+Under torch.export they are symbols, so that a dynamic batch size stays dynamic.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from torchrelay.models.onnx.importer.graph import Graph, GraphNode
 from torchrelay.records import dataclass
 
 MAX_KNOWN = 4096
-"""Elements up to which an integer constant is also kept outside of its tensor."""
+"""Largest integer constant, in elements, that is also kept as integers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ints:
-    """A vector of 64-bit integers, or one number where `scalar`."""
+    """A vector of 64-bit integers, or with `scalar` a single one."""
 
     values: tuple[Any, ...]
     scalar: bool = False
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        """The same as a tensor; symbols stay symbols."""
+        """Convert to a tensor; symbols stay symbols."""
         if all(type(one) is int for one in self.values):
             found = torch.tensor(self.values, dtype=torch.int64, device=device)
         else:
@@ -39,7 +38,7 @@ class Ints:
 
 
 def known_ints(tensor: torch.Tensor) -> Ints | None:
-    """The content of a small tensor of at most one dimension, read from the device; else None."""
+    """Read a small tensor of at most one dimension as integers; None for others."""
     bytes_ = tensor.dtype in (torch.int8, torch.uint8, torch.bool)
     if bytes_ or tensor.dim() > 1 or tensor.numel() > MAX_KNOWN:
         return None
@@ -47,14 +46,14 @@ def known_ints(tensor: torch.Tensor) -> Ints | None:
 
 
 def as_numbers(value: Any) -> list[Any] | None:
-    """What an input that means factors or shares says, as a flat list."""
+    """Convert an input of factors to a flat list of floats."""
     if value is None:
         return None
     return list(value.values if isinstance(value, Ints) else value.reshape(-1).tolist())
 
 
 def as_ints(value: Any) -> list[Any] | None:
-    """What an input that means sizes, axes or places says, as a flat list."""
+    """Convert an input of sizes, axes or indices to a flat list of integers."""
     found = as_numbers(value)
     return found if found is None or isinstance(value, Ints) else [int(one) for one in found]
 
@@ -122,7 +121,7 @@ _ON_INTS: dict[str, Callable[..., Ints | None]] = {
 
 
 def on_ints(operator: str, attributes: dict[str, Any], inputs: Sequence[Any]) -> Ints | None:
-    """The result of an operator whose inputs are known; None where it has to be computed on tensors."""
+    """Compute an operator on known integers; None if it needs tensors."""
     compute = _ON_INTS.get(operator)
     if compute is None or not all(isinstance(one, Ints) for one in inputs):
         return None
@@ -131,11 +130,10 @@ def on_ints(operator: str, attributes: dict[str, Any], inputs: Sequence[Any]) ->
 
 @dataclass(frozen=True)
 class Operator:
-    """`run(call, *inputs)` gives the output, or a tuple of them; an input that is left out is None.
+    """An operator: `run(call, *inputs)` returns the output or a tuple; omitted inputs are None.
 
-    Inputs at the positions `ints` mean sizes, axes or places: they are given as lists of numbers, those at
-    `numbers` as lists of floats. With `raw`
-    all inputs come as they are, integers that are known without a tensor included.
+    Inputs at the positions `ints` (sizes, axes, indices) are passed as lists of integers, those at `numbers`
+    as lists of floats. With `raw` all inputs are passed unchanged, including known integers.
     """
 
     run: Callable[..., Any]
@@ -146,9 +144,9 @@ class Operator:
 
 @dataclass(frozen=True, eq=False)
 class OpCall:
-    """One run of one operator: its attributes, the mode of the module, a way to run graphs inside of it.
+    """One run of an operator: its attributes, the mode of the module, and a function to run inner graphs.
 
-    `own` are the positions of inputs that are initializers, `fixed` those and of constants.
+    `own` are the positions of inputs that are initializers, `fixed` also those of constants.
     """
 
     node: GraphNode
@@ -160,43 +158,43 @@ class OpCall:
 
     @property
     def version(self) -> int:
-        """The version of the operator set."""
+        """Version of the operator set."""
         return self.node.version
 
     @property
     def outputs(self) -> int:
-        """How many outputs have names."""
+        """Number of named outputs."""
         return max((at + 1 for at, name in enumerate(self.node.outputs) if name), default=0)
 
     def gives(self, at: int) -> bool:
-        """Whether the output at this place has a name."""
+        """Return True if the output at this position has a name."""
         return at < len(self.node.outputs) and bool(self.node.outputs[at])
 
     def has(self, name: str) -> bool:
-        """Whether the attribute is there."""
+        """Return True if the attribute is given."""
         return name in self.node.attributes
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The attribute, or what the standard says that it is where it is left out."""
+        """Return the attribute, or its default in the standard."""
         return self.node.attributes.get(name, default)
 
     def need(self, name: str) -> Any:
-        """The attribute; UsageError where it is missing."""
+        """Return the attribute; raises UsageError if it is missing."""
         if name not in self.node.attributes:
             raise UsageError(f"{self.node} lacks the attribute {name!r}")
         return self.node.attributes[name]
 
     def graph(self, name: str) -> Graph:
-        """The inner graph of this name."""
+        """Return the inner graph with this name."""
         found = self.need(name)
         if not isinstance(found, Graph):
             raise UsageError(f"{self.node} has no graph {name!r}")
         return found
 
     def tensor(self, value: Any) -> Any:
-        """A tensor of what may be integers known without one."""
+        """Convert a value that may be known integers to a tensor."""
         return value.tensor(self.device) if isinstance(value, Ints) else value
 
     def fail(self, why: str) -> UsageError:
-        """The error for what this operator cannot do."""
+        """Return the error for an unsupported use of this operator."""
         return UsageError(f"{self.node}: {why}")

@@ -1,14 +1,10 @@
-"""Tensors of a file or of one beside it: their types, and sizes proved before anything is allocated.
+"""Tensors of an ONNX file and its external data, and limits that are checked before anything is allocated.
 
-The format lets a model name any file. Here the name must be a relative path that stays, links resolved, in
-the folder of the model, and the bytes asked for must lie in a regular file.
-
-Numbers of less than 8 bits have no arithmetic in torch: two- and four-bit integers live in 8 bits, four-bit
-and six-bit floats in float32, both with only the values that the narrow type has. Texts have no tensor at
-all.
-What a file may ask for has limits: sizes that it declares, depth of nesting, turns of loops. A file of some
-hundred bytes can ask for a tensor of a petabyte or a loop without end; that is an error before anything is
-allocated.
+- External data must be in a regular file within the folder of the model, after resolving links.
+- torch has no arithmetic for less than 8 bits: 2- and 4-bit integers are stored in 8 bits, 4- and 6-bit
+  floats in float32, with only the values of the narrow type. Tensors of texts are not supported.
+- A small file can declare a tensor of a petabyte or an endless loop, so sizes, nesting and iterations are
+  limited. A program may raise a limit by assigning the module's variable, such as `tensors.MAX_NODES`.
 """
 
 from __future__ import annotations
@@ -26,61 +22,56 @@ import torch
 from torchrelay.errors import DamagedError, StorageError, UsageError
 
 MAX_ELEMENTS = 2**30
-"""Elements of a tensor that an operator makes from a shape alone."""
+"""Most elements of a tensor that an operator creates from a shape."""
 MAX_TURNS = 2**20
-"""Turns of one Loop."""
+"""Most iterations of a Loop."""
 MAX_ENTERED = 2**22
-"""Turns and branches of one call of a model, of loops inside of loops together."""
+"""Most runs of inner graphs in one call of a model."""
 MAX_DEPTH = 16
-"""Graphs inside of graphs."""
+"""Deepest nesting of graphs."""
 MAX_NODES = 2**18
-"""Operators of a model whose functions are unfolded."""
+"""Most operators of a model with its functions expanded."""
 MAX_RANK = 64
 
 
 def check_made(what: str, shape: Sequence[Any]) -> None:
-    """Refuse to make a tensor of more than MAX_ELEMENTS elements; sizes that are traced are not looked at."""
+    """Raise UsageError for a shape with more than MAX_ELEMENTS elements; traced sizes are not checked."""
     known = [size for size in shape if type(size) is int]
     if any(size < 0 for size in known):
-        raise UsageError(f"{what} asks for a tensor of the shape {tuple(shape)}, with a negative size")
+        raise UsageError(f"{what} requests a tensor of shape {tuple(shape)}, with a negative size")
     if math.prod(known) > MAX_ELEMENTS:
         raise UsageError(
-            f"{what} asks for a tensor of the shape {tuple(shape)}, more than the {MAX_ELEMENTS} elements "
-            "that an operator may make: if the file is trustworthy, raise "
+            f"{what} requests a tensor of shape {tuple(shape)}, more than {MAX_ELEMENTS} elements: "
+            "if the file is trustworthy, raise "
             "torchrelay.models.onnx.importer.tensors.MAX_ELEMENTS"
         )
 
 
 def check_turns(what: str, turns: int) -> None:
-    """Refuse a loop of more than MAX_TURNS turns."""
+    """Raise UsageError for more than MAX_TURNS iterations of a loop."""
     if turns > MAX_TURNS:
-        raise UsageError(f"{what} turns more than {MAX_TURNS} times: the loop was ended")
+        raise UsageError(f"{what} exceeded the limit of {MAX_TURNS} iterations")
 
 
 def check_entered(what: str, count: int) -> None:
-    """Refuse to go on when one call has run inner graphs more than MAX_ENTERED times."""
+    """Raise UsageError after more than MAX_ENTERED runs of inner graphs in one call."""
     if count > MAX_ENTERED:
-        raise UsageError(f"{what}: one call ran inner graphs more than {MAX_ENTERED} times: it was ended")
+        raise UsageError(f"{what}: one call exceeded the limit of {MAX_ENTERED} runs of inner graphs")
 
 
 def external_bytes(proto: Any, folder: Path | None, nbytes: int) -> torch.Tensor:
-    """The `nbytes` bytes that a TensorProto says lie elsewhere, as uint8.
+    """Read the `nbytes` bytes of external data of a TensorProto, as uint8.
 
-    Raises UsageError for a place outside of `folder`, DamagedError for bytes that are not there.
+    Raises UsageError for a location outside `folder`, DamagedError for missing bytes.
     """
     what = f"tensor {proto.name!r}"
     said = {entry.key: entry.value for entry in proto.external_data}
     if folder is None:
-        raise UsageError(
-            f"{what} lies in a file of its own, {said.get('location')!r}: say where with folder=, or give "
-            f"a path"
-        )
+        raise UsageError(f"{what} is in an external file, {said.get('location')!r}: give folder=")
     path = _inside(folder, said.get("location", ""), what)
     offset, length = _number(said, "offset", what, 0), _number(said, "length", what, nbytes)
     if length != nbytes:
-        raise DamagedError(
-            f"{what} needs {nbytes} bytes, and the model says that {length} are stored in {path}"
-        )
+        raise DamagedError(f"{what} needs {nbytes} bytes, but the model declares {length} in {path}")
     return _read(path, offset, nbytes, what)
 
 
@@ -89,11 +80,11 @@ def _inside(folder: Path, location: str, what: str) -> Path:
     given = Path(location)
     if not location or "\0" in location or "\\" in location or given.is_absolute() or ".." in given.parts:
         raise UsageError(
-            f"{what} is said to lie in {location!r}, which is no path inside of the model's folder"
+            f"{what} has the invalid location {location!r}: expected a path inside the model's folder"
         )
     path = Path(os.path.realpath(root / given))
     if not path.is_relative_to(root):
-        raise UsageError(f"{what} is said to lie in {location!r}, which leads out of {root}")
+        raise UsageError(f"{what} has the location {location!r}, which leads out of {root}")
     return path
 
 
@@ -102,7 +93,7 @@ def _number(said: dict[str, str], key: str, what: str, default: int) -> int:
     if not text:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise UsageError(f"{what} has {key} {text[:40]!r} in its external data: no number of bytes")
+        raise UsageError(f"{what} has {key} {text[:40]!r} in its external data: expected a number of bytes")
     return int(text)
 
 
@@ -110,11 +101,11 @@ def _read(path: Path, offset: int, nbytes: int, what: str) -> torch.Tensor:
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise StorageError(f"{what} lies in {path}, which cannot be opened: {error.strerror}") from error
+        raise StorageError(f"{what} is in {path}, which cannot be opened: {error.strerror}") from error
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode):
         os.close(file)
-        raise UsageError(f"{what} is said to lie in {path}, which is no regular file")
+        raise UsageError(f"{what} is in {path}, which is not a regular file")
     with open(file, "rb", buffering=0) as opened:
         if offset + nbytes > found.st_size:
             raise DamagedError(
@@ -139,49 +130,51 @@ DTYPES = {
     14: torch.complex64, 15: torch.complex128, 16: torch.bfloat16, 17: torch.float8_e4m3fn,
     18: torch.float8_e4m3fnuz, 19: torch.float8_e5m2, 20: torch.float8_e5m2fnuz, 24: torch.float8_e8m0fnu,
 }  # fmt: skip
-"""By the number that TensorProto.DataType has."""
+"""Types by their number in TensorProto.DataType."""
 NARROW_INTS = {21: (0, 15), 22: (-8, 7), 25: (0, 3), 26: (-2, 1)}
-"""uint4, int4, uint2, int2: least and greatest value."""
+"""Smallest and largest values of uint4, int4, uint2, int2."""
 FLOAT4 = 23
 NARROW_BITS = {21: 4, 22: 4, 25: 2, 26: 2, FLOAT4: 4}
 FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the lower three bits of float4e2m1 mean; the fourth is the sign."""
+"""Values of the lower three bits of float4e2m1; the fourth is the sign."""
 
 
 def dtype_of(number: int, what: str) -> torch.dtype:
-    """The type that tensors of this element type have here; UsageError, naming `what`, without one."""
+    """Return the torch type for an element type; raises UsageError, which names `what`, if unsupported."""
     if number in NARROW_INTS:
         return torch.int8 if NARROW_INTS[number][0] < 0 else torch.uint8
     if number == FLOAT4:
         return torch.float32
     if number not in DTYPES:
-        kind = "texts, for which torch has no tensors" if number == STRING else f"elements of type {number}"
-        raise UsageError(f"{what} has {kind}: such a model cannot be imported")
+        kind = (
+            "texts, which torch tensors do not support" if number == STRING else f"elements of type {number}"
+        )
+        raise UsageError(f"{what} has {kind}, which is not supported")
     return DTYPES[number]
 
 
 def number_of(dtype: torch.dtype) -> int:
-    """The number of the element type of a tensor's type."""
+    """Return the number of the element type for a torch type."""
     return next(number for number, one in DTYPES.items() if one == dtype)
 
 
 _EXTERNAL = 1
 _TYPED = {1: "float_data", 11: "double_data", 7: "int64_data", 12: "uint64_data", 13: "uint64_data",
           14: "float_data", 15: "double_data"}  # fmt: skip
-"""The field of the elements that are not raw; everything else is in int32_data."""
+"""Field of typed elements; all other types use int32_data."""
 
 
 def stored_tensor(proto: Any, folder: Path | None = None) -> torch.Tensor:
-    """The tensor of a TensorProto, on the CPU, in memory of its own.
+    """Read a TensorProto to a new CPU tensor.
 
-    Raises UsageError for what cannot be (texts, negative sizes), DamagedError where the shape that is
-    declared and the data that is there do not fit.
+    Raises UsageError for unsupported tensors (texts, negative sizes), DamagedError if the declared shape does
+    not match the data.
     """
     what = f"tensor {proto.name!r}"
     dtype_of(proto.data_type, what)
     shape = _shape(proto.dims, what)
     if sys.byteorder != "little":
-        raise UsageError("ONNX files have little-endian tensors, and this machine is none")
+        raise UsageError("ONNX files have little-endian tensors, but this machine is big-endian")
     count = math.prod(shape)
     if proto.data_location == _EXTERNAL:
         raw = external_bytes(proto, folder, _nbytes(proto, count))
@@ -194,20 +187,20 @@ def stored_tensor(proto: Any, folder: Path | None = None) -> torch.Tensor:
 
 
 def stored_sparse(proto: Any) -> torch.Tensor:
-    """A SparseTensorProto, made dense."""
+    """Convert a SparseTensorProto to a dense tensor."""
     what = f"sparse tensor {proto.values.name!r}"
     shape = _shape(proto.dims, what)
     check_made(what, shape)
     values, places = stored_tensor(proto.values), stored_tensor(proto.indices).long()
     if places.dim() == 2:
         if places.shape[1] != len(shape):
-            raise DamagedError(f"{what} has places of {places.shape[1]} numbers for {len(shape)} dimensions")
+            raise DamagedError(f"{what} has indices of {places.shape[1]} numbers for {len(shape)} dimensions")
         strides = torch.tensor([math.prod(shape[at + 1 :]) for at in range(len(shape))])
         if bool((places >= torch.tensor(shape)).any()) or bool((places < 0).any()):
-            raise DamagedError(f"{what} has places outside of its shape")
+            raise DamagedError(f"{what} has indices outside of its shape")
         places = (places * strides).sum(1)
     if places.numel() != values.numel() or bool(((places < 0) | (places >= math.prod(shape))).any()):
-        raise DamagedError(f"{what} has places outside of its shape, or not one for each value")
+        raise DamagedError(f"{what} has indices outside of its shape, or not one per value")
     dense = torch.zeros(math.prod(shape), dtype=values.dtype)
     dense[places] = values
     return dense.reshape(shape)
@@ -216,7 +209,7 @@ def stored_sparse(proto: Any) -> torch.Tensor:
 def _shape(dims: Sequence[int], what: str) -> tuple[int, ...]:
     shape = tuple(int(one) for one in dims)
     if len(shape) > MAX_RANK or any(one < 0 for one in shape):
-        raise UsageError(f"{what} declares the shape {shape[:8]}: no tensor has that")
+        raise UsageError(f"{what} declares the invalid shape {shape[:8]}")
     return shape
 
 
@@ -263,6 +256,6 @@ def _typed(proto: Any, what: str, shape: tuple[int, ...], count: int) -> torch.T
         halves = torch.float32 if number == 14 else torch.float64
         return torch.tensor(field, dtype=halves).view(dtype).reshape(shape)
     if dtype.is_floating_point and dtype not in (torch.float32, torch.float64):
-        width = torch.int16 if dtype.itemsize == 2 else torch.uint8  # the bits stand in the integers
+        width = torch.int16 if dtype.itemsize == 2 else torch.uint8  # the integers contain the bits
         return torch.tensor(field, dtype=torch.int32).to(width).view(dtype).reshape(shape)
     return torch.tensor(field, dtype=dtype).reshape(shape)

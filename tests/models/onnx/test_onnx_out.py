@@ -177,19 +177,19 @@ class Odd(nn.Module):
 
 REFUSED = {
     "answers differ": (Odd(lambda x: x + torch.rand_like(x)), {}, "differs by up to"),
-    "no operator": (Odd(lambda x: torch.linalg.svd(x)[1]), {}, "_linalg_svd has no form in ONNX"),
+    "no operator": (Odd(lambda x: torch.linalg.svd(x)[1]), {}, "_linalg_svd has no equivalent in ONNX"),
     "no tensor": (Odd(lambda x: (x, 3)), {}, "returns 3 as 'output_1'"),
     "nothing": (Odd(lambda x: None), {}, "returns no tensor"),
     "a size as a number": (Odd(lambda x: x.reshape(3, 2)), {}, "fails with the inputs .batch 2."),
     "one name for both": (Odd(lambda x: x), {"output_names": ["x"]}, "give input_names="),
     "too few names": (Odd(lambda x: x), {"input_names": []}, "give 1 different names"),
-    "no such input": (Odd(lambda x: x), {"dynamic": {"y": {0: "batch"}}}, "the inputs are x"),
+    "no such input": (Odd(lambda x: x), {"dynamic": {"y": {0: "batch"}}}, "known are x"),
     "no such dimension": (Odd(lambda x: x), {"dynamic": {"x": {2: "batch"}}}, "has 2 dimensions"),
-    "no name": (Odd(lambda x: x), {"dynamic": {"x": {0: "a size"}}}, "give a name"),
-    "a bad tolerance": (Odd(lambda x: x), {"rtol": -1}, "numbers from 0"),
-    "metadata": (Odd(lambda x: x), {"metadata": {"a": 1}}, "are texts"),
-    "no module": (3, {}, "no torch.nn.Module"),
-    "an operator set": (nn.Linear(2, 1), {"opset": 99}, "opset=99: .* instead; give another"),
+    "no name": (Odd(lambda x: x), {"dynamic": {"x": {0: "a size"}}}, "invalid size name"),
+    "a bad tolerance": (Odd(lambda x: x), {"rtol": -1}, "numbers >= 0"),
+    "metadata": (Odd(lambda x: x), {"metadata": {"a": 1}}, "must be strings"),
+    "no module": (3, {}, "not a torch.nn.Module"),
+    "an operator set": (nn.Linear(2, 1), {"opset": 99}, "opset=99: .* instead; choose another"),
     "no values": (nn.LazyLinear(2), {}, "no values yet"),
 }
 

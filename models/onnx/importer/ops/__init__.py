@@ -1,1 +1,1 @@
-"""What the operators of ONNX compute, a file per kind: each has tables from names to functions."""
+"""Implementations of ONNX operators: each file has tables from names to functions."""

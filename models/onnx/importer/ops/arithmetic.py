@@ -1,7 +1,4 @@
-"""Arithmetic, comparison and bits, element by element, also of unsigned integers; reductions along axes.
-
-Reductions are sums and extremes, also cumulative; Fourier transforms, windows and mel weights are with them.
-"""
+"""Elementwise arithmetic, comparison and bit operators, reductions, Fourier transforms and windows."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ WIDE = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def widened(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function for wide unsigned inputs too; results of integers come back in the inputs' type.
+    """Extend a function to wide unsigned inputs; integer results have the type of the inputs.
 
-    Values of uint64 above 2**63 - 1 are refused, as they would be taken for negative ones.
+    Values of uint64 above 2**63 - 1 are refused, because they would become negative.
     """
 
     @functools.wraps(run)
@@ -44,7 +41,7 @@ def _signed(call: OpCall, one: Any) -> Any:
         return one
     signed = one.view(torch.int64) if one.dtype == torch.uint64 else one.to(torch.int64)
     if one.dtype == torch.uint64 and bool((signed < 0).any()):
-        raise call.fail("numbers above 2**63 - 1 cannot be computed with here")
+        raise call.fail("numbers above 2**63 - 1 are not supported")
     return signed
 
 
@@ -61,7 +58,7 @@ def _div(call: OpCall, one: Tensor, other: Tensor) -> Tensor:
 def _equal(call: OpCall, one: Any, other: Any) -> Tensor:
     if isinstance(one, Tensor):
         return torch.eq(one, other)
-    return torch.from_numpy(one == other)  # texts, which come as arrays of numpy
+    return torch.from_numpy(one == other)  # texts are numpy arrays
 
 
 def _clip(call: OpCall, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
@@ -94,7 +91,7 @@ def _shift(call: OpCall, x: Tensor, by: Tensor) -> Tensor:
 def _bit_cast(call: OpCall, x: Tensor) -> Tensor:
     number = call.need("to")
     if number in NARROW_BITS:
-        raise call.fail("bits of numbers narrower than 8 bits are not packed here")
+        raise call.fail("types narrower than 8 bits are not supported")
     dtype = dtype_of(number, str(call.node))
     if dtype.itemsize != x.dtype.itemsize:
         raise call.fail(f"{x.dtype} and {dtype} differ in size")
@@ -108,7 +105,7 @@ def _is_inf(call: OpCall, x: Tensor) -> Tensor:
 
 
 def _flattened(call: OpCall, x: Tensor, compute: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Along an axis; before operator set 13 everything from the axis on was one dimension."""
+    """Apply along an axis; before operator set 13, to all dimensions from the axis on as one."""
     if call.version >= 13:
         return compute(x, call.get("axis", -1))
     axis = call.get("axis", 1) % max(x.dim(), 1)
@@ -117,7 +114,7 @@ def _flattened(call: OpCall, x: Tensor, compute: Callable[[Tensor, int], Tensor]
 
 
 def _dropout(call: OpCall, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
-    """Follows the mode of the module; an input of the model that says otherwise is obeyed."""
+    """Dropout in the mode of the module, unless an input of the model sets it."""
     share = call.get("ratio", 0.5) if ratio is None else ratio[0]
     on = call.training if training is None or 2 in call.fixed else bool(training)
     if not on or share == 0:
@@ -154,7 +151,7 @@ _ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 def _over(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """An operator that gives what the function gives for its inputs."""
+    """Return the operator that applies a function to its inputs."""
     return widened(lambda call, *inputs: function(*inputs))
 
 
@@ -198,7 +195,7 @@ def _reducing(reduce: Reduction) -> Operator:
         chosen = list(call.get("axes", axes) or ())
         if not chosen:
             if call.get("noop_with_empty_axes", 0):
-                return reduce(x.unsqueeze(0), [0], False)  # each element is a group of its own
+                return reduce(x.unsqueeze(0), [0], False)  # each element is its own group
             chosen = list(range(x.dim()))
         places = [at % max(x.dim(), 1) for at in chosen]
         if x.dim() == 0:
@@ -226,7 +223,7 @@ def _prod(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 
 def _extreme(find: Callable[[Tensor, list[int], bool], Tensor], of_none: float) -> Reduction:
-    """The reduction that gives `of_none`, or the number next to it, where there are no elements."""
+    """Return the reduction that gives `of_none`, or the nearest number, for empty inputs."""
 
     def run(x: Tensor, axes: list[int], keep: bool) -> Tensor:
         if not any(type(x.shape[at]) is int and x.shape[at] == 0 for at in axes):
@@ -289,7 +286,7 @@ def _stft(
     wave = _complex(x) if x.dim() == 3 else x
     size = length[0] if length else (window.shape[0] if window is not None else 0)
     if size < 1 or step[0] < 1:
-        raise call.fail("frames have at least one element, and steps too")
+        raise call.fail("frame length and step must be at least 1")
     frames = wave.unfold(1, size, step[0])
     frames = frames if window is None else frames * window
     onesided = call.get("onesided", 1) and not frames.is_complex()

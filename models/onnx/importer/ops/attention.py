@@ -1,4 +1,4 @@
-"""Attention, over all positions or as a recurrence; rotary positions; products of matrices."""
+"""Attention operators, also as a recurrence; rotary positions; matrix products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrelay.models.onnx.importer.tensors import dtype_of
 
 
 def _heads(call: OpCall, x: Tensor, heads: str) -> Tensor:
-    """(batch, heads, length, size) of packed heads too."""
+    """Convert to (batch, heads, length, size), also packed heads."""
     if x.dim() == 4:
         return x
     return x.reshape(x.shape[0], x.shape[1], call.need(heads), -1).transpose(1, 2)
@@ -53,7 +53,7 @@ def _attention(
 def _weights(call: OpCall, scores: Tensor) -> Tensor:
     precision = call.get("softmax_precision", 0)
     wide = scores.to(dtype_of(precision, str(call.node))) if precision else scores
-    alone = torch.isneginf(wide).all(-1, keepdim=True)  # a row that attends to nothing gives 0
+    alone = torch.isneginf(wide).all(-1, keepdim=True)  # a row without attention gives 0
     found = torch.softmax(torch.where(alone, torch.zeros_like(wide), wide), -1)
     return torch.where(alone, torch.zeros_like(found), found).to(scores.dtype)
 
@@ -61,7 +61,7 @@ def _weights(call: OpCall, scores: Tensor) -> Tensor:
 def _bias(
     call: OpCall, scores: Tensor, mask: Tensor | None, valid: Tensor | None, past: int
 ) -> Tensor | None:
-    """What is added to the scores, minus infinity where a key must not be seen; None for nothing."""
+    """Return the bias of the scores, with minus infinity for masked keys; None if there is none."""
     rows, columns = scores.shape[-2:]
     total: Tensor | None = None
     if mask is not None:
@@ -137,7 +137,7 @@ def _rotary(call: OpCall, x: Tensor, cos: Tensor, sin: Tensor, places: Tensor | 
 
 
 def _unpacked(x: Tensor, heads: int) -> Tensor:
-    """(batch, length, heads * size) as (batch, heads, length, size) in float32."""
+    """Convert (batch, length, heads * size) to (batch, heads, length, size) in float32."""
     return x.reshape(x.shape[0], x.shape[1], heads, -1).transpose(1, 2).float()
 
 
@@ -149,7 +149,7 @@ def _linear_attention(
     rule = call.get("update_rule", "gated_delta")
     gated, delta = rule in ("gated", "gated_delta"), rule in ("delta", "gated_delta")
     if gated != (decay is not None) or delta != (beta is not None):
-        raise call.fail(f"the rule {rule!r} takes decay and beta where it needs them, and nowhere else")
+        raise call.fail(f"the inputs decay and beta do not fit the rule {rule!r}")
     queries, keys, values = _unpacked(q, heads), _unpacked(k, inner), _unpacked(v, inner)
     scale = call.get("scale", 0.0) or 1 / math.sqrt(queries.shape[-1])
     empty = queries.new_zeros(q.shape[0], inner, keys.shape[-1], values.shape[-1])

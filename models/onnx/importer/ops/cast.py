@@ -1,4 +1,4 @@
-"""Casts, also to numbers that torch has no type for; quantized numbers and products of them."""
+"""Casts, also to types that torch lacks; quantization and quantized products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FLOAT8 = {
 }
 """Greatest finite value."""
 _FINITE_ONLY = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-"""Types without an infinity: what is too large becomes NaN unless it saturates."""
+"""Types without infinity: values out of range become NaN unless they saturate."""
 
 
 def _cast(call: OpCall, x: Tensor, like: Tensor | None = None) -> Tensor:
@@ -37,7 +37,7 @@ def _cast(call: OpCall, x: Tensor, like: Tensor | None = None) -> Tensor:
 def cast(
     x: Tensor, number: int, saturate: bool = True, round_mode: str = "up", what: str = "a cast"
 ) -> Tensor:
-    """`x` as elements of the type with this number; narrow types as `tensors` says."""
+    """Cast `x` to the element type with this number; see `tensors` for narrow types."""
     if number in NARROW_INTS:
         low, high = NARROW_INTS[number]
         whole = x.to(torch.int32) if not x.is_floating_point() else x.to(torch.float32).to(torch.int32)
@@ -59,13 +59,13 @@ def cast(
 
 
 def to_float4(x: Tensor) -> Tensor:
-    """Rounded to the nearest of the 15 values of float4e2m1, ties to the even code; kept in float32."""
+    """Round to the nearest of the 15 values of float4e2m1, ties to the even code, in float32."""
     table = torch.tensor(FLOAT4_VALUES, device=x.device)
     middles = (table[1:] + table[:-1]) / 2
     size = x.abs()
-    up = torch.bucketize(size, middles, right=True)  # a tie goes up here ...
+    up = torch.bucketize(size, middles, right=True)  # round ties up ...
     tie = (size.unsqueeze(-1) == middles).any(-1)
-    code = torch.where(tie & (up % 2 == 1), up - 1, up)  # ... and down again where up is odd
+    code = torch.where(tie & (up % 2 == 1), up - 1, up)  # ... and down again if up is odd
     value = torch.where(torch.isnan(x), torch.zeros_like(x), table[code])  # it has no NaN
     return torch.copysign(value, x)
 
@@ -82,7 +82,7 @@ def _to_float8(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
 
 
 def _to_e8m0(x: Tensor, saturate: bool, round_mode: str) -> Tensor:
-    """A power of two: only the exponent is kept; zero becomes the least, the sign is lost."""
+    """Round to a power of two without sign; zero becomes the smallest value."""
     bits = x.abs().view(torch.int32)
     exponent, fraction = bits >> 23, bits & 0x7FFFFF
     if round_mode == "up":
@@ -101,7 +101,7 @@ _WHOLE = (torch.uint8, torch.int8, torch.uint16, torch.int16)
 
 
 def _spread(call: OpCall, x: Tensor, scale: Tensor) -> Tensor:
-    """Scales or zero points in a shape that fits `x`: one, one per row of an axis, or one per block."""
+    """Broadcast scales or zero points to `x`: one, one per row of an axis, or one per block."""
     if scale.dim() == 0 or (scale.dim() == 1 and scale.numel() == 1):
         return scale.reshape(())
     axis, block = call.get("axis", 1) % x.dim(), call.get("block_size", 0)
@@ -120,7 +120,7 @@ def _target(call: OpCall, zero: Tensor | None) -> int:
 
 
 def _quantize(call: OpCall, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-    """`x / scale + zero` as elements of the type that is asked for; too large is the greatest."""
+    """Compute `x / scale + zero` in the requested type, saturating."""
     number = _target(call, zero)
     ratio = x.float() / _spread(call, x, scale).float()
     if number in NARROW_INTS or DTYPES.get(number) in _WHOLE:
@@ -155,13 +155,13 @@ def _dynamic(call: OpCall, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _minus(x: Tensor, zero: Tensor | None, place: int) -> Tensor:
-    """Integers without their zero point, as float64, in which sums of products of 8 bits are exact."""
+    """Subtract the zero point, in float64, in which sums of 8-bit products are exact."""
     wide = x.to(torch.int64).to(torch.float64) if not x.is_floating_point() else x.to(torch.float64)
     return wide if zero is None else wide - _rows(zero.to(torch.float64), place)
 
 
 def _rows(each: Tensor, place: int) -> Tensor:
-    """Numbers of the left factor of a product are one per row."""
+    """Reshape the left factor's values, which are one per row."""
     return each[:, None] if each.dim() == 1 and each.numel() > 1 and place == 0 else each
 
 

@@ -1,4 +1,4 @@
-"""Operators that run graphs (If, Loop, Scan), and values that are lists or may be missing."""
+"""Operators that run inner graphs (If, Loop, Scan), sequences and optional values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _stacked(call: OpCall, held: list[Tensor]) -> Tensor:
 def _check_arity(call: OpCall, body: Any, inputs: int, outputs: int) -> None:
     if len(body.inputs) != inputs or len(body.outputs) < outputs:
         raise call.fail(
-            f"its graph takes {len(body.inputs)} values and gives {len(body.outputs)}; {inputs} are there"
+            f"its graph has {len(body.inputs)} inputs, {len(body.outputs)} outputs; {inputs} values are given"
         )
 
 
@@ -49,7 +49,7 @@ def _scanned(call: OpCall, given: list[Any]) -> tuple[Any, ...]:
     body, streams = call.graph("body"), call.need("num_scan_inputs")
     count = len(given) - streams
     if not 0 < streams <= len(given):
-        raise call.fail(f"{streams} of {len(given)} inputs are to be scanned")
+        raise call.fail(f"{streams} of {len(given)} inputs to scan")
     _check_arity(call, body, len(given), count)
     outs = len(body.outputs) - count
     axes = call.get("scan_input_axes", (0,) * streams)
@@ -76,7 +76,7 @@ def _scanned(call: OpCall, given: list[Any]) -> tuple[Any, ...]:
 
 
 def _scan_in_batches(call: OpCall, lengths: Tensor | None, *given: Any) -> Any:
-    """Operator set 8: everything has a batch in front, each with a length of its own."""
+    """Scan of operator set 8, with a batch dimension and individual lengths."""
     streams = call.need("num_scan_inputs")
     count = len(given) - streams
     batch, longest = given[count].shape[:2]
@@ -107,7 +107,7 @@ def _get(call: OpCall, value: Any) -> Any:
 def _insert(call: OpCall, sequence: list[Any], one: Any, place: list[int] | None = None) -> list[Any]:
     at = len(sequence) if place is None else place[0] + (len(sequence) if place[0] < 0 else 0)
     if not 0 <= at <= len(sequence):
-        raise call.fail(f"place {at} of a sequence of {len(sequence)}")
+        raise call.fail(f"index {at} of a sequence of {len(sequence)}")
     return [*sequence[:at], one, *sequence[at:]]
 
 

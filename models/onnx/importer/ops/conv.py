@@ -1,4 +1,4 @@
-"""Convolutions and poolings, and how windows lie over an input: strides, dilations, padding."""
+"""Convolution and pooling operators, with their windows: strides, dilations, padding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrelay.records import dataclass
 
 @dataclass(frozen=True)
 class Windows:
-    """Per spatial dimension: size of the window, step, distance inside of it, what is added around."""
+    """Window size, stride, dilation and padding per spatial dimension."""
 
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
@@ -28,20 +28,20 @@ class Windows:
     after: tuple[Any, ...]
 
     def spans(self) -> tuple[int, ...]:
-        """Elements from the first to the last of a window."""
+        """Extents of a window in elements."""
         return tuple(
             (size - 1) * dilation + 1 for size, dilation in zip(self.kernel, self.dilations, strict=True)
         )
 
 
 def windows_of(call: OpCall, sizes: Sequence[Any], kernel: Sequence[int]) -> Windows:
-    """The windows of a convolution or pooling over an input with these spatial sizes."""
+    """Return the windows of a convolution or pooling over an input with these spatial sizes."""
     rank = len(kernel)
     strides = tuple(call.get("strides", (1,) * rank))
     dilations = tuple(call.get("dilations", (1,) * rank))
     windows = Windows(tuple(kernel), strides, dilations, (0,) * rank, (0,) * rank)
     if any(one < 1 for one in (*kernel, *strides, *dilations)) or not len(strides) == len(dilations) == rank:
-        raise call.fail("sizes, strides and dilations of windows are at least 1, one for each dimension")
+        raise call.fail("sizes, strides and dilations of windows must be at least 1, one per dimension")
     mode = call.get("auto_pad", "NOTSET")
     if mode in ("SAME_UPPER", "SAME_LOWER"):
         totals = [
@@ -53,25 +53,25 @@ def windows_of(call: OpCall, sizes: Sequence[Any], kernel: Sequence[int]) -> Win
         return replace(windows, before=before, after=after)
     pads = tuple(call.get("pads", (0,) * (2 * rank))) if mode == "NOTSET" else (0,) * (2 * rank)
     if len(pads) != 2 * rank or any(type(one) is int and one < 0 for one in pads):
-        raise call.fail(f"pads {pads} are no two numbers for each of {rank} dimensions")
+        raise call.fail(f"pads {pads} are not two numbers per dimension, for {rank} dimensions")
     return replace(windows, before=pads[:rank], after=pads[rank:])
 
 
 def padded(x: Tensor, before: Sequence[Any], after: Sequence[Any], value: float = 0.0) -> Tensor:
-    """`x` with elements added around its spatial dimensions."""
+    """Pad the spatial dimensions of `x`."""
     widths = [one for pair in zip(reversed(before), reversed(after), strict=True) for one in pair]
     return functional.pad(x, widths, value=value) if any(type(one) is not int or one for one in widths) else x
 
 
 def _by_rank(call: OpCall, kernel: str, x: Tensor) -> Any:
-    """Torch's function of this name for as many dimensions as the input has."""
+    """Return torch's function of this name for the input's number of dimensions."""
     if not 1 <= x.dim() - 2 <= 3:
-        raise call.fail(f"an input of {x.dim()} dimensions; torch convolves over 1 to 3 dimensions")
+        raise call.fail(f"an input of {x.dim()} dimensions; expected 1 to 3 spatial dimensions")
     return getattr(functional, f"{kernel}{x.dim() - 2}d")
 
 
 def convolved(call: OpCall, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The convolution that the attributes of the call describe."""
+    """Compute the convolution described by the attributes of the call."""
     run = _by_rank(call, "conv", x)
     windows = windows_of(call, x.shape[2:], call.get("kernel_shape", weight.shape[2:]))
     groups = call.get("group", 1)
@@ -94,12 +94,12 @@ def _conv_transpose(call: OpCall, x: Tensor, weight: Tensor, bias: Tensor | None
     whole = run(x, weight, None, strides, 0, 0, call.get("group", 1), dilations)
     missing = [size - have for size, have in zip(full, whole.shape[2:], strict=True)]
     whole = padded(whole, [0] * rank, missing)
-    whole = padded(whole, [-one for one in before], [-one for one in after])  # less where it is cut
+    whole = padded(whole, [-one for one in before], [-one for one in after])  # less padding if it is cut
     return whole if bias is None else whole + bias.reshape(-1, *(1,) * rank)
 
 
 def _cut(call: OpCall, x: Tensor, full: list[Any], strides: Any) -> tuple[list[Any], list[Any]]:
-    """How much of the full result goes at each side."""
+    """Return how much of the full result is cut at each side."""
     rank, mode = x.dim() - 2, call.get("auto_pad", "NOTSET")
     if call.has("output_shape"):
         shape = list(call.get("output_shape"))[-rank:]
@@ -122,9 +122,9 @@ def _deform_conv(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Windows whose places are moved by `offset`, weighted by `mask` (Zhu and others, 2019)."""
+    """Deformable convolution with `offset` and `mask` (Zhu and others, 2019)."""
     if x.dim() != 4:
-        raise call.fail("only two spatial dimensions are implemented")
+        raise call.fail("only two spatial dimensions are supported")
     n, channels = x.shape[:2]
     windows = windows_of(call, x.shape[2:], weight.shape[2:])
     parts, groups = call.get("offset_group", 1), call.get("group", 1)
@@ -173,7 +173,7 @@ def _col2im(call: OpCall, x: Tensor, image: list[Any], block: list[Any]) -> Tens
 
 
 def _counts(call: OpCall, sizes: Any, windows: Windows) -> tuple[int, ...]:
-    """Windows per dimension; with ceil_mode one more that begins inside and sticks out."""
+    """Count windows per dimension; ceil_mode adds one that begins inside and extends outside."""
     found = []
     for at, (size, span, stride) in enumerate(zip(sizes, windows.spans(), windows.strides, strict=True)):
         wide = size + windows.before[at] + windows.after[at]
@@ -184,7 +184,7 @@ def _counts(call: OpCall, sizes: Any, windows: Windows) -> tuple[int, ...]:
 
 
 def _views(x: Tensor, windows: Windows, counts: tuple[int, ...], value: float) -> Tensor:
-    """The windows as a last dimension: n, c, *counts, elements of a window; `value` where nothing is."""
+    """Return windows as the last dimension: n, c, *counts, window elements; `value` outside."""
     ends = [(count - 1) * step + span for count, step, span in zip(
         counts, windows.strides, windows.spans(), strict=True)]  # fmt: skip
     after = [max(end - size - before, 0) for end, size, before in zip(
@@ -235,7 +235,7 @@ def _average_pool(call: OpCall, x: Tensor) -> Tensor:
     counts = _counts(call, x.shape[2:], windows)
     total = _views(x, windows, counts, 0).sum(-1)
     ones = torch.ones((1, 1, *x.shape[2:]), dtype=x.dtype, device=x.device)
-    if outside:  # what the file adds counts, what sticks out does not
+    if outside:  # padding of the file counts, the part outside of it does not
         ones = padded(ones, windows.before, windows.after, 1.0)
         windows = replace(windows, before=(0,) * len(counts), after=(0,) * len(counts))
     return total / _views(ones, windows, counts, 0).sum(-1)
@@ -269,13 +269,13 @@ def _max_unpool(call: OpCall, x: Tensor, places: Tensor, shape: list[Any] | None
 
 
 def _cell(at: int, begin: int, length: int, count: int, most: int) -> slice:
-    """The elements of one of the `count` cells that a region is cut into."""
+    """Return the elements of one of the `count` cells of a region."""
     edges = (math.floor(at * length / count), math.ceil((at + 1) * length / count))
     return slice(*(min(max(begin + edge, 0), most) for edge in edges))
 
 
 def _roi_pool(call: OpCall, x: Tensor, rois: Tensor) -> Tensor:
-    """Maxima over the cells of each region (Girshick, 2015)."""
+    """Compute maxima over the cells of each region (Girshick, 2015)."""
     height, width = call.need("pooled_shape")
     scale = call.get("spatial_scale", 1.0)
     found = []

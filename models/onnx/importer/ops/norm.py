@@ -1,4 +1,4 @@
-"""Normalization layers, losses, steps of optimizers, and the arithmetic of classical learning."""
+"""Normalization layers, losses, optimizer steps, and operators of classical machine learning."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torchrelay.models.onnx.importer.tensors import dtype_of
 
 
 def _batch_norm(call: OpCall, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Any:
-    """Follows the mode of the module. In training the running statistics of the module move as torch's do.
+    """Batch normalization in the mode of the module; training updates running statistics as in torch.
 
-    With outputs for the statistics, these are as ONNX has them: of the whole population, momentum for the
-    old.
+    Statistics outputs follow ONNX: population variance, and momentum applied to the old value.
     """
     eps, momentum = call.get("epsilon", 1e-5), call.get("momentum", 0.9)
     if not call.training:
@@ -28,7 +27,7 @@ def _batch_norm(call: OpCall, x: Tensor, scale: Tensor, bias: Tensor, mean: Tens
     own = {3, 4} <= call.own
     if call.outputs == 1:
         held = (mean, variance) if own else (mean.clone(), variance.clone())
-        share = round(1 - momentum, 6)  # what torch had before it was stored as a float32
+        share = round(1 - momentum, 6)  # the value before it was stored as float32
         return functional.batch_norm(x, *held, scale, bias, True, share, eps)
     axes = [at for at in range(x.dim()) if at != 1]
     now, spread = x.mean(axes), x.var(axes, correction=0)
@@ -66,7 +65,7 @@ def _group_norm(call: OpCall, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     groups, eps = call.need("num_groups"), call.get("epsilon", 1e-5)
     if call.version >= 21 or scale.shape[0] == x.shape[1] != groups:
         return functional.group_norm(x, groups, scale, bias, eps)
-    each = x.shape[1] // groups  # before, a scale per group
+    each = x.shape[1] // groups  # older versions have a scale per group
     return functional.group_norm(x, groups, scale.repeat_interleave(each), bias.repeat_interleave(each), eps)
 
 

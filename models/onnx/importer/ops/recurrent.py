@@ -1,4 +1,4 @@
-"""RNN, GRU and LSTM, with all activations and options that the standard has."""
+"""RNN, GRU and LSTM with all activations and options of the standard."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def _activation(name: str, alpha: float, beta: float) -> Activation:
         "Elu": lambda x: torch.where(x >= 0, x, alpha * torch.expm1(x)),
     }  # fmt: skip
     if name not in table:
-        raise UsageError(f"activation {name!r} is not known; there are {', '.join(table)}")
+        raise UsageError(f"unknown activation {name!r}; known are {', '.join(table)}")
     return table[name]
 
 
 @dataclass(frozen=True, eq=False)
 class _Direction:
-    """Weights and state of one direction; gates lie one after another in the rows of the weights."""
+    """Weights and state of one direction, with gates concatenated in the rows of the weights."""
 
     w: Tensor
     r: Tensor
@@ -101,11 +101,11 @@ _STEPS = {"RNN": _rnn_step, "GRU": _gru_step, "LSTM": _lstm_step}
 
 
 _ORDER = {"RNN": (0,), "GRU": (1, 0, 2), "LSTM": (0, 2, 3, 1)}
-"""Where torch's gates lie among those of ONNX."""
+"""Order of torch's gates among those of ONNX."""
 
 
 def _is_plain(call: OpCall, lengths: Tensor | None, p: Tensor | None, default: tuple[str, ...]) -> bool:
-    """Whether torch has a kernel for exactly this."""
+    """Return True if torch has a kernel for this configuration."""
     odd = lengths is not None or p is not None or call.has("clip") or call.get("input_forget", 0)
     before = call.node.operator == "GRU" and not call.get("linear_before_reset", 0)
     names = call.get("activations", default)
@@ -113,7 +113,7 @@ def _is_plain(call: OpCall, lengths: Tensor | None, p: Tensor | None, default: t
 
 
 def _by_kernel(call: OpCall, x: Tensor, parts: list[_Direction]) -> tuple[Tensor, Tensor, Tensor]:
-    """The same by torch's own kernel: as fast as nn.LSTM, and exported again as one operator."""
+    """Use torch's kernel: as fast as nn.LSTM, and exported again as one operator."""
     order = _ORDER[call.node.operator]
     weights = [
         torch.cat([one.chunk(len(order))[gate] for gate in order])
@@ -136,7 +136,7 @@ def _by_kernel(call: OpCall, x: Tensor, parts: list[_Direction]) -> tuple[Tensor
 def _walk(
     call: OpCall, at: _Direction, x: Tensor, lengths: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One direction over `x` (time, batch, input): all states, the last one, the last cell."""
+    """Run one direction over `x` (time, batch, input); returns all states, the last one, the last cell."""
     step = _STEPS[call.node.operator]
     gates = x @ at.w.t() + at.wb
     h, c, states = at.h, at.c, []

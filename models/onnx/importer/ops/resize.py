@@ -1,4 +1,4 @@
-"""Values of images between their pixels: Resize and Upsample, grids, regions."""
+"""Image interpolation: Resize and Upsample, grids, regions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Numbers = list[Any] | None
 def _resize(
     call: OpCall, x: Tensor, roi: Numbers = None, scales: Numbers = None, sizes: Any = None
 ) -> Tensor:
-    if call.version < 11:  # scales were the second input, and places went without half pixels
+    if call.version < 11:  # scales were the second input, without half pixels
         return _upsample(call, x, roi)
     axes = [at % x.dim() for at in call.get("axes", range(x.dim()))]
     places = call.get("coordinate_transformation_mode", "half_pixel")
@@ -71,7 +71,7 @@ def _resized(
 
 
 def _places(mode: str, size: int, length: int, factor: float, begin: float, end: float) -> Tensor:
-    """Where each new element lies among the old ones."""
+    """Return the position of each new element among the old ones."""
     at = torch.arange(size, dtype=torch.float64)
     if mode == "asymmetric":
         return at / factor
@@ -80,7 +80,7 @@ def _places(mode: str, size: int, length: int, factor: float, begin: float, end:
     if mode == "pytorch_half_pixel":
         return (at + 0.5) / factor - 0.5 if size > 1 else at * 0
     if mode == "half_pixel_symmetric":
-        shift = size / (factor * length)  # of the size that was asked for
+        shift = size / (factor * length)  # of the requested size
         return length / 2 * (1 - shift) + (at + 0.5) / factor - 0.5
     if mode == "tf_crop_and_resize":
         if size > 1:
@@ -121,7 +121,7 @@ def _along(call: OpCall, x: Tensor, axis: int, where: Tensor, factor: float, nea
 
 
 def _cubic(x: Tensor, a: float) -> Tensor:
-    """Weights of cubic convolution (Keys, 1981)."""
+    """Return the weights of cubic convolution (Keys, 1981)."""
     x = x.abs()
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
@@ -132,12 +132,12 @@ def _grid_sample(call: OpCall, x: Tensor, grid: Tensor) -> Tensor:
     mode, padding = call.get("mode", "bilinear"), call.get("padding_mode", "zeros")
     mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
     if x.dim() == 5 and mode == "bicubic":
-        raise call.fail("torch has no cubic samples of volumes")
+        raise call.fail("cubic sampling of volumes is not supported")
     return functional.grid_sample(x, grid.to(x.dtype), mode, padding, bool(call.get("align_corners", 0)))
 
 
 def _roi_align(call: OpCall, x: Tensor, rois: Tensor, batches: Tensor) -> Tensor:
-    """Means or maxima of samples in the cells of each region (He and others, 2017)."""
+    """Compute means or maxima of samples in the cells of each region (He and others, 2017)."""
     height, width = call.get("output_height", 1), call.get("output_width", 1)
     default = "half_pixel" if call.version >= 16 else "output_half_pixel"
     shift = 0.5 if call.get("coordinate_transformation_mode", default) == "half_pixel" else 0.0
@@ -161,13 +161,13 @@ def _roi_align(call: OpCall, x: Tensor, rois: Tensor, batches: Tensor) -> Tensor
 def _aligned(image: Tensor, ys: Tensor, xs: Tensor, maxima: bool, shape: tuple[int, int, int, int]) -> Tensor:
     corners = _corners(image, ys, xs)
     cells = [one.reshape(image.shape[0], *shape) for one in corners]
-    if maxima:  # the greatest of the weighted corners, as the standard has it
+    if maxima:  # the largest of the weighted corners, as in the standard
         return torch.stack(cells).amax((0, 3, 5))
     return torch.stack(cells).sum(0).mean((2, 4))
 
 
 def _corners(image: Tensor, ys: Tensor, xs: Tensor) -> list[Tensor]:
-    """The four neighbours of each place, weighted; places just outside count as the border, others as 0."""
+    """Return the weighted four neighbours of each position; just outside is the border, beyond is 0."""
     h, w = image.shape[1:]
     inside = ((ys >= -1) & (ys <= h))[:, None] & ((xs >= -1) & (xs <= w))[None]
     ys, xs = ys.clamp(0, h - 1), xs.clamp(0, w - 1)
@@ -182,7 +182,7 @@ def _corners(image: Tensor, ys: Tensor, xs: Tensor) -> list[Tensor]:
 
 
 def bilinear(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
-    """`image` (n, c, h, w) at the places `ys`, `xs` (n, a, b), as (n, c, a, b); outside of it lies 0."""
+    """Sample `image` (n, c, h, w) at `ys`, `xs` (n, a, b) as (n, c, a, b), 0 outside."""
     y0, x0 = torch.floor(ys), torch.floor(xs)
     found = torch.zeros((), dtype=image.dtype, device=image.device)
     for y, x in ((y0, x0), (y0, x0 + 1), (y0 + 1, x0), (y0 + 1, x0 + 1)):
@@ -192,7 +192,7 @@ def bilinear(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
 
 
 def _pixels(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
-    """The pixels of `image` (n, c, h, w) at whole places (n, a, b), as (n, c, a, b); outside of it 0."""
+    """Return pixels of `image` (n, c, h, w) at integer positions (n, a, b) as (n, c, a, b), 0 outside."""
     n, c, h, w = image.shape
     inside = (ys >= 0) & (ys < h) & (xs >= 0) & (xs < w)
     flat = (ys.clamp(0, h - 1) * w + xs.clamp(0, w - 1)).reshape(n, 1, -1).expand(n, c, -1)

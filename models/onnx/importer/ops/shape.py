@@ -1,7 +1,7 @@
-"""Operators that move, gather and scatter elements, and tensors made of shapes, ranges and random numbers.
+"""Operators that move, gather and scatter elements, or create tensors from shapes, ranges and random numbers.
 
-Random numbers are torch's, whose state a checkpoint keeps, so that a resumed run goes on exactly. Seeds that
-a file gives to single operators are not used: with them every step would draw the same numbers.
+Random numbers use torch's streams, which checkpoints restore. Seeds of single operators in the file are
+ignored, because every step would draw the same numbers.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _padded(call: OpCall, x: Tensor, axis: int, before: Any, after: Any, mode: s
         places = places % turn
         places = torch.where(places >= size, turn - places, places)
     else:
-        raise call.fail(f"mode {mode!r} of padding is not known")
+        raise call.fail(f"unknown mode {mode!r} of padding")
     return x.index_select(axis, places)
 
 
@@ -289,7 +289,7 @@ def _positive(places: Tensor, size: Any) -> Tensor:
 def _gather(call: OpCall, x: Tensor, places: Tensor) -> Tensor:
     axis = call.get("axis", 0) % x.dim()
     flat = _positive(places, x.shape[axis])
-    if axis == 0:  # as an embedding looks up its rows
+    if axis == 0:  # like an embedding
         rows = x.dim() == 2 and x.is_floating_point()
         return torch.nn.functional.embedding(flat, x) if rows else x[flat]
     if places.dim() == 0:
@@ -299,7 +299,7 @@ def _gather(call: OpCall, x: Tensor, places: Tensor) -> Tensor:
 
 
 def _places_nd(x: Tensor, places: Tensor, batch: int) -> tuple[Tensor, ...]:
-    """Index tensors for the leading dimensions of `x`: `batch` by counting, the others by `places`."""
+    """Return index tensors for the leading dimensions of `x`: `batch` by counting, others by `places`."""
     rest = range(places.dim() - 1)
     counted = [
         torch.arange(x.shape[at], device=x.device).reshape([-1 if one == at else 1 for one in rest])
@@ -348,7 +348,7 @@ def _top_k(call: OpCall, x: Tensor, k: list[int] | None = None) -> tuple[Tensor,
     axis, largest = call.get("axis", -1), bool(call.get("largest", 1))
     count = call.get("k") if k is None else k[0]
     wide = x.to(torch.int64) if x.dtype in (torch.uint16, torch.uint32, torch.uint64) else x
-    order = torch.sort(wide, dim=axis, descending=largest, stable=True)  # of equals the first
+    order = torch.sort(wide, dim=axis, descending=largest, stable=True)  # the first of equal ones
     return order.values.narrow(axis, 0, count).to(x.dtype), order.indices.narrow(axis, 0, count)
 
 
@@ -382,7 +382,7 @@ def _suppress(
     overlap: Any = None,
     least: Any = None,
 ) -> Tensor:
-    """The best boxes of each class, without those that overlap a better one."""
+    """Return the best boxes of each class, without those that overlap a better one."""
     limit = most[0] if most else 0
     share = 0.0 if overlap is None else float(overlap)
     floor = None if least is None else float(least)
@@ -413,7 +413,7 @@ def _best(corners: Tensor, scores: Tensor, limit: int, share: float, least: floa
 
 
 def _overlaps(one: Tensor, others: Tensor) -> Tensor:
-    """Area in common by area of both together."""
+    """Return intersection over union."""
     sides = torch.minimum(one[2:], others[:, 2:]) - torch.maximum(one[:2], others[:, :2])
     common = sides.clamp(min=0).prod(1)
     areas = (others[:, 2:] - others[:, :2]).prod(1) + (one[2:] - one[:2]).prod()
