@@ -180,64 +180,57 @@ def save(
     blob: str = "model",
     overwrite: bool = False,
 ) -> Package:
-    """Write a model to one file, which `load` runs without the model's class.
-
-    The file is written atomically. It contains the states, a program (the model in eval mode, traced by
-    `torch.export`) and the source. Parts that cannot be included are listed in `Package.without`; a package
-    with states only, or with a source that needs a missing `constructor`, gives a warning.
+    """Write states, traced program and source of a model to one file, for `load`.
 
     Args:
         path: File name or fsspec URL.
         model: The model; it is not changed.
-        inputs: Example inputs of `forward`: a tensor, a tuple of arguments, or a dict by name. Needed for the
-            program and signature, unless `compile(model, inputs)` was called.
-        constructor: `(args, kwargs)` of the class, needed to rebuild it from source if it takes arguments.
-        dynamic: Dynamic sizes such as `{"tokens": {0: "batch", 1: "length"}}`; default: the first size.
+        inputs: Example inputs of `forward`, as for `compile`; default: those of `compile`.
+        constructor: `(args, kwargs)` of the class, if it takes arguments.
+        dynamic: Dynamic sizes such as `{"tokens": {0: "batch"}}`; default: the first size.
         labels: Names of the output classes.
-        preprocessing: A text or value that describes the preprocessing.
+        preprocessing: A description of the preprocessing.
         metadata: Plain values to store.
-        aux_states: Values and tensors as for `save_states`, such as the state of an optimizer.
+        aux_states: Values and tensors as for `save_states`.
         source: Archive the source.
         drop_unused: Omit inputs that do not affect the outputs.
-        run: Run or checkpoint directory to take the states from.
-        epoch: Epoch of `run`: a number, "last" or "best".
-        blob: Blob of that epoch with the states of the model.
+        run: Run or checkpoint directory to take the states from, with `epoch` and `blob`.
+        epoch: A number, "last" or "best".
+        blob: Name of the blob with the states.
         overwrite: Replace an existing file.
 
     Returns:
         The written package.
 
-    Raises:
-        UsageError: An argument is invalid, or the file exists.
-        BlobError: A state or value cannot be stored.
-        StorageError: Writing failed.
-
     Example:
         save("model.zip", model, torch.zeros(1, 28, 28), labels=["cat", "dog"])
     """
-    if inputs is None and (known := recorded_call(checked(model))) is not None:
+    if inputs is None and (known := recorded_call(checked(model))):
         inputs, dynamic = known.inputs, dynamic or known.dynamic
     if run is not None:
         model, of_run = of_epoch(checked(model), run, epoch, blob)
         metadata = {**of_run, **(metadata or {})}
-    states = states_of(checked(model))
-    without: list[str] = []
+    states, without = states_of(checked(model)), list[str]()
     exported = _exported(model, inputs, dynamic, without, drop_unused=drop_unused)
     class_path, files = _source(model, wanted=source, without=without)
     arguments = _constructor(model, constructor, without) if files else None
-    package = {
-        **_described(exported, labels, preprocessing, metadata),
-        "still": parts_that_train_otherwise(model),
-        "class_path": class_path,
-        "constructor": arguments,
+    package = _described(exported, labels, preprocessing, metadata) | {
+        "still": parts_that_train_otherwise(model), "class_path": class_path, "constructor": arguments,
         "without": without,
-    }
-    aux = aux_of(aux_states or {}, states)
-    where = write_contents(path, _contents(states, exported, files, aux, package), overwrite=overwrite)
-    if arguments is None and (files or exported is None):
-        lacks = "cannot rebuild the model from its source" if exported is not None else "contains states only"
-        warnings.warn(f"{where} {lacks}: {'; '.join(without)}", stacklevel=2)
+    }  # fmt: skip
+    contents = _contents(states, exported, files, aux_of(aux_states or {}, states), package)
+    where = write_contents(path, contents, overwrite=overwrite)
+    _warn_incomplete(where, without, exported is not None, bool(files), arguments is not None)
     return open_package(path)
+
+
+def _warn_incomplete(
+    where: str, without: list[str], has_program: bool, has_source: bool, has_arguments: bool
+) -> None:
+    """Warn of a package that contains states only, or source without constructor arguments."""
+    if not has_arguments and (has_source or not has_program):
+        lacks = "cannot rebuild the model from its source" if has_program else "contains states only"
+        warnings.warn(f"{where} {lacks}: {'; '.join(without)}", stacklevel=3)
 
 
 def _described(

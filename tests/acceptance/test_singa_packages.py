@@ -340,7 +340,7 @@ def test_sng_8_without_source_or_program_the_states_are_left(tmp_path: Path) -> 
         torchrelay.load(tmp_path / "c.zip")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(UsageError, match="does not take these inputs"):
+        with pytest.raises(UsageError, match="does not accept these inputs"):
             torchrelay.save(tmp_path / "d.pkg", Inner(2, 2), (1, 2))
     assert not (tmp_path / "d.pkg").exists()
 

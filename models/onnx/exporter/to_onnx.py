@@ -113,36 +113,25 @@ def to_onnx(
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> Any:
-    """Export a module in eval mode to an ONNX file, or raise and write nothing.
-
-    The file passes ONNX's checker, and onnxruntime gives the same outputs as torch on the CPU, for the
-    example and for other sizes. Initializers have the names and values of the module's states; above 1.9 GB
-    they are in a second file. The export uses a copy on the CPU and does not change the model or random
-    streams.
+    """Export a module in eval mode to an ONNX file, checked and compared with torch by onnxruntime.
 
     Args:
         model: The module.
-        inputs: Example inputs: a tensor, a sequence of the arguments of `forward`, or a mapping of them by
-            name; may be nested. Default: those given to `compile(model, inputs)`.
+        inputs: Example inputs: a tensor, a sequence of arguments, or a mapping by name; may be nested.
         path: File name or fsspec URL; None returns the model without writing.
-        dynamic: False for fixed sizes, or names of sizes such as `{"tokens": {0: "batch", 1: "time"}}`.
-            Default: first dimensions equal to that of the first input are the dynamic `batch`.
-        input_names: Names of the inputs; default: from the parameters of `forward`.
-        output_names: Names of the outputs; default: from the keys of the result.
+        dynamic: False, or names of sizes: `{"tokens": {0: "batch", 1: "time"}}`; default: the batch.
+        input_names: Names of the inputs; default: the parameters of `forward`.
+        output_names: Names of the outputs; default: the keys of the result.
         opset: ONNX operator set.
-        rtol: Allowed relative difference, |onnx - torch| <= atol + rtol * |torch|.
-        atol: Allowed absolute difference; integers must be equal.
-        compare: Run onnxruntime and compare.
+        rtol: Allowed relative difference.
+        atol: Allowed absolute difference.
+        compare: Compare with onnxruntime, for the example and other sizes.
         drop_unused: Omit inputs that do not affect the outputs.
-        metadata: Strings to store in the file, beside the signature and torchrelay's version.
+        metadata: Strings to store in the file.
         overwrite: Replace an existing file.
 
     Returns:
         An OnnxFile, or without `path` an `onnx.ModelProto`.
-
-    Raises:
-        UsageError: The file exists, torch cannot export the model, outputs differ, or a package is missing.
-        StorageError: Writing failed.
 
     Example:
         to_onnx(model, torch.zeros(1, 3, 32, 32), "model.onnx")
@@ -159,18 +148,29 @@ def to_onnx(
     place = place_of(path, overwrite=overwrite)
     example = example_of(bare_module(model), inputs, input_names, dynamic)
     tolerance = _checked(rtol, atol)
-    for name, value in (metadata or {}).items():
-        if not (isinstance(name, str) and isinstance(value, str)):
-            raise UsageError(f"metadata has {name!r}: {value!r:.60}: names and values must be strings")
+    _check_metadata(metadata or {})
     with undisturbing():
         copied = own_copy(model)
-        with kept_buffers(copied):
-            cases = cases_of(copied, example, output_names)
-        check_apart(example.names, tuple(cases[0].outputs))
+        cases = _cases(copied, example, output_names)
         graph, signature = _graph(copied, example, cases, opset, drop_unused=drop_unused)
         _describe(graph, signature, metadata or {})
         content = _OnnxContent(graph, signature, cases if compare else (), tolerance)
         return _published(place, content, overwrite=overwrite)
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise UsageError for metadata other than strings."""
+    for name, value in metadata.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise UsageError(f"metadata has {name!r}: {value!r:.60}: names and values must be strings")
+
+
+def _cases(model: torch.nn.Module, example: Example, output_names: Sequence[str] | None) -> list[Case]:
+    """Run the model on the example and resized ones, restoring its buffers."""
+    with kept_buffers(model):
+        cases = cases_of(model, example, output_names)
+    check_apart(example.names, tuple(cases[0].outputs))
+    return cases
 
 
 def _recorded(model: torch.nn.Module) -> tuple[Any, Any]:
