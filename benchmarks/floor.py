@@ -1,8 +1,8 @@
 """What small tensors cost a Python program at the least: `benchmarks/floor.py [TENSORS] [ROUNDS]`.
 
 `floor` writes and reads a safetensors file with one xxh3-128 per tensor and does nothing else: it looks
-at no name, proves no header, and takes for granted that memory and file fit. Who does more in Python
-can be quicker only by doing it for very many at once. It takes turns with `safetensors` and with
+at no name, verifies no header, and assumes that memory and file fit. Code that does more in Python
+can only be faster by doing it for very many at once. It takes turns with `safetensors` and with
 torchrelay in one process (`at once` is `atomic=False`); files are durable when a save ends, and in the page
 cache when a load begins. Prints medians in milliseconds, and ratios to safetensors.
 """

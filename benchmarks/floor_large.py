@@ -1,7 +1,8 @@
 """What loads of large tensors cost at the least: `benchmarks/floor_large.py [SCALE] [ROUNDS]`.
 
-`floor` reads what W5, W4 and W6 read, warm, hashes every block of 1 MiB with xxh3-128, puts the bytes into
-memory that was there, and does nothing else: no name is looked at and no log, manifest or header proved.
+`floor` reads what W5, W4 and W6 read, warm, hashes every block of 1 MiB with xxh3-128, and puts the bytes
+into resident memory. It does nothing else: it reads no names and verifies no log, manifest or header.
+
 W5: fresh processes load 5 of 500 tensors, in turns with safetensors and torchrelay; the floor decodes the
 header with Python's `json`. W4 and W6: so many processes each read their part of one file; for tensor
 parallelism half of the bytes are columns, of which each block goes to two processes. Prints medians and the

@@ -1,14 +1,14 @@
 """What saves cost at the least on this machine: `benchmarks/floor_saves.py [MIB] [ROUNDS] [FOLDER]`.
 
-`plan`: the first coordination of 1,000 blobs in this process, as little as it can be in Python: a text and a
-SHA-256 of the leaves, an order, a manifest with one row for each leaf and rank, a record, two files; nothing
-is checked, nobody is heard, and the device is not waited for. Processor milliseconds, the first and the best.
+`plan`: the least that the first coordination of 1,000 blobs in this process needs in Python. It makes a
+text and a SHA-256 of the leaves, an order, a manifest with one row for each leaf and rank, a record, and two
+files. It checks nothing, and waits for no rank or device. Processor milliseconds, the first and the best.
 
 `frozen`: of MIB 90 % are hashed as the format demands (xxh3-128 of blocks of 1 MiB, on all cores), 10 % are
 hashed, written past the page cache from aligned memory, and synced; `all` writes all of it so.
 
 `behind`: what makes an asynchronous save durable: all of it copied by one thread, then hashed and written by
-one, as while training goes on.
+one, as during training.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def main() -> None:
     if min(asked.mib, asked.tensors, asked.saves) < 1:
         parser.error("--mib, --tensors and --saves are numbers from 1")
     if asked.where is not None and not asked.where.is_dir():
-        parser.error(f"--where {asked.where} is no folder")
+        parser.error(f"--where {asked.where} is not a folder")
     torch.set_num_threads(1)
     size = (asked.mib << 18) // asked.tensors
     tensors = {f"w{index:06d}": torch.randn(size) for index in range(asked.tensors)}

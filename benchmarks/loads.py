@@ -3,10 +3,10 @@
 The same MIB mebibytes (2048 by default) in 200 tensors are loaded into resident ones, by every engine in
 turn, in one process. `load_into`, `Checkpoint.load` and `load_states` do it as they do by default: all
 bytes are verified before any tensor changes, and again while they are read into place. `atomic=False` reads
-them once. `bytes alone` is the least that this can take: every MiB of the file read and hashed, then read
-into place and hashed, by a thread for each core, with no header, name or digest looked at. safetensors is
+them once. `bytes alone` is the least that this needs: every MiB of the file is read and hashed, then read
+into place and hashed, by one thread per core. No header, name or digest is read. safetensors is
 `load_file` and `copy_`, by a thread for each core and by one. Files are taken out
-of the page cache before cold loads, and read in anew before warm ones. What the first loads give is compared
+of the page cache before cold loads, and read again before warm ones. What the first loads give is compared
 bit for bit. Prints a page with medians of ROUNDS (3), the median of the rounds' ratios to safetensors with
 their range, and the peak of memory beyond the tensors.
 """

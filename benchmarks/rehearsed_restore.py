@@ -28,7 +28,7 @@ PHASES = ("epoch 0", "epoch 1", "epochs 2 to 4", "start", "epoch 5", "epochs 6 t
 
 
 def process(run_dir: str, leaves: int, epochs: int, *, asynchronous: bool) -> dict[str, list[float]]:
-    """Train to an epoch, and tell the processor milliseconds of each save, and of the start."""
+    """Train to an epoch; return the processor milliseconds of each save, and of the start."""
     import torch
 
     import torchrelay

@@ -105,7 +105,7 @@ def test_slips_on_the_command_line_are_told_before_anything_is_made(tmp_path):
     """Unknown engines, folders that are not there and numbers that cannot be: one line, exit code 2."""
     for slip, told in (
         (("--engines", "torch.svae"), "no engine 'torch.svae'"),
-        (("--directory", str(tmp_path / "absent")), "is no folder"),
+        (("--directory", str(tmp_path / "absent")), "is not a folder"),
         (("--threads", "0"), "--threads is above 0"),
         (("--output", "/proc/absent"), "cannot make --output"),
     ):

@@ -26,7 +26,7 @@ def bytes_below(path: Path) -> int:
 
 
 def sync_tree(path: Path) -> None:
-    """Make bytes and names of a tree durable, whatever its writer did for that; the same for all engines."""
+    """Make bytes and names of a tree durable, in the same way for all engines."""
     folders = [folder for folder in path.rglob("*") if folder.is_dir()]
     for entry in (*files_below(path), *folders, path, path.parent):
         with contextlib.suppress(FileNotFoundError):  # a temporary file of what a run does beside its epoch
@@ -59,9 +59,9 @@ def make_cold(path: Path) -> float:
 
 
 def make_warm(path: Path) -> None:
-    """Have a whole tree in the page cache, read in anew, file after file from begin to end.
+    """Read a whole tree into the page cache again, file after file from beginning to end.
 
-    How it came in may count (benchmarks/README.md): so it is the same for all engines.
+    How it got there may matter (benchmarks/README.md), so it is the same for all engines.
     """
     _take_out(path)
     _read_in(path)

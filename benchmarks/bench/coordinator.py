@@ -1,9 +1,12 @@
-"""The coordinator of a large job, alone in a process: the code is the real one, the others are not there.
+"""The coordinator of a large job, alone in a process: real code without the other ranks.
 
-What rank 0 executes is what it executes in a job: `make_plan`, `carry_out`, the exchanges of `StorePeers`
-(posts decoded, answers encoded) and the writer of the log. Stood in for are the store, whose values lie in a
-dictionary here, so that no network is measured; the posts of the other ranks, which are the text that those
-would send; the shards, which nobody writes; and the device: `Unsynced` does everything but wait for it.
+Rank 0 executes what it executes in a job: `make_plan`, `carry_out`, the exchanges of `StorePeers`
+(posts decoded, answers encoded) and the writer of the log. These are replaced:
+
+- The store keeps its values in a dictionary, so that no network is measured.
+- The posts of the other ranks are the texts that they would send.
+- Shards are not written.
+- `Unsynced` does everything but wait for the device.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ class Unsynced(LocalStorage):
         """Do nothing: the device is left aside."""
 
     def room(self) -> None:
-        """Nobody asks how much is free for shards that nobody writes."""
+        """Do not check free space: shards are not written."""
 
     @staticmethod
     def _aside(handle: LocalWriteHandle) -> LocalWriteHandle:
@@ -146,7 +149,7 @@ class Crowd:
         return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """No counter moves: nobody leaves."""
+        """No counter moves: no rank exits."""
         return 0
 
     def delete(self, *keys: str) -> None:
@@ -234,9 +237,12 @@ class Coordinator:
     def save(self) -> dict[str, float]:
         """One save, without the garbage collector as in `Engine.save`; returns bytes and processor seconds.
 
-        These are of planning, of committing (from the first exchange after the plan to the acknowledgement,
-        less what follows), of what is computed between the try and the wait for the others' shards, and of
-        writing down how long each node took, after that.
+        The seconds are those of:
+
+        - planning;
+        - committing: from the first exchange after the plan to the acknowledgement, without the following;
+        - what is computed between the attempt and the wait for the others' shards;
+        - recording how long each node took, after that.
         """
         found: dict[str, float] = {}
         with self.aside.kept():
@@ -282,7 +288,7 @@ class Coordinator:
         self._writer.commit(entry)
 
     def _reports(self, plan: SavePlan) -> list[Json]:
-        """What every rank reports of its shards; rank 0 has none here, so rank 1 tells of its node, too.
+        """What every rank reports of its shards; rank 0 has none here, so rank 1 reports its node too.
 
         Sizes differ from node to node without any order, so that no column of the manifest packs well.
         """

@@ -29,7 +29,7 @@ class RankEngine:
         raise NotImplementedError
 
     def ready(self, state: State) -> None:
-        """Whatever comes before a load, unmeasured."""
+        """Prepare a load, unmeasured."""
 
     def load(self, path: Path, state: State) -> None:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""How a training loop saves with each engine; all of them tell when a save was durable."""
+"""How a training loop saves with each engine; each reports when a save was durable."""
 
 from __future__ import annotations
 

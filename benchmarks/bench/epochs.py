@@ -21,8 +21,8 @@ def timed_epochs(
 ) -> list[float]:
     """Seconds of the boundaries of a run whose epochs change none of the blobs: each saves all of them.
 
-    Each epoch computes for a tenth of a second before that: what a run does beside its first epoch (it
-    archives the source) is no part of a save. `durable` is called after each boundary, inside of the
+    Each epoch computes for a tenth of a second before that, so that background work of the first epoch (it
+    archives the source) is not part of a save. `durable` is called after each boundary, inside of the
     measured time, and meets the other ranks.
     """
     job = Job(JOB, blobs=dict(blobs))
@@ -56,9 +56,9 @@ def timed_epochs(
 
 
 def keep_first(run: Path) -> None:
-    """Take away what lies of later epochs, as later saves of other engines are taken away.
+    """Delete later epochs, as later saves of other engines are deleted.
 
-    Whoever makes files cold or warm before a load so finds as many bytes for every engine.
+    So the files to make cold or warm before a load have the same size for every engine.
     """
     for folder in (run / "checkpoints/data").iterdir():
         if not folder.name.startswith("e00000001-"):

@@ -1,9 +1,14 @@
 """All ranks of a simulated job beside rank 0: what their leaves are, what they post, and the files of some.
 
-A job of `nodes` ranks and `blobs` blobs of float32. Kinds: `ddp` replicated, `fsdp` on one mesh of all,
-`hsdp` on n/8 x 8, `stages` in pipeline stages of equal length, each on its own mesh of n/stages/8 x 8: a
-rank then has only the blobs of its stage, and there are as many classes of nodes as stages. The content of
-an element follows from its blob and its place, so that whoever reads it knows what it must be.
+A job of `nodes` ranks and `blobs` blobs of float32. Kinds:
+
+- `ddp`: replicated;
+- `fsdp`: on one mesh of all ranks;
+- `hsdp`: on n/8 x 8;
+- `stages`: pipeline stages of equal length, each on its own mesh of n/stages/8 x 8. A rank has only the blobs
+  of its stage, and there are as many classes of nodes as stages.
+
+The content of an element follows from its blob and its place, so that readers can check it.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ class Everybody:
         stages = STAGES if kind == "stages" else 1
         if blobs % stages or nodes % stages or (kind in ("hsdp", "stages") and nodes // stages % PER_HOST):
             raise ValueError(
-                f"{blobs} blobs on {nodes} nodes are no {kind} of {stages} stages of whole hosts"
+                f"{blobs} blobs on {nodes} nodes do not form {kind} of {stages} stages of whole hosts"
             )
         return Everybody(kind, blobs, nodes, stages)
 
@@ -73,7 +78,7 @@ class Everybody:
 
     @cached_property
     def described(self) -> tuple[Described, ...]:
-        """What the ranks of each stage tell of themselves."""
+        """The descriptions that the ranks of each stage send."""
         return tuple(map(Described, self.classes, self.scopes))
 
     @cached_property

@@ -229,7 +229,7 @@ def parsed() -> argparse.Namespace:
     if min(asked.saves, asked.processes) < 1:
         parser.error("--saves and --processes are numbers from 1")
     if asked.output is not None and not asked.output.is_dir():
-        parser.error(f"--output {asked.output} is no folder")
+        parser.error(f"--output {asked.output} is not a folder")
     if asked.what == "plot" and (len(asked.files) != 2 or not asked.files[0].is_file()):
         parser.error("plot takes a file of results that is there, and the name of a picture")
     return asked

@@ -26,7 +26,7 @@ PAGES = {
 
 
 class NotKeptError(Exception):
-    """What was named is no finished run, and why."""
+    """The given path is not a finished run, and why."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def workload_of(stem: str) -> str:
 
 
 def about_page(text: str) -> Row:
-    """Day and machine as a page tells them."""
+    """Date and machine of a page."""
     day = re.search(r"\d{4}-\d\d-\d\d", text)
     if day is None:
         raise NotKeptError("names no day (YYYY-MM-DD)")

@@ -18,11 +18,11 @@ from types import FrameType
 from bench.task import Answers, Asked
 
 GRACE_SECS = 5.0
-"""How long the other ranks may go on when one has failed."""
+"""How long the other ranks may continue when one has failed."""
 
 
 class NotMeasuredError(Exception):
-    """Why there is no figure; `slow` where only the cap was in the way."""
+    """Why there is no figure; `slow` if only the cap was exceeded."""
 
     def __init__(self, reason: str, *, slow: bool = False) -> None:
         super().__init__(reason)
@@ -85,7 +85,7 @@ def _held_back(number: signal.Signals) -> Iterator[None]:
 
 
 def _places(ranks: int) -> list[dict[str, str]]:
-    """What a launcher tells each process; nothing for one without ranks."""
+    """The environment of each process from a launcher; empty for one without ranks."""
     if not ranks:
         return [{}]
     with socket.socket() as free:

@@ -24,9 +24,9 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 EXAMPLES = """examples:
   benchmarks/run --small                             all workloads, some minutes on 2 cores
   benchmarks/run --rounds 5                          the full sizes; needs 24 GiB of memory and 30 GB of disk
-  benchmarks/run --only W1,W3 --rounds 5 --scale 0.5
-  benchmarks/run --only W1 --engines torchrelay safetensors
-The same command again goes on where it was stopped, as long as --output is the same."""
+  benchmarks/run --only W1,W3 --rounds 5 --scale 0.5  two workloads at half size
+  benchmarks/run --only W1 --engines torchrelay safetensors  two engines
+The same command with the same --output resumes where it was stopped."""
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -73,7 +73,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     if given.threads is not None and given.threads < 1:
         parser.error("--threads is above 0")
     if not given.directory.is_dir():
-        parser.error(f"--directory {given.directory} is no folder: give one on the device to be measured")
+        parser.error(f"--directory {given.directory} is not a folder: give one on the device to be measured")
     if problem := unknown_engine(given.engines, given.only):
         parser.error(problem)
     return given

@@ -13,9 +13,9 @@ SPARE = 1 << 30
 def ready_memory(nbytes: int) -> None:
     """Touch so much free memory and give it back, as far as there is some; the page cache stays as it is.
 
-    A virtual machine may give what is free back to its host after a second. Who uses it next then waits for
-    the host, up to 2 s for a GiB, where the same takes 0.15 s otherwise: an engine that needs memory would be
-    measured by when it came, not by what it does (benchmarks/README.md).
+    A virtual machine may return free memory to its host after a second. The next use then waits for the host,
+    up to 2 s per GiB instead of 0.15 s. Without this call an engine that needs memory would be
+    measured by its place in the order (benchmarks/README.md).
     """
     size = min(nbytes, _field(Path("/proc/meminfo"), "MemFree") - SPARE) // mmap.PAGESIZE * mmap.PAGESIZE
     if size > 0:
@@ -26,7 +26,7 @@ def ready_memory(nbytes: int) -> None:
 class ExtraMemory:
     """`with ExtraMemory() as extra`: afterwards `extra.nbytes` is the peak of RSS above its start.
 
-    Mapped files count as far as they were touched. None where the kernel does not tell.
+    Mapped files count as far as they were touched. None if the kernel does not report them.
     """
 
     nbytes: int | None = None

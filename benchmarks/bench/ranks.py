@@ -108,7 +108,7 @@ def _sum(nbytes: int | None) -> int | None:
 
 
 def main() -> None:
-    """Answer what is asked; rank 0 tells."""
+    """Measure what is asked; rank 0 prints it."""
     asked = Asked.of_process()
     engine = ENGINES[asked.engine]()
     engine.start()

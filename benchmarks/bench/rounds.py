@@ -34,7 +34,7 @@ class Round:
 
 @dataclass
 class Record:
-    """The finished rounds of a run, kept in a file, so that a run can go on where it was stopped.
+    """The finished rounds of a run, kept in a file, so that a run can resume where it was stopped.
 
     The first line says how the rounds were measured; rounds of another way are not mixed with them.
     """
@@ -89,7 +89,7 @@ class Measuring:
     def round(
         self, workload: Workload, engines: Sequence[str], number: int, earlier: Sequence[Round]
     ) -> Round:
-        """Measure every engine; whoever hit the cap in an earlier round is not tried again, and says so."""
+        """Measure every engine; skip and report those that exceeded the cap in an earlier round."""
         begin = time.monotonic()
         order = turned(engines, number)
         cells: Cells = {engine: {} for engine in order}
@@ -138,7 +138,7 @@ class Measuring:
 
 
 def turned(engines: Sequence[str], number: int) -> list[str]:
-    """Whoever is first finds the device in another state than the others, so the first one changes."""
+    """Rotate the engines: the first one finds the device in another state than the others."""
     first = number % len(engines)
     return [*engines[first:], *engines[:first]]
 

@@ -1,8 +1,8 @@
 """A job of 10,000 ranks and 10,000 blobs in one process: plan, manifest, commit, and what readers do with it.
 
-The code is the real one, as in `coordinator`; there the first few lines say what is stood in for. Beside
-rank 0 some other ranks really plan by themselves and write their files; the files of all others are holes
-of the right length. Whatever is checked here raises AssertionError: figures of something wrong are none.
+The code is the real one, with the replacements of `coordinator`. Besides rank 0 some other ranks plan by
+themselves and write their files; the files of all others are holes of the right length. A failed check
+raises AssertionError.
 Seconds are those of the processor, of this one process.
 """
 
@@ -256,7 +256,7 @@ def part_of(everybody: Everybody, rank: int) -> Iterator[LeafRead]:
 
 
 def fill(root: Path) -> None:
-    """Holes of the right length in the place of the files that nobody wrote."""
+    """Put holes of the right length in place of the files that were not written."""
     for made in sorted((root / "data").iterdir()):
         manifest = Manifest.decode((made / "manifest.json").read_bytes())
         for row in manifest.shards:

@@ -202,7 +202,7 @@ def _file_system(where: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that takes part; what is missing is told as such."""
+    """The versions of all packages; missing ones are marked."""
     found = {"Python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -66,7 +66,7 @@ class Training:
         self._passed = time.perf_counter()
 
     def calibrate(self, step_secs: float) -> None:
-        """Find the number of small batches from the quickest steps; it stays whatever happens later."""
+        """Find the number of small batches from the quickest steps; it never changes later."""
         tried = self.run(5)
         optimizer = min(self._working)
         batch = min(whole - secs for (whole, _), secs in zip(tried, self._working, strict=True))

@@ -1,9 +1,9 @@
 """How long a save holds the training: the call at the boundary, and the wait at the gate.
 
 The same state is trained with synchronous and with asynchronous saves, in turns, by one process or, under
-torchrun, by replicas of which each writes its share. The first saves of a run are told apart: nothing of
-them can be known from earlier ones. Beside the training a thread counts: the longest time for which it did
-not get the interpreter is told, too. On a busy machine look at the processor time of the calls.
+torchrun, by replicas of which each writes its share. The first saves of a run are listed separately.
+A thread measures the longest time for which it did not get the interpreter. On a busy machine look at the
+processor time of the calls.
 """
 
 from __future__ import annotations

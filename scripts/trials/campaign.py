@@ -60,7 +60,7 @@ PROGRAMMES = (
 
 
 def main() -> int:
-    """Go on with the campaign; 1 where any round, of today or before, was not as promised."""
+    """Resume the campaign; return 1 if any round, of today or before, was not as promised."""
     parser = argparse.ArgumentParser(prog="scripts/campaigns/all", description=__doc__)
     parser.add_argument("--hours", type=float, default=1e6, help="begin no round after these")
     parser.add_argument("--only", action="append", metavar="WORD", help="programmes whose name has it")

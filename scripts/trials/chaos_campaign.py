@@ -36,7 +36,7 @@ POWER = ("ext4", "xfs", "btrfs")
 
 
 def main() -> int:
-    """Go on with the campaign; 1 where any round, of today or before, has findings."""
+    """Resume the campaign; return 1 if any round, of today or before, has findings."""
     chosen = _arguments()
     targets = _targets(chosen.only)
     rounds = _read(chosen.state)

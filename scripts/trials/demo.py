@@ -1,6 +1,6 @@
 """The demo: real data on two ranks, killed, resumed, rewound, compared, and evaluated by partial load.
 
-Exits with 1 when anything is not as promised: the final weights differ, the accuracy is below 97 %.
+Exit code 1 if the final weights differ or the accuracy is below 97 %.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def kill_mid_epoch(launch: Launch, run: Path, first: int, *, rank: int) -> tuple
     """SIGKILL a rank in the middle of an epoch, the `first` if possible; return the epoch and the step.
 
     The rank is stopped first: what is seen then cannot change any more, so the kill really falls into
-    the middle. Where the stop came too late, the rank goes on and the next epoch is tried.
+    the middle. If the stop came too late, the rank continues and the next epoch is tried.
     """
     for epoch in range(first, EPOCHS + 1):
         wait_for_middle(launch, epoch)

@@ -31,7 +31,7 @@ def of_bytes(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
 
 
 def of_json(rng: random.Random, data: bytes) -> bytes:
-    """One to three changes of what JSON says, written again; bytes that are no JSON stay."""
+    """Apply one to three changes to the parsed JSON and write it again; other bytes stay."""
     try:
         value = json.loads(data)
     except ValueError:

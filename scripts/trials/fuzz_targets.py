@@ -1,4 +1,4 @@
-"""What is fuzzed: readers of bytes that nobody has proved, and the real files from which mutants are made."""
+"""What is fuzzed: readers of unverified bytes, and the real files from which mutants are made."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def learn(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Context, An
 
 
 def fused(where: torch.device) -> Training:
-    """Fused AdamW whose step counts lie on the device, saved behind the training."""
+    """Fused AdamW whose step counts lie on the device, saved asynchronously."""
     model = net(where)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     return Training(
@@ -98,7 +98,7 @@ def scaled(where: torch.device) -> Training:
 
 
 def averaged(where: torch.device) -> Training:
-    """Adam by foreach, and an average of weights and buffers, saved behind the training."""
+    """Adam by foreach, and an average of weights and buffers, saved asynchronously."""
     model = net(where)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
     ema = torch.optim.swa_utils.AveragedModel(

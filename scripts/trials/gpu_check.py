@@ -2,8 +2,8 @@
 
 Parts: copies against the pinned limit; stalls of saves, and loads, beside peers; whether steps wait for the
 device; a run under torchrun (NCCL on GPUs) that is killed, and trainings of many kinds that are cut. Resumed
-in a fresh process, they end in the same bits as those that were left alone. Ends with 2 where there is no
-such device, with 1 where something is wrong or the time is over.
+in a fresh process, they end in the same bits as those that were left alone. Exit code 2 if there is no
+such device, 1 if something is wrong or the time is over.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Cases:
         return f"same bits ({', '.join(told)})"
 
     def elsewhere(self, name: str) -> str:
-        """Cut on the GPU and resumed on the CPU, and the other way round, it goes on and ends."""
+        """Interrupt on the GPU and resume on the CPU, and the other way round, until the end."""
         from gpu_cases import FIRST
 
         ways = (("cuda", "cpu"), ("cpu", "cuda"))

@@ -59,7 +59,7 @@ def _rate(copy: Callable[[], object], device: torch.device, nbytes: int, rounds:
 
 
 def settle(device: torch.device) -> None:
-    """Wait for all that the device was told."""
+    """Wait for all work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

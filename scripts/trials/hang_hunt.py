@@ -1,7 +1,7 @@
 """Freezes ranks and hosts, cuts links and holds Python's lock, at random phases of a job on two hosts.
 
-Prints for each kind how many were tried and found, and after how many seconds. Exits with 1 when anything
-is not as promised, with 3 where the machine cannot make hosts.
+Prints for each kind how many were tried and found, and after how many seconds. Exit code 1 if anything
+is not as promised, 3 if the machine cannot make hosts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: seconds until all surviving hosts told of it, and until all survivors ended."""
+    """The result of a case: seconds until all surviving hosts reported it, and until all survivors ended."""
 
     case: Case
     found_secs: float
@@ -155,7 +155,7 @@ class Hunt:
         raise TrialError(f"{case}: after {ENDED_SECS:g} s ranks still live: {codes} (rank: exit code)")
 
     def _survivors(self, case: Case, ranks: Ranks) -> list[list[int]]:
-        """Ranks that go on after the fault, those of a host together."""
+        """Ranks that survive the fault, grouped by host."""
         groups = [ranks.on_host(0), ranks.on_host(1)]
         if case.kind in ("freeze-host", "lose-host"):
             del groups[case.rank // PER_HOST]
@@ -209,7 +209,7 @@ def _both(*undo: Callable[[], None]) -> Callable[[], None]:
 
 
 def _reported(text: str) -> str:
-    """The first line that tells of a failure."""
+    """The first line that reports a failure."""
     return next((line for line in text.splitlines() if any(sign in line for sign in _REPORTS)), "")
 
 

@@ -44,7 +44,7 @@ class Trap:
         self.now = 0
 
     def at(self, phase: str) -> None:
-        """Tell that the phase is reached; go on when told, or when nobody tells."""
+        """Report that the phase is reached; continue on the answer, or without one."""
         if phase != self.phase or self.now != self.epoch:
             return
         self.phase = None

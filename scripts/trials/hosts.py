@@ -53,7 +53,7 @@ class Host:
     def deafen(self, other: Host) -> Callable[[], None]:
         """Drop what the other host sends here, without a word to anybody; return what undoes it.
 
-        The other's packets go to a hardware address that nobody has.
+        The other's packets go to an unused hardware address.
         """
         words = ["neigh", "replace", self.address, "lladdr", _NOBODY, "nud", "permanent", "dev", "eth0"]
         _ip("-n", other.namespace, *words)

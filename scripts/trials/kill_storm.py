@@ -221,7 +221,7 @@ def _saving(watched: Watched, epoch: int, before: set[str]) -> Callable[[], bool
 
 
 def moment_of(watched: Watched, tries_before: set[str], *, trained: bool) -> str:
-    """What the job was doing when it was killed, as its traces tell."""
+    """What the job was doing when it was killed, from its files."""
     view = watched.view()
     committed = {entry.try_name for entry in view.entries}
     newest = max(view.epochs(), default=None)
@@ -278,7 +278,7 @@ def _storm(storm: Storm) -> int:
 
 def _tell(storm: Storm, secs: float) -> int:
     found, say = storm.findings, storm.screen.line
-    say(f"kills {storm.kills.total()}, runs finished {found.finished}, epochs proved {found.epochs_proved}")
+    say(f"kills {storm.kills.total()}, runs finished {found.finished}, epochs verified {found.epochs_proved}")
     if storm.stood_still:
         say(f"jobs that stood still, one torchrun waiting for the other: {storm.stood_still}")
     say(f"committed epochs lost: {len(found.lost)}")

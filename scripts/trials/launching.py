@@ -193,7 +193,7 @@ def state_of(pid: int) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Whether a process exists and is not a zombie."""
     return state_of(pid) not in ("", "Z", "X")
 
 

@@ -178,7 +178,7 @@ class Saved:
 
 
 def load(reader: LeafReader, name: str, like: torch.Tensor, wanted: LocalTarget | None) -> torch.Tensor:
-    """Read a leaf, or what of it belongs into a target."""
+    """Read a leaf, or the part of it for a target."""
     out = torch.empty(like.shape if wanted is None else wanted.shape, dtype=like.dtype)
     reader.read_many([LeafRead(name, memory_of(out), None, wanted)])
     return out

@@ -2,7 +2,7 @@
 
 What differs from one run to the next is not compared: numbers with a decimal point, with a unit of time or
 size or in a clock time, hexadecimal names of eight characters and more, white space. `...` stands for
-anything, alone on its line for any lines; lines that the page leaves out in front and behind are no matter.
+anything, alone on its line for any lines; lines that the page omits before and after are ignored.
 """
 
 from __future__ import annotations

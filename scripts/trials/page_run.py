@@ -1,7 +1,7 @@
 """Runs the blocks of one page in their order, in a folder: `python page_run.py PAGE FOLDER [--fresh]`.
 
-Prints what each block did and, as its last line, how many were run, read and excused. Ends with 1 at the
-first block that is not as the page says: a program that fails, another exit code than `# exit code N` says
+Prints what each block did and, as its last line, how many were run, read and excused. Exit code 1 at the
+first block that differs from the page: a program that fails, another exit code than `# exit code N` says
 (else 0), a line of output that is not printed. Nothing runs longer than `--secs` in all.
 """
 

@@ -2,7 +2,7 @@
 
 Python 3.11 wholly: a job of 2 epochs, `verify`, a type check of a user's program. Python 3.10 and 3.13
 without torch, which is large: installation, import, `--help`, and the verbs that look at that job's run.
-What is not found or not installed is told as not tried, never as good.
+What is not found or not installed is reported as not tried, never as good.
 The first steps of README.md are followed, too: its install line, and its own loop, killed and resumed.
 """
 

@@ -56,7 +56,7 @@ def time_limit(cluster: Slurm, folder: Path) -> str:
     cluster.wait(job, ("RUNNING",))
     begun = time.monotonic()
     cluster.wait_for_requeue(job, _LONG)
-    told = f"told and queued again {time.monotonic() - begun:.0f} s after the start"
+    told = f"notified and queued again {time.monotonic() - begun:.0f} s after the start"
     assert "preempted (SIGUSR1)" in (folder / "launch/torchrelay.0/job.log").read_text()
     return f"{told}; {finished(cluster, folder, job, '1')}"
 
@@ -73,7 +73,7 @@ def no_notice(cluster: Slurm, folder: Path) -> str:
 
 
 def node_down(cluster: Slurm, folder: Path) -> str:
-    """An administrator takes a node down: Slurm queues the job again, the run goes on."""
+    """An administrator takes a node down: Slurm queues the job again, the run resumes."""
     job = launch(cluster, folder, "--", str(JOB), "run", "slow")
     wait_for(folder / "run.here")
     cluster.ask("scontrol", "update", f"nodename={cluster.nodes[1]}", "state=down", "reason=check")

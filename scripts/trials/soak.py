@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--asynchronous", action="store_true", help="save behind the training")
+    parser.add_argument("--asynchronous", action="store_true", help="save in the background")
     options = parser.parse_args()
     if options.epochs < 2 or not 0 <= options.kills < options.epochs:
         parser.error("--epochs is a number from 2, --kills one below it")

@@ -4,7 +4,7 @@ A world is drawn from its seed: calls in a row (train, rewind, load, verify, tag
 the log and dies), each with faults among its requests. After each call a client without faults looks at the
 log, and in the end a fresh one at everything:
 
-- every acknowledged epoch that nobody let go loads in the bits that were saved;
+- every acknowledged epoch that was not deleted loads the saved bits;
 - no epoch is a mixture: all blobs of one bear the stamp of one step of training;
 - a call ends within a bound, as acknowledged or with an error of the family;
 - nothing that is whole was called damaged.
@@ -64,7 +64,7 @@ class _MixedError(Exception):
 
 
 class _Manager(MultiNodeCheckpointManager):
-    """Tells what was acknowledged; a handler would decide where a run goes on."""
+    """Record what was acknowledged; a handler would decide where a run resumes."""
 
     acknowledged: Callable[[int], None]
 
@@ -197,7 +197,7 @@ class World:
         return f"reached {int(run)}"
 
     def _resume(self) -> Any:
-        """A bare manager begins anew unless it is told to go on; that there is something is known."""
+        """Return `resume`: a bare manager starts over unless it is asked to resume what was saved."""
         return "must" if self.known.saved else "auto"
 
     def _load(self, number: int) -> tuple[str, Callable[[], str | None]]:
@@ -250,7 +250,7 @@ class World:
         return "a stranger takes the log over and is frozen", self._taken_by_a_stranger
 
     def _taken_by_a_stranger(self) -> None:
-        """A process of another host: nobody can see whether it is gone, its counter stands still."""
+        """A process of another host: no process can see whether it is gone, and its counter stands still."""
         here = WriterIdentity.here("trial")
         there = replace(here, host="elsewhere", boot_id="elsewhere", pid_start=f"{self.dice.random()}")
         writer = LogWriter.take(
@@ -275,7 +275,7 @@ class World:
             stranger.release()
         except FencedError:
             if not overtaken:
-                raise BrokenError("a writer that nobody overtook was told that it is fenced") from None
+                raise BrokenError("a writer that was not overtaken got FencedError") from None
             return "fenced"
         if overtaken:
             raise BrokenError("a writer that was overtaken wrote a record")
@@ -357,7 +357,7 @@ def _mixed(error: BaseException | None) -> bool:
 
 
 def _job(known: Known, until: int, floats: int) -> Job:
-    """Each epoch proves that all it holds is of the epoch before, and gives everything a new stamp."""
+    """Each epoch checks that all its values are those of the previous epoch, and gives them a new stamp."""
     w, model = _filled(floats, 0), torch.nn.Linear(4, 4)
     torch.nn.init.zeros_(model.weight)
     job = Job("trial", blobs={"w": w, "model": model, "frozen": torch.arange(20_000.0), "n": 0})
@@ -388,7 +388,7 @@ def _job(known: Known, until: int, floats: int) -> Job:
 
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
-    """Calls into stores are given up after seconds, and files of a megabyte go in parts."""
+    """Calls into stores time out after seconds, and files of a megabyte are uploaded in parts."""
     with (
         patch.object(object_store, "RetryTimeouts", _PATIENCE),
         patch.object(object_store, "PUT_IN_ONE_BYTES", 1 << 20),

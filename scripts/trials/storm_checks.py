@@ -43,7 +43,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Watched:
-    """One run directory and what the world outside was told of it."""
+    """One run directory and what was acknowledged outside of it."""
 
     run: Path
     outside: Path
@@ -57,7 +57,7 @@ class Watched:
         return max(self.view().epochs(), default=None)
 
     def acknowledged(self) -> int | None:
-        """The newest epoch that the handler was told of."""
+        """The newest epoch that the handler received."""
         return max((line["epoch"] for line in lines_of(self.outside / "oracle")), default=None)
 
     def starts(self) -> list[int]:

@@ -1,6 +1,6 @@
 """Launchers of the kill storm for two hosts: nurseries as agents, which start quickly, or a torchrun on each.
 
-Nurseries end nobody: ranks that survive a kill end by themselves.
+Nurseries end no rank: ranks that survive a kill end by themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from storm_launchers import LEAVE_SECS, kill
 
 IDLE_SECS = 45.0
 MEET_SECS = 300.0
-"""In which two torchruns meet again, killed and run anew every IDLE_SECS."""
+"""In which two torchruns meet again, killed and started again every IDLE_SECS."""
 
 
 class HostPair:
@@ -96,7 +96,7 @@ class AcrossHosts:
         wait_until(lambda: not any(map(is_running, self._pids())), LEAVE_SECS, "all ranks to end")
 
     def stands_still(self) -> bool:
-        """Never: these agents wait for nobody."""
+        """Never: these agents do not wait for each other."""
         return False
 
     def _starts(self) -> int:
@@ -129,7 +129,7 @@ class TorchrunAcrossHosts:
         self._command = [sys.executable, "-m", "torch.distributed.run", *options, *argv]
 
     def start(self) -> dict[int, int]:
-        """Wait for the next attempt of the running torchruns; those that are gone are run anew."""
+        """Wait for the next attempt of the running torchruns; those that are gone are started again."""
         end = time.monotonic() + MEET_SECS
         self._met = time.monotonic()
         while time.monotonic() < end:
@@ -187,7 +187,7 @@ class TorchrunAcrossHosts:
         return [found[rank] for rank in ranks if rank in found]
 
     def finished(self) -> bool:
-        """Whether both ended with 0; any other end by itself raises TrialError."""
+        """Whether both finished with exit code 0; any other end by itself raises TrialError."""
         if not all(one.ended() for one in self._launches):
             return False
         for one in self._launches:

@@ -1,9 +1,9 @@
-"""The job that the kill storm strikes: four short epochs whose every blob tells its epoch.
+"""The job that the kill storm strikes: four short epochs, with the epoch in every blob.
 
     python scripts/trials/storm_job.py RUN OUTSIDE
 
 OUTSIDE gets `oracle`, the epochs that were acknowledged, and `starts`, the epoch an attempt began with:
-what the world outside of the run directory was told, to be compared with what the log says after a kill.
+what was acknowledged outside of the run directory, to be compared with the log after a kill.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARKS = 3
 
 
 class Oracle(FileMetadataHandler):
-    """The default handler, which also tells a file outside of the run directory."""
+    """The default handler, which also writes to a file outside of the run directory."""
 
     def __init__(self, directory: Path, outside: Path) -> None:
         super().__init__(directory)
@@ -89,7 +89,7 @@ def main(run: Path, outside: Path) -> None:
 
 
 def use_oracle(runner: JobRunner, run: Path, outside: Path) -> None:
-    """Let the run's manager tell the oracle too."""
+    """Let the run's manager write to the oracle too."""
     manager = runner.manager
     if isinstance(manager, Manager):
         manager.metadata_handler = Oracle(run, outside)

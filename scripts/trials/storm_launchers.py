@@ -115,7 +115,7 @@ class Forked:
         return all(pid in self.codes for pid in self.pids.values())
 
     def stands_still(self) -> bool:
-        """Never: one launcher waits for nobody."""
+        """Never: one launcher waits for no other."""
         return False
 
     def after_kill(self) -> None:
@@ -144,7 +144,7 @@ class UnderTorchrun:
         self._launch: Launch | None = None
 
     def start(self) -> dict[int, int]:
-        """Wait for the next attempt of the running torchrun, or run it anew."""
+        """Wait for the next attempt of the running torchrun, or start it again."""
         old = set(self.pids.values())
         end = time.monotonic() + START_SECS
         while time.monotonic() < end:
@@ -162,14 +162,14 @@ class UnderTorchrun:
         return [self.pids[rank] for rank in ranks]
 
     def finished(self) -> bool:
-        """Whether torchrun ended with 0; any other end by itself raises TrialError."""
+        """Whether torchrun finished with exit code 0; any other end by itself raises TrialError."""
         if self._launch is None or not self._launch.ended():
             return False
         self._launch.expect(0, 1)
         return True
 
     def stands_still(self) -> bool:
-        """Never: one launcher waits for nobody."""
+        """Never: one launcher waits for no other."""
         return False
 
     def after_kill(self) -> None:
@@ -183,7 +183,7 @@ class UnderTorchrun:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, below those that the system gives to connections."""
+    """A port that no process listens on now, below those that the system gives to connections."""
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -33,7 +33,7 @@ CHUNK = 50
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """Nobody waits for the late copies, and nobody looks at their sources again."""
+    """Disable waiting for the late copies and comparing them with their sources."""
     with patch.multiple(StagedCopies, pass_gate=lambda self: None, compare=lambda self: None):
         yield
 
@@ -81,7 +81,7 @@ class Found:
 def hunt(saves: int, seed: int, verify: str, *, reuse: bool = True) -> Found:
     """Make so many saves and compare each that was committed.
 
-    With reuse what is torn may be damage instead: blocks that were hashed at the boundary tell.
+    With reuse a torn tensor may look like damage instead, by the blocks that were hashed at the boundary.
     """
     found = Found()
     for first in range(0, saves, CHUNK):

@@ -1,4 +1,4 @@
-"""A job whose state changes in every way that a copy behind the training could tear.
+"""A job whose state changes in every way that a background copy could tear.
 
 A fused optimizer writes parameters without moving their versions, batch norm writes its buffers in
 forward, an average is written by hand after each step. Sparse writers change some rows of large weights

@@ -1,6 +1,6 @@
 """Trains across two hosts, switches one off in the middle, and runs the same command again.
 
-Exits with 1 when anything is not as promised, with 3 where the machine cannot make hosts.
+Exit code 1 if anything is not as promised, 3 if the machine cannot make hosts.
 """
 
 from __future__ import annotations

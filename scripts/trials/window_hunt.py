@@ -41,7 +41,7 @@ _PORTS_TRIED = 5
 
 @dataclass(frozen=True)
 class Program:
-    """A training; its windows go on over the ends of epochs, unless `accumulate` says where they end."""
+    """A training; its windows continue over the ends of epochs, unless `accumulate` says where they end."""
 
     ranks: int
     window: int
@@ -259,7 +259,7 @@ class Hunt:
         return f"{program}, {cut.signal} at step {cut.step}: {what} (see {run}.log)"
 
     def play_chains(self, program: Program, name: str) -> Iterator[str]:
-        """The same signal at each step once, in as few runs as that takes: each start goes on from a cut.
+        """The same signal at each step once, in as few runs as that takes: each start resumes from a cut.
 
         A run leaves out the steps that a save went beyond, because ranks agree on a step further on; the
         next run cuts there. Fewer starts than cuts one by one, which follow where the end is wrong.

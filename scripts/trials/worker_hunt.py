@@ -40,7 +40,7 @@ _JOB = str(Path(__file__).with_name("worker_job.py"))
 
 @dataclass(frozen=True)
 class Trial:
-    """A signal to somebody, when the first rank says that it is at a step of an epoch, and a moment later."""
+    """A signal to a process, when the first rank reports a step of an epoch, and a moment later."""
 
     program: Program
     target: str

@@ -41,7 +41,7 @@ def test_kills_lose_nothing(tmp_path):
     out = storm("--kills", str(kills), "--seed", "5")
     assert f"kills {kills}, runs finished" in out and "committed epochs lost: 0" in out, out
     assert "mixtures: 0" in out and "not from the newest epoch: 0" in out, out
-    assert int(re.search(r"epochs proved (\d+)", out)[1]) >= sample(2, 5), out
+    assert int(re.search(r"epochs verified (\d+)", out)[1]) >= sample(2, 5), out
 
 
 def test_kills_under_torchrun_and_its_restarts(tmp_path):

@@ -155,7 +155,7 @@ def texts(name: str) -> Iterator[Text]:
     for path in [start] if start.is_file() else sorted(start.rglob("*")):
         if path.suffix == ".md":
             yield page_text(path)
-        elif path.suffix == ".py" and name != "benchmarks":
+        elif path.suffix == ".py":
             yield from module_texts(path)
 
 
