@@ -61,7 +61,7 @@ class BlobError(UsageError, TypeError):
     """A blob that cannot be stored; the message names it and the path inside the object.
 
     - Cause: An object without `state_dict`, such as a date, an open file or an instance of your own class.
-    - Message: ..., which cannot be stored: give tensors, numbers, text, bytes or containers of these, or an
+    - Message: ..., which cannot be stored: use tensors, numbers, text, bytes or containers of these, or an
       object with state_dict
     - Remedy: Give its class `state_dict` and `load_state_dict`, or declare the blob with
       `scope="transient"`.
@@ -106,6 +106,8 @@ class NoProvableEpochError(RelayError):
     """Commits exist, but none of them can be verified; a fresh start would hide that.
 
     - Cause: Files of the checkpoints were damaged, deleted or not mounted.
+    - Message: no epoch in ... can be verified (...): restore the files from a copy, or begin again with
+      resume='never'
     - Remedy: Restore the files from a copy; `torchrelay ckpt why RUN` says what is wrong with each epoch.
     """
 
@@ -183,7 +185,7 @@ class SaveFailedError(StorageError):
     """An epoch could not be saved; the epochs before it are untouched.
 
     - Cause: A full disk, replicas that differ between ranks, or an object that changed while it was copied.
-    - Message: ... is replicated, but it is ... on ... and ... on ...: make it alike on all ranks, or
+    - Message: ... is replicated, but it is ... on ... and ... on ...: make it equal on all ranks, or
       register blob ... with scope='rank'
     - Remedy: Fix what the message names; the next save tries again.
     """
@@ -197,6 +199,8 @@ class PartiallyLoadedError(RelayError):
     """A load failed after some of the objects had changed; they must be loaded again.
 
     - Cause: A file became unreadable during the load, or an object's own `load_state_dict` raised.
+    - Message: loading epoch ... failed after objects had changed: ...; load another epoch before you use
+      them
     - Remedy: Load another epoch into the same objects before you use them.
     """
 
