@@ -108,7 +108,7 @@ def _the_log() -> Iterator[Bug]:
         ["tests/checkpoint/test_log_writer.py", "tests/checkpoint/test_log_takeover.py"],
     )
     yield Bug(
-        "a fenced writer goes on behind the takeover",
+        "a fenced writer continues after the takeover",
         append,
         "draft.generation is not None and tail.view.generation > draft.generation",
         "tail.view.generation < 0",
@@ -303,7 +303,7 @@ def _verification() -> Iterator[Bug]:
         ["tests/checkpoint/test_unchanged.py"],
     )
     yield Bug(
-        "what was presumed unchanged is never proved",
+        "tensors assumed unchanged are never verified",
         "checkpoint/save/pipeline.py",
         "            job.reuse.check_assumed(job.peers, job.position)\n",
         "            pass\n",
@@ -320,7 +320,7 @@ def _behind() -> Iterator[Bug]:
         ["tests/runners/test_deletions.py"],
     )
     yield Bug(
-        "nobody waits at the gate",
+        "no thread waits at the gate",
         "checkpoint/state/restore/gate.py",
         "        one.pass_gate()\n",
         "        pass\n",
@@ -358,10 +358,10 @@ def _together() -> Iterator[Bug]:
         ["tests/review/test_one_rank_alone.py"],
     )
     yield Bug(
-        "leaves of another rank are believed to be as they were told",
+        "leaves of another rank are not compared with their digest",
         "checkpoint/save/agreement.py",
         "    return NodeClass.known(ranks, described.specs, described.leaves_digest)\n",
-        "    return NodeClass.known(ranks, described.specs, 'told')\n",
+        "    return NodeClass.known(ranks, described.specs, 'digest')\n",
         ["tests/checkpoint/test_structure.py"],
     )
     yield Bug(
@@ -372,7 +372,7 @@ def _together() -> Iterator[Bug]:
         ["tests/checkpoint/test_writers.py"],
     )
     yield Bug(
-        "equal meshes of several objects are told apart",
+        "equal meshes of several objects are distinguished",
         "checkpoint/save/assignments.py",
         "            meshes[id(leaf.sharding)],\n",
         "            meshes[id(leaf.sharding)] + str(id(leaf.sharding)),\n",

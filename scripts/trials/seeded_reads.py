@@ -38,7 +38,7 @@ def reading() -> Iterator[Bug]:
         ["tests/checkpoint/test_targets.py"],
     )
     yield Bug(
-        "headers that nobody looked at are vouched for",
+        "headers that were not read count as verified",
         "checkpoint/load/verify.py",
         'frozenset() if level == "sizes" else holders',
         "holders",
@@ -52,7 +52,7 @@ def reading() -> Iterator[Bug]:
         ["tests/checkpoint/test_vouched_headers.py"],
     )
     yield Bug(
-        "a piece is taken for one like it whatever is said of it",
+        "a piece is taken for a similar one without a look at its description",
         "checkpoint/format/shard/header.py",
         'text.partition("@")[2], repr(piece))\n',
         'text.partition("@")[2])\n',

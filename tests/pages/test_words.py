@@ -44,7 +44,16 @@ PHRASES = {
 }
 """What is a translation, and what to write in its place."""
 BANNED = [(re.compile(rf"\b({phrase})\b", re.IGNORECASE), better) for phrase, better in PHRASES.items()]
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "examples", "benchmarks")
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs",
+    "examples",
+    "benchmarks",
+    "scripts",
+)
 PACKAGES = (
     "jobs",
     "metadata",
@@ -73,7 +82,7 @@ CEILINGS: dict[str, int] = {
     "tools": 47,
 }
 """How many findings a folder may have: they only shrink, and a folder without an entry has none."""
-CEILING_OF_DOCS = 51_000
+CEILING_OF_DOCS = 50_500
 """How many words the pages in docs/ may have, until they have at most MOST_WORDS_OF_DOCS."""
 
 
@@ -184,11 +193,12 @@ def test_the_english_is_plain(name: str) -> None:
 
 
 def test_ceilings_only_shrink() -> None:
-    """A ceiling is not above what is found, so that what has become better stays so."""
+    """A ceiling is not above what is found, so that fewer findings stay fewer."""
     found = {name: len(findings(name)) for name in (*PAGES, *PACKAGES)}
     lower = {name: count for name, count in found.items() if count > 0}
     assert all(found[name] >= ceiling > 0 for name, ceiling in CEILINGS.items()), f"CEILINGS = {lower}"
-    assert max(MOST_WORDS_OF_DOCS, words_of_docs() + 499) >= CEILING_OF_DOCS
+    lowest = max(MOST_WORDS_OF_DOCS, words_of_docs())
+    assert CEILING_OF_DOCS - lowest < 2_000, f"CEILING_OF_DOCS is {lowest:_} or a little more"
 
 
 def test_docs_are_short() -> None:
