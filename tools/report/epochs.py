@@ -258,14 +258,7 @@ def _branch(branch: BranchNote, rows: dict[int, int], x: Scale) -> Shape:
     counted = [epoch for epoch in branch.epochs if epoch not in branch.abandoned]
     last, end = max([begin, *counted]), max([begin, *branch.epochs])
     title = f"branch {branch.id}: {branch.how}"
-    shapes = [
-        _text(
-            title,
-            f"{x(begin) - 1:.2f}%" if begin < end / 2 else "100%",
-            y - 12,
-            "tick" if begin < end / 2 else "tick end",
-        )
-    ]
+    shapes: list[Shape] = []
     if branch.parent is not None and branch.parent in rows:
         shapes.append(_twig("current", (begin, begin), (rows[branch.parent], y), x))
     if end > last:
@@ -275,6 +268,9 @@ def _branch(branch: BranchNote, rows: dict[int, int], x: Scale) -> Shape:
         style = f"twigdot {'past' if epoch in branch.abandoned else 'current'}"
         place: dict[str, float | str] = {"cx": f"{x(epoch):.2f}%", "cy": y, "r": 4}
         shapes.append(Shape("circle", style, place))
+    late = begin > end / 2  # then there is more room to the left
+    place_of, style = ("100%", "tick end") if late else (f"{x(begin) - 1:.2f}%", "tick")
+    shapes.append(_text(title, place_of, y - 12, style))
     return Shape("g", "", title=title, inside=shapes)
 
 

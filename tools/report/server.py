@@ -186,7 +186,10 @@ def index_page(root: str, runs: Sequence[RunFacts], tag: str) -> str:
     ordered = sorted(runs, key=lambda run: (-(run.updated or 0.0), run.name))
     going = sum(run.stands.word == "running" for run in runs)
     title = f"{count(len(runs), 'run')}, {going} running" if going else count(len(runs), "run")
-    rows = [(run, quote(run.name, safe=""), _course(run)) for run in ordered]
+    rows = [
+        (run, quote(run.name, safe=""), _course(run), run.job if run.job != run.name else "")
+        for run in ordered
+    ]
     return whole_page("runs.html", title, live=tag, root=root, rows=rows)
 
 
