@@ -31,6 +31,7 @@ from torchrelay.checkpoint.log.state import protected
 from torchrelay.checkpoint.log.view import LogView, ranges
 from torchrelay.checkpoint.log.writer import LogWriter, is_left
 from torchrelay.checkpoint.storage.base import Storage, check_exclusion
+from torchrelay.checkpoint.storage.work import progress
 from torchrelay.errors import StorageError, UnknownEpochError, UsageError
 from torchrelay.jobs.session import Peers, decide, warn
 from torchrelay.records import dataclass
@@ -304,7 +305,9 @@ def prune(storage: Storage, keeping: Keeping, *, patience_secs: float = PATIENCE
         keeping, suspects, doubts = _decided(storage, before, keeping)
         keeping.retire(writer, suspects, only_local(storage, before))
         losses = tuple(_losses(storage, before, writer.view.state))
-        delete_retired(writer)
+        sizes = {loss.retirement: loss.nbytes for loss in losses}
+        with progress(f"deleting {len(losses)} epochs", sum(sizes.values())) as advance:
+            delete_retired(writer, lambda one: advance(sizes.get(one, 0)))
         return Pruned(losses, before, writer.view, doubts)
     finally:
         writer.release()

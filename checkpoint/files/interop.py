@@ -60,6 +60,7 @@ from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, spec_of
 from torchrelay.checkpoint.state.names import without_reserved
 from torchrelay.checkpoint.storage.local import LocalStorage
+from torchrelay.checkpoint.storage.work import progress
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import NodePlace, check_blob_names
 from torchrelay.jobs.runtime import is_directory
@@ -233,7 +234,7 @@ def export_checkpoint(
     directory = to in ("hf", "dcp")
     place = expanded(path, "the target")
     check_free(place, overwrite=overwrite, directory=directory)
-    content = content_of(open_checkpoint(where, epoch), blobs, prefix, dtype, nodes)
+    content = content_of(checkpoint := open_checkpoint(where, epoch), blobs, prefix, dtype, nodes)
     if not content.tensors and to in ("safetensors", "hf"):
         raise UsageError(f"no tensor to export, and {to} holds only tensors")
     writers: dict[str, Callable[[Path], None]] = {
@@ -242,12 +243,13 @@ def export_checkpoint(
         "torch": lambda at: write_torch_file(at, _mapped(content, at)),
         "dcp": lambda at: _write_dcp(content, at),
     }
-    target = publish(place, writers[to], overwrite=overwrite, directory=directory)
-    kept = content.values if to in ("torch", "dcp") else {}
-    lost = [name for name in content.values if name not in kept]
     nbytes = sum(tensor.nbytes for tensor in content.tensors.values())
-    count = len(content.tensors) + len(content.ties)
-    return Exported(target, count, len(kept), nbytes, (*content.left_out, *lost), content.nodes)
+    with progress(f"exporting epoch {checkpoint.manifest.position}", nbytes):
+        target = publish(place, writers[to], overwrite=overwrite, directory=directory)
+    kept = content.values if to in ("torch", "dcp") else {}
+    left = (*content.left_out, *(name for name in content.values if name not in kept))
+    tensors = len(content.tensors) + len(content.ties)
+    return Exported(target, tensors, len(kept), nbytes, left, content.nodes)
 
 
 def _mapped(content: ExportContent, at: Path) -> dict[str, Any]:
@@ -407,14 +409,14 @@ def import_checkpoint(
 
 
 def _imported(path: Path, target: Path | str, format: str, blob: str | None, *, trust: bool) -> Imported:
-    """Convert into a local directory."""
     made: list[tuple[int, int, int]] = []
 
     def make(temporary: Path) -> None:
         leaves = leaves_from(_read(path, format, temporary, trust=trust), blob)
-        _write_epoch(temporary, leaves)
         tensors = [spec_of(leaf) for leaf in leaves if not isinstance(leaf.content, Value)]
         stored = sum(spec.nbytes for spec in tensors if spec.alias_of is None)
+        with progress(f"importing {path.name}", stored):
+            _write_epoch(temporary, leaves)
         made.append((len(tensors), len(leaves) - len(tensors), stored))
 
     return Imported(publish(target, make, directory=True), *made[0])

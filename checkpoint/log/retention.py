@@ -12,7 +12,7 @@ if they need the space or release the log.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import field, replace
 from functools import reduce
 from operator import or_
@@ -355,11 +355,15 @@ def delete_left(writer: LogWriter) -> tuple[tuple[Retirement, ...], tuple[str, .
     return delete_retired(writer), delete_orphans(writer)
 
 
-def delete_retired(writer: LogWriter) -> tuple[Retirement, ...]:
-    """Finish the deletion of everything that the log lists as retired."""
+def delete_retired(
+    writer: LogWriter, deleted: Callable[[Retirement], None] | None = None
+) -> tuple[Retirement, ...]:
+    """Finish the deletion of everything that the log lists as retired; `deleted` is called after each."""
     retiring = writer.undeleted
     for one in retiring:
         delete_try(writer.storage, one)
+        if deleted is not None:
+            deleted(one)
     if retiring:
         writer.storage.sync_dir(DATA)
         writer.forget(retiring)

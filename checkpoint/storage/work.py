@@ -125,25 +125,36 @@ class Work:
 
 _numbers = itertools.count()
 _works: dict[int, tuple[str, int | None, int, float]] = {}
+_advanced: dict[int, int] = {}
+"""Bytes that operations have reported themselves, by number."""
 
 
 @contextmanager
-def progress(what: str, nbytes: int | None = None) -> Iterator[None]:
-    """Note the block as a long operation."""
+def progress(what: str, nbytes: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Note the block as a long operation, which monitors show.
+
+    Bytes that storages move count by themselves. The block gets a function to report others, such as
+    deleted ones.
+    """
     number = next(_numbers)
     _works[number] = (what, nbytes, moved_bytes(), time.monotonic())
+
+    def advance(more: int) -> None:
+        _advanced[number] = _advanced.get(number, 0) + more
+
     try:
-        yield
+        yield advance
     finally:
         del _works[number]
+        _advanced.pop(number, None)
 
 
 def works() -> list[Work]:
     """The long operations in flight, oldest first. Bytes moved during two of them count for both."""
     moved, now = moved_bytes(), time.monotonic()
     found = []
-    for what, nbytes, before, since in list(_works.values()):
-        done = moved - before
+    for number, (what, nbytes, before, since) in list(_works.items()):
+        done = moved - before + _advanced.get(number, 0)
         found.append(Work(what, nbytes, done if nbytes is None else min(done, nbytes), now - since))
     return found
 

@@ -13,6 +13,7 @@ import json as json_module
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -111,6 +112,14 @@ class Output:
         if draws(sys.stderr) and not self.json:
             sys.stderr.write(f"\r\x1b[K{printable(text)}")
             sys.stderr.flush()
+
+    def works(self, note: str = "") -> AbstractContextManager[None]:
+        """Show long operations of the block with bytes and the time left; nothing with `--json`."""
+        if self.json:
+            return nullcontext()
+        from torchrelay.runners.monitoring.progress_bar import works_shown
+
+        return works_shown(self.notice, note=note)
 
     def close(self) -> None:
         """Flush what is still buffered."""

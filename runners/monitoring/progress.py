@@ -15,7 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TextIO
 
-from torchrelay.runners.monitoring.progress_bar import ProgressBar, working
+from torchrelay.runners.monitoring.progress_bar import (
+    LONG_SECS,
+    ProgressBar,
+    WorkInPlace,
+    WorkLines,
+    long_work,
+    work_display,
+    working,
+)
 from torchrelay.runners.monitoring.text import (
     LEVELS,
     Moment,
@@ -61,6 +69,8 @@ class Progress:
         self._epochs_done = 0
         self._moments: list[Moment] = []
         self._bar: ProgressBar | None = None
+        self._works: WorkLines | WorkInPlace | None = None
+        """For long operations that the training waits for, where there is no bar."""
         self._printing = threading.RLock()
         self._waiting: deque[Sight] = deque(maxlen=None if every_secs == 0 else 1)
         """Lines of finished epochs that wait for the thread or for the end of the interval."""
@@ -77,6 +87,9 @@ class Progress:
         out = self._out
         if self.talks and out is not None and draws(out):
             self._bar = ProgressBar(out)
+        elif self.talks and self._every_secs > 0:
+            found = work_display(out, self._print)
+            self._works = found if isinstance(found, (WorkLines, WorkInPlace)) else None
         self._thread = threading.Thread(target=self._watch, name="torchrelay-progress", daemon=True)
         self._thread.start()
 
@@ -90,6 +103,9 @@ class Progress:
         if not self._printing.acquire(timeout=_JOIN_SECS):
             return  # the reader has stopped reading; the exit must not wait for it
         try:
+            works, self._works = self._works, None
+            if works is not None:
+                works.clear()
             bar, self._bar = self._bar, None
             if bar is not None:
                 bar.close()
@@ -139,6 +155,8 @@ class Progress:
         if self._bar is not None:
             self._bar.print(text, loud=loud)
             return
+        if self._works is not None:
+            self._works.clear()
         try:
             # One write: ranks share the stream, and lines must stay whole.
             out = self._out
@@ -178,12 +196,25 @@ class Progress:
         with self._printing:
             if self._bar is not None:
                 self._bar.show(sight)
+            self._show_works()
             if time.monotonic() - self._printed_at < self._every_secs:
                 return
             if self._waiting:
                 self._print_waiting()
             elif sight.epoch and self._bar is None and self._every_secs > 0:
                 self._say(replace(sight, doing=""))
+
+    def _show_works(self) -> None:
+        """Show a long save or load while the training waits for it."""
+        works, moments = self._works, self._moments
+        if works is None:
+            return
+        work = long_work()
+        waits = not moments or time.monotonic() - moments[-1].secs >= LONG_SECS
+        if work is not None and waits:
+            works.show(work)
+        else:
+            works.clear()
 
     def _look(self) -> None:
         """Record finished steps, or epochs if steps are not counted."""

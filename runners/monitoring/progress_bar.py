@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from torchrelay.checkpoint.storage.work import Work, works
-from torchrelay.runners.monitoring.text import Sight, duration, human_bytes, per_second, plain
+from torchrelay.runners.monitoring.text import Sight, draws, duration, human_bytes, per_second, plain
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -100,12 +101,20 @@ def bar_tail(sight: Sight, room: int) -> str:
 
 LONG_SECS = 2.0
 """Shorter operations are not shown."""
+LINE_SECS = 5.0
+"""Between two lines about long operations, where nothing can be drawn."""
 _REFRESH_SECS = 0.2
+
+
+def long_work() -> Work | None:
+    """The newest long operation of this process; None if there is none."""
+    return next((work for work in reversed(works()) if work.secs >= LONG_SECS), None)
 
 
 def working() -> str:
     """Return a description of the newest long operation of this process; empty if there is none."""
-    return next((in_words(work) for work in reversed(works()) if work.secs >= LONG_SECS), "")
+    work = long_work()
+    return "" if work is None else in_words(work)
 
 
 def in_words(work: Work) -> str:
@@ -118,24 +127,128 @@ def in_words(work: Work) -> str:
     return f"{work.what}, {human_bytes(work.done)} of {human_bytes(work.nbytes)}{ending}"
 
 
+class WorkLines:
+    """Shows long operations as lines, the first at once, then one every few seconds."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write, self._next = write, float("-inf")
+
+    def show(self, work: Work, note: str = "") -> None:
+        """Write a line if it is time for one."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + LINE_SECS
+            self._write(in_words(work) + note)
+
+    def clear(self) -> None:
+        """Lines stay."""
+
+
+class WorkInPlace:
+    """Shows long operations in one line of a notebook's output, which is written over."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._width = stream, 0
+
+    def show(self, work: Work, note: str = "") -> None:
+        """Write over what is there."""
+        filled = round(_BAR * work.done / work.nbytes) if work.nbytes else 0
+        bar = f"[{'#' * filled}{'.' * (_BAR - filled)}] " if work.nbytes else ""
+        text = plain(f"{bar}{in_words(work)}{note}")
+        self._put(f"\r{text.ljust(self._width)}")
+        self._width = len(text)
+
+    def clear(self) -> None:
+        """Leave an empty line for what comes next."""
+        if self._width:
+            self._put(f"\r{' ' * self._width}\r")
+            self._width = 0
+
+    def _put(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # the stream was closed
+            self._stream.write(text)
+            self._stream.flush()
+
+
+class WorkBar:
+    """Shows long operations as a bar at the foot of a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._rich: RichProgress | None = None
+
+    def show(self, work: Work, note: str = "") -> None:
+        """Draw the bar, where the terminal has room for one beside the text."""
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        if self._rich is None:
+            self._stream.write("\r\x1b[K")  # a line of progress may be there
+            self._rich = Progress(
+                BarColumn(bar_width=_BAR),
+                TextColumn("{task.description}", markup=False),
+                console=Console(file=self._stream, highlight=False, width=_columns(self._stream)),
+                transient=True,
+                auto_refresh=False,
+            )
+            self._rich.add_task("", total=work.nbytes)
+            self._rich.start()
+        text = plain(in_words(work) + note)
+        room = self._rich.console.width - len(text) - 2
+        bar = self._rich.columns[0]
+        if isinstance(bar, BarColumn):
+            bar.bar_width = max(0, min(_BAR, room))
+        (task,) = self._rich.task_ids
+        self._rich.update(task, description=text, total=work.nbytes, completed=work.done, refresh=True)
+
+    def clear(self) -> None:
+        """Remove the bar."""
+        rich, self._rich = self._rich, None
+        if rich is not None:
+            rich.stop()
+
+
+def _columns(stream: TextIO) -> int | None:
+    """The width of this terminal: rich asks for that of stdin first."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
+def work_display(stream: TextIO | None, write: Callable[[str], None]) -> WorkBar | WorkInPlace | WorkLines:
+    """A bar on a terminal, one line that changes in a notebook, else lines, which `write` prints."""
+    if stream is not None and draws(stream):
+        return WorkBar(stream)
+    if stream is not None and type(stream).__module__.partition(".")[0] == "ipykernel":
+        return WorkInPlace(stream)
+    return WorkLines(write)
+
+
 @contextmanager
-def shown(show: Callable[[str], None]) -> Iterator[None]:
-    """Have a thread call `show` with the long operation of the block, and finally with an empty text."""
+def works_shown(
+    write: Callable[[str], None], *, note: str = "", stream: TextIO | None = None
+) -> Iterator[None]:
+    """Show the long operations of the block on stderr, or another stream; `note` follows each text.
+
+    A thread looks every fifth of a second. A block without long operations prints nothing.
+    """
+    display = work_display(stream or sys.stderr, write)
     over = threading.Event()
 
     def watch() -> None:
-        said = ""
         while not over.wait(_REFRESH_SECS):
-            text = working()
-            if text or said:
-                show(text)
-            said = text
+            work = long_work()
+            if work is None:
+                display.clear()
+            else:
+                display.show(work, note)
 
-    thread = threading.Thread(target=watch, name="torchrelay-headway", daemon=True)
+    thread = threading.Thread(target=watch, name="torchrelay-progress-line", daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
-        show("")
+        display.clear()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.random import current_seed
 from torchrelay.jobs.session import decide, warn
 from torchrelay.runners.distributed.environment import read_launch_env
+from torchrelay.runners.monitoring.progress_bar import works_shown
+from torchrelay.runners.monitoring.text import LEVELS, level_wanted, stamped
 from torchrelay.runners.session.base import SessionBase, holding
 from torchrelay.runners.session.local import LocalSession, current_or_new_session, current_session
 from torchrelay.runners.session.mid_epoch import MidEpochPosition, places_json
@@ -111,7 +114,7 @@ class Checkpointer:
         """
         epoch = check_epoch(epoch, "epoch")
         session = self._bound()
-        with holding(session, self._workspaces):
+        with holding(session, self._workspaces), self._shown(session):
             return self._resumed(session, epoch)
 
     def _resumed(self, session: SessionBase, epoch: int | None) -> Position | None:
@@ -196,12 +199,14 @@ class Checkpointer:
                 places=places_json({place.name: inside for place in session.nodes}) if position.step else {},
             )
         )
-        with holding(session, self._workspaces):
+        with holding(session, self._workspaces), self._shown(session):
             session.run(self._manager.save(position))
 
     def wait(self) -> None:
         """Return when the save in flight is committed; raises what kept it from that."""
-        for outcome in self._manager.settle():
+        with self._shown(self._session):
+            outcomes = list(self._manager.settle())
+        for outcome in outcomes:
             if outcome.error is not None:
                 raise outcome.error
 
@@ -265,6 +270,12 @@ class Checkpointer:
         warn_of_bare_ddp(session, warn)
         self._session = session
         return session
+
+    def _shown(self, session: SessionBase | None) -> AbstractContextManager[None]:
+        """Show on rank 0 how far a save or a load is that takes long."""
+        if session is None or session.peers.rank != 0 or level_wanted() > LEVELS["info"]:
+            return nullcontext()
+        return works_shown(lambda text: print(stamped(text, level="I", who="r0"), file=sys.stderr))
 
     def _take_log(self, session: SessionBase) -> None:
         if not self._open:

@@ -123,11 +123,12 @@ def export(chosen: argparse.Namespace, output: Output) -> int:
     from torchrelay.runners.remote_runs.resolve import parse_selector
 
     source = parse_selector(chosen.path)
-    done = export_checkpoint(
-        source.path, chosen.output, source.epoch, to=chosen.to, blobs=chosen.blobs, prefix=chosen.prefix,
-        dtype=_dtype(chosen.dtype), shard_bytes=chosen.shard_bytes, overwrite=chosen.overwrite,
-        nodes=chosen.nodes,
-    )  # fmt: skip
+    with output.works():
+        done = export_checkpoint(
+            source.path, chosen.output, source.epoch, to=chosen.to, blobs=chosen.blobs, prefix=chosen.prefix,
+            dtype=_dtype(chosen.dtype), shard_bytes=chosen.shard_bytes, overwrite=chosen.overwrite,
+            nodes=chosen.nodes,
+        )  # fmt: skip
     if output.json:
         output.value(
             {
@@ -164,9 +165,10 @@ def import_(chosen: argparse.Namespace, output: Output) -> int:
     from torchrelay.checkpoint.files.interop import import_checkpoint
 
     blob = None if chosen.split_names else chosen.blob
-    done = import_checkpoint(
-        chosen.path, chosen.output, format=chosen.format, blob=blob, trust=chosen.i_trust_this
-    )
+    with output.works():
+        done = import_checkpoint(
+            chosen.path, chosen.output, format=chosen.format, blob=blob, trust=chosen.i_trust_this
+        )
     if output.json:
         output.value(
             {"path": str(done.path), "tensors": done.tensors, "values": done.values, "bytes": done.bytes}

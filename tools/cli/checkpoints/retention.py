@@ -140,7 +140,8 @@ def run_prune(chosen: argparse.Namespace, output: Output) -> int:
         pruned = plan_pruning(place.storage, place.log(), keeping)
     else:
         try:
-            pruned = prune(place.storage, keeping)
+            with output.works():
+                pruned = prune(place.storage, keeping)
         except DirectoryInUseError as error:
             raise type(error)(
                 f"{error}. A running job deletes epochs itself: JobRunner(keep_last=...)"

@@ -27,7 +27,6 @@ from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.errors import NoProvableEpochError, StorageError, UsageError
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output
-from torchrelay.runners.monitoring.progress_bar import shown
 from torchrelay.runners.remote_runs.resolve import (
     LAST,
     RunLocation,
@@ -145,7 +144,7 @@ def _verdicts(
     for number, entry in enumerate(entries, 1):
         count = f"{number} of {len(entries)}"
         output.progress(f"epoch {entry.position}, {count}")
-        with shown(lambda text, count=count: output.progress(f"{text} ({count})" if text else "")):  # type: ignore[misc]
+        with output.works(f" ({count})"):
             verdict = EpochVerdict(prove(place.storage, entry, level=level), tuple(states_of(entry, current)))
         if not output.json:
             output.line(verdict.line(), verdict.proof.outcome.value)
