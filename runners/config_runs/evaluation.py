@@ -318,7 +318,7 @@ def _wanted(
 def chosen_epochs(runner: RunnerSection, where: str) -> tuple[list[int], str | None]:
     """Return the selected epochs, ascending, and a warning for those of a range that do not exist.
 
-    Raises UsageError if there is no run, UnknownEpochError if listed epochs do not exist or none is left.
+    Raises UsageError if the run is missing, UnknownEpochError if listed epochs do not exist or none is left.
     """
     if not is_url(where) and not Path(where).exists():
         raise UsageError(

@@ -75,10 +75,7 @@ class GrowingLoader(EpochLoader):
         super().__init__(_NOTHING_YET, batch_size, **options)
 
     def look(self, peers: Peers) -> None:
-        """Select the data of the epoch that begins, on rank 0 for all; within an epoch do nothing.
-
-        Raises UsageError if there is no data for it.
-        """
+        """Select the data of the epoch that begins, on rank 0 for all. UsageError if none is left."""
         if not self.samples_done:
             self.known = decide(peers, "data of the epoch", lambda: with_new(self.known, self.there()))
             self._open()

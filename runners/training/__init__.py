@@ -1,1 +1,1 @@
-"""A job through its life: where it starts, its epochs and saves, how it ends and what it leaves."""
+"""Training runs: start position, epochs and saves, stop and exit."""

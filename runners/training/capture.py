@@ -1,8 +1,8 @@
-"""What a start of a run was: its source, its configuration, and what it ran on.
+"""Record what an attempt of a run was: its source, configuration and environment.
 
-Several ranks agree on it before any file is made: rank 0 reads its source, the others compare theirs with it,
-name by name, and a rank that would run other code, or another configuration, is refused by name. One process
-that was given neither has nothing to agree on: it records all this in a thread while its first epoch runs.
+Several ranks agree before any file is written: rank 0 reads its source, the others compare theirs by name,
+and a rank with other code or configuration is rejected. A single process without `code=` and configuration
+records all this in a thread during its first epoch.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.training.journal import Journal
 
 RESOLVED = "resolved.yaml"
-"""The text of a run's configuration that has every value, defaults too."""
+"""The run's configuration with all values, including defaults."""
 _NAMED = 4
 _SHOWN = 40
 
 
 def setting_changes(before: bytes, now: bytes) -> str:
-    """The keys that differ with both values, `a.b 1 -> 2`; a few are named, the rest is counted."""
+    """Describe keys that differ with both values, `a.b 1 -> 2`; further ones are counted."""
     from torchrelay.jobs.config.yaml_reader import read_findings  # yaml is for runs of configurations alone
 
     old, new = dict(_leaves(read_findings(before).value)), dict(_leaves(read_findings(now).value))
@@ -62,7 +62,7 @@ def setting_changes(before: bytes, now: bytes) -> str:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted paths and values; items of lists by their `name`, as overrides call them."""
+    """Yield dotted paths and values; items of lists by their `name`, as in overrides."""
     if isinstance(value, dict):
         items = list(value.items())
     elif isinstance(value, list):
@@ -76,18 +76,19 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _shown_value(value: Any) -> str:
+    """Format a value, shortened."""
     return "unset" if value is None else f"{value}"[:_SHOWN]
 
 
 _COMPARED = 16
-"""Digits of a digest that travel to the other ranks."""
+"""Digits of a digest that are sent to other ranks."""
 _NAMED_RANKS = 8
 _NAMED_FILES = 3
 _NAMED_LEFT_OUT = 100
 
 
 _reading = threading.Lock()
-"""Held by the thread. Who forks meanwhile waits: a loader's workers would inherit pipes to git, and locks."""
+"""Held by the thread. Forks wait for it: a loader's workers would inherit locks and pipes to git."""
 os.register_at_fork(
     before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release
 )
@@ -95,7 +96,7 @@ os.register_at_fork(
 
 @dataclass(frozen=True)
 class CapturedSource:
-    """The source of this start; why there is none where there is no snapshot."""
+    """The source of this attempt, or the reason why there is none."""
 
     snapshot: Snapshot | None
     why: str = ""
@@ -120,22 +121,22 @@ class Capturing:
         self._failed: Exception | None = None
 
     def agree(self, peers: Peers, journal: Journal) -> None:
-        """Read the source and compare it between ranks; raises UsageError on all of them, naming some.
+        """Read the source and compare it between ranks; raises UsageError on all ranks if it differs.
 
-        Source that cannot be archived fails the run only where it was named by `code=`; else rank 0 warns.
+        Source that cannot be archived is an error if it was named by `code=`; otherwise rank 0 warns.
         """
         self._taken = None
         if self._run is None or self._waits(peers):
             return
-        told = decide(peers, "code", self._told)
+        digests = decide(peers, "code", self._own_digests)
         if peers.size == 1:
             return
-        found = together(peers, "code of all ranks", lambda: self._differences(told) if peers.rank else [])
+        found = together(peers, "code of all ranks", lambda: self._differences(digests) if peers.rank else [])
         if refused := {rank: names for rank, names in enumerate(found) if names}:
             raise UsageError(_refusal(refused))
 
     def prepare(self, journal: Journal, session: SessionBase) -> None:
-        """The log is ours: record what was agreed on, or note what is to be; by rank 0, called by all."""
+        """After the log is held: record the attempt, or schedule that; on rank 0, called by all."""
         if self._run is None or not journal.writes:
             return
         self._pending = partial(self._capture, self._run.path, journal, command(), _world(session))
@@ -143,11 +144,11 @@ class Capturing:
             self.finish(journal)
 
     def _waits(self, peers: Peers) -> bool:
-        """Whether nobody else has to agree, and nothing was given that a first step must not lose."""
+        """Return True if recording can wait: one process, and no code or configuration was given."""
         return peers.size == 1 and self._asked is None and self._given == Given()
 
     def begin(self) -> None:
-        """The first epoch begins: record in a thread what is not recorded yet. Later calls do nothing."""
+        """At the first epoch: record in a thread what is not recorded yet. Later calls do nothing."""
         work, self._pending = self._pending, None
         if work is None:
             return
@@ -160,7 +161,7 @@ class Capturing:
             self._thread = thread
 
     def finish(self, journal: Journal) -> None:
-        """Wait until it is recorded, also where no epoch has begun. What cannot be stored is a warning."""
+        """Wait until everything is recorded. What cannot be stored is a warning."""
         self.begin()
         if self._thread is not None:
             self._thread.join()
@@ -174,20 +175,21 @@ class Capturing:
     def _capture(
         self, run: Path, journal: Journal, called: Mapping[str, Any], world: Mapping[str, Any]
     ) -> None:
-        """Raises nothing: `finish` tells."""
+        """Record everything; errors are kept for `finish`."""
         try:
             with _reading:
                 self._write(run, journal, called, world)
         except RelayError as error:
-            self._warnings.append(f"what this start was is not recorded: {error}")
+            self._warnings.append(f"source and environment of this attempt are not recorded: {error}")
         except Exception as error:
             self._failed = error
 
     def _write(
         self, run: Path, journal: Journal, called: Mapping[str, Any], world: Mapping[str, Any]
     ) -> None:
+        """Archive source and configuration, and log what changed since the previous attempt."""
         taken = self._taken = self._taken or self._take()
-        # the last start whose source was archived
+        # the last attempt whose source was archived
         before = next((one for one in reversed(captures(run)) if code_id_of(one) is not None), None)
         code = self._write_code(run, taken, self._warnings.append)
         config = write_config(run, self._given, journal.attempt)
@@ -211,14 +213,15 @@ class Capturing:
         self._say_config(run, journal)
 
     def record_code(self, snapshot: Snapshot, warn: Callable[[str], None]) -> dict[str, Any]:
-        """Archive source in the run and return what a record says of it; raises StorageError."""
+        """Archive source in the run and return its record; raises StorageError."""
         if self._run is None:
-            raise UsageError("there is no run directory to archive the source in")
+            raise UsageError("archiving the source needs a run directory")
         return self._write_code(self._run.path, CapturedSource(snapshot), warn)
 
     # Agreeing
 
-    def _told(self) -> dict[str, Any]:
+    def _own_digests(self) -> dict[str, Any]:
+        """Return shortened digests of the source and the id of the configuration."""
         self._taken = self._take()
         snapshot = self._taken.snapshot
         files = of_manifest(snapshot.manifest) if snapshot is not None else {}
@@ -228,6 +231,7 @@ class Capturing:
         }
 
     def _take(self) -> CapturedSource:
+        """Take the source as configured by `code=`."""
         if self._off:
             return CapturedSource(None, "code=False")
         if self._asked is not None:
@@ -235,16 +239,16 @@ class Capturing:
         script = main_script()
         if script is None:
             return CapturedSource(
-                None, "there is no script of a user's, as in a notebook; name the source with code="
+                None, "no user script was found, as in a notebook; name the source with code="
             )
         try:
             return CapturedSource(take(Sources([script.root.path]), roots=(script.root,)))
         except UsageError as error:
-            self._warnings.append(f"the run goes on, its source is not archived: {error}")
+            self._warnings.append(f"the source is not archived; the run continues: {error}")
             return CapturedSource(None, str(error))
 
     def _differences(self, told: Mapping[str, Any]) -> list[str]:
-        """What this rank has otherwise than rank 0, as texts."""
+        """Describe differences between this rank and rank 0."""
         found = []
         if told["config"] != self._given.config_id:
             found.append("the configuration differs")
@@ -263,6 +267,7 @@ class Capturing:
     # Writing
 
     def _write_code(self, run: Path, taken: CapturedSource, warn: Callable[[str], None]) -> dict[str, Any]:
+        """Archive the source and return its record."""
         snapshot = taken.snapshot
         if snapshot is None:
             return {"id": None, "why": taken.why}
@@ -272,7 +277,7 @@ class Capturing:
         try:
             if self._asked is not None and self._asked.git_ref:
                 refs = [_hidden_ref(root, snapshot) for root in snapshot.roots]
-        except StorageError as error:  # git makes none; the archive is there
+        except StorageError as error:  # git creates no ref; the archive exists
             warn(str(error))
         script = main_script()
         script_name = None if script is None else snapshot.name_of(script.root.path / script.name)
@@ -297,6 +302,7 @@ class Capturing:
     def _say_changes(
         self, run: Path, journal: Journal, snapshot: Snapshot | None, before: Mapping[str, Any] | None
     ) -> None:
+        """Log changes of the source since the previous attempt."""
         if before is None or snapshot is None:
             return
         old_id = code_id_of(before)
@@ -310,20 +316,20 @@ class Capturing:
         journal.tell("code changed", f"code changed since attempt {before['number']}: {found}")
 
     def _say_config(self, run: Path, journal: Journal) -> None:
-        """One line where a run goes on with another configuration than its last start had."""
+        """Log changes of the configuration since the previous attempt."""
         older = [one for one in captures(run) if one["number"] < journal.attempt and one.get("config_id")]
         if not older or older[-1]["config_id"] == self._given.config_id:
             return
         texts = config_texts(run, older[-1])
         named = setting_changes(texts.get(RESOLVED, b""), self._given.config.get(RESOLVED, b""))
-        told = f"configuration changed since attempt {older[-1]['number']}: {named}"
+        text = f"configuration changed since attempt {older[-1]['number']}: {named}"
         journal.tell(
-            "configuration changed", f"{told}; what the checkpoint holds (an optimizer's rates) stays"
+            "configuration changed", f"{text}; values in the checkpoint (such as learning rates) are kept"
         )
 
 
 def torch_facts() -> dict[str, Any]:
-    """Versions of torch and of what it computes with; devices are named only where they are in use."""
+    """Return versions of torch and its libraries; devices only if they are in use."""
     version = torch.version
     facts: dict[str, Any] = {"version": torch.__version__, "cuda": version.cuda, "hip": version.hip}
     facts["driver"] = None
@@ -336,12 +342,13 @@ def torch_facts() -> dict[str, Any]:
 
 
 def _world(session: SessionBase) -> dict[str, Any]:
+    """Return the numbers of processes and nodes, by host."""
     hosts = dict(Counter(place.host for place in session.nodes))
     return {"processes": session.peers.size, "nodes": len(session.nodes), "hosts": hosts}
 
 
 def _import_path(snapshot: Snapshot) -> list[str]:
-    """The folders of the archive that imports of this process look into, in its order."""
+    """List the archive's folders on this process's import path, in order."""
     found = []
     for entry in sys.path:
         inside = snapshot.name_of(Path(entry or "."))
@@ -351,31 +358,33 @@ def _import_path(snapshot: Snapshot) -> list[str]:
 
 
 def _hidden_ref(root: Root, snapshot: Snapshot) -> str:
-    """Git commits a submodule as a commit of its own, which is recorded beside, so its files stay out."""
+    """Store the source as a hidden git ref; submodules are recorded separately."""
     inner = tuple(f"{one}/" for one in snapshot.submodules)
     top = f"{root.label}/" if root.label else ""
     manifest = snapshot.manifest
     names = [one for one in sorted((*manifest.files, *manifest.links)) if one.startswith(top)]
     with repository(root.path) as repo:
         if repo is None:
-            raise StorageError(f"{root.path} lies in no git repository: git_ref=True has no place there")
+            raise StorageError(f"{root.path} is not in a git repository, which git_ref=True needs")
         own = [one.removeprefix(top) for one in names if not one.startswith(inner)]
         return commit_hidden(repo, manifest.code_id, own, root.label)
 
 
 def _shown(name: str) -> str:
-    """A file's name as text that anybody can print."""
+    """Escape a file name for display."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _short(digest: str) -> str:
+    """Shorten a digest."""
     return digest if digest.startswith("-> ") else digest[:_COMPARED]
 
 
 def _refusal(refused: Mapping[int, list[str]]) -> str:
+    """Describe the ranks that differ from rank 0."""
     texts = [f"rank {rank}: {', '.join(names)}" for rank, names in list(refused.items())[:_NAMED_RANKS]]
     more = f"; {len(refused) - _NAMED_RANKS} more ranks" if len(refused) > _NAMED_RANKS else ""
     return (
-        f"the ranks would not run the same: other than on rank 0 ({'; '.join(texts)}{more}). Start all ranks "
-        "with the same source and configuration; code=False does not compare the source"
+        f"ranks differ from rank 0 ({'; '.join(texts)}{more}): start all ranks with the same source and "
+        "configuration; code=False skips the comparison of the source"
     )

@@ -1,17 +1,15 @@
-"""How a process of a job ends: its code, its words, its workers; and a verb that waits for its script.
+"""Exit of a job's process: exit code, messages, workers, and subcommands that wait for their script.
 
-Live DDP objects of several ranks abort in the interpreter's shutdown after success, so a launched
-process destroys its groups and leaves by `os._exit`, having flushed what it printed.
+Live DDP objects of several ranks abort in the interpreter's shutdown, so a launched process destroys its
+groups and exits by `os._exit` after flushing its output.
 
-A launcher, Slurm or a terminal sends its signal to a whole process group. The trainer leaves at its next
-step, and until then it needs its workers. So these ignore what the trainer takes for a request. SIGTERM they
-have blocked, because loaders set it as they like, and a thread takes it in: it counts when the trainer sent
-it (`terminate()`), and where the process has a handler of its own. The thread also ends the process when the
-trainer is gone, however that came about.
+A launcher, Slurm or a terminal signals a whole process group, but the trainer needs its workers until its
+next step. So workers ignore the signals that the trainer treats as requests. They block SIGTERM, and a thread
+receives it: it takes effect if the trainer sent it (`terminate()`) or the process has its own handler. The
+thread also ends the process when the trainer is gone.
 
-A verb that `torchrelay VERB script.py` has read is handed over from the start of the script to its
-`torchrelay.main`; until then the script only defines its class. A job that it runs itself meanwhile was not
-asked for, least of all by `status`, which writes nothing.
+A request of `torchrelay SUBCOMMAND script.py` waits from the start of the script to its `torchrelay.main`.
+Until then the script must only define its class; a job that it runs itself was not requested.
 """
 
 from __future__ import annotations
@@ -43,11 +41,10 @@ MEET_SECS = 30.0
 
 
 def run_and_leave(work: Callable[[], int | None]) -> NoReturn:
-    """Run a program's `work` and end the process with its code (None is 0), or with its error's.
+    """Run a program's `work` and exit with its code (None is 0), or with the code of its error.
 
-    An error of ours is one line, because it says what to do; where a step of the user raised, and
-    for every other exception, the traceback is shown. In a launched job the others hear of it and
-    end too. Does not return, not even after an error.
+    torchrelay's own errors are printed as one line; a failed user step, and any other exception, with
+    traceback. In a launched job the other ranks are notified and end too. Does not return.
     """
     try:
         with nothing_follows():
@@ -66,11 +63,10 @@ def run_and_leave(work: Callable[[], int | None]) -> NoReturn:
 
 
 def code_of_result(result: RunResult) -> int:
-    """The code of a run that ended without an error.
+    """Return the exit code of a run that ended without an error.
 
-    A launcher with restarts left would start a preempted run again at once, in the time that it has to go:
-    for it the run has ended well. Not so where another host alone has to go: there the launcher shall start
-    again, with the hosts that stay, and would else wait five minutes for the agent that is gone.
+    A launcher with restarts left would immediately restart a preempted run, so for it the code is 0. If only
+    another host is preempted, the launcher must restart with the remaining hosts, so the code stays 75.
     """
     if result.status != "PREEMPTED":
         return 0
@@ -78,11 +74,11 @@ def code_of_result(result: RunResult) -> int:
 
 
 def leave(code: int, *, meet_secs: float = MEET_SECS) -> NoReturn:
-    """End this process with `code`, as all ranks do at the end of a launched job.
+    """Exit with `code`, as all ranks do at the end of a launched job.
 
-    After success, and when the run is to be continued, it meets the others at the store for at most
-    `meet_secs`, destroys the groups that torchrelay made, flushes, and ends by `os._exit` under a launcher
-    (no exit handlers run), by SystemExit otherwise. A failure of another rank meanwhile gives its code.
+    After success or a preemption it waits for the other ranks for at most `meet_secs`, destroys the groups
+    created by torchrelay, flushes the output, and ends by `os._exit` under a launcher, by SystemExit
+    otherwise. A failure of another rank meanwhile determines the code.
     """
     world: World | None = current_world()
     if code == PreemptedError.exit_code:
@@ -101,18 +97,19 @@ def leave(code: int, *, meet_secs: float = MEET_SECS) -> NoReturn:
 
 
 def _close(world: World, code: int, meet_secs: float) -> int:
+    """Wait for the other ranks and close the world; returns the exit code."""
     met = world.wait_for_all_ranks(meet_secs) if code in (0, PreemptedError.exit_code) else True
     failure = world.watcher.failure if world.watcher else None
     if failure is not None:
         code = code or failure.exit_code
     elif not met:
-        _say(world, f"left without {world.late_ranks()}, which did not come within {meet_secs:g} s")
+        _say(world, f"exited without {world.late_ranks()}, which did not finish within {meet_secs:g} s")
     world.close()
     return code
 
 
 def _fail(error: BaseException) -> int:
-    """Show an error and make it known to the others; return the code to end with."""
+    """Print an error and report it to the other ranks; returns the exit code."""
     world: World | None = current_world()
     shown = message_of(error)
     if world is not None and not isinstance(error, PreemptedError):
@@ -125,16 +122,16 @@ def _fail(error: BaseException) -> int:
         from torchrelay.runners.distributed.world import code_of
 
         return code_of(error)
-    # The watcher printed the first failure; it may be this very error, or the same on another rank.
+    # The watcher has printed the first failure, which may be this error or the same on another rank.
     if world is not None and first.rank != world.env.rank and first.traceback != shown:
         _say(world, shown)
     return first.exit_code
 
 
 def message_of(error: BaseException) -> str:
-    """Return what a user needs to see: one line for our own errors, a traceback for the others'.
+    """Return the message for a user: one line for torchrelay's own errors, a traceback for others.
 
-    Of a failed step it is the user's part of the traceback; how it was called is no help.
+    For a failed step the traceback begins in user code.
     """
     from torchrelay.jobs.config.tree import ConfigError
 
@@ -148,46 +145,47 @@ def message_of(error: BaseException) -> str:
 
 
 def _say(world: World | None, text: str) -> None:
+    """Print a line to stderr, with the rank if there are several."""
     rank = f"[rank {world.env.rank}] " if world and world.env.world_size > 1 else ""
     write_stderr(f"torchrelay: {rank}{text}\n")
 
 
-_handed: list[tuple[Any, str]] = []
-"""Requests, as `programs` reads them, and who is to act on them."""
+_pending: list[tuple[Any, str]] = []
+"""Pending requests of `programs`, each with its script."""
 
 
 def hand_over(request: Any, script: str = "") -> None:
-    """Have the next `main` that acts do this instead of reading the command line; None takes it back."""
-    _handed[:] = [] if request is None else [(request, script)]
+    """Make the next `main` execute this request instead of the command line; None cancels it."""
+    _pending[:] = [] if request is None else [(request, script)]
 
 
 def taken() -> Any:
-    """What was handed over, once; None where the script was started by itself."""
-    return _handed.pop()[0] if _handed else None
+    """Return the pending request, once; None if the script was started directly."""
+    return _pending.pop()[0] if _pending else None
 
 
 def refuse_before_main() -> None:
-    """Refuse to train where a verb still waits for the script's `torchrelay.main`; raises UsageError."""
-    for request, script in _handed:
+    """Raise UsageError for a training while a request waits for the script's `torchrelay.main`."""
+    for request, script in _pending:
         raise UsageError(
-            f"{script} trains a job by itself (JobRunner): start it with python or torchrun; `torchrelay "
-            f"{request.verb}` takes scripts that end with torchrelay.main(...), and train nothing before it"
+            f"{script} trains a job itself (JobRunner): start it with python or torchrun; `torchrelay "
+            f"{request.verb}` needs a script that ends with torchrelay.main(...) and does not train before"
         )
 
 
 _CALL = signal.SIGURG
-"""Brings the main thread out of a wait, to call a handler; to a process that has none it is nothing."""
+"""Interrupts a wait of the main thread to call a handler; ignored by processes without one."""
 _POKE_SECS = 0.05
 _LOOK_SECS = 1.0
-"""How often a worker looks whether its trainer is there."""
+"""Interval at which a worker checks if its trainer exists."""
 _hooked = False
 
 
 @contextmanager
 def workers_stay(save: signal.Signals | None = None) -> Iterator[None]:
-    """While the block runs multiprocessing starts such processes, whoever calls it. `save` asks for saves.
+    """While the block runs, multiprocessing starts workers that outlive stop signals. `save` asks for saves.
 
-    Longer where a fork server was begun meanwhile: what it forks has its signals blocked.
+    A fork server that was started in the block keeps the signals blocked for its forks.
     """
     global _hooked
     if _hooked:
@@ -219,7 +217,7 @@ def workers_stay(save: signal.Signals | None = None) -> Iterator[None]:
 
 
 def _with_blocked(ignored: tuple[signal.Signals, ...], call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call; processes that this starts inherit what is blocked."""
+    """Call with signals blocked, so that started processes inherit that."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, *ignored})
     try:
         return call(*arguments)
@@ -228,7 +226,7 @@ def _with_blocked(ignored: tuple[signal.Signals, ...], call: Callable[..., Any],
 
 
 class Staying:
-    """What the new process calls in the place of its `run`; it is pickled with it where it is spawned."""
+    """Replacement of a process's `run`; pickled with it if it is spawned."""
 
     def __init__(
         self,
@@ -240,10 +238,10 @@ class Staying:
         self.process, self.own, self.save, self.ignored = process, own, save, ignored
         self.trainer = os.getpid()
         self._due = False
-        """Whether a handler of the process is still to be called."""
+        """True if a handler of the process is still to be called."""
 
     def __call__(self) -> None:
-        """Begin to take signals in, and run."""
+        """Start the thread that receives signals, and run."""
         for number in self.ignored:
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the handler of its trainer
@@ -254,6 +252,7 @@ class Staying:
             type(self.process).run(self.process) if self.own is None else self.own()
 
     def _watch(self) -> None:
+        """Run the thread that receives SIGTERM and watches the trainer."""
         parent = os.getppid()  # the trainer, or the server that forks for it
         while True:
             came = signal.sigtimedwait({signal.SIGTERM}, _POKE_SECS if self._due else _LOOK_SECS)
@@ -264,11 +263,11 @@ class Staying:
             elif came is not None and came.si_pid == self.trainer:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
                 os.kill(os.getpid(), signal.SIGTERM)
-            if self._due:  # again and again: the main thread may be just before a wait
+            if self._due:  # repeatedly: the main thread may be just before a wait
                 signal.pthread_kill(threading.main_thread().ident or 0, _CALL)
 
     def _call_handler(self, _: int, frame: Any) -> None:
-        """In the main thread: call what the process has set for SIGTERM."""
+        """In the main thread: call the process's handler of SIGTERM."""
         handler, due = signal.getsignal(signal.SIGTERM), self._due
         self._due = False
         if due and callable(handler):
@@ -276,7 +275,7 @@ class Staying:
 
 
 def _lives(process: int) -> bool:
-    """Not where it only waits for its parent to look at how it ended."""
+    """Return True if a process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

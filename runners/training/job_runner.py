@@ -1,4 +1,4 @@
-"""The runner: takes a job through its life, once per `train`, and tells what came of it."""
+"""The runner of jobs: `JobRunner.train` runs a job to its end and returns the result."""
 
 from __future__ import annotations
 
@@ -50,69 +50,68 @@ if TYPE_CHECKING:
     from torchrelay.runners.training.extras.onnx_export import OnnxExport
 
 _training: dict[int, threading.Lock] = {}
-"""By process: nobody trains in one that was forked out of a task."""
+"""Locks by process, because a process forked from a task must not use its parent's."""
 RUN_DIRECTORY_FAILED_SAVES = 3
 
 
 class JobRunner:
-    """Runs a job and keeps its history in a run directory, or through a manager of the user's.
+    """Run a job and keep its history in a run directory, or through a manager of the user.
 
-    `where` is a run directory (made if missing, with its own manager and handler), or the URL of one
-    (`s3://bucket/runs/hello`), a manager, or None: then nothing is saved. `resume` is for run
-    directories: `auto` continues the newest provable epoch, `must` refuses to start without one, `never`
-    begins anew (older epochs are kept as an abandoned branch). `best=(metric, "max" or "min")` says which
-    epoch `"best"` names.
-    `max_failed_saves` saves that fail in a row end the run (3 for run directories; a bare manager
-    only warns). `save_initial=False` leaves epoch 0, the state after `init`, out.
-    A run directory also takes the options of its manager, `ManagerOptions`: `keep_last`, `keep_every`,
-    `keep_best`, `keep_optimizer_last`, `asynchronous`, `staging_limit`, `verify_staging`, `reuse`,
-    `include`, `exclude`, `share_reads`, `compare_every`, `single_writer`, `tier`, `rename`, `resume_exclude`,
-    `resume_strict`.
-    `metadata_handler` hears of epochs beside the run directory's own handler, and decides where a run starts
-    only where it says so (`decides = True`); a manager is given its handler itself.
-    `upload_task_group_builder` builds the group that sends the last epoch elsewhere; `agree_every` is
-    the number of steps between two looks at whether a rank wants to end the epoch (EpochLoader only).
+    Jobs, managers and sessions may be reused; only one train call runs at a time in a process. A run
+    directory also takes the options of its manager, `ManagerOptions`: `keep_last`, `keep_every`, `keep_best`,
+    `keep_optimizer_last`, `asynchronous`, `staging_limit`, `verify_staging`, `reuse`, `include`, `exclude`,
+    `share_reads`, `compare_every`, `single_writer`, `tier`, `rename`, `resume_exclude`, `resume_strict`.
+    `asynchronous=True` writes and commits epochs in the background; the outcome is known, and reported to the
+    metadata handler, at the next epoch boundary.
 
-    `time_limit` (seconds, "1h30m", a timedelta) is for how long this start may run: in time for one more save
-    all ranks leave at one step, PREEMPTED, and the same command goes on from there; so they do after SIGTERM,
-    SIGUSR1, and before the end that Slurm tells. `max_attempts` starts in a row that got no further end in
-    NoProgressError (3 for run directories; 0 for no limit).
+    Args:
+        job: The job to run.
+        where: Run directory (created if missing) or its URL (`s3://bucket/runs/hello`), a manager, or None to
+            save nothing. Also named `checkpoint_manager`, as in Caffe2.
+        resume_from_epoch: Epoch to rewind to, which begins a new branch.
+        upload_task_group_builder: Builds the group that uploads the last epoch.
+        resume: `auto` resumes from the newest epoch that verifies, `must` fails without one, `never` starts
+            again (older epochs are kept as an abandoned branch).
+        best: Metric and direction (`"max"` or `"min"`) that select the epoch `"best"`.
+        save_initial: False omits epoch 0, the state after `init`.
+        max_failed_saves: Failed saves in a row that end the run (default 3; a manager of the user only
+            warns).
+        agree_every: Steps between two checks of stop requests of all ranks (EpochLoader only).
+        time_limit: Longest time of this launch (seconds, "1h30m", a timedelta). All ranks stop at the same
+            step in time for one more save, with status PREEMPTED, and the same command resumes there. The
+            same happens after SIGTERM, SIGUSR1, and before the end of a Slurm job.
+        max_attempts: Launches in a row without progress after which NoProgressError is raised (default 3; 0:
+            no limit).
+        metadata_handler: Also notified of epochs; decides about the start only with `decides = True`.
+        trackers: Sinks of metrics: "csv", "jsonl", "tensorboard", "mlflow:sqlite:///runs.db", "wandb", or
+            `MetricSink` objects.
+        log_every_n_secs: Interval of progress lines (default 10; 0: one per epoch);
+            TORCHRELAY_LOG_EVERY_N_SECS takes precedence.
+        save_signal: Signal to any rank that requests a save at the next possible step; None for none. A
+            handler of the program is kept.
+        on_crash: `"save"` writes the state of a process in which a task failed to `crash/`, for inspection
+            only.
+        from_program: What a resume takes from the program if it changed since the save: a schedule by its
+            blob ("scheduler"), or an entry of an optimizer's groups ("optimizer.lr").
+        replay: Functions that build modules, by blob: a call of each is recorded in every epoch, for
+            `torchrelay verify RUN --replay`.
+        upstream: Runs that this one is built on, by alias: `{"expert": "runs/expert@best"}`. Their records go
+            to `lineage/` when the run begins; a resume does not open them.
+        init_from: Initial weights from upstream runs: aliases, or `InitFrom` objects.
+        code: Source to archive: None is the script's directory, False nothing, else directories or `Sources`.
+        configuration: The parsed configuration, to be recorded.
+        params: Hyper-parameters to be recorded and shown in reports: a mapping, a Namespace of argparse, or a
+            dataclass. They do not change the run.
+        exports: ONNX files to write during the training, see `OnnxExport`.
+        checkpoint_manager: Another name of `where`.
+        of_manager: Options of the manager.
 
-    `save_signal`, sent to any rank, asks for a save at the next step that can be saved, on all ranks; then
-    training goes on. None for no signal; where the program handles it, it stays the program's.
+    Raises:
+        UsageError: An argument is invalid.
 
-    `on_crash="save"`: a process in which a task of an epoch fails writes what it holds to `crash/` in the run
-    directory, to be looked at; the next start goes on from the newest saved position all the same.
-
-    `from_program` names what a resume takes from the program where that has changed since the epoch was
-    saved: a schedule by its blob ("scheduler"), which is stepped to where the run is, or an entry of an
-    optimizer's groups ("optimizer.lr"). All else is as it was saved.
-
-    `replay={"model": make_model}` records a call of that module at every epoch, which `torchrelay verify RUN
-    --replay` plays again on what `make_model()` of the archived source makes.
-
-    `asynchronous=True` writes and commits epochs behind the training; whether one was saved is known, and
-    the metadata handler told, at the next boundary.
-
-    `trackers` get the metrics of every epoch: "csv", "jsonl", "tensorboard", "mlflow:sqlite:///runs.db",
-    "wandb", or your own `MetricSink` objects. `log_every_n_secs` is the time between two lines about the
-    progress (10; 0: a line per epoch); the variable TORCHRELAY_LOG_EVERY_N_SECS comes before it.
-
-    `upstream={"expert": "runs/expert@best"}` names runs that this one is built on, by alias: what is known of
-    them goes into `lineage/` when the run begins. `init_from` takes weights from them then, once: an alias,
-    or `InitFrom` objects. A run that resumes opens none of them; all comes from its own checkpoints.
-
-    Each start notes in the run directory what it was: arguments, packages, hosts, and its source as an
-    archive. `code` says where that lies: None is the script's directory (a warning where it cannot be
-    archived, nothing in a notebook), False nothing, else directories or `Sources`. `configuration` is what
-    was read of one. `params` are the hyper-parameters, which are recorded and shown in reports: a mapping,
-    the Namespace of argparse, or a dataclass. They change nothing in the run.
-
-    `exports` are ONNX files that the run makes of epochs in its `exports/`, see `OnnxExport`.
-
-    `checkpoint_manager` is another name of `where`, as in Caffe2.
-
-    Jobs, managers and sessions may be used again; one train runs at a time in a process.
+    Example:
+        runner = JobRunner(job, "runs/hello", keep_last=3)
+        result = runner.train()
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class JobRunner:
         **of_manager: Unpack[ManagerOptions],
     ) -> None:
         if where is not None and checkpoint_manager is not None:
-            raise UsageError("checkpoint_manager is given and where as well: they are one argument")
+            raise UsageError("checkpoint_manager and where are the same argument: remove one of them")
         where = checkpoint_manager if where is None else where
         self.job = _check_job(job, resume)
         self.resume_from_epoch = check_epoch(resume_from_epoch)
@@ -161,7 +160,7 @@ class JobRunner:
         self.replay = recipes_of(replay)
         self.built_on = given_of(upstream, init_from)
         if self.built_on and self.run_directory is None:
-            raise UsageError("upstream belongs to a run directory: give JobRunner the path of one")
+            raise UsageError("upstream needs a run directory: pass JobRunner the path of one")
         self._plan = Plan(
             resume=resume,
             best=_check_best(best),
@@ -177,13 +176,13 @@ class JobRunner:
         )
 
     def _manager(self, where: str | Path | Manager | None, options: dict[str, Any]) -> Manager | None:
-        """The user's manager, or that of the run directory, which alone takes options from here."""
+        """Return the user's manager, or create that of the run directory with these options."""
         options = {name: value for name, value in options.items() if value is not None}
         if self.run_directory is None:
             for name in options:
-                raise UsageError(f"{name} belongs to a run directory; give it to the manager as {name}=...")
+                raise UsageError(f"{name} needs a run directory: pass it to the manager as {name}=...")
             if where is not None and not isinstance(where, Manager):
-                raise UsageError(f"where is a run directory (path) or a checkpoint manager, not {where!r}")
+                raise UsageError(f"invalid where={where!r}: expected a run directory or a checkpoint manager")
             return where
         own: MetadataHandler = FileMetadataHandler(self.run_directory.path)
         beside = options.pop("metadata_handler", None)
@@ -194,16 +193,18 @@ class JobRunner:
         return MultiNodeCheckpointManager(self.run_directory.checkpoints, metadata_handler=own, **options)
 
     def _sinks(self, trackers: Sequence[str | MetricSink]) -> tuple[MetricSink, ...]:
+        """Create the trackers."""
         if isinstance(trackers, (list, tuple)) and not trackers:
             return ()
         from torchrelay.metadata.sinks.trackers import sinks_of
 
         sinks = sinks_of(trackers)
         if sinks and self.run_directory is None:
-            raise UsageError("trackers belong to a run directory: give JobRunner the path of one")
+            raise UsageError("trackers need a run directory: pass JobRunner the path of one")
         return sinks
 
     def _exports(self, exports: Sequence[OnnxExport], best: Any) -> tuple[OnnxExport, ...]:
+        """Check the ONNX exports."""
         found = tuple(exports) if isinstance(exports, Sequence) else (exports,)
         if not found:
             return ()
@@ -211,16 +212,17 @@ class JobRunner:
 
         for one in found:
             if not isinstance(one, OnnxExport):
-                raise UsageError(f"exports has {one!r:.80}; give torchrelay.OnnxExport objects")
+                raise UsageError(f"invalid exports entry {one!r:.80}: expected torchrelay.OnnxExport objects")
             if one.best and best is None:
                 raise UsageError("OnnxExport(best=True) needs JobRunner(best=(metric, 'max' or 'min'))")
         if self.run_directory is None:
-            raise UsageError("exports belong to a run directory: give JobRunner the path of one")
+            raise UsageError("exports need a run directory: pass JobRunner the path of one")
         if len({one.name for one in found}) < len(found):
-            raise UsageError("two exports would write the same files: give each a name=")
+            raise UsageError("two exports would write the same files: set name= for each")
         return found
 
     def _max_failed_saves(self, wanted: int | None) -> int | None:
+        """Return the limit of failed saves."""
         if wanted is None:
             return RUN_DIRECTORY_FAILED_SAVES if self.run_directory else None
         return _check_count(wanted, "max_failed_saves")
@@ -232,21 +234,33 @@ class JobRunner:
         *,
         again: bool = False,
     ) -> RunResult:
-        """Run the job to its end and return the last epoch.
+        """Run the job to its end.
 
-        `resume_from_epoch` rewinds to that epoch and begins a new branch, unless an earlier process
-        began the current branch by the same request: then it continues (`again=True` rewinds).
-        Without a session: the current one, else torchrun's, else a local one.
+        A preempted run returns too, with the status PREEMPTED. During the call SIGTERM, SIGUSR1 and Ctrl-C
+        have handlers (in the main thread): Ctrl-C stops at the next step of `ctx.steps` after a save and then
+        raises KeyboardInterrupt; a second one raises at once. Failed saves only warn (see
+        `max_failed_saves`).
 
-        A run that left early to be continued returns too, with the status PREEMPTED; SIGTERM and SIGUSR1 have
-        our handlers until then (in the main thread). So has Ctrl-C: from the first step of
-        `ctx.steps` on it leaves at the next one, saved like that, and raises KeyboardInterrupt then; a second
-        one raises at once.
+        Args:
+            session: The session; default: the current one, else torchrun's, else a local one.
+            resume_from_epoch: Epoch to rewind to, which begins a new branch. If an earlier process began the
+                current branch by the same request, that branch is continued.
+            again: Rewind also in that case.
 
-        Raises the errors of `torchrelay.errors`; a failed save only warns (see `max_failed_saves`).
+        Returns:
+            The last epoch, with status and metrics as attributes.
+
+        Raises:
+            RelayError: An error of `torchrelay.errors`.
+
+        Example:
+            result = JobRunner(job, "runs/hello").train()
+            print(int(result), result.status, result.metrics)
         """
         if not (session is None or isinstance(session, SessionBase)):
-            raise UsageError(f"session is {session!r:.80}; give a LocalSession or a DistributedSession")
+            raise UsageError(
+                f"invalid session={session!r:.80}: expected a LocalSession or DistributedSession"
+            )
         with self.life(session, resume_from_epoch, again=again) as life:
             for _ in life.epochs():
                 life.session.run(self.job.epoch_group)
@@ -256,9 +270,9 @@ class JobRunner:
     def life(
         self, session: SessionBase | None = None, resume_from_epoch: int | None = None, *, again: bool = False
     ) -> Iterator[Life]:
-        """One run of the job, for a loop over its `epochs`; the arguments are those of `train`.
+        """Run the job in a loop over the `epochs` of the yielded object; the arguments are those of `train`.
 
-        Behind the block nothing is left of it but its `result`.
+        After the block only its `result` remains.
         """
         refuse_before_main()
         with _one_train():
@@ -271,28 +285,28 @@ class JobRunner:
                         yield life
                 finally:
                     result = life.result
-                    life.__dict__.clear()  # its parts refer to it: what they hold is let go of now
+                    life.__dict__.clear()  # its parts refer to it: releases what they hold now
                     life.result = result
             if result.status == "PREEMPTED" and signal.SIGINT.name in result.stop:
                 raise LeftByInterrupt
 
     def load_best(self, session: SessionBase | None = None) -> int:
-        """Load the best saved epoch, by `best=`, into the job's objects; return its number.
+        """Load the best saved epoch, by `best=`, into the job's objects.
 
-        Everything that is registered becomes as it was when that epoch ended, on all ranks, which call this
-        together. What `keep_optimizer_last` let go stays as it is, and one line says so; random states
-        stay, too. The run on the disk does not change: `train()` resumes from its newest epoch. In a session
-        that does not hold the objects, `setup` runs first.
+        All registered objects get their state at the end of that epoch, on all ranks, which call this
+        together. State that `keep_optimizer_last` deleted, and random states, stay unchanged. The run on disk
+        does not change: `train()` resumes from its newest epoch. If the session does not hold the objects,
+        `setup` runs first.
 
         Args:
-            session: as for `train`; the session of that call, where objects are made in `setup`.
+            session: As for `train`; the session of that call if objects are created in `setup`.
 
         Returns:
             The number of the epoch.
 
         Raises:
-            UsageError: there is no manager, or nothing says what is best.
-            UnknownEpochError: no saved epoch has a value of the metric.
+            UsageError: The runner has no manager, or `best` is None.
+            UnknownEpochError: No saved epoch has a value of the metric.
 
         Example:
             runner = JobRunner(job, "runs/hello", best=("val/acc", "max"))
@@ -307,13 +321,13 @@ class JobRunner:
             return load_best(Life(self, used, self._plan, None), manager)
 
     def main(self, argv: list[str] | None = None) -> None:
-        """Train as a program and leave with an exit code.
+        """Train as a program and exit with an exit code.
 
-        Reads `--resume-from-epoch N`, `--again`, `--resume auto|must|never`, `--time-limit T`,
-        `--max-attempts N` and `--help`, also from TORCHRELAY_ARGS; other arguments, and what a parser of the
-        program has read, are left to the program. A user's mistake prints one line, no traceback. The code
-        of a preempted run is 75, but 0 where torchrun would start it again at
-        once (`--max-restarts`): status.json is the truth.
+        Parses `--resume-from-epoch N`, `--again`, `--resume auto|must|never`, `--time-limit T`,
+        `--max-attempts N` and `--help`, also from TORCHRELAY_ARGS. Other arguments, and those read by a
+        parser of the program, are left to the program. A user's mistake prints one line without traceback. A
+        preempted run exits with code 75, or 0 if torchrun would restart it at once (`--max-restarts`);
+        status.json has the state.
         """
         from torchrelay.runners.training.exit import code_of_result, run_and_leave
         from torchrelay.runners.training.plan import parse_options
@@ -327,9 +341,20 @@ class JobRunner:
         run_and_leave(work)
 
     def save_checkpoints(self, epoch: int, session: SessionBase) -> bool:
-        """Save the nodes now as `epoch`; returns whether it is saved, for a failure is a warning.
+        """Save the nodes now as `epoch`; a failed save is a warning.
 
-        Raises UsageError without a manager.
+        Args:
+            epoch: The number of the epoch.
+            session: The session that holds the objects.
+
+        Returns:
+            True if the epoch is saved.
+
+        Raises:
+            UsageError: The runner has no manager.
+
+        Example:
+            saved = runner.save_checkpoints(3, session)
         """
         from torchrelay.runners.training.saver import save_by_hand
 
@@ -337,33 +362,36 @@ class JobRunner:
         return save_by_hand(Life(self, session, self._plan, None), manager, epoch)
 
     def load_blobs_from_checkpoints(self, blob_names: list[str], epoch: int, session: SessionBase) -> bool:
-        """Load some blobs of an epoch, for evaluation. A training begins with them by `init_from`.
+        """Load some blobs of an epoch, for evaluation. For initial weights of a training use `init_from`.
 
         Registered modules, tensors, containers and optimizers are filled in place, also in a session that has
-        run nothing; factories are called then, and `setup` is not. Values, and tensors without an object,
-        arrive in the workspaces of nodes that have them.
+        not run yet; factories are called then, `setup` is not. Values, and tensors without an object, are put
+        into the workspaces of their nodes.
 
         Args:
-            blob_names: Names as `open_checkpoint(...).blobs` has them, of leaves (`model.weight`), or
-                patterns (`"model.*"`). A bare name means all nodes that have it, `node:name` that of one.
+            blob_names: Names as in `open_checkpoint(...).blobs`, of leaves (`model.weight`), or patterns
+                (`"model.*"`). A plain name means all nodes that have it, `node:name` one node.
             epoch: The number of a committed epoch.
             session: The session whose workspaces are filled; all its processes call this.
 
         Returns:
-            Whether every name was found. False, with nothing changed and a warning that says why, where the
-            epoch is not committed, has nothing of a name, or lacks a file that holds it.
+            True if every name was found. False, with a warning and without changes, if the epoch is not
+            committed, lacks a name, or lacks a file.
 
         Raises:
-            UsageError: There is no manager, or the names are no list.
-            BlobError: What is stored does not fit into a registered object.
-            DamagedError: Stored bytes are not those that were committed.
+            UsageError: The runner has no manager, or the names are not a list.
+            BlobError: The stored content does not fit a registered object.
+            DamagedError: Stored bytes differ from the committed ones.
+
+        Example:
+            runner.load_blobs_from_checkpoints(["model"], 3, session)
         """
         manager = self._required_manager("load_blobs_from_checkpoints")
         if isinstance(blob_names, str) or not isinstance(blob_names, Iterable):
-            raise UsageError(f"blob_names={blob_names!r:.80} is no list: give a list of blob names")
+            raise UsageError(f"invalid blob_names={blob_names!r:.80}: expected a list of blob names")
         blob_names = list(blob_names)
         if odd := [name for name in blob_names if not isinstance(name, str)]:
-            raise UsageError(f"blob_names has {odd[0]!r:.80}: give the names of blobs or leaves as text")
+            raise UsageError(f"invalid entry {odd[0]!r:.80} of blob_names: expected names of blobs or leaves")
         session.place(self.job.nodes())
         nodes = self.job.saved_among(place.name for place in session.nodes)
         manager.bind(self.job)
@@ -374,15 +402,17 @@ class JobRunner:
         return loaded
 
     def _required_manager(self, verb: str) -> Manager:
+        """Return the manager, or raise UsageError."""
         if self.manager is None:
             raise UsageError(
-                f"{verb} needs a checkpoint manager: give JobRunner a run directory or a manager"
+                f"{verb} needs a checkpoint manager: pass JobRunner a run directory or a manager"
             )
         return self.manager
 
 
 @contextmanager
 def _one_train() -> Iterator[None]:
+    """Allow one training at a time in this process."""
     training = _training.setdefault(os.getpid(), threading.Lock())
     if not training.acquire(blocking=False):
         raise NotAllowedNowError(
@@ -397,7 +427,7 @@ def _one_train() -> Iterator[None]:
 
 
 def _run_directory(where: Any) -> RunDirectory | None:
-    """That of a path or URL; None for a manager, and for nothing."""
+    """Return the run directory of a path or URL; None for a manager and for None."""
     if not isinstance(where, (str, Path)):
         return None
     if isinstance(where, str) and is_remote(where):
@@ -410,30 +440,34 @@ def _run_directory(where: Any) -> RunDirectory | None:
 
 
 def _check_job(job: Any, resume: str) -> Job:
+    """Check the job and the value of `resume`."""
     if not isinstance(job, Job):
-        raise UsageError(f"job is {job!r:.80}; give a torchrelay.Job")
+        raise UsageError(f"invalid job={job!r:.80}: expected a torchrelay.Job")
     if resume not in ("auto", "must", "never"):
-        raise UsageError(f"resume is {resume!r}; it is 'auto', 'must' or 'never'")
+        raise UsageError(f"invalid resume={resume!r}: expected 'auto', 'must' or 'never'")
     return job
 
 
 def _check_best(best: Any) -> tuple[str, str] | None:
+    """Check the value of `best`."""
     if best is None:
         return None
     if isinstance(best, tuple) and len(best) == 2 and isinstance(best[0], str) and best[1] in ("min", "max"):
         return best
-    raise UsageError(f"best is {best!r}; it is a metric and a direction, for example ('val/acc', 'max')")
+    raise UsageError(f"invalid best={best!r}: expected a metric and a direction, such as ('val/acc', 'max')")
 
 
 def _check_attempts(count: Any) -> int | None:
+    """Check the value of `max_attempts`."""
     if count is None:
         return MAX_ATTEMPTS
     if type(count) is int and count >= 0:
         return count or None
-    raise UsageError(f"max_attempts is {count!r:.80}; it is a whole number, 0 for no limit")
+    raise UsageError(f"invalid max_attempts={count!r:.80}: expected a whole number, 0 for no limit")
 
 
 def _check_count(count: Any, name: str) -> int:
+    """Check a number of at least 1."""
     if type(count) is int and count >= 1:
         return count
-    raise UsageError(f"{name} is {count!r:.80}; it is a whole number from 1")
+    raise UsageError(f"invalid {name}={count!r:.80}: expected a whole number from 1")

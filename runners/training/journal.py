@@ -1,7 +1,7 @@
-"""What a run writes about itself: status, events, metrics, and lines for the person who watches.
+"""Record a run: status, events, metrics, and console lines.
 
-Rank 0 writes; the other ranks only know what they need for their own decisions. Without a run
-directory only the lines remain.
+Rank 0 writes; other ranks only get what they need for their decisions. Without a run directory only console
+lines remain.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from torchrelay.runners.training.plan import Choice, RunResult
 
 TAIL_PARTS = ("upload", "download", "exit")
 ENDED: tuple[State, ...] = ("FINISHED", "STOPPED")
-"""The states of a run whose end is noted."""
+"""The states of a run whose end is recorded."""
 
 
 class SaveWarning(UserWarning):
-    """An epoch was not saved; training goes on."""
+    """An epoch was not saved; the training continues."""
 
 
 Aside = Callable[[Callable[[], None]], None]
-"""Does what need not be done at once (`Background.aside`)."""
+"""Runs work in the background (`Background.aside`)."""
 
 
 def at_once(work: Callable[[], None]) -> None:
-    """Do it now."""
+    """Run the work immediately."""
     work()
 
 
 class Journal:
-    """Notes the life of one run."""
+    """The records of one run."""
 
     def __init__(
         self, run: RunDirectory | None, peers: Peers, progress: Progress, aside: Aside = at_once
@@ -68,26 +68,26 @@ class Journal:
         self._process: dict[str, Any] = {}
         self._attempts: Any = None
         self._replicated: dict[str, str] = {}
-        """The newest position that was, for the status; empty without a near place."""
+        """The newest replicated position for the status; empty without a local tier."""
         self._ending = threading.Lock()
         self._over = False
-        """Whether it is noted how this start ended."""
+        """True if the end of this attempt is recorded."""
         self._writing = threading.Lock()
-        """Held while the status is replaced, so that none that is under way hides how this start ended."""
+        """Held while the status is replaced, so that no pending write hides the recorded end."""
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes the run directory, now that the log is ours."""
+        """True if this process writes the run directory, after the log is held."""
         return self.run is not None and self.peers.rank == 0 and self._generation is not None
 
     @property
     def attempt(self) -> int:
-        """Which start of the run this is, from 0; known when the log is ours."""
+        """Number of this attempt, from 0; known after the log is held."""
         return self._attempt
 
     @property
     def where(self) -> Path | str | None:
-        """What users call the run; None without a directory."""
+        """Path or URL of the run; None without a directory."""
         return None if self.run is None else self.run.where
 
     # Beginning
@@ -95,9 +95,9 @@ class Journal:
     def create(
         self, job: Job, best: tuple[str, str] | None, session: SessionBase, known: str | None = None
     ) -> None:
-        """Write the run's identity once; every process learns its id.
+        """Write the run's identity once; every process gets its id.
 
-        `known` is the id that its epochs tell, for an identity that was lost or damaged.
+        `known` is the id in its epochs, for an identity that was lost or damaged.
         """
         run = self.run
         if run is None:
@@ -105,9 +105,7 @@ class Journal:
         name = job.name or run.name
         if self.peers.rank == 0 and (strangers := run.strangers()):
             some = ", ".join(strangers[:4]) + (", ..." if strangers[4:] else "")
-            self.warn(
-                f"the run directory {run.where} held other things already ({some}); the run lies beside them"
-            )
+            self.warn(f"the run directory {run.where} already contains other files ({some}), which are kept")
         self.run_id = decide(
             self.peers,
             "run identity",
@@ -115,7 +113,7 @@ class Journal:
         )
 
     def opened(self, holding: LeaseInfo | None, look: Look, choice: Choice) -> None:
-        """The log is ours: from now on this process may replace the status."""
+        """After the log is held: this process may replace the status."""
         self._generation = holding.generation if holding else None
         self._branch, self._epoch = look.branch, look.epoch
         if not self.writes or self.run is None:
@@ -137,26 +135,24 @@ class Journal:
         )
 
     def _status_before(self, run: RunDirectory) -> dict[str, Any]:
-        """What an earlier attempt noted. A file that cannot be read proves nothing and stops nobody."""
+        """Return the status of an earlier attempt; an unreadable file is ignored with a warning."""
         try:
             return run.status()
         except StorageError as error:
-            self.warn(f"{error}. It is written anew; upload, download and exit may run again")
+            self.warn(f"{error}. It is written again; upload, download and exit may run again")
             return {}
 
     def say_choice(self, choice: Choice, look: Look) -> None:
-        """Tell where the run starts; a rewind loudly, because it abandons epochs."""
+        """Log the start position; warn about a rewind, because it abandons epochs."""
         if choice.start == "explicit":
-            self.say(
-                f"rewinding to epoch {choice.epoch} ({choice.reason}); what came after it is kept, abandoned"
-            )
+            self.say(f"rewinding to epoch {choice.epoch} ({choice.reason}); later epochs are kept, abandoned")
         elif choice.start == "newest":
             self.say(f"resuming from epoch {look.position}: {choice.reason}")
         elif choice.rewind:
-            self.warn(f"starting from scratch: {choice.reason}; the epochs there are kept, abandoned")
+            self.warn(f"starting from scratch: {choice.reason}; existing epochs are kept, abandoned")
 
     def say_fallback(self, choice: Choice, look: Look, loaded: Position) -> None:
-        """Tell where the run starts after all, where what was announced is damaged."""
+        """Log the actual start position if the announced one is damaged."""
         if choice.start == "newest" and loaded != look.position:
             self.say(f"resuming from epoch {loaded} instead")
 
@@ -165,7 +161,7 @@ class Journal:
     def epoch_done(
         self, state: RunState, metrics: Mapping[str, float], saved: bool | None, verdict: StopVerdict
     ) -> None:
-        """Note an epoch's metrics and whether it was saved (None: that goes on behind the training)."""
+        """Record an epoch's metrics and if it was saved (None: the save is in flight)."""
         if not self.writes:
             return
         line: dict[str, Any] = {
@@ -178,62 +174,63 @@ class Journal:
         }
         self._epoch = state.epoch
         note = partial(self._note_epoch, line, state.ended_early, verdict.reasons)
-        if saved is None:  # the save in flight does it: a sync waits for the disk
+        if saved is None:  # the save in flight records it: a sync waits for the disk
             self.aside(note)
         else:
             note()
 
     def _note_epoch(self, line: dict[str, Any], ended_early: str | None, stop: Sequence[str]) -> None:
+        """Write the metrics and the status of an epoch."""
         self._lines("log_metrics", line)
         if ended_early:
             self._event("short epoch", epoch=line["epoch"], reason=ended_early)
-        # after a power cut the log, not this status, says which epochs were saved
+        # after a power cut the log is authoritative, not this status
         self._status("RUNNING", durable=False, epoch=line["epoch"], stop=list(stop))
 
     def step_points(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
-        """Note points within an epoch, in the order of steps."""
+        """Record points within an epoch, in the order of steps."""
         lines = [
             {"epoch": epoch, "step": step, "metrics": {name: finite(one) for name, one in values.items()}}
             for epoch, step, values in rows
         ]
         self._lines("log_steps", lines)
 
-    def steps_go_on(self, step: int) -> None:
-        """Points of later steps, where there are any, are of starts that this one replaces."""
+    def replace_steps_after(self, step: int) -> None:
+        """Record that points of later steps come from abandoned attempts."""
         if self.writes and self.run is not None and self.run.generations("steps"):
             self._lines("log_steps", [{"after": step}])
 
     def save_failed(self, position: Position, error: Exception, in_a_row: int) -> None:
-        """Warn loudly: the epoch does not look saved anywhere."""
+        """Warn that an epoch is not saved."""
         self.progress.saved(position, None)
         self._event("save failed", epoch=position.epoch, error=str(error), in_a_row=in_a_row)
         self.warn(f"epoch {position} was NOT saved ({in_a_row} failed in a row): {error}")
 
     def replicated(self, positions: Sequence[Position]) -> None:
-        """Note what came from the near place to the checkpoints' own (`checkpoint.tier`)."""
+        """Record positions that were uploaded from the local tier (`checkpoint.tiering`)."""
         for position in positions:
             self._event("replicated", epoch=position.epoch, step=position.step)
             self._replicated = {"replicated": str(position)}
 
     def warn(self, text: str) -> None:
-        """A Python warning on rank 0, so that programs and tests can see it."""
+        """Issue a Python warning on rank 0, visible to programs and tests."""
         if self.peers.rank == 0:
             self._event("warning", text=text)
             warn(text, SaveWarning, stacklevel=3)
 
     def say(self, text: str) -> None:
-        """One line for the person who watches."""
+        """Print one console line."""
         self.progress.line(text)
 
     def tell(self, kind: str, text: str) -> None:
-        """Note an event and say it."""
+        """Record an event and print it."""
         self._event(kind, text=text)
         self.say(text)
 
     # Ending
 
     def has_ended(self, branch: int, epoch: int) -> bool:
-        """Whether this end of the run is noted, and every part after the loop as done before it."""
+        """Return True if the end of the run and all final parts are recorded."""
         run = self.run
 
         def look() -> bool:
@@ -243,11 +240,11 @@ class Journal:
         return bool(decide(self.peers, "end of the run", look))
 
     def tail_left(self, branch: int, epoch: int) -> tuple[str, ...]:
-        """The parts after the loop that are not recorded as done, told by rank 0 to all."""
+        """Return the final parts that are not recorded as done, agreed from rank 0."""
         return tuple(decide(self.peers, "tail", lambda: _left_of(self._tail, branch, epoch)))
 
     def tail_part_done(self, branch: int, epoch: int, part: str) -> None:
-        """Record a part as done, so that a crash after it does not run it again."""
+        """Record a final part as done, so that a crash after it does not repeat it."""
         if not self.writes:
             return
         if (self._tail.get("branch"), self._tail.get("epoch")) != (branch, epoch):
@@ -256,10 +253,10 @@ class Journal:
         self._status("RUNNING", epoch=epoch)
 
     def attempts_before(self, here: list[Any]) -> tuple[int, int]:
-        """Which start of the run this is, from 0, and how many before it began at this very place in a row.
+        """Return the number of this attempt, from 0, and how many before it started here in a row.
 
-        Notes that this one does, too. Rank 0 only. `here` tells the place; it is empty where each start
-        is to count for itself.
+        Records this attempt. Rank 0 only. `here` is the start position; empty if each attempt counts
+        separately.
         """
         known = self._attempts if isinstance(self._attempts, list) else []
         same = [one for one in known if here and one == here]
@@ -268,16 +265,16 @@ class Journal:
         return self._attempt, len(self._attempts) - 1
 
     def tail_at(self, branch: int, epoch: int | None) -> int:
-        """How many parts after the loop are recorded as done. Rank 0 only."""
+        """Return how many final parts are recorded as done. Rank 0 only."""
         return len(TAIL_PARTS) - len(_left_of(self._tail, branch, epoch))
 
     def uncount(self) -> None:
-        """Count this start as no attempt: a person ended it, or is told what to mend."""
+        """Do not count this attempt: a user stopped it, or must correct a mistake."""
         if isinstance(self._attempts, list):
             self._attempts = self._attempts[:-1]
 
     def preempted(self, result: RunResult, saved: Position | None, lost: str | None) -> None:
-        """Note and say that the run has left for now; `lost` is why the running epoch is not in `saved`."""
+        """Record a preemption; `lost` is the reason why the running epoch is not in `saved`."""
         reason = ", ".join(result.stop)
         step = saved.step if saved is not None else 0
         with self._last_note() as first:
@@ -295,11 +292,11 @@ class Journal:
                 committed=result.committed,
             )
         where = f"from epoch {saved}" if saved is not None else "from its start"
-        beyond = f"; of the running epoch nothing could be saved: {lost}" if lost is not None else ""
-        self.say(f"preempted ({reason}): the same command goes on {where}{beyond}")
+        beyond = f"; the running epoch could not be saved: {lost}" if lost is not None else ""
+        self.say(f"preempted ({reason}): the same command resumes {where}{beyond}")
 
     def finished(self, result: RunResult) -> None:
-        """Note how the run ended."""
+        """Record the end of the run."""
         with self._last_note() as first:
             if not first:
                 return
@@ -315,35 +312,36 @@ class Journal:
         if result.status == "STOPPED":
             reason = ", ".join(result.stop)
             self.say(
-                f"stopped at epoch {int(result)} ({reason}): where that is gone the same command goes on"
+                f"stopped at epoch {int(result)} ({reason}): remove the cause, and the same command resumes"
             )
 
     def failed(self, error: BaseException, state: RunState, reason: str, code: int) -> None:
-        """Note a failure, why, and the exit code; never raises: the failure itself is on its way."""
+        """Record a failure with its reason and exit code; never raises, as the failure is on its way."""
         with self._last_note() as first:
             if not first or isinstance(error, DirectoryInUseError):
-                return  # or it is somebody else's status
+                return  # or it is the status of another process
             if isinstance(error, (KeyboardInterrupt, UsageError)):
                 self.uncount()
             try:
-                epoch = state.epoch or self._epoch  # before the loop the run is where the log says
+                epoch = state.epoch or self._epoch  # before the loop the position is that of the log
                 self._note_failure(reason, epoch, code)
                 if isinstance(error, KeyboardInterrupt):
                     resumes = "; the same command resumes from the newest saved epoch" if self.run else ""
                     self.say(f"interrupted in epoch {epoch or 0}{resumes}")
             except Exception as second:
-                print(f"torchrelay: the failure could not be noted: {second}", file=sys.stderr)
+                print(f"torchrelay: the failure could not be recorded: {second}", file=sys.stderr)
 
     def cut_off(self, reason: str, code: int) -> None:
-        """Note a failure for which this process is ended where it stands; called from a thread."""
+        """Record a failure for which a thread ends this process."""
         with self._ending:
             first, self._over = not self._over, True
             if first:
                 self._note_failure(reason, self._epoch, code)
 
     def _note_failure(self, reason: str, epoch: int | None, code: int) -> None:
+        """Write the failure unless a newer attempt has written the status."""
         self._event("failure", error=reason, epoch=epoch)
-        # of one that was frozen meanwhile a later start may have written the status
+        # if this process was frozen, a later attempt may have written the status
         newest = None
         if self.writes and self.run is not None:
             with suppress(StorageError):
@@ -353,25 +351,27 @@ class Journal:
 
     @contextmanager
     def _last_note(self) -> Iterator[bool]:
-        """A thread that is to end the process waits for the block, for seconds at most.
+        """Let a thread that ends the process wait for the block, for seconds at most.
 
-        False where it is noted already how this start ended.
+        Yields False if the end of this attempt is already recorded.
         """
         self.progress.close()
         with self._ending:
             yield not self._over
-            self._over = True  # not where the block was interrupted: then the interruption is noted
+            self._over = True  # not if the block was interrupted: then the interruption is recorded
         notes.forget(self.cut_off)
 
     def _event(self, kind: str, **details: Any) -> None:
+        """Record an event."""
         self._lines("log_event", kind, **details)
 
     def _lines(self, verb: str, *values: Any, **details: Any) -> None:
-        """Add lines to a file of this start, where this process writes the run directory."""
+        """Append lines to a file of this attempt, if this process writes the run directory."""
         if self.writes:
             self._note(getattr(self.run, verb), self._generation, *values, **details)
 
     def _status(self, state: State, **details: Any) -> None:
+        """Replace the status."""
         if not self.writes or self.run is None:
             return
         with self._writing:
@@ -391,7 +391,7 @@ class Journal:
 
     @staticmethod
     def _note(write: Callable[..., None], *values: Any, **details: Any) -> None:
-        """What is noted is for people: where it cannot be written, training goes on."""
+        """Write a record; a failure is only a warning, so that the training continues."""
         try:
             write(*values, **details)
         except StorageError as error:
@@ -399,7 +399,7 @@ class Journal:
 
 
 def _tail_of(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Which parts after the loop a status says are done; empty where it does not say that."""
+    """Return the recorded final parts of a status; empty if there are none."""
     tail = status.get("tail")
     if isinstance(tail, dict) and isinstance(tail.get("done"), list):
         return tail
@@ -407,5 +407,6 @@ def _tail_of(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _left_of(tail: Mapping[str, Any], branch: int, epoch: int | None) -> list[str]:
+    """Return the final parts that are not done."""
     same = (tail.get("branch"), tail.get("epoch")) == (branch, epoch)
     return [part for part in TAIL_PARTS if not same or part not in tail["done"]]

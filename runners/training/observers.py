@@ -1,6 +1,6 @@
-"""Everybody who looks on: the terminal, ranks' own logs, `torchrelay top`, trackers in own threads.
+"""Observers of a run: the terminal, logs of ranks, `torchrelay top`, and trackers in threads of their own.
 
-They are told what happens and have no say: nothing of theirs changes what a run does.
+They receive events but never change what a run does.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ if TYPE_CHECKING:
 
 
 class LateError(Exception):
-    """A call was not over in time; it goes on."""
+    """A call did not finish in time; it continues in its thread."""
 
 
 class OneThread:
-    """Makes calls one after the other, always in the same thread, which no exit of the process waits for."""
+    """Run calls in order in one thread, which an exit of the process does not wait for."""
 
     def __init__(self, name: str) -> None:
         self._worker = Worker(name)
         self._late: WorkItem[object] | None = None
 
     def failure(self, call: Callable[[], object], wait_secs: float) -> BaseException | None:
-        """What a call raised, None if it was well; LateError if it, or one before, is not over in time."""
+        """Return the error of a call, or None; LateError if it or an earlier one is not finished in time."""
         if self._late is not None and not self._late.over.is_set():
-            return LateError("an earlier call is not over")
+            return LateError("an earlier call is not finished")
         mine = self._worker.submit(call)
         if mine is None:
-            return LateError("this process gets no more threads")
+            return LateError("this process cannot start more threads")
         if mine.over.wait(wait_secs):
             return mine.error
         self._late = mine
-        return LateError(f"it was not over after {wait_secs:g} s")
+        return LateError(f"it was not finished after {wait_secs:g} s")
 
     def end(self) -> None:
-        """End the thread when the last call is over; a later one has another thread."""
+        """End the thread after the last call; a later call starts another one."""
         self._worker.stop(0)
 
 
 FAILURES = 3
-"""So many in a row, and a sink is left alone for the rest of the attempt."""
+"""Failures in a row after which a sink is not used any more in this attempt."""
 PATIENCE_SECS = 120.0
-"""How long a sink may take: the other ranks wait for this one, and give it up after ten minutes."""
+"""Time limit of a sink: the other ranks wait for this one, for ten minutes at most."""
 
 
 class Trackers:
-    """Rank 0's sinks in one attempt; nothing here raises. `warn` says what went wrong.
+    """Rank 0's sinks in one attempt; never raises. `warn` reports problems.
 
-    Each sink has a thread of its own: one that is late is left alone, and nobody waits for it again.
+    Each sink has a thread; one that is late is not used any more.
     """
 
     def __init__(self, sinks: Sequence[MetricSink], warn: Callable[[str], None]) -> None:
@@ -76,64 +76,67 @@ class Trackers:
         self._threads = {id(sink): OneThread(f"tracker {type(sink).__name__}") for sink in self._sinks}
 
     def open(self, run: TrackedRun, attempt: int) -> None:
-        """A sink that cannot be opened gets nothing in this attempt."""
+        """Open the sinks; one that fails gets nothing in this attempt."""
         for sink in list(self._sinks):
-            if not self._tell(sink, "open", run, attempt):
+            if not self._call(sink, "open", run, attempt):
                 self._sinks.remove(sink)
                 self._threads[id(sink)].end()
 
     def rewind(self, epoch: int, step: int) -> None:
-        """The run goes on from here; a sink that cannot go back would show two curves and is left alone."""
+        """Resume after an epoch; a sink that cannot rewind would show two curves and is not used."""
         for sink in list(self._sinks):
-            if not self._tell(sink, "rewind", epoch, step):
+            if not self._call(sink, "rewind", epoch, step):
                 self._leave(sink)
 
     def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-        """An epoch is over."""
+        """Pass the metrics of an epoch."""
         self._log("log", epoch, step, dict(metrics))
 
     def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
-        """Points within an epoch, for the sinks that take such."""
+        """Pass points within an epoch to the sinks that accept them."""
         self._log("log_steps", [(epoch, step, dict(values)) for epoch, step, values in rows])
 
     def _log(self, verb: str, *given: Any) -> None:
+        """Call a method of all sinks that have it."""
         for sink in [one for one in self._sinks if callable(getattr(one, verb, None))]:
-            if self._tell(sink, verb, *given):
+            if self._call(sink, verb, *given):
                 self._failures.pop(id(sink), None)
             elif self._failures[id(sink)] >= FAILURES:
                 self._leave(sink)
 
     def close(self) -> None:
-        """The attempt is over; a second call does nothing."""
+        """End the attempt; a second call does nothing."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
-            self._tell(sink, "close")
+            self._call(sink, "close")
             self._threads[id(sink)].end()
 
-    def _tell(self, sink: MetricSink, verb: str, *given: Any) -> bool:
+    def _call(self, sink: MetricSink, verb: str, *given: Any) -> bool:
+        """Call a sink; returns False after a warning if it failed."""
         error = self._failure(sink, verb, *given)
         if error is None:
             return True
         count = FAILURES if isinstance(error, LateError) else self._failures.get(id(sink), 0) + 1
         self._failures[id(sink)] = count
         off = verb in ("open", "rewind") or (verb in ("log", "log_steps") and count >= FAILURES)
-        then = "; it gets nothing more in this attempt" if off else ""
+        then = "; it is not used any more in this attempt" if off else ""
         self._warn(f"the tracker {type(sink).__name__} failed at {verb}: {_reason(error)}{then}")
         return False
 
     def _leave(self, sink: MetricSink) -> None:
-        """Close it, unless it is late; it was said that it fails, so nothing is said of that."""
+        """Close a failed sink without further warnings."""
         self._sinks.remove(sink)
         self._failure(sink, "close")
         self._threads[id(sink)].end()
 
     def _failure(self, sink: MetricSink, verb: str, *given: Any) -> BaseException | None:
+        """Return the error of a call to a sink."""
         with _streams_kept():
             return self._threads[id(sink)].failure(lambda: getattr(sink, verb)(*given), PATIENCE_SECS)
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what a sink raised: some libraries write pages."""
+    """Return the first line of a sink's error: some libraries write pages."""
     text = without_password(str(error)).strip().splitlines()
     if isinstance(error, LateError):
         return text[0]
@@ -142,7 +145,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _streams_kept() -> Iterator[None]:
-    """What a sink draws at random must not move the streams of the training: a resumed run would differ."""
+    """Restore the random streams: a sink must not change the training."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     before = numpy.random.get_state() if numpy is not None else None
     try:
@@ -154,11 +157,11 @@ def _streams_kept() -> Iterator[None]:
 
 
 OTHERS_SECS = 60.0
-"""The interval of the other ranks' lines, in their own files: thousands of ranks may share a file system."""
+"""Interval of lines in the logs of other ranks: thousands of ranks may share a file system."""
 
 
 class Onlookers:
-    """Those of one train call in one process; files are for runs with a directory, sinks for rank 0."""
+    """Observers of one train call in one process; files need a run directory, sinks are on rank 0."""
 
     def __init__(
         self,
@@ -177,11 +180,11 @@ class Onlookers:
         self._state: RunState | None = None
 
     def begin(self) -> None:
-        """Listen to what is said and warned of."""
+        """Capture log lines and warnings."""
         self._log.begin()
 
     def watch(self, state: RunState, job: Job, journal: Journal) -> None:
-        """The run is ours and its attempt is known."""
+        """After the log is held and the attempt known: start progress and trackers."""
         note = None
         self._state = state
         if self._run is not None:
@@ -195,35 +198,35 @@ class Onlookers:
                 self._journal = journal
         self.progress.begin(state, last_epoch_of(job.stop_conditions), note)
 
-    def goes_on(self, epoch: int, step: int) -> None:
-        """The state stands: the run goes on after `epoch`, at `step` steps in all."""
+    def started(self, epoch: int, step: int) -> None:
+        """After the state is loaded: the run continues after `epoch`, at `step` steps in total."""
         if self._journal is not None:
-            self._journal.steps_go_on(step)
+            self._journal.replace_steps_after(step)
         self._trackers.rewind(epoch, step)
 
     def _points(self, rows: Sequence[Row]) -> None:
-        """Points within an epoch have come."""
+        """Record points within an epoch that have arrived."""
         if self._journal is not None:
             self._journal.step_points(rows)
         self._trackers.log_steps(rows)
 
     def reduced(self, state: RunState, metrics: Mapping[str, float]) -> None:
-        """The tasks of an epoch are over.
+        """Pass the metrics of a finished epoch.
 
-        Trackers hear it before the save: after a crash between the two the run goes on before this epoch and
-        takes it back; the other way round it would be missing for ever.
+        Trackers get them before the save: if a crash comes in between, the run resumes before this epoch and
+        rewinds them. In the other order the epoch would be missing.
         """
         state.points.end(state.epoch, state.total_steps)
         self._trackers.log(state.epoch, state.total_steps, metrics)
 
     def epoch_done(self, metrics: Mapping[str, float]) -> None:
-        """An epoch is over, and its save, unless that goes on behind the training."""
+        """Show a finished epoch, saved or with a save in flight."""
         self.progress.epoch(metrics)
 
     def close(self) -> None:
-        """The call is over, however it ended; a second call does nothing."""
+        """End the call; a second call does nothing."""
         if self._state is not None:
-            self._state.points.hand_over()  # of an epoch that failed what is here
+            self._state.points.hand_over()  # of a failed epoch what has arrived
             self._state.points.deliver = None
         self._trackers.close()
         self.progress.close()
@@ -231,8 +234,8 @@ class Onlookers:
 
 
 def _note_live(run: RunDirectory, state: RunState, sight: dict[str, Any]) -> None:
-    """Leave what is seen in `live.json`, as long as the directory is ours."""
+    """Write the current state to `live.json` while this process holds the directory."""
     if state.fenced is None:
         who = {"attempt": state.attempt, "host": socket.gethostname(), "pid": os.getpid()}
-        with suppress(StorageError):  # the run's own notes tell of that
+        with suppress(StorageError):  # the journal reports such errors
             run.write_live({**who, **sight})

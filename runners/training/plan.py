@@ -1,15 +1,15 @@
-"""What a train call is given and gives back: where it starts, options, models made anew, the result.
+"""Arguments and results of a train call: start position, options, rebuilt models, the result.
 
-Where it starts:
+Start position:
 
-    user's handler  >  user's epoch  >  newest provable position of the current branch
+    user's handler  >  user's epoch  >  newest position of the current branch that verifies
 
-An explicit epoch rewinds, unless the current branch was begun by the same request in an earlier
-process and its epochs are not over: then the same command continues that branch, so that an
-epoch written into a script survives crashes and restarts.
+An explicit epoch rewinds, unless the current branch was begun by the same request in an earlier process and
+is not finished: then the same command continues that branch, so that an epoch in a script survives crashes
+and restarts.
 
-Options come from the command line and from TORCHRELAY_ARGS. What a parser of the program has read is the
-program's alone: of these options the command line gives none to us, and TORCHRELAY_ARGS does.
+Options come from the command line and from TORCHRELAY_ARGS. Options that a parser of the program has read
+belong to the program: they are taken from TORCHRELAY_ARGS only.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Resume = Literal["auto", "must", "never"]
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """What was asked for.
+    """The requested start.
 
-    `epoch` is the user's or the handler's; `decided` says that somebody decided, so that an epoch
-    of None means "from scratch" and not "look yourself". `automatic` is true for run directories.
+    `epoch` is the user's or the handler's; with `decided` an epoch of None means "from scratch" instead of
+    "newest". `automatic` is True for run directories.
     """
 
     epoch: int | None = None
@@ -55,9 +55,9 @@ class ResumeRequest:
 
 @dataclass(frozen=True)
 class Past:
-    """What the log says: whether anything was committed, how the current branch began, whether it is over.
+    """State of the log: commits, beginning of the current branch, and if it is finished.
 
-    `told_of` is the newest epoch that the run directory tells of as saved; None where it tells of none.
+    `told_of` is the newest epoch that the run directory records as saved; None without one.
     """
 
     commits: bool = False
@@ -68,7 +68,7 @@ class Past:
 
 @dataclass(frozen=True)
 class Choice:
-    """How to start: `fresh`, `explicit` at `epoch`, or `newest`; `rewind` begins a new branch first."""
+    """The chosen start: `fresh`, `explicit` at `epoch`, or `newest`; `rewind` begins a new branch first."""
 
     start: Literal["fresh", "explicit", "newest"]
     epoch: int | None = None
@@ -77,10 +77,10 @@ class Choice:
 
 
 def choose(wish: ResumeRequest, past: Past) -> Choice:
-    """Decide; raises UsageError for an impossible wish.
+    """Decide how to start; raises UsageError for an impossible request.
 
-    NoProvableEpochError for `must` without commits, and for a start that would begin anew although an epoch
-    was saved: a file system may not be mounted.
+    Raises NoProvableEpochError for `must` without commits, and if it would start again although an epoch was
+    saved: a file system may not be mounted.
     """
     if wish.epoch is not None and wish.resume != "never":
         begun = past.branch_request
@@ -91,18 +91,17 @@ def choose(wish: ResumeRequest, past: Past) -> Choice:
                 reason=f"the current branch was begun by the same request for epoch {wish.epoch}; "
                 "--again rewinds once more",
             )
-        return Choice("explicit", epoch=wish.epoch, rewind=True, reason=f"epoch {wish.epoch} was asked for")
+        return Choice("explicit", epoch=wish.epoch, rewind=True, reason=f"epoch {wish.epoch} was requested")
     if wish.epoch is not None:
-        raise UsageError(f"resume='never' contradicts the request for epoch {wish.epoch}: give one of them")
+        raise UsageError(f"resume='never' contradicts the request for epoch {wish.epoch}: remove one of them")
     if wish.resume == "must" and not past.commits:
         raise NoProvableEpochError(
-            "resume='must' and nothing was ever committed here: check the directory, or use resume='auto'"
+            "resume='must', but nothing was ever committed here: check the directory, or use resume='auto'"
         )
     if wish.automatic and wish.resume == "auto" and past.told_of is not None and not past.commits:
         raise NoProvableEpochError(
-            f"the run tells of epoch {past.told_of} as saved, and its checkpoints hold no epoch: if they "
-            "were moved or are not mounted, bring them back; to begin anew give resume='never' "
-            "(--resume never)"
+            f"the run records epoch {past.told_of} as saved, but its checkpoints have no epoch: if they were "
+            "moved or are not mounted, restore them; to start again use resume='never' (--resume never)"
         )
     from_scratch = wish.decided or wish.resume == "never" or not (wish.automatic or wish.resume == "must")
     if from_scratch or not past.commits:
@@ -112,122 +111,125 @@ def choose(wish: ResumeRequest, past: Past) -> Choice:
 
 
 def check_epoch(value: object, name: str = "resume_from_epoch") -> int | None:
-    """Accept None or a whole number from 0; numpy's integers too. Raises UsageError otherwise."""
+    """Accept None or an integer from 0, numpy's too. Raises UsageError otherwise."""
     if value is None:
         return None
     try:
         epoch = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise UsageError(f"{name} must be a whole number or None, not {value!r:.80}") from None
+        raise UsageError(f"invalid {name}={value!r:.80}: expected a whole number or None") from None
     if isinstance(value, bool):
-        raise UsageError(f"{name} must be a whole number or None, not {value}")
+        raise UsageError(f"invalid {name}={value}: expected a whole number or None")
     if abs(epoch) > MAX_EPOCH:  # not shown: Python refuses to write out very long numbers
-        raise UsageError(f"{name} is beyond any epoch: they are numbered from 0 to {MAX_EPOCH}")
+        raise UsageError(f"invalid {name}: epochs are numbered from 0 to {MAX_EPOCH}")
     if epoch < 0:
-        raise UsageError(f"{name} is {epoch}; epochs start at 0, the state after init")
+        raise UsageError(f"invalid {name}={epoch}: epochs start at 0, the state after init")
     return epoch
 
 
 _EPOCH = "--resume-from-epoch"
 _VARIABLE = "TORCHRELAY_ARGS"
 _MISTYPED = 0.88
-"""How alike an unknown option must be to one of ours to be taken for it."""
+"""Similarity at which an unknown option is taken for a misspelt one."""
 
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """What the command line of `JobRunner.main` asked for."""
+    """The options of `JobRunner.main` on the command line."""
 
     epoch: int | None = None
     again: bool = False
     resume: Resume | None = None
     time_limit_secs: float | None = None
     max_attempts: int | None = None
-    """0: no limit; None: as the program says."""
+    """0: no limit; None: the program's value."""
 
 
 class _ParsedOptions(argparse.Namespace):
-    """What is ours."""
+    """The options of torchrelay."""
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser that raises UsageError."""
+
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UsageError(message)
 
 
 def parse_options(argv: list[str] | None, rewinds: bool = False) -> RunnerOptions:
-    """Read the known options; others belong to the program, but a rewind mistyped is refused.
+    """Parse the known options; others belong to the program, but a misspelt rewind is an error.
 
-    `--help` comes here only where the program does not answer it; it prints the options and ends. `argv` is
-    the command line without the program's name; None: that of this process. `rewinds`: the program itself
-    has given an epoch to go back to.
+    `--help` arrives here only if the program does not handle it; it prints the options and exits. `argv` is
+    the command line without the program's name; None: that of this process. `rewinds`: the program itself has
+    set an epoch to rewind to.
     """
-    # a parser of the program keeps what it has read in a Namespace
+    # a parser of the program has stored its options in a Namespace
     kept = [one for one in gc.get_objects() if type(one) is argparse.Namespace]
     read = frozenset(name for one in kept for name in vars(one))
     found = _ParsedOptions()
     for words, theirs in ((shlex.split(os.environ.get(_VARIABLE, "")), frozenset[str]()), (argv, read)):
-        parser = _Parser(add_help=False, allow_abbrev=False, epilog=f"They may stand in {_VARIABLE}, too.")
+        parser = _Parser(add_help=False, allow_abbrev=False, epilog=f"They can also be set in {_VARIABLE}.")
         ours = {option: how for option, how in _OPTIONS.items() if _name(option) not in theirs}
         for option, how in ours.items():
             parser.add_argument(option, **how)
         found, others = parser.parse_known_args(words, found)
         _check_others([word for word in others if _name(word.partition("=")[0]) not in theirs], list(ours))
         taken = any(word.partition("=")[0] == _EPOCH for word in others)
-        if taken and not rewinds and getattr(found, "epoch", None) is None:  # nothing was made of it
+        if taken and not rewinds and getattr(found, "epoch", None) is None:  # the program did not use it
             print(
-                f"torchrelay: {_EPOCH} belongs to the parser of this program, so nothing is rewound: take "
-                "the option out of the parser and call parse_known_args(), or give "
-                "JobRunner(..., resume_from_epoch=...)",
+                f"torchrelay: {_EPOCH} was read by the parser of this program, so nothing is rewound: pass "
+                "JobRunner(..., resume_from_epoch=...), or remove the option from the parser",
                 file=sys.stderr,
             )
     return RunnerOptions(**vars(found))
 
 
 def _name(option: str) -> str:
+    """Return the argument name of an option."""
     return option.lstrip("-").replace("-", "_")
 
 
 def _check_others(others: list[str], ours: list[str]) -> None:
-    """What looks like a rewind is refused; of others a line asks, for they may be the program's own."""
+    """Raise UsageError for a misspelt rewind; print a hint for other misspelt options."""
     for word in others:
         option = word.partition("=")[0]
         for meant in get_close_matches(option, ours, n=1, cutoff=_MISTYPED):
-            question = f"there is no option {option:.80}; did you mean {meant}?"
+            question = f"unknown option {option:.80}; did you mean {meant}?"
             if meant == _EPOCH:
                 raise UsageError(question)
             print(f"torchrelay: {question}", file=sys.stderr)
 
 
 def _whole_number(what: str, digits: int, text: str) -> int:
+    """Parse a whole number from 0."""
     if not (text.isascii() and text.isdigit() and len(text) <= digits):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is not {what}: write a whole number from 0")
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not {what}: expected a whole number from 0")
     return int(text)
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "--help": {"action": "help", "help": "show this and train nothing"},
+    "--help": {"action": "help", "help": "show this help and exit"},
     _EPOCH: {
         "dest": "epoch",
         "metavar": "N",
         "type": partial(_whole_number, "an epoch", 8),
-        "help": "rewind: continue from epoch N on a new branch",
+        "help": "rewind: resume from epoch N on a new branch",
     },
-    "--again": {"action": "store_true", "help": "rewind anew where the same request did already"},
+    "--again": {"action": "store_true", "help": "rewind once more, although the same request already did"},
     "--resume": {
         "choices": ("auto", "must", "never"),
-        "help": "continue if there is something (auto), only then (must), or begin anew (never)",
+        "help": "resume if possible (auto), fail otherwise (must), or start again (never)",
     },
     "--time-limit": {
         "dest": "time_limit_secs",
         "metavar": "T",
         "type": seconds_typed,
-        "help": "leave in time before T (seconds, or 1h30m) to be continued by the same command",
+        "help": "save and exit within T (seconds, or 1h30m); the same command resumes",
     },
     "--max-attempts": {
         "metavar": "N",
-        "type": partial(_whole_number, "a number of starts", 6),
-        "help": "give up after N starts that got no further; 0 for no limit",
+        "type": partial(_whole_number, "a number of launches", 6),
+        "help": "fail after N launches without progress; 0 for no limit",
     },
 }
 
@@ -237,7 +239,7 @@ OnCrash = Literal["save", "none"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What the user fixed about the run as a whole."""
+    """The options of a run as a whole."""
 
     resume: Resume = "auto"
     best: tuple[str, str] | None = None
@@ -252,7 +254,7 @@ class Plan:
     from_program: tuple[str, ...] = ()
 
     def with_options(self, options: RunnerOptions) -> Plan:
-        """The same with what the command line overrides."""
+        """Override values by the command line."""
         attempts = self.max_attempts if options.max_attempts is None else options.max_attempts or None
         limit = options.time_limit_secs or self.time_limit_secs  # none is 0
         resume = options.resume or self.resume
@@ -265,10 +267,10 @@ _MAIN = "__main__"
 
 @dataclass(frozen=True)
 class Recipe:
-    """By whom a model is made.
+    """A reference to the code that builds a model.
 
-    `function`: `name` in `module`, which takes nothing; `program`: a class there; `phase`: the phase `name`
-    of the configuration, in the runner that `module` names.
+    `function`: `name` in `module`, called without arguments; `program`: a class there; `phase`: the phase
+    `name` of the configuration, in the runner `module`.
     """
 
     kind: Kind
@@ -276,50 +278,51 @@ class Recipe:
     name: str
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Encode as JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: Any) -> Recipe:
-        """Back; UsageError for anything else."""
+        """Decode; raises UsageError for invalid content."""
         match found:
             case {"kind": ("function" | "program" | "phase") as kind, "module": str(one), "name": str(name)}:
                 return cls(kind, one, name)
-        raise UsageError(f"nothing says how a model is made: {str(found)[:100]}")
+        raise UsageError(f"invalid record of how a model is built: {str(found)[:100]}")
 
     def in_archive(self, script: str | None) -> str:
-        """The name of the module in the archive, whose script is `script`; UsageError where it has none."""
+        """Return the module's name in the archive with this script; UsageError if it has none."""
         if self.module != _MAIN:
             return self.module
         if script is None:
-            raise UsageError("the script that made the model is not in the archive of the source")
+            raise UsageError("the script that built the model is not in the archive of the source")
         return PurePosixPath(script).stem
 
 
 def recipes_of(given: Any) -> dict[str, Recipe]:
-    """What JobRunner is told as `replay`; raises UsageError for what cannot be made anew elsewhere."""
+    """Parse JobRunner's `replay`; raises UsageError for models that cannot be rebuilt elsewhere."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise UsageError(f'replay is {given!r:.80}; name blobs and what makes them, {{"model": make_model}}')
+        raise UsageError(f'invalid replay={given!r:.80}: expected functions by blob, {{"model": make_model}}')
     return {str(blob): _recipe(blob, make) for blob, make in given.items()}
 
 
 def _recipe(blob: Any, make: Recipe | Callable[[], Any]) -> Recipe:
+    """Return the recipe of a function or class."""
     if isinstance(make, Recipe):
         return make
     module, name = getattr(make, "__module__", None), getattr(make, "__qualname__", None)
     if not callable(make) or not isinstance(module, str) or not isinstance(name, str) or "<" in name:
         raise UsageError(
-            f"replay[{blob!r}] is {make!r:.80}; give a function or class of a file, which is called with "
-            "nothing and makes the module: it is found again by its name"
+            f"invalid replay[{blob!r}]={make!r:.80}: expected a function or class in a file that builds the "
+            "module without arguments, because it is imported by its name"
         )
     return Recipe("function", module, name)
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What one `init_from` did; leaves have the names that the job calls them by."""
+    """The result of one `init_from`; leaves have the job's names."""
 
     upstream: str
     loaded: tuple[str, ...]
@@ -329,21 +332,29 @@ class WarmStart:
 
     def __str__(self) -> str:
         skipped = {"missing": self.missing, "unexpected": self.unexpected, "of another form": self.misshapen}
-        told = [f"; {what}: {', '.join(names)}" for what, names in skipped.items() if names]
-        return f"{len(self.loaded)} leaves of {self.upstream}{''.join(told)}"
+        skipped_texts = [f"; {what}: {', '.join(names)}" for what, names in skipped.items() if names]
+        return f"{len(self.loaded)} leaves of {self.upstream}{''.join(skipped_texts)}"
 
 
 Status = Literal["FINISHED", "STOPPED", "PREEMPTED"]
 
 
 class RunResult(int):
-    """The last epoch, as Caffe2's runner returned it, with the rest as attributes.
+    """The last epoch, as Caffe2's runner returned it, with further values as attributes. Always true.
 
-    `metrics` has the last value of each metric, of whatever epoch. `run_dir` is the run's directory, or its
-    URL; `warm_starts` tells what each `init_from` took and skipped, where this call began the run.
-    `resumed_from` is the epoch that this call went on from; None where it began the run.
-    `elsewhere`: other hosts alone were told to leave, so that this one may go on.
-    Always true, epoch 0 included: a train call that returns has done what it was asked.
+    Attributes:
+        status: `FINISHED`, `STOPPED`, or `PREEMPTED` if the same command is to resume it.
+        stop: Reasons of the end.
+        metrics: The last value of each metric, from any epoch.
+        run_dir: The run directory or its URL.
+        committed: The newest saved epoch.
+        warm_starts: The result of each `init_from`, if this call began the run.
+        elsewhere: Only other hosts were preempted, so that this one may continue.
+        resumed_from: The epoch that this call resumed from; None if it began the run.
+
+    Example:
+        result = JobRunner(job, "runs/hello").train()
+        print(f"epoch {int(result)}: {result.status}, accuracy {result.metrics['val/acc']}")
     """
 
     status: Status
@@ -368,7 +379,7 @@ class RunResult(int):
         elsewhere: bool = False,
         resumed_from: int | None = None,
     ) -> RunResult:
-        """Make the result of a run whose last epoch is `epoch`; `committed` is the newest saved one."""
+        """Create the result of a run whose last epoch is `epoch`."""
         self = super().__new__(cls, epoch)
         self.status = status
         self.stop = stop

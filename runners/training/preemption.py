@@ -1,20 +1,19 @@
-"""Leaving for now: who asked, the place within an epoch that is saved, and what a crash leaves in a file.
+"""Preemption: agreement to stop, saves in the middle of an epoch, and the state file of a crash.
 
-The safe point is the end of the running step of a counted loop that all processes are in. Where the place
-there cannot be saved, it is the end of the epoch, which is saved anyway; the reason is said.
+All processes stop at the end of the running step of a counted loop. If the position there cannot be saved,
+they stop at the end of the epoch, and the reason is logged.
 
-A task that is called again after that must find what it found before its loop. What it changed is told by
-values and by torch's version counters. What moves neither (a fused optimizer before the loop, writes through
-`.data`) is not seen.
+A task that is called again after a resume must find the state that it found before its loop. Changes are
+detected by value and by torch's version counters. Writes that change neither (a fused optimizer before the
+loop, writes through `.data`) are missed.
 
-Of a crash, with `on_crash="save"`:
+With `on_crash="save"`:
 
-    crash/<node>.attempt_<n>.safetensors     a file of `save_blobs`; the newest start's alone stays
+    crash/<node>.attempt_<n>.safetensors     a file of `save_blobs`; only that of the newest attempt is kept
 
-Nobody knows whether the failed step is done by half, so no start goes on from such a file by itself: it goes
-on from its newest saved position. The file is for looking (`load_blobs`, any reader of safetensors) and for
-`init_model_path` and `ctx.load_blobs`, by choice. Each process writes for itself, for the others may wait in
-a collective; sharded tensors, whose rest is elsewhere, are left out and named.
+The failed step may be half done, so no launch resumes from this file. It is for inspection (`load_blobs`, any
+reader of safetensors), `init_model_path` and `ctx.load_blobs`. Each process writes alone, as others may wait
+in a collective; sharded tensors are left out and named.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ NOTHING_NEW = "no step was taken since the newest position"
 
 
 class MidEpochSaver:
-    """Saves steps of the running epoch; `facts` are the run's; not `possible` without a directory."""
+    """Saves within the running epoch; `facts` are the run's; not `possible` without a directory."""
 
     def __init__(
         self,
@@ -63,11 +62,11 @@ class MidEpochSaver:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save that is not over yet goes on behind the training."""
+        """True if saves are asynchronous."""
         return self._saver.manager is not None and self._saver.manager.asynchronous
 
     def obstacle_here(self) -> str | None:
-        """What keeps a node of this process from being continued where it is; None where nothing does."""
+        """Return why a node of this process cannot be resumed here; None if all can."""
         for place in self._session.local_nodes:
             cursor = self._state.cursor_of(place.name)
             found = None if cursor is None else cursor.obstacle(self._session.workspace(place.name))
@@ -76,19 +75,19 @@ class MidEpochSaver:
         return None
 
     def why_not_at(self, position: Position, obstacle: str | None) -> str | None:
-        """Why `position` cannot be saved; None where it can. Alike on processes that agree on `obstacle`."""
+        """Return why `position` cannot be saved, if so; the same wherever `obstacle` is the same."""
         newest = self._saver.newest
         if not self._possible:
-            return "there is no run directory"
+            return "the run has no directory"
         if position.boundary or (newest is not None and position <= newest):
             return NOTHING_NEW
         return obstacle
 
     @undivided()
     def save(self, position: Position) -> bool:
-        """Save the state with the places of all nodes; all processes call this at one step.
+        """Save the state with the positions of all nodes; all processes call this at one step.
 
-        Returns whether it is saved by now; a failure warns.
+        Returns True if it is saved by now; a failure warns.
         """
         session, state = self._session, self._state
         state.points.end(state.epoch, state.total_steps)
@@ -112,9 +111,9 @@ class MidEpochSaver:
 
 @dataclass(frozen=True)
 class Leave:
-    """What all processes know of a leave: who asked, where it is, and why the place cannot be saved.
+    """The agreed preemption: its source, the position, and why that cannot be saved.
 
-    `elsewhere`: SIGTERM came to other hosts alone; their agents leave, and the one of this host need not.
+    `elsewhere`: only other hosts got SIGTERM; the agent of this host may stay.
     """
 
     reason: str
@@ -125,20 +124,20 @@ class Leave:
 
     @property
     def lost(self) -> str | None:
-        """Why steps of the running epoch are lost; None where none are."""
+        """The reason why steps of the running epoch are lost; None if none are."""
         return self.why_not if self.inside and self.why_not != NOTHING_NEW else None
 
 
 def agree_to_leave(
     session: SessionBase, state: RunState, requests: Requests, mid_epoch: MidEpochSaver, longest_secs: float
 ) -> Leave:
-    """Every process says who asked it, how far it is, how long it has, and what keeps it from going on.
+    """Exchange source, progress, remaining time and obstacles of all processes.
 
-    `longest_secs` is how long a save took here at most.
+    `longest_secs` is the longest duration of a save on this process.
     """
     inside = state.tracked is not None
     told = session.peers.exchange(
-        "leave for now",
+        "preemption",
         [
             requests.reason(),
             requests.secs_left(),
@@ -154,34 +153,33 @@ def agree_to_leave(
     reason = next((one for one in reasons if one is not None), "another process")
     why_not = mid_epoch.why_not_at(position, next(filter(None, why), None))
     if why_not is None and time_left < 0:
-        why_not = "there is no time left for a save"
+        why_not = "the remaining time is too short for a save"
     hosts = [place.host_index for place in session.nodes]
     asked = {host: one for host, one in zip(hosts, reasons, strict=False) if one is not None}
     elsewhere = set(asked.values()) == {"SIGTERM"} and session.local_nodes[0].host_index not in asked
     return Leave(reason, position, inside, why_not, elsewhere)
 
 
-def go_on(peers: Peers, requests: Requests) -> tuple[int, str]:
-    """What all processes together are asked most urgently, and who asks; all call this at one boundary.
+def agree_on_requests(peers: Peers, requests: Requests) -> tuple[int, str]:
+    """Return the most urgent request of all processes and its source; all call this at one boundary.
 
-    Raises Interrupted on all processes where they shall leave now. A process that is gone cannot come: then
-    this raises PeerError, and the run has failed. So a launcher that ends the others because of a failure
-    never makes it a preemption.
+    Raises Interrupted on all processes at a preemption. A missing process raises PeerError, so that a
+    launcher which ends the other ranks after a failure never causes a preemption.
     """
-    told = peers.exchange("requests to end", [requests.level(), requests.reason()])
-    level = max(one for one, _ in told)
+    levels = peers.exchange("requests to end", [requests.level(), requests.reason()])
+    level = max(one for one, _ in levels)
     if level == PREEMPT:
         raise Interrupted
-    reasons = (reason for one, reason in told if one == level and reason is not None)
+    reasons = (reason for one, reason in levels if one == level and reason is not None)
     return level, next(reasons, "another process")
 
 
 def save_now(
     peers: Peers, state: RunState, requests: Requests, mid_epoch: MidEpochSaver, journal: Journal
 ) -> None:
-    """Save the step that all processes have just agreed on; raises what makes any save end a run."""
-    told = peers.exchange("save on demand", [requests.take_save(), state.step, mid_epoch.obstacle_here()])
-    names, steps, obstacles = zip(*told, strict=True)
+    """Save the step that all processes agreed on; raises errors that end the run."""
+    given = peers.exchange("save on demand", [requests.take_save(), state.step, mid_epoch.obstacle_here()])
+    names, steps, obstacles = zip(*given, strict=True)
     position = Position(max(0, state.epoch - 1), max(steps))
     asked = next(filter(None, names), "another process")
     why_not = mid_epoch.why_not_at(position, next(filter(None, obstacles), None))
@@ -190,26 +188,26 @@ def save_now(
     elif mid_epoch.save(position):
         journal.tell("save asked for", f"{asked}: saved as {position}")
     elif mid_epoch.in_flight:
-        journal.tell("save asked for", f"{asked}: {position} is being saved behind the training")
+        journal.tell("save asked for", f"{asked}: {position} is being saved in the background")
 
 
 FOLDER = "crash"
 FACTS = "torchrelay_crash"
-"""The value in such a file that says where it was: epoch, step, attempt, error."""
+"""The value in such a file with epoch, step, attempt and error."""
 _NAMED = 4
 
 
 def check_on_crash(policy: Any) -> OnCrash:
-    """The policy; raises UsageError for any other word."""
+    """Check the policy; raises UsageError for other values."""
     if policy in ("save", "none"):
         return policy  # type: ignore[no-any-return]
-    raise UsageError(f"on_crash is {policy!r:.80}; it is 'save' or 'none'")
+    raise UsageError(f"invalid on_crash={policy!r:.80}: expected 'save' or 'none'")
 
 
 def save_at_crash(
     run: Path, session: SessionBase, state: RunState, selection: Selection | None, error: BaseException
 ) -> None:
-    """Write the file of each node that this process hosts, where a task of its own failed; never raises."""
+    """Write the file of each node of this process in which a task failed; never raises."""
     from torchrelay.runners.distributed.world import is_consequence
 
     theirs = not isinstance(error, RelayError) or isinstance(error, TaskFailedError)
@@ -220,18 +218,18 @@ def save_at_crash(
         path = run / FOLDER / f"{place.name}.attempt_{state.attempt}.safetensors"
         try:
             left_out = _write(session.workspace(place.name), selection, path, facts)
-        except Exception as second:  # a device that failed raises anything
-            told = f"could not be saved: {second}"
+        except Exception as second:  # a failed device may raise any error
+            outcome = f"could not be saved: {second}"
         else:
             some = ", ".join(
                 [*left_out[:_NAMED], *([f"{len(left_out) - _NAMED} more"] if left_out[_NAMED:] else [])]
             )
-            told = f"is saved in {path}" + (f"; left out, since sharded: {some}" if left_out else "")
-        warn(f"{place}: what it held when it failed {told}", SaveWarning, stacklevel=3)
+            outcome = f"is saved in {path}" + (f"; left out, since sharded: {some}" if left_out else "")
+        warn(f"{place}: its state at the failure {outcome}", SaveWarning, stacklevel=3)
 
 
 def _write(workspace: Workspace, selection: Selection | None, path: Path, facts: dict[str, Any]) -> list[str]:
-    """Write what is saved of a node; returns what had to be left out."""
+    """Write the state of a node; returns what was left out."""
     from torchrelay.checkpoint.files.blob_files import content_of, write_blob_file
 
     entries = workspace.entries()
@@ -253,10 +251,10 @@ Look = dict[str, Any]
 
 
 class PutBack:
-    """Loads the position anew where a task comes back to its loop with another state than it began with.
+    """Load the position again if a task reaches its loop with a state other than it began with.
 
-    Made when the epoch goes on; `load` loads on all processes together. Emulated nodes of one process
-    are only warned of, because a load is of all of them.
+    Created when the epoch is resumed; `load` loads on all processes together. Emulated nodes of one process
+    only get a warning, because a load affects all of them.
     """
 
     def __init__(self, session: SessionBase, load: Callable[[], None]) -> None:
@@ -265,7 +263,7 @@ class PutBack:
         self._before = {place.name: look(session.workspace(place.name)) for place in session.local_nodes}
 
     def __call__(self, node: str, agreeing: Agreeing | None) -> None:
-        """The task of `node` comes to the loop that was left; so do those of all other processes."""
+        """Handle the task of `node` reaching the interrupted loop, as all processes do."""
         now = look(self._session.workspace(node))
         before = self._before[node]
         changed = sorted(name for name in now if now[name] != before.get(name))
@@ -277,14 +275,14 @@ class PutBack:
             self._load()
             return
         warn(
-            f"{', '.join(changed[:4])} of {node} changed before the loop that is continued, and so twice in "
-            "this epoch: put that into a task of its own",
+            f"{', '.join(changed[:4])} of {node} changed before the resumed loop, so twice in this epoch: "
+            "move that code to a task of its own",
             stacklevel=2,
         )
 
 
 def look(workspace: Workspace) -> Look:
-    """What all that may be saved is like: values, and how often each tensor was written to."""
+    """Return values and write counts of everything that may be saved."""
     entries = workspace.entries()
     saved = {name: one.value for name, one in entries.items() if one.origin is not Origin.LATER}
     return {

@@ -1,10 +1,10 @@
-"""The state that a run resumes from, and what is taken from the program where that is another one now.
+"""The state that a run resumes from, and values taken from the program if it has changed.
 
-A state of a schedule holds its horizon (`T_max`, `total_steps`), and that of an optimizer its learning rate,
-so a resume follows the old ones. `from_program` names what shall follow the program: a schedule, by its blob,
-is stepped anew from its start to where the checkpoint stood; an entry of an optimizer's groups
-(`optimizer.lr`) becomes what the program gave it. Both only where the program differs from the one that
-saved, so that the option may stay, and a restart of the same program changes nothing.
+The state of a schedule includes its horizon (`T_max`, `total_steps`), and that of an optimizer its learning
+rate, so a resume keeps the old ones. `from_program` names what follows the program instead: a schedule, by
+its blob, is stepped again to the position of the checkpoint; an entry of an optimizer's groups
+(`optimizer.lr`) gets the program's value. Both only if the program differs from the one that saved, so a
+restart changes nothing.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _MOVES = frozenset(
         "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "mode_worse",
     }
 )  # fmt: skip
-"""What steps change in a schedule; all else in its state is how it was made."""
+"""Values of a schedule that steps change; all others are its settings."""
 _HORIZONS = {
-    "T_max": "the rate rises again behind step {}",
-    "total_steps": "a step behind step {} fails",
-    "total_iters": "the rate stays as it is behind step {}",
+    "T_max": "the rate rises again after step {}",
+    "total_steps": "steps after step {} fail",
+    "total_iters": "the rate is constant after step {}",
 }
 _CALLED = ("lr_lambdas", "_scale_fn_custom", "_scale_fn_ref")
-"""Where schedules of torch keep functions of the program."""
+"""Attributes in which torch's schedules keep functions of the program."""
 _NOT_SHOWN = ("params", "param_names")
 
 
@@ -61,23 +61,23 @@ class _Node:
 
     schedules: dict[str, Any] = field(default_factory=dict)
     built: dict[str, Any] = field(default_factory=dict)
-    """By schedule its state."""
+    """State by schedule."""
     groups: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    """By optimizer the entries of its groups."""
+    """Entries of groups by optimizer."""
     optimizers: dict[str, Any] = field(default_factory=dict)
 
 
 class FromProgram:
-    """Notes what the program has built, before a load, and puts it in its place, after it."""
+    """Record what the program has built before a load, and apply it afterwards."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
         self._nodes: dict[str, _Node] = {}
         self._before: Mapping[str, Any] | None = None
-        """What the loaded checkpoint remembers; None of a fresh start."""
+        """The record in the loaded checkpoint; None for a new run."""
 
     def note(self, session: SessionBase) -> None:
-        """Look at what `setup` has left; raises UsageError for a name of which nothing can be taken."""
+        """Record what `setup` has built; raises UsageError for a name that cannot be taken."""
 
         def look() -> None:
             for place in session.local_nodes:
@@ -91,9 +91,9 @@ class FromProgram:
 
     @property
     def built(self) -> dict[str, list[Any]]:
-        """What the program gave rates and named entries of optimizers, and functions that schedules call.
+        """The program's rates and named entries of optimizers, and settings of functions in schedules.
 
-        A checkpoint remembers it, of a rate that was not taken what it was when the saved one began.
+        Stored in checkpoints; a rate that was not taken keeps its value from the beginning of the saved run.
         """
         node = next(iter(self._nodes.values()), _Node())
         found: dict[str, Any] = {f"{name}.lr": _given(node, f"{name}.lr") for name in node.optimizers}
@@ -105,7 +105,7 @@ class FromProgram:
     def apply(
         self, session: SessionBase, before: Mapping[str, Any], say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Change what was loaded; `before` is what `built` was when that was saved."""
+        """Change what was loaded; `before` is the value of `built` in the checkpoint."""
 
         def change() -> list[str]:
             return [
@@ -117,6 +117,7 @@ class FromProgram:
             say(text)
 
     def _check(self, node: _Node) -> None:
+        """Raise UsageError for names that are neither schedules nor entries."""
         for name in self._names:
             blob, _, key = name.partition(".")
             if name in node.schedules:
@@ -125,17 +126,18 @@ class FromProgram:
             if optimizer is None or not any(key in group for group in optimizer.param_groups):
                 there = [*node.schedules, *(f"{one}.lr" for one in node.optimizers)]
                 raise UsageError(
-                    f"from_program={name!r} names no schedule and no entry of an optimizer's groups; there "
-                    f"are {', '.join(there) or 'none'}"
+                    f"unknown from_program={name!r}: expected a schedule, or an entry of optimizer groups "
+                    f"({', '.join(there) or 'there are none'})"
                 )
             for schedule, one in node.schedules.items():
                 if key == "lr" and _optimizer_of(one) is optimizer:
                     raise UsageError(
-                        f"from_program={name!r}: {schedule} sets that rate at each step: give "
+                        f"from_program={name!r}: {schedule} sets that rate at each step: use "
                         f"from_program={schedule!r}, which begins with the program's rate"
                     )
 
     def _apply(self, node: _Node, before: Mapping[str, Any]) -> Iterator[str]:
+        """Apply the program's values on one node; yields log lines."""
         for name in self._names:
             if name not in node.schedules and before.get(name) != (wanted := _given(node, name)):
                 yield from _set_entries(node, name, wanted)
@@ -145,8 +147,8 @@ class FromProgram:
             was, now = before.get(name), _given(node, name)
             if was not in (None, now) and name not in self._names and optimizer not in scheduled:
                 yield (
-                    f"{name} was {_short(was)} in the program and is {_short(now)}, but it stays as it was "
-                    f"saved: from_program={name!r} takes the program's"
+                    f"{name} changed from {_short(was)} to {_short(now)} in the program, but keeps its saved "
+                    f"value: from_program={name!r} takes the program's"
                 )
         for name, schedule in node.schedules.items():
             saved, built = copy.deepcopy(schedule.state_dict()), node.built[name]
@@ -154,20 +156,21 @@ class FromProgram:
             if name in self._names and (was or []) != now:
                 differences.append("its function has changed" if was else "its function is the program's")
             elif was and was != now:
-                yield f"{name} calls another function than before: it is the program's, as none is saved"
+                yield f"{name} has a new function, taken from the program: functions are not saved"
             if not differences:
                 continue
             if name in self._names:
                 _rebuild(name, schedule, built, saved, node.groups.get(id(_optimizer_of(schedule)), []))
-                yield f"{name} follows the program from step {_position(saved)} on: {_told(differences)}"
+                yield f"{name} follows the program from step {_position(saved)}: {_listed(differences)}"
             elif type(schedule).__module__.startswith("torch."):
                 yield (
-                    f"{name} is as it was saved, not as the program makes it: {_told(differences)}"
+                    f"{name} keeps its saved settings instead of the program's: {_listed(differences)}"
                     f"{_horizon(saved)}. from_program={name!r} takes the program's"
                 )
 
 
 def _note(node: _Node, name: str, value: Any) -> None:
+    """Record a schedule or an optimizer."""
     if isinstance(value, LRScheduler):
         node.schedules[name] = value
         node.built[name] = copy.deepcopy(value.state_dict())
@@ -182,15 +185,17 @@ def _note(node: _Node, name: str, value: Any) -> None:
 
 
 def _optimizer_of(schedule: Any) -> Any:
+    """Return the optimizer of a schedule."""
     return getattr(schedule, "optimizer", None)
 
 
 def _copied(value: Any) -> Any:
+    """Copy a value."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON that a manifest can hold: of numpy's as Python's, of other objects their type."""
+    """Convert a value to JSON: numpy numbers to Python's, other objects to their type name."""
     if isinstance(value, torch.Tensor) or type(value).__module__ == "numpy":
         value = value.tolist()
     if isinstance(value, (list, tuple)):
@@ -202,7 +207,7 @@ def _plain(value: Any) -> Any:
 
 
 def _given(node: _Node, name: str) -> list[Any]:
-    """Of an entry its value in each group; of a schedule what tells its functions, which no state holds."""
+    """Return an entry's value in each group, or the settings of a schedule's functions."""
     if name in node.schedules:
         return [one for one in map(function_settings, _functions(node.schedules[name])) if one is not None]
     blob, _, key = name.partition(".")
@@ -211,7 +216,7 @@ def _given(node: _Node, name: str) -> list[Any]:
 
 
 def _functions(schedule: Any) -> Iterator[Any]:
-    """The functions that a schedule calls, those of schedules inside it too."""
+    """Yield the functions that a schedule calls, also those of inner schedules."""
     for key, value in sorted(vars(schedule).items()):
         for one in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(one, LRScheduler) and key == "_schedulers":
@@ -221,6 +226,7 @@ def _functions(schedule: Any) -> Iterator[Any]:
 
 
 def _set_entries(node: _Node, name: str, wanted: list[Any]) -> Iterator[str]:
+    """Set an entry to the program's values; yields a log line if that changes it."""
     blob, _, key = name.partition(".")
     optimizer = node.optimizers[blob]
     groups = optimizer.param_groups[: len(wanted)]
@@ -228,11 +234,12 @@ def _set_entries(node: _Node, name: str, wanted: list[Any]) -> Iterator[str]:
     if saved != wanted:
         for group, built in zip(groups, node.groups[id(optimizer)], strict=False):
             _set(group, key, built[key])
-        yield f"{name} is {_short(wanted)} as the program says, not {_short(saved)} as it was saved"
+        yield f"{name} is {_short(wanted)} from the program instead of the saved {_short(saved)}"
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    if isinstance(group.get(key), torch.Tensor):  # others may hold it: it stays the same object
+    """Set a value; a tensor is changed in place."""
+    if isinstance(group.get(key), torch.Tensor):  # other objects may refer to it
         with torch.no_grad():
             group[key].copy_(torch.as_tensor(value))
     else:
@@ -240,7 +247,7 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _differences(built: Any, saved: Any, at: str = "") -> Iterator[str]:
-    """Where two states of a schedule differ in how it was made, in words."""
+    """Describe differences in the settings of two states of a schedule."""
     if isinstance(built, Mapping) and isinstance(saved, Mapping) and not isinstance(built, Counter):
         for key in built:
             if key not in _MOVES and key in saved:
@@ -252,11 +259,13 @@ def _differences(built: Any, saved: Any, at: str = "") -> Iterator[str]:
         yield f"{at} was {_short(saved)} and is {_short(built)} in the program"
 
 
-def _told(differences: Sequence[str]) -> str:
+def _listed(differences: Sequence[str]) -> str:
+    """Join the first three differences."""
     return ", ".join(differences[:3]) + (", ..." if differences[3:] else "")
 
 
 def _short(value: Any) -> str:
+    """Format a value, shortened."""
     value = _plain(value)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -264,6 +273,7 @@ def _short(value: Any) -> str:
 
 
 def _horizon(saved: Mapping[str, Any]) -> str:
+    """Describe the saved horizon of a schedule."""
     parts = [saved, *(one for one in saved.get("_schedulers", ()) if isinstance(one, Mapping))]
     for part in parts:
         for key, text in _HORIZONS.items():
@@ -273,6 +283,7 @@ def _horizon(saved: Mapping[str, Any]) -> str:
 
 
 def _position(saved: Mapping[str, Any]) -> int:
+    """Return the step of a saved schedule."""
     inner = saved.get("_schedulers") or [{}]
     return int(saved.get("last_epoch", inner[0].get("last_epoch", 0)))
 
@@ -280,13 +291,13 @@ def _position(saved: Mapping[str, Any]) -> int:
 def _rebuild(
     name: str, schedule: Any, built: Mapping[str, Any], saved: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> None:
-    """Step the program's schedule to where the saved one was; one that follows a metric keeps its place."""
+    """Step the program's schedule to the saved position; one that follows a metric keeps its state."""
     if isinstance(schedule, ReduceLROnPlateau):
         schedule.load_state_dict({**built, **{key: saved[key] for key in saved if key in _MOVES}})
         return
     optimizer = _optimizer_of(schedule)
     start = copy.deepcopy(dict(built))
-    if isinstance(start.get("base_lrs"), list):  # groups that were added while it trained
+    if isinstance(start.get("base_lrs"), list):  # groups that were added during the training
         start["base_lrs"] += saved["base_lrs"][len(start["base_lrs"]) :]
     schedule.load_state_dict(start)
     cycles = ("momentum", "betas") if getattr(schedule, "cycle_momentum", False) else ()
@@ -296,20 +307,20 @@ def _rebuild(
                 _set(group, key, value)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of steps before the optimizer's, which were taken long ago
+            warnings.simplefilter("ignore")  # about scheduler steps before the optimizer's
             for _ in range(_position(saved) - _position(built)):
                 schedule.step()
     except ValueError as error:
         raise UsageError(
-            f"from_program={name!r}: the program's schedule cannot be at step {_position(saved)}, where the "
-            f"run is: {error}"
+            f"from_program={name!r}: the program's schedule cannot reach step {_position(saved)} of the run: "
+            f"{error}"
         ) from error
 
 
 class ResumedState:
-    """What was loaded, or drawn for a fresh start, until the tasks of the first epoch have it.
+    """Loaded state, or that of a fresh start, until the tasks of the first epoch get it.
 
-    `places` says where the nodes were in the epoch to be continued; it is empty at the end of one.
+    `places` has the positions of the nodes in the epoch to resume; it is empty at the end of one.
     """
 
     def __init__(self, session: SessionBase, state: RunState, from_program: FromProgram) -> None:
@@ -320,7 +331,7 @@ class ResumedState:
         self.places: Mapping[str, Any] = {}
 
     def derive_streams(self) -> None:
-        """Give every node its own streams; without a seed they stay as the program left them."""
+        """Seed the random streams of every node; without a seed they are unchanged."""
         for place in self._session.local_nodes:
             if self._state.seed is not None:
                 self._session.set_streams(place.name, RandomStreams.derive(self._state.seed, place.rank))
@@ -329,7 +340,7 @@ class ResumedState:
     def load(
         self, manager: Manager, nodes: Sequence[str], target: Target, journal: Journal, *, older: bool
     ) -> Target:
-        """Load the target; where its bytes prove damaged, an older one if `older`."""
+        """Load the target; if its bytes are damaged, an older one if `older` is True."""
         manager.engine.say = partial(journal.tell, "state changed")
         while True:
             epoch = target.position.epoch
@@ -351,7 +362,7 @@ class ResumedState:
         return target
 
     def take(self, manager: Manager, target: Target) -> None:
-        """Count on from what was loaded; its random states and gradients wait for `restore`."""
+        """Continue counting from the loaded position; random states and gradients wait for `restore`."""
         engine, facts = manager.engine, target.facts
         self._streams, self._gradients = engine.take_streams(), engine.take_gradients()
         self._state.set_elapsed(facts.elapsed_secs)
@@ -361,9 +372,10 @@ class ResumedState:
             self._state.seed = facts.seed
 
     def restore(self) -> None:
-        """The last act before the first epoch task, or before the tail of a run whose epochs are over.
+        """Restore random states, right before the first epoch task or the final parts of a finished run.
 
-        Gradients too, but for nodes that come back to a loop: there, for what comes before it may clear them.
+        Gradients too, except for nodes that resume inside a loop: these restore them there, because code
+        before the loop may clear them.
         """
         for name, streams in self._streams.items():
             self._session.set_streams(name, streams)
@@ -372,7 +384,7 @@ class ResumedState:
                 gradients.install()
 
     def continue_epoch(self, step: int) -> None:
-        """Begin the epoch in whose midst the position is, `step` steps of which are done."""
+        """Resume the interrupted epoch after `step` finished steps."""
         inside, self.places = self.places, {}
         self._state.begin_epoch(self._state.epoch + 1, step=step, total_steps=self._state.total_steps)
         own = {place.name for place in self._session.local_nodes}

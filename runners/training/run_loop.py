@@ -1,8 +1,8 @@
-"""The life of a run, from choosing a position to the exit group: `Life.epochs` is the sequence.
+"""The course of a run, from the choice of a position to the exit group; `Life.epochs` is the sequence.
 
-A run that has ended is set up, loaded and left again. Every process of the session runs the same life; what
-is decided is decided once and told to all. Between the phases all are asked whether somebody wants to end
-early (`preemption.go_on`).
+A finished run is set up, loaded and ended again. Every process of the session runs the same course; decisions
+are made once and sent to all. Between the phases all processes exchange stop requests
+(`preemption.agree_on_requests`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from torchrelay.runners.training.observers import Onlookers
 from torchrelay.runners.training.plan import Choice, Plan, RunResult, Status
 from torchrelay.runners.training.preemption import (
     MidEpochSaver,
+    agree_on_requests,
     agree_to_leave,
-    go_on,
     save_at_crash,
     save_now,
 )
@@ -101,7 +101,7 @@ class Life:
         self.guard = FenceGuard(self.state)
         self.saver = Saver(self.manager, self.journal, plan.max_failed_saves)
         self.look = Look()
-        """What the log said when the position was chosen."""
+        """State of the log when the position was chosen."""
         self.recorder = recorder_of(runner.replay, runner.run_directory, self.journal)
         self.exporting = exporting_of(runner.exports, session, self.state, self.journal, plan.best)
         self.stages = Stages(runner.built_on, runner.run_directory, session.peers)
@@ -114,23 +114,23 @@ class Life:
         self.resumed = ResumedState(session, self.state, self.from_program)
         self.status: Status = "FINISHED"
         self.result = RunResult(0)
-        """What came of it, behind `epochs`."""
+        """The result, after `epochs`."""
         asks, longest = session.peers.rank == 0, lambda: self.saver.longest_secs
         self.requests = requests_of(plan.time_limit_secs, runner.run_directory, longest, looks=asks)
         self._verdict = StopVerdict()
-        """Of the newest epoch that is over."""
+        """Verdict of the newest finished epoch."""
         self.resumed_from: int | None = None
         self._untried: Choice | None = None
-        """Where this start would go on, as long as it has not come to that."""
+        """The position that this launch resumes from, until it has done so."""
         self._began = self._has_failed = False
 
     # The whole
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The session, the signals and the log are this run's; a failure is noted and raised.
+        """Hold the session, the signals and the log for this run; a failure is recorded and raised.
 
-        A run that all processes agreed to interrupt ends without an error.
+        A preempted run ends without an error.
         """
         self.session.begin(self.state)
         self.state.requests = self.requests
@@ -151,7 +151,7 @@ class Life:
                     self._close()
 
     def epochs(self) -> Iterator[int]:
-        """The epochs that are left; while one is handed out its tasks run.
+        """Yield the remaining epochs; their tasks run while one is yielded.
 
         check -> choose the position -> setup -> fresh: init, warm start, save epoch 0; resumed: load
         -> restore random state -> loop { YIELD; metrics; stop conditions; save; stop? }
@@ -173,20 +173,20 @@ class Life:
         if self.run_directory is not None:
             place = self._place_of_start(choice, target)
             self.state.attempt = check_attempts(self.peers, self.journal, place, self.plan.max_attempts)
-        self.stored.goes_on(target)
+        self.stored.started(target)
         self.onlookers.watch(self.state, self.job, self.journal)
         self.set_up(target)
-        go_on(self.peers, self.requests)
+        agree_on_requests(self.peers, self.requests)
         verdict = self._resume(choice, target) if target else self._start_fresh(choice)
         self._untried = None
-        self.onlookers.goes_on(self.state.epoch, self.state.total_steps)
+        self.onlookers.started(self.state.epoch, self.state.total_steps)
         for one in self.exporting:
             one.begin()
         self.resumed.restore()
         if not verdict.stop:
             while not verdict.stop:
-                level, reason = go_on(self.peers, self.requests)
-                if level == ASKED and not self.resumed.places:  # else the epoch ends as a short one
+                level, reason = agree_on_requests(self.peers, self.requests)
+                if level == ASKED and not self.resumed.places:  # otherwise the epoch ends early
                     self.status, verdict = "STOPPED", replace(verdict, asked=reason)
                     break
                 self.capturing.begin()
@@ -196,17 +196,17 @@ class Life:
                 self.capturing.finish(self.journal)
                 self._verdict = verdict = self._end_epoch()
             self._secure(verdict)
-        self.saver.finish(self.session)  # also what an earlier start has not sent
+        self.saver.finish(self.session)  # including uploads left by an earlier launch
         self._run_tail()
         saved, epoch = self.saver.newest_saved, self.state.epoch
         self.result = self._result(epoch, self.status, verdict.reasons, saved, warm_starts=self.stages.warmed)
         self.journal.finished(self.result)
 
     def _has_ended(self, choice: Choice) -> bool:
-        """Whether the run has ended; then its objects are as its last epoch left them, and its result stands.
+        """Return True if the run has ended; then its objects are loaded and its result is set.
 
-        Nothing is written, and the log stays as it is. False when work is left: the end is not noted, or the
-        last epoch is damaged, so that an older one has to be trained on.
+        Nothing is written, and the log is unchanged. False if work is left: the end is not recorded, or the
+        last epoch is damaged, so that training resumes from an older one.
         """
         result, manager = ended_result(choice, self.look, self.job, self.session, self.journal), self.manager
         if result is None or manager is None:
@@ -234,7 +234,7 @@ class Life:
     # Starting
 
     def _open(self, choice: Choice) -> bool:
-        """Become the writer of the log, or do without where that may be; False: leave, not all is sent."""
+        """Take the log, or continue without it if allowed; False if not all is uploaded."""
         if self.manager is None:
             return True
         self.capturing.agree(self.peers, self.journal)
@@ -252,17 +252,16 @@ class Life:
         return complete
 
     def _begin_branch(self, choice: Choice) -> None:
-        """Rewind the log where the choice asks for it.
+        """Rewind the log if the choice requires it.
 
-        Only when the state stands: a start that fails before (objects that do not fit, a setup that
-        raises) must not have abandoned any epoch.
+        Only after the state is loaded: a launch that fails before must not abandon any epoch.
         """
         if self.manager is not None and choice.rewind:
             base = None if choice.epoch is None else Position(choice.epoch)
             self.manager.engine.ledger.rewind(self.peers, base, self.request.of_branch(choice))
 
     def _target(self, choice: Choice) -> Target | None:
-        """The proved position to load: exactly the explicit one, or the newest that can be proved."""
+        """Return the verified position to load: the explicit one, or the newest that verifies."""
         if self.manager is None or choice.start == "fresh":
             return None
         if choice.start == "explicit" and choice.epoch is not None:
@@ -270,7 +269,7 @@ class Life:
         return self.manager.engine.ledger.newest(self.peers, self.journal.warn)
 
     def _place_of_start(self, choice: Choice, target: Target | None) -> list[Any]:
-        """Where this start begins, as far as a later one can tell whether it got further."""
+        """Return the start position, by which a later launch detects progress."""
         if choice.rewind:
             return []
         branch = self.look.branch
@@ -280,7 +279,7 @@ class Life:
         return [branch, position.epoch, position.step, self.journal.tail_at(branch, position.epoch)]
 
     def set_up(self, target: Target | None) -> None:
-        """Run the setup group and bind the blobs, for a target that is to be loaded or for a fresh start."""
+        """Run the setup group and bind the blobs, for a target to load or a fresh start."""
         self._began = True
         bind_blobs(self.job, self.session, before_setup=True)
         self.stages.declare(self.job, None if target is None else target.manifest)
@@ -294,6 +293,7 @@ class Life:
         warn_of_bare_ddp(self.session, self.journal.warn)
 
     def _start_fresh(self, choice: Choice) -> StopVerdict:
+        """Run init and warm start, and save epoch 0."""
         self.session.run(self.job.init_group)
         self.stages.warm(self.session, self.journal)
         self.resumed.derive_streams()
@@ -302,19 +302,20 @@ class Life:
             self._begin_branch(choice)
             if not any(self.session.workspace(place.name).entries() for place in self.session.local_nodes):
                 self.journal.warn(
-                    "nothing is registered, so checkpoints hold random states only: give Job blobs"
+                    "nothing is registered, so checkpoints hold random states only: pass blobs to Job"
                 )
             if self.plan.save_initial:
                 self.saver.save(self.session, Position(0), self.facts(StopVerdict()))
         return StopVerdict()
 
     def _resume(self, choice: Choice, target: Target) -> StopVerdict:
+        """Load the target and begin the branch; returns the stored verdict."""
         manager = self.manager
         if manager is None:
             raise NotImplementedError  # a target comes from a manager
         nodes = {place.name for place in self.session.nodes}
         if unsaved := nodes.difference(self.nodes):
-            # they begin as in a new run; tasks of ranks may communicate
+            # they start as in a new run; their tasks may communicate
             self.session.run_on(self.job.init_group, unsaved if self.peers.size == 1 else nodes)
         older = choice.start == "newest"
         target = self.resumed.load(manager, self.nodes, target, self.journal, older=older)
@@ -323,7 +324,7 @@ class Life:
         self._begin_branch(choice)
         facts, epoch, inside = target.facts, target.position.epoch, not target.position.boundary
         self.resumed_from = epoch
-        self.saver.tell_loaded(self.session, target, self.look)
+        self.saver.report_loaded(self.session, target, self.look)
         self.resumed.take(manager, target)
         asked_for = choice.start == "explicit" and self.request.epoch is not None
         rewound = asked_for or (self.look.rewound and target.position == self.look.position)
@@ -336,7 +337,7 @@ class Life:
     # An epoch
 
     def _begin_epoch(self) -> None:
-        """Before the epoch's tasks, or what is left of them: here alone a place inside of tasks is known."""
+        """Prepare the epoch's tasks, or the rest of them: only here positions inside tasks are known."""
         if self.resumed.places:
             self.resumed.continue_epoch(self.saver.newest.step if self.saver.newest else 0)
         else:
@@ -345,7 +346,7 @@ class Life:
         self.state.tracked = self.job.epoch_group
         if self.run_directory is None:
             return
-        if len(self.session.local_nodes) == 1:  # emulated nodes come to their steps one after another
+        if len(self.session.local_nodes) == 1:  # emulated nodes take their steps one after another
             self.state.save_now = partial(
                 save_now, self.peers, self.state, self.requests, self.mid_epoch, self.journal
             )
@@ -356,7 +357,7 @@ class Life:
 
     @undivided(beyond=True)
     def _end_epoch(self) -> StopVerdict:
-        """Return whether the run stops; raises what no later save could survive (`Saver`)."""
+        """Return the verdict after an epoch; raises errors that no later save can survive (`Saver`)."""
         metrics = self.session.reduce_metrics()
         self.onlookers.reduced(self.state, metrics)
         verdict = ask_all(self.job, self.session)
@@ -374,7 +375,7 @@ class Life:
         return verdict
 
     def facts(self, verdict: StopVerdict) -> Facts:
-        """What a checkpoint remembers of the run as it is now."""
+        """Return the facts of the run that a checkpoint stores."""
         measured = dict(self.state.measured)
         return Facts(
             metrics=measured,
@@ -391,21 +392,21 @@ class Life:
     # Ending
 
     def _leave(self) -> RunResult:
-        """End a run that all processes agreed to interrupt, with its step saved where that can be.
+        """End a preempted run, with its step saved if possible.
 
-        Raises what of a save makes the run fail: a process that is lost, a directory that is another's.
+        Raises errors of a save that fail the run: a lost process, or a directory taken by another job.
         """
         self.saver.settle(self.session)
         secs = self.saver.longest_secs
         leave = agree_to_leave(self.session, self.state, self.requests, self.mid_epoch, secs)
         if leave.inside and leave.why_not is None:
-            self.mid_epoch.save(leave.position)  # one that fails has warned
+            self.mid_epoch.save(leave.position)  # a failure has warned
             self.saver.settle(self.session)
             done = self.saver.newest == leave.position
             leave = replace(leave, why_not=None if done else "the save failed")
         self.saver.finish(self.session)
         writer = self.manager.engine.ledger.writer if self.manager is not None else None
-        # FencedError where another job has the directory: its status is not ours to write
+        # FencedError if another job has the directory: then its status must not be written
         decide(self.peers, "leave for now: the log", (lambda: None) if writer is None else writer.check)
         resumes = self._untried is not None and self._untried.start == "newest"
         saved = self.look.position if resumes else self.saver.newest
@@ -416,7 +417,7 @@ class Life:
         return result
 
     def _secure(self, verdict: StopVerdict) -> None:
-        """The epochs are over: the last one is saved, or why it is not is raised."""
+        """After the last epoch: make sure that it is saved, or raise why it is not."""
         if verdict.asked is None and only_time_is_up(self.job, verdict):
             self.status = "STOPPED"
         self.requests.steps = False
@@ -425,7 +426,7 @@ class Life:
             self.saver.secure(self.session, Position(self.state.epoch), self.facts(verdict))
 
     def _run_tail(self) -> None:
-        """Upload, download, exit: each is noted as done; the next start begins at the first that is not."""
+        """Run upload, download and exit; the next launch begins at the first that is not recorded."""
         holding = self.manager.engine.ledger.holding if self.manager is not None else None
         branch, epoch = holding.branch if holding else 0, self.state.epoch
         parts = {
@@ -434,12 +435,12 @@ class Life:
             "exit": lambda: self.session.run(self.job.exit_group),
         }
         for part in self.journal.tail_left(branch, epoch):
-            go_on(self.peers, self.requests)
+            agree_on_requests(self.peers, self.requests)
             parts[part]()
             self.journal.tail_part_done(branch, epoch, part)
 
     def _upload(self) -> None:
-        """The upload gets the newest committed epoch."""
+        """Run the upload with the newest committed epoch."""
         if self.upload_builder is None:
             return
         saved = self.saver.newest_saved
@@ -453,6 +454,7 @@ class Life:
     def _result(
         self, epoch: int, status: Status, stop: tuple[str, ...], committed: int | None, **more: Any
     ) -> RunResult:
+        """Create the result of the run."""
         return RunResult(
             epoch,
             status=status,
@@ -465,11 +467,11 @@ class Life:
         )
 
     def _failed(self, error: BaseException) -> None:
-        """Note the failure; tasks for after a failure run only in a run that began."""
+        """Record the failure; tasks for failures run only if the run had begun."""
         from torchrelay.runners.distributed.world import why_of
 
         self._has_failed = True
-        with suppress(Exception):  # the failure is what has to be told
+        with suppress(Exception):  # the original failure must be reported
             self.capturing.finish(self.journal)
         self.saver.drain(self.session)
         code = self.session.code_of(error)
@@ -478,17 +480,19 @@ class Life:
             self.session.run_on_failure(self.job.exit_group, code)
 
     def _close(self) -> None:
-        with ExitStack() as stack:  # from the last to the first, whatever fails
+        """Close all parts, last to first, even if one fails."""
+        with ExitStack() as stack:  # last to first, even if one fails
             stack.callback(self.session.end)
             stack.callback(self.stored.close)
-            stack.callback(self._let_log_go)
+            stack.callback(self._release_log)
             stack.callback(self.state.leave_epoch)
             stack.callback(drop_wrappers)
             for part in (self.onlookers, self.recorder, self.guard):
                 stack.callback(part.close)
-            self.capturing.finish(self.journal)  # where no epoch came to its end
+            self.capturing.finish(self.journal)  # if no epoch was finished
 
-    def _let_log_go(self) -> None:
+    def _release_log(self) -> None:
+        """Finish background work and uploads, then release the log."""
         if self.manager is not None:
             self.manager.engine.wait(unguarded=True)
             self.manager.engine.say = None

@@ -1,8 +1,7 @@
-"""Saves of a run: what a failure means, saves by hand, the end of a process whose run another has taken.
+"""Saves of a run: handling of failures, manual saves, and the exit of a fenced process.
 
-Nothing of a process whose directory another job has taken can be saved any more, and the other job does its
-work. A save would tell, but the next one may be hours away; the writer's counter knows within a second, and
-tells it here.
+If another job has taken the directory, this process can save nothing more. The next save would detect that,
+but it may be hours away; the writer's counter detects it within a second and reports it here.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Saves through a manager; a failed save is a loud warning and a counter.
+    """Save through a manager; a failed save is a warning and is counted.
 
-    What makes every later save impossible too is raised: being fenced, losing a peer, and at
-    epoch 0 a blob that cannot be stored; where failures are limited, also the loss of the directory.
+    Errors that make every later save impossible are raised: fencing, a lost peer, at epoch 0 a blob that
+    cannot be stored, and with a limit of failures also the loss of the directory.
     """
 
     def __init__(self, manager: Manager | None, journal: Journal, max_failed: int | None) -> None:
@@ -47,15 +46,15 @@ class Saver:
         self.newest_saved: int | None = None
         """The newest whole epoch."""
         self.newest: Position | None = None
-        """The newest position, which may be inside of an epoch."""
+        """The newest position, possibly within an epoch."""
         self.longest_secs = 0.0
-        """What the longest save took here, so that a save before an end is begun in time."""
+        """Duration of the longest save, to start a save before an end in time."""
 
     def save(self, session: SessionBase, position: Position, facts: Facts) -> bool | None:
-        """Save, tell the handler, report the times. Returns whether the position is saved.
+        """Save, notify the handler, and report the times. Returns True if the position is saved.
 
-        None where that is not known yet: an asynchronous save is in flight until `settle`. What became
-        of the one before is told first.
+        None if that is unknown yet: an asynchronous save is in flight until `settle`. The outcome of the
+        previous one is handled first.
         """
         manager = self.manager
         if manager is None:
@@ -78,14 +77,14 @@ class Saver:
         except Exception as error:
             self._failed(position, error)
             return False
-        if manager.asynchronous and manager.engine.ledger.in_run:  # by hand it is written at once
+        if manager.asynchronous and manager.engine.ledger.in_run:  # a manual save is synchronous
             return None
         self._took(position, time.monotonic() - began)
         self._saved(session, manager, position)
         return True
 
     def settle(self, session: SessionBase) -> None:
-        """Wait for the save in flight and treat its outcome as that of any save; all processes together."""
+        """Wait for the save in flight and handle its outcome; all processes together."""
         if self.manager is None:
             return
         self.journal.replicated(self.manager.take_replicated())
@@ -98,25 +97,25 @@ class Saver:
                 self._saved(session, self.manager, outcome.position)
 
     def secure(self, session: SessionBase, last: Position, facts: Facts) -> None:
-        """A run directory whose last epoch is not saved is not finished: try once more, then say so."""
+        """For a run directory: retry a missing save of the last epoch, and raise an error if it fails."""
         if self.newest_saved == last.epoch:
             return
         self.save(session, last, facts)
         self.settle(session)
         if self.newest_saved != last.epoch:
             raise SaveFailedError(
-                f"the epochs are over, but the last one, epoch {last}, could not be saved (see warnings): "
-                "mend the cause and start again, the run goes on from its newest saved epoch"
+                f"all epochs are done, but the last one, epoch {last}, could not be saved (see warnings): "
+                "fix the cause and run the same command, which resumes from the newest saved epoch"
             )
 
     def finish(self, session: SessionBase) -> None:
-        """Return when saves and what follows from them are done; all processes together."""
+        """Wait until saves and their follow-up work are done; all processes together."""
         if self.manager is not None:
             self.manager.finish(session)
             self.journal.replicated(self.manager.take_replicated())
 
     def drain(self, session: SessionBase) -> None:
-        """Wait for the save in flight after a failure of the run: without the others, and it only warns."""
+        """After a failure of the run: wait for the save in flight without other ranks; it only warns."""
         if self.manager is None:
             return
         for outcome in self.manager.settle():
@@ -126,39 +125,42 @@ class Saver:
                 self._saved(session, self.manager, outcome.position)
 
     def _took(self, position: Position, secs: float) -> None:
+        """Record the duration of a save."""
         self.longest_secs = max(self.longest_secs, secs)
         self.journal.progress.saved(position, secs)
 
     def _failed(self, position: Position, error: Exception) -> None:
+        """Handle a failed save: warn and count, or raise."""
         if isinstance(error, (FencedError, PeerError)):
             raise error
         if isinstance(error, LostDirectoryError) and self.max_failed is not None:
-            raise error  # it will not come back by trying
+            raise error  # retrying will not bring it back
         if position == Position(0) and isinstance(error, UsageError):
             raise error
         self.failed_in_a_row += 1
         self.journal.save_failed(position, error, self.failed_in_a_row)
         if self.max_failed is not None and self.failed_in_a_row >= self.max_failed:
             raise SaveFailedError(
-                f"{self.failed_in_a_row} saves failed in a row, the last one: {error}. Mend what it names "
-                "and start again (max_failed_saves sets the number)"
+                f"{self.failed_in_a_row} saves failed in a row, the last one: {error}. Fix the cause and run "
+                "the same command (max_failed_saves sets the limit)"
             ) from error
 
     def _saved(self, session: SessionBase, manager: Manager, position: Position) -> None:
+        """Handle a successful save."""
         self.failed_in_a_row = 0
         self.newest = position
-        if position.boundary:  # nobody outside is told of others
+        if position.boundary:  # handlers are not notified of others
             self.newest_saved = position.epoch
-            self._tell_epoch(session, manager, position.epoch)
+            self._notify_saved(session, manager, position.epoch)
             report_stats(session, manager, "checkpoint_save", self.journal.warn)
 
-    def _tell_epoch(self, session: SessionBase, manager: Manager, epoch: int) -> None:
-        """The handler learns of a saved epoch."""
+    def _notify_saved(self, session: SessionBase, manager: Manager, epoch: int) -> None:
+        """Notify the handler of a saved epoch."""
         write = partial(manager.write_checkpoint_metadata, epoch)
-        tell_handler(session, f"write of epoch {epoch}", write, self.journal.warn)
+        notify_handler(session, f"write of epoch {epoch}", write, self.journal.warn)
 
-    def tell_loaded(self, session: SessionBase, target: Target, look: Look) -> None:
-        """Report the load; write the newest epoch again: a crash may have come between commit and write."""
+    def report_loaded(self, session: SessionBase, target: Target, look: Look) -> None:
+        """Report the load, and repeat the handler's write: a crash may have come before it."""
         epoch, manager = target.position.epoch, self.manager
         inside = not target.position.boundary
         self.newest, self.newest_saved = target.position, look.whole if inside else epoch
@@ -166,18 +168,18 @@ class Saver:
             return
         report_stats(session, manager, "checkpoint_load", self.journal.warn)
         if look.epoch == epoch and not inside:
-            self._tell_epoch(session, manager, epoch)
+            self._notify_saved(session, manager, epoch)
 
 
 def report_stats(session: SessionBase, manager: Manager, action: str, warn: Callable[[str], None]) -> None:
-    """Give the handler the times of the last save or load."""
-    tell_handler(session, f"report of {action}", lambda: manager.report_checkpoint_stats(action), warn)
+    """Pass the times of the last save or load to the handler."""
+    notify_handler(session, f"report of {action}", lambda: manager.report_checkpoint_stats(action), warn)
 
 
-def tell_handler(
+def notify_handler(
     session: SessionBase, what: str, tell: Callable[[], None], warn: Callable[[str], None]
 ) -> None:
-    """Call the metadata handler, on rank 0 only; a failure of it degrades to a warning."""
+    """Call the metadata handler on rank 0; a failure is only a warning."""
     if session.peers.rank != 0:
         return
     try:
@@ -187,15 +189,15 @@ def tell_handler(
 
 
 GRACE_SECS = 6.0
-"""For the process to end by itself; a busy machine leaves room to be gone within 15 all the same."""
+"""Time for the process to exit by itself, so that even on a busy machine it is gone within 15 s."""
 
 
 class FenceGuard:
-    """Guards one train call, until `close`.
+    """Guard one train call, until `close`.
 
-    A fenced process raises FencedError at its next step; the ranks of a launched job hear of it as of any
-    failure. What has not ended after the grace is ended with FencedError's code, but for an interactive
-    interpreter, which is more than this job.
+    A fenced process raises FencedError at its next step; other ranks are notified as of any failure. A
+    process that has not exited after the grace period is ended with FencedError's exit code, except
+    interactive interpreters.
     """
 
     def __init__(
@@ -205,15 +207,16 @@ class FenceGuard:
         self._over = threading.Event()
 
     def fenced(self, error: FencedError) -> None:
-        """Told by the writer's counter; returns at once."""
+        """Handle the writer's notification; returns at once."""
         self._state.fenced = error
-        threading.Thread(target=self._see_to_it, args=(error,), name="torchrelay-fence", daemon=True).start()
+        threading.Thread(target=self._enforce, args=(error,), name="torchrelay-fence", daemon=True).start()
 
     def close(self) -> None:
-        """The train call is over."""
+        """End the train call."""
         self._over.set()
 
-    def _see_to_it(self, error: FencedError) -> None:
+    def _enforce(self, error: FencedError) -> None:
+        """Report the error, and end the process after the grace period."""
         shown = f"{type(error).__name__}: {error}"
         world = current_world()
         known = world is not None and world.blame("the checkpoint log", error, shown)
@@ -225,15 +228,15 @@ class FenceGuard:
 
 
 def save_by_hand(life: Life, manager: Manager, epoch: int) -> bool:
-    """Save the nodes of the life's session as `epoch`; a failure is a warning. Returns whether it is.
+    """Save the nodes of the session as `epoch`; returns True if saved, a failure is a warning.
 
-    Raises UsageError on all processes where they were given different epochs.
+    Raises UsageError on all processes if they pass different epochs.
     """
-    told = life.session.peers.exchange("epoch to save", epoch)
-    if differing := [f"{one} on rank {rank}" for rank, one in enumerate(told) if one != told[0]]:
+    epochs = life.session.peers.exchange("epoch to save", epoch)
+    if differing := [f"{one} on rank {rank}" for rank, one in enumerate(epochs) if one != epochs[0]]:
         raise UsageError(
-            f"the ranks would save different epochs, {told[0]} on rank 0 and {differing[0]}: give "
-            "all the same number"
+            f"the ranks would save different epochs, {epochs[0]} on rank 0 and {differing[0]}: pass the same "
+            "number on all"
         )
     ledger, run = manager.engine.ledger, life.run_directory
     within_train = ledger.holding is not None
@@ -255,15 +258,15 @@ def save_by_hand(life: Life, manager: Manager, epoch: int) -> bool:
 
 
 def load_best(life: Life, manager: Manager) -> int:
-    """Load the best epoch into the objects of the life's job; return its number.
+    """Load the best epoch into the job's objects and return its number.
 
-    A session that holds them not yet is set up first, as by any start. Random states and gradients stay.
+    A session that does not hold them is set up first. Random states and gradients are unchanged.
     """
     from torchrelay.checkpoint.load.open import place_of, verified_entry
 
     session, engine, run, best = life.session, manager.engine, life.run_directory, life.plan.best
     if best is None:
-        raise UsageError("load_best needs to know what is best: give JobRunner best=('val/acc', 'max')")
+        raise UsageError("load_best needs a metric: pass JobRunner best=('val/acc', 'max')")
     session.place(life.job.nodes())
     manager.bind(life.job, default_name=run.name if run else None)
 
@@ -272,7 +275,7 @@ def load_best(life: Life, manager: Manager) -> int:
         proof = verified_entry(place, engine.ledger.view(), wanted("best"), best, life.journal.warn)
         return proof.entry.position.epoch
 
-    engine.ledger.look(session.peers)  # where hosts have logs of their own this finds the one that counts
+    engine.ledger.look(session.peers)  # with local logs per host this finds the authoritative one
     epoch = int(decide(session.peers, "best epoch", choose, by=engine.ledger.reader))
     target = engine.ledger.prove(session.peers, epoch, whole=False)
     engine.say = life.journal.say
@@ -289,6 +292,6 @@ def load_best(life: Life, manager: Manager) -> int:
         engine.say = None
         session.end()
     lost = ", ".join(sorted(target.lost_blobs & {blob.name for blob in life.job.blobs}))
-    gone = f"; {lost} stays as it is, because keep_optimizer_last removed its state" if lost else ""
+    gone = f"; {lost} is unchanged, because keep_optimizer_last deleted its state" if lost else ""
     life.journal.say(f"loaded epoch {epoch}, the best by {best[0]}{gone}")
     return epoch

@@ -1,10 +1,9 @@
-"""Before a run begins: what is checked, which attempt it is, its position, and its blobs in workspaces.
+"""Checks before a run begins, the number of the attempt, its start position, and binding of blobs.
 
-What is checked before the user's first task changes nothing anywhere and leaves nothing behind.
+Checks before the user's first task change nothing and leave nothing behind.
 
-A start that dies is started again by a launcher, a scheduler or a script, in the next one the same may happen
-at the same place, and so on for days. What counts is where a start begins: one that begins at the place of
-the one before got no further than that, whatever ended it.
+A launch that dies may be restarted automatically and die at the same position, for days. An attempt that
+starts at the same position as the previous one made no progress.
 """
 
 from __future__ import annotations
@@ -63,13 +62,13 @@ PROBE_BYTES = 1 << 20
 def check_before_start(
     job: Job, session: SessionBase, run: RunDirectory | None, single_writer: SingleWriter = None
 ) -> None:
-    """Check what can be known before anything runs; raises UsageError or StorageError on all ranks."""
+    """Check everything that is known before a start; raises UsageError or StorageError on all ranks."""
     known = [place.name for place in session.nodes]
     unknown = [name for name in job.nodes_to_checkpoint() if name not in known]
     if unknown:
         raise UsageError(
             f"nodes_to_checkpoint names {', '.join(unknown)}, but the nodes are {', '.join(known)}: "
-            "name nodes that run, or leave it out"
+            "use the names of existing nodes"
         )
     together(session.peers, "check blobs", lambda: check_blobs(job))
     if run is not None:
@@ -77,9 +76,9 @@ def check_before_start(
 
 
 def check_blobs(job: Job) -> None:
-    """Try to list the leaves of every object that exists already; raises BlobError with the path.
+    """List the leaves of every existing object; raises BlobError with the path.
 
-    Modules and optimizers are left to the first save: `setup` may still materialise them.
+    Modules and optimizers are checked at the first save: `setup` may still materialise them.
     """
     for blob in job.blobs:
         if blob.is_factory or blob.scope is Scope.TRANSIENT or isinstance(blob.source, nn.Module):
@@ -96,7 +95,7 @@ def check_blobs(job: Job) -> None:
 def check_run_directory(
     run: RunDirectory, job: Job, session: SessionBase, single_writer: SingleWriter = None
 ) -> None:
-    """Refuse a directory that is a file, read-only, full, of another job, or not seen by all hosts."""
+    """Raise an error for a directory that is unusable, of another job, or not shared by all hosts."""
     peers = session.peers
 
     def check() -> None:
@@ -106,20 +105,20 @@ def check_run_directory(
 
     together(peers, "check the run directory", check)
     if run.url is not None:
-        return  # its store was tried before its files were brought from there
+        return  # its store was checked before the download
     with _probe(run.path, peers, single_writer) as probe:
         seen = peers.exchange("run directory seen", [session.local_nodes[0].host, _appears(probe)])
     blind = sorted({host for host, sees in seen if not sees})
     if blind:
         raise UsageError(
-            f"the run directory {run.path} of {seen[0][0]} is not the one that {', '.join(blind)} sees: "
+            f"the run directory {run.path} on {seen[0][0]} differs from the one on {', '.join(blind)}: "
             "choose a directory that all hosts share"
         )
 
 
 @contextmanager
 def _probe(directory: Path, peers: Peers, single_writer: SingleWriter) -> Iterator[Path]:
-    """A file of rank 0 in the directory while all look for it; made directories vanish again."""
+    """Create a file on rank 0 that all ranks look for; created directories are removed again."""
     nonce = peers.exchange("probe", secrets.token_hex(8))[0]
     probe = directory / f".probe-{nonce}"
     made: list[Path] = []
@@ -133,7 +132,7 @@ def _probe(directory: Path, peers: Peers, single_writer: SingleWriter) -> Iterat
             except OSError as error:
                 raise StorageError(
                     f"the run directory {directory} cannot be used: {error.strerror}; "
-                    "choose a writable place with free space"
+                    "choose a writable directory with free space"
                 ) from error
             check_exclusion(LocalStorage(directory, single_writer=single_writer))
 
@@ -151,7 +150,7 @@ def _probe(directory: Path, peers: Peers, single_writer: SingleWriter) -> Iterat
 
 
 def _appears(probe: Path) -> bool:
-    """Whether the file is seen in time; listing the directory refreshes what NFS remembers of it."""
+    """Wait for the file; listing the directory refreshes NFS caches."""
     deadline = time.monotonic() + VISIBLE_WITHIN_SECS
     while True:
         with suppress(OSError):
@@ -163,24 +162,24 @@ def _appears(probe: Path) -> bool:
 
 
 _PROCESS = uuid.uuid4().hex
-"""Drawn at the first import; processes that are forked later share it."""
+"""Drawn at the first import; processes forked later share it."""
 
 
 def this_process() -> str:
-    """Tells requests of this process from those of an earlier one, also where both are forks of one."""
+    """Return an id of this process that distinguishes forks."""
     return f"{_PROCESS}.{os.getpid()}"
 
 
 @dataclass(frozen=True)
 class StartRequest:
-    """What the caller of `train` asks for; alike on all ranks, or refused."""
+    """The start that the caller of `train` requests; identical on all ranks."""
 
     epoch: int | None
     resume: Resume
     again: bool
 
     def of_branch(self, choice: Choice) -> dict[str, Any]:
-        """What a branch that begins by a choice remembers, so that the next process knows it again."""
+        """Return the record of a branch, by which a later process recognises it."""
         by_user = {"by": "user"} if self.epoch is not None else {}
         return {"epoch": choice.epoch, "process": this_process(), **by_user}
 
@@ -188,9 +187,9 @@ class StartRequest:
 def look_and_choose(
     request: StartRequest, job: Job, session: SessionBase, manager: Manager | None, journal: Journal
 ) -> tuple[Choice, Look]:
-    """The position to begin from, alike on all processes, and what the log said.
+    """Choose the start position, identical on all processes; returns it with the state of the log.
 
-    Raises UsageError and the errors of the checks; DamagedError or UnknownEpochError for an explicit epoch.
+    Raises UsageError and errors of the checks; DamagedError or UnknownEpochError for an explicit epoch.
     """
     job.check()
     session.place(job.nodes())
@@ -199,7 +198,7 @@ def look_and_choose(
     if manager is None:
         if request.epoch is not None:
             raise UsageError(
-                f"epoch {request.epoch} was asked for, but nothing is saved: give JobRunner a run "
+                f"epoch {request.epoch} was requested, but nothing is saved: pass JobRunner a run "
                 "directory or a manager"
             )
         return Choice("fresh"), Look()
@@ -216,7 +215,7 @@ def look_and_choose(
         branch_request=look.request,
         epochs_over=(verdict := _verdict_at(look, job, session)) is not None and verdict.stop,
     )
-    # Rank 0 chooses for all: which process began a branch is known by rank 0's identity alone.
+    # Rank 0 chooses for all: a branch records the identity of its rank 0 only.
     choice = Choice(**decide(peers, "choose", lambda: asdict(choose(wish, past))))
     if choice.epoch is not None:
         manager.engine.ledger.check(peers, choice.epoch)
@@ -226,7 +225,7 @@ def look_and_choose(
 def ended_result(
     choice: Choice, look: Look, job: Job, session: SessionBase, journal: Journal
 ) -> RunResult | None:
-    """The result of a run whose end is noted; None when work is left, be it the note."""
+    """Return the result of a run whose end is recorded; None if work is left, even if only the record."""
     if look.rest or choice.start != "newest" or look.facts is None or look.epoch is None:
         return None
     verdict = _verdict_at(look, job, session)
@@ -244,14 +243,14 @@ def ended_result(
 
 
 def _verdict_at(look: Look, job: Job, session: SessionBase) -> StopVerdict | None:
-    """Whether the epochs are over at the newest entry of the current branch; None where there is none."""
+    """Return the verdict at the newest entry of the current branch; None without one."""
     if look.facts is None or look.epoch is None:
         return None
     return over_there(session, job, look.facts, look.epoch, inside=look.step > 0, rewound=look.rewound)
 
 
 def _check_requests(request: StartRequest, peers: Peers) -> None:
-    """Raise UsageError on all ranks where they ask for different starts."""
+    """Raise UsageError on all ranks if they request different starts."""
     asked = peers.exchange("start: requests", asdict(request))
     if any(one != asked[0] for one in asked):
         texts = [
@@ -262,14 +261,14 @@ def _check_requests(request: StartRequest, peers: Peers) -> None:
         ]
         more = f"; {len(texts) - 8} more" if len(texts) > 8 else ""
         raise UsageError(
-            f"the ranks ask for different starts ({'; '.join(texts[:8])}{more}): give all ranks the same"
+            f"the ranks request different starts ({'; '.join(texts[:8])}{more}): pass the same on all ranks"
         )
 
 
 def _wish(
     request: StartRequest, manager: Manager, nodes: Sequence[str], peers: Peers, *, in_directory: bool
 ) -> ResumeRequest:
-    """Ask the handler, on rank 0 only; beside a run directory it decides only where it says so."""
+    """Ask the handler, on rank 0; for a run directory it decides only if it says so."""
     handler = manager.metadata_handler
     decides = handler is not None and bool(getattr(handler, "decides", not in_directory))
 
@@ -290,7 +289,7 @@ def _wish(
 
 
 def _told_of(journal: Journal) -> int | None:
-    """The newest epoch that the run's metrics tell of as saved; what cannot be read tells of none."""
+    """Return the newest epoch that the run's metrics record as saved, if any."""
     if journal.run is None or journal.peers.rank != 0:
         return None
     lines: list[dict[str, Any]] = []
@@ -303,31 +302,29 @@ MAX_ATTEMPTS = 3
 
 
 def check_attempts(peers: Peers, journal: Journal, place: list[Any], most: int | None) -> int:
-    """Note where this start begins, and return which one of the run it is; all processes together.
+    """Record the start position, and return the number of this attempt; all processes together.
 
-    `place` is as far as a later start can tell whether it got further: branch, epoch, step, parts of the
-    tail; it is empty for a start that rewinds, each of which begins a branch. Raises NoProgressError where
-    `most` before it have begun there too. Not counted are starts that somebody ended by Ctrl-C, and those
-    that were used wrongly.
+    `place` identifies progress: branch, epoch, step, final parts; it is empty for a rewind, which begins a
+    branch. Raises NoProgressError if `most` earlier attempts in a row started there too. Attempts ended by
+    Ctrl-C or by a usage error do not count.
     """
     attempt, before = decide(peers, "attempts", lambda: journal.attempts_before(place))
     if most is not None and before >= most:
         journal.uncount()
         where = f"epoch {Position(*place[1:3])}" if place and place[1] is not None else "the beginning"
         raise NoProgressError(
-            f"{before} starts in a row began at {where} in {journal.where} and got no further: "
-            f"`torchrelay show` tells what ended them; mend it, and start with "
+            f"{before} launches in a row started at {where} in {journal.where} and made no progress: see "
+            f"`torchrelay show` for their errors, fix the cause, and launch with "
             f"--max-attempts {before + most} (or max_attempts=; 0 for no limit)"
         )
     return int(attempt)
 
 
 def bind_blobs(job: Job, session: SessionBase, *, before_setup: bool) -> None:
-    """Register the blobs of each hosted node: objects before the setup group runs, the rest after.
+    """Register the blobs of each hosted node: objects before the setup group, factories after it.
 
-    Factories run after it, because an optimizer can only be built once `setup` has materialised its
-    module. A registry is frozen once everything is bound. What an earlier job of the session had
-    registered is forgotten, so that it is not taken for state of this one.
+    Factories run later because an optimizer needs the module that `setup` materialises. The registry is
+    frozen once everything is bound. Blobs of an earlier job of the session are forgotten.
     """
     if before_setup:
         job.blobs.begin_setup()
@@ -337,6 +334,7 @@ def bind_blobs(job: Job, session: SessionBase, *, before_setup: bool) -> None:
 
 
 def _bind_all(job: Job, session: SessionBase, *, before_setup: bool) -> None:
+    """Bind the blobs of all hosted nodes."""
     for place in session.local_nodes:
         workspace = session.workspace(place.name)
         if before_setup:
@@ -354,9 +352,9 @@ def _bind_all(job: Job, session: SessionBase, *, before_setup: bool) -> None:
 
 
 def bind_for_load(job: Job, session: SessionBase, names: Iterable[str]) -> None:
-    """Register what a load of these blobs fills in, where a session has nothing of these names.
+    """Register what a load of these blobs needs, if a session does not have it.
 
-    Factories are called in their order, as one may need what an earlier one has made.
+    Factories are called in order, as one may need the result of an earlier one.
     """
     asked = [name.rpartition(":")[2] for name in names]
 
@@ -367,7 +365,7 @@ def bind_for_load(job: Job, session: SessionBase, names: Iterable[str]) -> None:
     def bind() -> None:
         makes = any(blob.is_factory and means(blob) for blob in job.blobs)
         alone = len(session.local_nodes) == 1
-        # Objects that are not asked for name the parameters of an optimizer that is.
+        # Optimizers need the names of parameters of other objects.
         wanted = [one for one in job.blobs if means(one) or makes or (alone and not one.is_factory)]
         for place in session.local_nodes:
             workspace = session.workspace(place.name)
@@ -379,6 +377,7 @@ def bind_for_load(job: Job, session: SessionBase, names: Iterable[str]) -> None:
 
 
 def _bind(blob: Blob, session: SessionBase, workspace: Workspace) -> None:
+    """Bind one blob in a workspace."""
     if blob.is_factory:
         with session.on_node(workspace.node):
             ctx = session.context(workspace.node)
@@ -395,34 +394,34 @@ def _bind(blob: Blob, session: SessionBase, workspace: Workspace) -> None:
         return
     if several and not getattr(blob.source, "shared_by_nodes", False):
         raise UsageError(
-            f"blob {blob.name!r} is one object, and {len(session.local_nodes)} nodes run in this process: "
-            f"give a factory, for example {blob.name}=lambda ctx: ..., so that each node has its own"
+            f"blob {blob.name!r} is one object, but {len(session.local_nodes)} nodes run in this process: "
+            f"pass a factory, for example {blob.name}=lambda ctx: ..., so that each node has its own"
         )
     workspace.register(blob, blob.source)
 
 
 def _unchanged(blob: Blob) -> Callable[[], None]:
-    """Every node has a copy of a container: refuse changes of the object itself, which no node has."""
+    """Return a check that a container, of which each node has a copy, is not changed itself."""
     try:
         before = encode(blob.source, blob.name)
-    except BlobError:  # the save says what cannot be stored
+    except BlobError:  # the save reports what cannot be stored
         return lambda: None
 
     def check() -> None:
         if encode(blob.source, blob.name) != before:
             raise UsageError(
-                f"blob {blob.name!r} was changed, but several nodes run in this process and each has a copy "
-                f"of its own: change ctx[{blob.name!r}], or give a factory, {blob.name}=lambda ctx: ..."
+                f"blob {blob.name!r} was changed, but several nodes run in this process and each has its own "
+                f"copy: change ctx[{blob.name!r}], or pass a factory, {blob.name}=lambda ctx: ..."
             )
 
     return check
 
 
 def warn_of_bare_ddp(session: SessionBase, warn: Callable[[str], None]) -> None:
-    """Bare DDP regroups its buckets after the first step; on three and more ranks sums then differ."""
+    """Warn about bare DDP, whose sums differ after a resume on three and more ranks."""
     if len(session.nodes) > 2 and bare_ddp_instances():
         warn(
             "a module is wrapped in bare DistributedDataParallel: on more than 2 ranks a resumed run "
-            "ends in other bits; use torchrelay.data_parallel(module), or find_unused_parameters=True, "
+            "is not bit-identical; use torchrelay.data_parallel(module), or find_unused_parameters=True, "
             "for an exact resume"
         )

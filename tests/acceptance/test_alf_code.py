@@ -148,7 +148,7 @@ def test_source_that_cannot_be_archived_never_fails_a_run_by_itself(tmp_path: Pa
     before = getattr(main_module, "__file__", None), getattr(main_module, "__spec__", None)
     main_module.__file__, main_module.__spec__ = str(script / "train.py"), None
     try:
-        with pytest.warns(UserWarning, match="its source is not archived: the source has 35 files"):
+        with pytest.warns(UserWarning, match="the source is not archived.*: the source has 35 files"):
             train(tmp_path / "run", None)
         with pytest.raises(UsageError, match="more than the limit"):
             train(tmp_path / "other", script)
@@ -166,7 +166,7 @@ def test_tests_and_notebooks_have_no_source_by_default(tmp_path: Path) -> None:
     (captured,) = captures(tmp_path / "run")
     assert captured["code"] == {
         "id": None,
-        "why": "there is no script of a user's, as in a notebook; name the source with code=",
+        "why": "no user script was found, as in a notebook; name the source with code=",
     }
     train(tmp_path / "off", False)
     assert json.loads((tmp_path / "off/captured.0.json").read_text())["code"]["why"] == "code=False"

@@ -103,9 +103,9 @@ def test_alf_17_any_job_with_a_function_that_makes_its_model(
     code, told = verified(tmp_path / "run", capsys)
     assert code == 0, told
     for wrong in (lambda: model, model, 3):
-        with pytest.raises(UsageError, match="function or class of a file"):
+        with pytest.raises(UsageError, match="function or class in a file"):
             JobRunner(job, tmp_path / "other", replay={"model": wrong})
-    with LocalSession() as session, pytest.raises(UsageError, match="no registered module"):
+    with LocalSession() as session, pytest.raises(UsageError, match="not a registered module"):
         JobRunner(job, tmp_path / "other", code=False, replay={"modle": made}).train(session)
 
 

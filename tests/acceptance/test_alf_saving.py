@@ -204,7 +204,7 @@ def test_alf_12_and_18_by_the_keys_of_a_configuration(tmp_path: Path) -> None:
     model.write_text(model.read_text().replace(" + [][0]", ""))
     assert run(tmp_path)["train1"] == 2
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(StepFailedError, match="save_signal is 'SIGTERM'"):
+    with pytest.raises(StepFailedError, match="invalid save_signal='SIGTERM'"):
         run(tmp_path, "runner.train1.save_signal=SIGTERM")
 
 

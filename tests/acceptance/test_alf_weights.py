@@ -121,7 +121,7 @@ def test_alf_1_everything_may_be_kept(runs: Path, tmp_path: Path) -> None:
 def test_alf_7_other_upstreams_than_those_of_the_start_are_told(runs: Path, tmp_path: Path) -> None:
     """A run that resumes and is asked for another upstream goes on as it was begun, with a warning."""
     run_stage(tmp_path / "b", {"model": Net()}, epochs=1, upstream={"a": runs / "a"}, init_from="a")
-    with pytest.warns(UserWarning, match=r"built on a=.*a, not on a=.*a@1"):
+    with pytest.warns(UserWarning, match=r"built on a=.*a; upstream=a=.*a@1 has no effect"):
         run_stage(tmp_path / "b", {"model": Net()}, upstream={"a": f"{runs}/a@1"}, init_from="a")
 
 
@@ -208,11 +208,11 @@ def test_alf_8_without_strict_it_is_reported(runs: Path, tmp_path: Path) -> None
         ({"low": "a"}, InitFrom("low", into="model.encodr"), "did you mean 'model.encoder'"),
         ({"low": "a"}, InitFrom("low", into="model", prefix="modle", strict=False), "did you mean 'model'"),
         ({"low": Upstream("a", keep="modle")}, (), "did you mean 'model'"),
-        ({"low": Upstream("a", keep="trainer_0:rng.torch")}, (), "one node's own"),
+        ({"low": Upstream("a", keep="trainer_0:rng.torch")}, (), "belongs to one node"),
         ({"lineage": "a"}, (), "is taken"),
         ({"low": Upstream("a", keep=3)}, (), "expected a name, a pattern"),  # type: ignore[arg-type]
-        ({"low": ""}, (), "give a run"),
-        ("a", (), "give runs by alias"),
+        ({"low": ""}, (), "expected 'runs/expert@best'"),
+        ("a", (), "invalid upstream='a'"),
     ],
 )
 def test_alf_8_slips_are_told_with_what_was_meant(
@@ -234,10 +234,10 @@ def test_alf_8_slips_are_told_with_what_was_meant(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"prefix": "x"}, "give into= as well"),
+        ({"prefix": "x"}, "pass into= as well"),
         ({"rename": "x"}, "new names by old ones"),
         ({"exclude": 3}, "expected a name, a pattern"),
-        ({"into": "x", "include_optimizer": True}, "leave into= out"),
+        ({"into": "x", "include_optimizer": True}, "remove into="),
     ],
 )
 def test_alf_8_options_that_cannot_be_are_refused_at_once(options: dict[str, Any], told: str) -> None:
@@ -253,7 +253,7 @@ def test_alf_8_ranks_that_build_on_different_runs_are_refused(runs: Path) -> Non
         peers = [session.peers for session in paired_sessions(3)]
         ended = [pool.submit(open_sources, *one) for one in zip(given, peers, strict=True)]
         for one in ended:
-            with pytest.raises(UsageError, match="rank 2 names other upstream runs"):
+            with pytest.raises(UsageError, match="rank 2 has other upstream="):
                 one.result(30)
         ended = [pool.submit(open_sources, given[0], one) for one in peers]
         assert [one.result(30)["a"].checkpoint.epoch for one in ended] == [1, 1, 1]

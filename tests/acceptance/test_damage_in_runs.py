@@ -195,7 +195,7 @@ def test_checkpoints_that_are_away_are_missed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     start(run, 2)
     (run / "checkpoints").rename(tmp_path / "away")
-    with pytest.raises(NoProvableEpochError, match=r"tells of epoch 2 as saved.*--resume never"):
+    with pytest.raises(NoProvableEpochError, match=r"records epoch 2 as saved.*--resume never"):
         start(run, 2)
     assert start(run, 2, resume="never")[2] == [1, 2]
     assert start(run, 3)[2] == [3]

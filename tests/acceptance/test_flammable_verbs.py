@@ -405,5 +405,5 @@ def test_a_verb_runs_no_job_of_a_plain_script(
         except SystemExit as end:  # main() of JobRunner ends the process
             code = end.code
         said = capsys.readouterr().err
-        assert code == 2 and f"{script} trains a job by itself (JobRunner): start it with python" in said
+        assert code == 2 and f"{script} trains a job itself (JobRunner): start it with python" in said
         assert "Traceback" not in said and not (tmp_path / "run").exists()

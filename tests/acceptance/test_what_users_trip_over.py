@@ -80,5 +80,5 @@ def test_a_job_without_blobs_is_told_that_nothing_is_kept(tmp_path: Path) -> Non
 def test_a_run_directory_with_other_things_in_it_is_told(tmp_path: Path) -> None:
     """A run that begins inside of a source tree, say, names what lies there."""
     (tmp_path / "setup.py").write_text("mine")
-    with pytest.warns(UserWarning, match=r"held other things already \(setup\.py\)"):
+    with pytest.warns(UserWarning, match=r"already contains other files \(setup\.py\)"):
         JobRunner(job_with(torch.optim.SGD, 1), tmp_path).train(LocalSession())

@@ -282,9 +282,9 @@ def test_things_of_another_kind(tmp_path: Path) -> None:
     """A job, session or place of another type is named, not stumbled over."""
     runner = JobRunner(Trial().job, tmp_path / "run")
     works = {
-        "job is None": lambda: JobRunner(None, tmp_path / "run"),  # type: ignore[arg-type]
-        "session is 'local'": lambda: runner.train("local"),  # type: ignore[arg-type]
-        "where is a run directory": lambda: JobRunner(Trial().job, 3),  # type: ignore[arg-type]
+        "invalid job=None": lambda: JobRunner(None, tmp_path / "run"),  # type: ignore[arg-type]
+        "invalid session='local'": lambda: runner.train("local"),  # type: ignore[arg-type]
+        "expected a run directory": lambda: JobRunner(Trial().job, 3),  # type: ignore[arg-type]
         "list of blob names": lambda: runner.load_blobs_from_checkpoints("w", 1, LocalSession()),  # type: ignore[arg-type]
     }
     for words, work in works.items():

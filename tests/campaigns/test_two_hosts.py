@@ -74,7 +74,7 @@ def test_a_run_directory_that_one_host_does_not_share_is_refused(pair, tmp_path)
     shared.mkdir()
     seen = two_hosts.launch(pair, shared / "run", tmp_path, private={"beta": shared})
     assert 0 not in seen.codes.values(), seen
-    refused = seen.having("of alpha is not the one that beta sees: choose a directory that all hosts share")
+    refused = seen.having("on alpha differs from the one on beta: choose a directory that all hosts share")
     assert len(refused) >= 4, seen
     assert not seen.having("epoch 1")
     assert list(shared.iterdir()) == []

@@ -91,5 +91,5 @@ def test_a_setting_that_cannot_be_is_refused(tmp_path: Path) -> None:
     """By name; and it belongs to the manager where there is one."""
     with pytest.raises(UsageError, match="share_reads"):
         CheckpointManager(tmp_path, "trainer_0", share_reads=1)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="share_reads belongs to a run directory"):
+    with pytest.raises(UsageError, match="share_reads needs a run directory"):
         JobRunner(RelayJob(), MultiNodeCheckpointManager(tmp_path), share_reads=True)

@@ -464,7 +464,7 @@ def test_handlers_that_are_none(tmp_path: Path) -> None:
             JobRunner(Job("told"), tmp_path / "run", metadata_handler=wrong)  # type: ignore[arg-type]
     handler = SqlHandler("sqlite:///x.db")
     assert isinstance(handler, MetadataHandler)
-    with pytest.raises(UsageError, match="give it to the manager"):
+    with pytest.raises(UsageError, match="pass it to the manager"):
         JobRunner(Job("told"), MultiNodeCheckpointManager(tmp_path), metadata_handler=handler)
 
 

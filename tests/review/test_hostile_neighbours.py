@@ -179,7 +179,7 @@ def test_a_tracker_that_never_returns_is_given_up(
     job = Job("stuck", blobs={"state": [0]})
     job.epoch(lambda ctx: ctx.log("loss", 1.0))
     job.stop_when(max_epochs(3))
-    with pytest.warns(SaveWarning, match=f"Stuck failed at {verb}: it was not over after 0.2 s"):
+    with pytest.warns(SaveWarning, match=f"Stuck failed at {verb}: it was not finished after 0.2 s"):
         assert JobRunner(job, tmp_path / "run", best=None, trackers=[sink, "csv"]).train() == 3
     assert sink.reached.wait(60)
     sink.never.set()

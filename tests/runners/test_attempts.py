@@ -37,7 +37,7 @@ def test_three_starts_at_one_place_are_all(tmp_path):
             start(tmp_path, fails_in=2)
     for _ in range(2):
         with pytest.raises(
-            NoProgressError, match=r"3 starts in a row began at epoch 1.*--max-attempts 6"
+            NoProgressError, match=r"3 launches in a row started at epoch 1.*--max-attempts 6"
         ) as told:
             start(tmp_path, fails_in=0)
         assert told.value.exit_code == 93
@@ -73,5 +73,5 @@ def test_the_option_says_so_too(tmp_path):
     for bad in ("-1", "many"):
         with pytest.raises(UsageError):
             parse_options(["--max-attempts", bad])
-    with pytest.raises(UsageError, match="max_attempts is -1"):
+    with pytest.raises(UsageError, match="invalid max_attempts=-1"):
         start(tmp_path, fails_in=0, max_attempts=-1)

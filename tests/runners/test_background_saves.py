@@ -376,7 +376,7 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path, option: str, value: 
     """Each names itself; and those of a run directory are no options beside a manager."""
     with pytest.raises(UsageError, match=option):
         CheckpointManager(tmp_path, "trainer_0", **{option: value})
-    with pytest.raises(UsageError, match=f"{option} belongs to a run directory"):
+    with pytest.raises(UsageError, match=f"{option} needs a run directory"):
         JobRunner(RelayJob(), MultiNodeCheckpointManager(tmp_path), **{option: value})
 
 

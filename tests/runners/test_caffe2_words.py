@@ -44,7 +44,7 @@ def test_stop_conditions_of_the_constructor_end_the_job(tmp_path) -> None:
 
 def test_a_manager_is_given_once(tmp_path) -> None:
     """A place and a manager at once are refused."""
-    with pytest.raises(UsageError, match="they are one argument"):
+    with pytest.raises(UsageError, match="are the same argument"):
         JobRunner(Job("x"), tmp_path, checkpoint_manager=MultiNodeCheckpointManager(tmp_path))
 
 

@@ -218,8 +218,8 @@ def test_without_it_one_line_says_what_the_old_horizon_does(
     old = rates(tmp_path, "cosine", 6, 8)
     said = capfd.readouterr().err
     assert old[0][0] < old[1][0], "behind its horizon a cosine rises again"
-    assert said.count("scheduler is as it was saved") == 1
-    assert "T_max was 4 and is 8 in the program; the rate rises again behind step 4" in said
+    assert said.count("scheduler keeps its saved settings") == 1
+    assert "T_max was 4 and is 8 in the program; the rate rises again after step 4" in said
     assert "from_program='scheduler' takes the program's" in said
 
 
@@ -241,7 +241,7 @@ def test_a_rate_that_a_schedule_sets_begins_with_the_program(tmp_path: Path) -> 
     """A schedule built from the program begins with its rate; the rate alone is refused with that remedy."""
     rates(tmp_path, "cosine", 4, 8)
     whole = rates(tmp_path / "whole", "cosine", 6, 8, lr=0.05)
-    with pytest.raises(UsageError, match="give from_program='scheduler'"):
+    with pytest.raises(UsageError, match="use from_program='scheduler'"):
         rates(tmp_path, "cosine", 6, 8, lr=0.05, from_program="optimizer.lr")
     assert rates(tmp_path, "cosine", 6, 8, lr=0.05, from_program="scheduler") == whole[4:]
 
@@ -256,7 +256,7 @@ def test_a_schedule_s_function_is_said_to_have_changed_where_it_has(
     assert "base_lrs[0] was 0.1 and is 0.05 in the program" in said
     assert "function" not in said
     rates(tmp_path, "function", 4, 9, lr=0.05)
-    assert "scheduler calls another function than before" in capfd.readouterr().err
+    assert "scheduler has a new function" in capfd.readouterr().err
     rates(tmp_path, "function", 5, 9, lr=0.05, from_program="scheduler")
     assert "function" not in capfd.readouterr().err
     rates(tmp_path, "function", 6, 8, lr=0.05, from_program="scheduler")
@@ -266,7 +266,7 @@ def test_a_schedule_s_function_is_said_to_have_changed_where_it_has(
 @pytest.mark.parametrize("name", ["x", "optimizer.nope", "optimizer", "model.weight"])
 def test_what_cannot_come_from_the_program_is_refused(tmp_path: Path, name: str) -> None:
     """Names of nothing that a resume could take are refused with those that there are."""
-    with pytest.raises(UsageError, match=r"there are scheduler, optimizer\.lr"):
+    with pytest.raises(UsageError, match=r"\(scheduler, optimizer\.lr"):
         rates(tmp_path, "cosine", 2, 4, from_program=name)
 
 
@@ -274,7 +274,7 @@ def test_what_cannot_come_from_the_program_is_refused(tmp_path: Path, name: str)
 def test_a_schedule_that_is_over_already_is_refused(tmp_path: Path) -> None:
     """A horizon before the step where the run is cannot be followed."""
     rates(tmp_path, "one cycle", 6, 6)
-    with pytest.raises(UsageError, match="the program's schedule cannot be at step 6, where the run is"):
+    with pytest.raises(UsageError, match="the program's schedule cannot reach step 6 of the run"):
         rates(tmp_path, "one cycle", 8, 3, from_program="scheduler")
 
 

@@ -236,7 +236,7 @@ def test_load_best_leaves_what_retention_removed(tmp_path: Path, capsys: pytest.
     start.runner.train()
     assert start.runner.load_best() == 2
     assert start.weight == stored(tmp_path, 2) and start.steps() == 4
-    assert "optimizer stays as it is, because keep_optimizer_last" in capsys.readouterr().err
+    assert "optimizer is unchanged, because keep_optimizer_last" in capsys.readouterr().err
 
 
 def test_load_best_without_a_best_is_refused(tmp_path: Path) -> None:

@@ -80,6 +80,6 @@ def test_a_rule_that_means_nothing_is_refused_before_anything_is_made(tmp_path: 
     """One error with an example; a runner without a directory has nothing to keep."""
     with pytest.raises(UsageError, match=r"invalid keep_best=.*for example"):
         JobRunner(kept_job([0.0]), tmp_path / "run", keep_best=given)
-    with pytest.raises(UsageError, match="keep_best belongs to a run directory"):
+    with pytest.raises(UsageError, match="keep_best needs a run directory"):
         JobRunner(kept_job([0.0]), None, keep_best=ACC)
     assert not (tmp_path / "run").exists()

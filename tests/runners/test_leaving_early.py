@@ -171,7 +171,7 @@ def test_without_time_for_a_save_nothing_is_begun(program, monkeypatch, capsys):
     """Where two of the longest saves do not fit into the grace the place inside of the epoch is given up."""
     monkeypatch.setattr(asking, "GRACE_SECS", 0.0)
     assert program("step 2.1").status == "PREEMPTED"
-    assert "nothing could be saved: there is no time left" in capsys.readouterr().err
+    assert "could not be saved: the remaining time is too short" in capsys.readouterr().err
     assert program() == 3 and program.events[1] == "step 2.0", "the epoch begins anew"
 
 
@@ -454,5 +454,5 @@ def test_a_start_that_leaves_while_hosts_send(
         patched.setattr(Ledger, "open", leaves)
         result = program()
     assert (result.status, int(result), program.events) == ("PREEMPTED", 2, [])
-    assert "the same command goes on from epoch 2+2" in capsys.readouterr().err
+    assert "the same command resumes from epoch 2+2" in capsys.readouterr().err
     assert program().status == "FINISHED" and program.events[0] == "setup"

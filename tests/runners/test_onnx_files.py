@@ -106,21 +106,21 @@ def test_exports_that_cannot_be_are_refused_at_once(tmp_path):
     """Before anything is trained, by name."""
     model, job = torch.nn.Linear(2, 1), Job("x")
     for arguments, text in (
-        ({}, "give every=k"),
+        ({}, "set every=k"),
         ({"every": 0}, "a whole number from 1"),
-        ({"every": 1, "name": "../x"}, "file's name"),
-        ({"every": 1, "options": {"overwrite": True}}, "has overwrite"),
+        ({"every": 1, "name": "../x"}, "expected letters, digits"),
+        ({"every": 1, "options": {"overwrite": True}}, "options overwrite"),
     ):
         with pytest.raises(UsageError, match=text):
             OnnxExport(model, X, **arguments)
-    with pytest.raises(UsageError, match="give a module"):
+    with pytest.raises(UsageError, match="expected a module"):
         OnnxExport(3, X, every=1)
     one = OnnxExport(model, X, best=True)
     for options, text in (
-        ({"exports": [one], "where": None}, "belong to a run directory"),
+        ({"exports": [one], "where": None}, "need a run directory"),
         ({"exports": [one], "best": None}, "needs JobRunner"),
-        ({"exports": [one, one]}, "give each a name="),
-        ({"exports": [model]}, "give torchrelay.OnnxExport"),
+        ({"exports": [one, one]}, "set name= for each"),
+        ({"exports": [model]}, "expected torchrelay.OnnxExport"),
     ):
         with pytest.raises(UsageError, match=text):
             JobRunner(job, **({"where": tmp_path / "run"} | options))

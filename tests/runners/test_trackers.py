@@ -124,11 +124,15 @@ def test_a_killed_program_has_one_curve(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sink", "said", "logged"),
     [
-        (Own("open"), ["failed at open: ConnectionError: no tracker today; it gets nothing more"], []),
+        (Own("open"), ["failed at open: ConnectionError: no tracker today; it is not used any more"], []),
         (Own("rewind"), ["failed at rewind"], []),
-        (Own("log"), ["failed at log", "failed at log", "it gets nothing more in this attempt"], [1, 2, 3]),
+        (
+            Own("log"),
+            ["failed at log", "failed at log", "it is not used any more in this attempt"],
+            [1, 2, 3],
+        ),
         (Own("close"), ["failed at close"], [1, 2, 3, 4, 5]),
-        (Own("log", "close"), ["at log", "at log", "it gets nothing more"], [1, 2, 3]),
+        (Own("log", "close"), ["at log", "at log", "it is not used any more"], [1, 2, 3]),
     ],
     ids=["open", "rewind", "log", "close", "all"],
 )
@@ -163,7 +167,7 @@ def test_a_sink_moves_no_random_stream(tmp_path: Path) -> None:
 
 def test_trackers_belong_to_a_run_directory(tmp_path: Path) -> None:
     """A manager alone has no place for them: that is said at once."""
-    with pytest.raises(UsageError, match="belong to a run directory"):
+    with pytest.raises(UsageError, match="need a run directory"):
         JobRunner(job(1), MultiNodeCheckpointManager(tmp_path), trackers=["csv"])
 
 

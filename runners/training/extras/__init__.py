@@ -1,1 +1,1 @@
-"""What most runs do not have, and what is imported only where a run uses it."""
+"""Optional parts of runs, imported only by runs that use them."""

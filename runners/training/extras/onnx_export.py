@@ -1,8 +1,8 @@
-"""ONNX files that a run makes while it trains: which, when, and what they say of the run.
+"""ONNX exports of a run during training.
 
 exports/<name>-epoch-<k>.onnx    every k-th epoch
 exports/<name>-best.onnx         the best epoch so far
-exports/<name>.json              of which epochs they are
+exports/<name>.json              the epochs of these files
 """
 
 from __future__ import annotations
@@ -39,19 +39,26 @@ _OPTIONS = frozenset(to_onnx.__kwdefaults__ or {}) - {"overwrite", "metadata"}
 
 @dataclass(frozen=True)
 class OnnxExport:
-    """Writes `exports/<name>-epoch-<k>.onnx` after every k-th epoch, and `exports/<name>-best.onnx`.
+    """Write `exports/<name>-epoch-<k>.onnx` after every k-th epoch, and `exports/<name>-best.onnx`.
 
-        JobRunner(job, "runs/a", best=("val/acc", "max"),
-                  exports=[OnnxExport(model, torch.randn(2, 3, 32, 32), every=10, best=True)])
+    Rank 0 exports a copy of the model after the epoch was saved; other ranks wait at their next collective. A
+    failed export is a warning. Sharded models (FSDP2) need `build`; then all ranks take part.
 
-    `model` is a module, or the name of the blob that is one; `inputs` are those of `to_onnx`, or a callable
-    that returns them when they are first needed. `every=10` means epochs 10, 20, ...; `best=True` the epoch
-    that the runner's `best` names. `options` go to `to_onnx` (`dynamic`, `rtol`, `opset`, ...).
+    Args:
+        model: A module, or the name of the blob that is one.
+        inputs: Example inputs as for `to_onnx`, or a callable that returns them when first needed.
+        every: Export every so many epochs.
+        best: Export the epoch that the runner's `best` selects.
+        name: First part of the file names.
+        build: Returns an unsharded module, which gets the gathered state.
+        options: Options of `to_onnx` (`dynamic`, `rtol`, `opset`, ...).
 
-    Rank 0 writes, from a copy of the model, behind the save of the epoch; the other ranks wait for it at
-    their next collective. What cannot be exported is a warning, and the training goes on. A model that is
-    sharded over ranks (FSDP2) needs `build`, which returns a plain one: it gets the gathered state, and all
-    ranks take part. Raises UsageError for arguments that cannot be, and where the package onnx is missing.
+    Raises:
+        UsageError: An argument is invalid, or the package onnx is missing.
+
+    Example:
+        export = OnnxExport(model, torch.randn(2, 3, 32, 32), every=10, best=True)
+        JobRunner(job, "runs/a", best=("val/acc", "max"), exports=[export])
     """
 
     model: torch.nn.Module | str
@@ -66,29 +73,29 @@ class OnnxExport:
         check_packages()
         if not isinstance(self.model, (torch.nn.Module, str)):
             raise UsageError(
-                f"OnnxExport({self.model!r:.60}): give a module, or the name of the blob that is one"
+                f"invalid OnnxExport({self.model!r:.60}): expected a module, or the name of its blob"
             )
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise UsageError(
-                f"OnnxExport(name={self.name!r:.80}): letters, digits and . _ - make a file's name"
+                f"invalid OnnxExport(name={self.name!r:.80}): expected letters, digits and . _ -"
             )
         if self.every is not None and (type(self.every) is not int or self.every < 1):
-            raise UsageError(f"OnnxExport(every={self.every!r}): it counts epochs, a whole number from 1")
+            raise UsageError(f"invalid OnnxExport(every={self.every!r}): expected a whole number from 1")
         if self.every is None and not self.best:
-            raise UsageError("OnnxExport writes nothing: give every=k, best=True, or both")
+            raise UsageError("OnnxExport would write nothing: set every=k, best=True, or both")
         if unknown := sorted(set(self.options) - _OPTIONS):
             raise UsageError(
-                f"OnnxExport(options=...) has {', '.join(unknown)}; there are {', '.join(sorted(_OPTIONS))}"
+                f"unknown OnnxExport options {', '.join(unknown)}: expected {', '.join(sorted(_OPTIONS))}"
             )
 
 
 def run_facts(run: Path | None, epoch: str, metrics: Mapping[str, float]) -> dict[str, str]:
-    """Names and texts: the epoch and its metrics; of a run directory also its name, its id, its code id."""
+    """Return metadata: epoch and metrics; for a run directory also its name, id and code id."""
     numbers = {name: value for name, value in metrics.items() if math.isfinite(value)}
     found = {"torchrelay.epoch": epoch, "torchrelay.metrics": json.dumps(numbers, sort_keys=True)}
     if run is None:
         return found
-    with suppress(RelayError):  # notes that cannot be read are left out
+    with suppress(RelayError):  # unreadable metadata are left out
         identity = RunDirectory(run).known_identity()
         found["torchrelay.run"] = run.name
         found["torchrelay.run_id"] = str(identity.get("uuid", ""))
@@ -104,7 +111,7 @@ FORMAT = {"major": 1, "minor": 0, "features": []}
 
 @contextmanager
 def _same_streams() -> Iterator[None]:
-    """A training that exports draws the same random numbers as one that does not."""
+    """Keep the random streams, so that an export does not change the training."""
     streams = RandomStreams.capture()
     try:
         yield
@@ -113,7 +120,7 @@ def _same_streams() -> Iterator[None]:
 
 
 class Exporting:
-    """One `OnnxExport` in one train call; all ranks call the same methods, rank 0 writes."""
+    """One `OnnxExport` in one train call; all ranks call its methods, rank 0 writes."""
 
     def __init__(
         self,
@@ -131,16 +138,16 @@ class Exporting:
     # Of the run
 
     def begin(self) -> None:
-        """The state stands, new or loaded: the best epoch is looked up, files of lost epochs mended."""
+        """After the state is loaded or new: find the best epoch, and repair files of abandoned epochs."""
         if not self._wanted.best:
             return
-        found = decide(self._session.peers, "best export", self._stands)
+        found = decide(self._session.peers, "best export", self._find_best)
         self._best = found["value"]
         if found["epoch"] is not None:
             self._export(f"{self._wanted.name}-best.onnx", {}, epoch=found["epoch"])
 
     def epoch_done(self, metrics: Mapping[str, float], saved: bool | None) -> None:
-        """An epoch is over and saved (None: or about to be); one that was not saved is not exported."""
+        """Export a finished epoch that is saved (None: or about to be)."""
         epoch, name = self._state.epoch, self._wanted.name
         better = self._is_best(metrics)
         if saved is False:
@@ -153,11 +160,13 @@ class Exporting:
 
     @property
     def _measure(self) -> tuple[str, str]:
+        """The metric and direction of the best epoch."""
         if self._best_by is None:
             raise UsageError("OnnxExport(best=True) needs JobRunner(best=(metric, 'max' or 'min'))")
         return self._best_by
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Return True if the metrics are better than the best so far."""
         if not self._wanted.best:
             return False
         name, mode = self._measure
@@ -168,37 +177,39 @@ class Exporting:
 
     # On disk
 
-    def _stands(self) -> dict[str, Any]:
-        """Rank 0: the best value so far, and the epoch whose file has to be made again, if there is one."""
+    def _find_best(self) -> dict[str, Any]:
+        """On rank 0: find the best value so far, and the epoch whose file must be exported again, if any."""
         epoch: int | None = None
         value: float | None = None
         if self._state.epoch and self._journal.run is not None:
             metric, mode = self._measure
-            with suppress(RelayError, KeyError):  # nothing has that metric yet
-                # Of the epochs that the run goes on from, by what their checkpoints say.
+            with suppress(RelayError, KeyError):  # no epoch has that metric yet
+                # Only epochs of the resumed branch, by the metrics in their checkpoints.
                 opened = open_checkpoint(self._journal.run.where, "best", best=(metric, mode))
                 epoch, value = opened.epoch, opened.metrics[metric]
         noted = self._notes().get(f"{self._wanted.name}-best.onnx", {})
         path = self._folder / f"{self._wanted.name}-best.onnx"
         there = path.exists() and noted.get("epoch") == epoch
         if not there and epoch is None:
-            path.unlink(missing_ok=True)  # of an epoch that this run does not go on from
+            path.unlink(missing_ok=True)  # of an abandoned epoch
         return {"value": value, "epoch": None if there else epoch}
 
     @property
     def _folder(self) -> Any:
+        """The directory of exports."""
         if self._journal.run is None:
-            raise UsageError("exports belong to a run directory: give JobRunner the path of one")
+            raise UsageError("exports need a run directory: pass JobRunner the path of one")
         return self._journal.run.path / FOLDER
 
     def _notes(self) -> dict[str, Any]:
+        """Return the recorded epochs of files."""
         found = (read_json(self._folder / f"{self._wanted.name}.json") or {}).get("files")
         return found if isinstance(found, dict) else {}
 
     # One file
 
     def _export(self, file: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
-        """Write a file from the live model, or from a saved `epoch`; what fails is a warning."""
+        """Write a file from the live model, or from a saved `epoch`; a failure is a warning."""
         first = self._session.peers.rank == 0
         at = self._state.epoch if epoch is None else epoch
         try:
@@ -210,10 +221,11 @@ class Exporting:
             if first:
                 self._journal.warn(
                     f"epoch {at} was not exported, exports/{file} is "
-                    f"{'still the one of before' if (self._folder / file).exists() else 'not there'}: {error}"
+                    f"{'unchanged' if (self._folder / file).exists() else 'missing'}: {error}"
                 )
 
     def _write(self, file: str, at: int, model: Any, metrics: Mapping[str, float]) -> None:
+        """Write the ONNX file and record its epoch."""
         self._folder.mkdir(exist_ok=True)
         if model is None:
             model, metrics = self._saved(at)
@@ -231,7 +243,7 @@ class Exporting:
         self._journal.tell("export", f"epoch {at} exported: {FOLDER}/{file} ({done.bytes} bytes)")
 
     def _example(self) -> Any:
-        """The inputs; a callable is asked once."""
+        """Return the example inputs; a callable is called once."""
         if self._inputs is None:
             given = self._wanted.inputs
             asks = callable(given) and not isinstance(given, torch.Tensor)
@@ -241,6 +253,7 @@ class Exporting:
     # The model
 
     def _module(self) -> torch.nn.Module:
+        """Return the unwrapped model."""
         found = self._wanted.model
         if isinstance(found, str):
             node = self._session.local_nodes[0].name
@@ -248,7 +261,7 @@ class Exporting:
         return bare_module(found)
 
     def _gathered(self) -> torch.nn.Module | None:
-        """The module; where it is sharded, a plain one with its whole state. All ranks come here."""
+        """Return the module, or an unsharded copy of it; all ranks call this."""
         module = self._module()
         if self._wanted.build is None:
             return module
@@ -260,7 +273,7 @@ class Exporting:
         return plain
 
     def _saved(self, epoch: int) -> tuple[torch.nn.Module, Mapping[str, float]]:
-        """A copy with the weights of a saved epoch."""
+        """Return a copy with the weights of a saved epoch."""
         module = self._module()
         copied = own_copy(module) if self._wanted.build is None else bare_module(self._wanted.build())
         opened = open_checkpoint(self._journal.run.where, epoch)  # type: ignore[union-attr]
@@ -268,9 +281,9 @@ class Exporting:
         return copied, opened.metrics
 
     def _blob(self, module: torch.nn.Module) -> str:
-        """The name under which the run saves the module."""
+        """Return the name under which the run saves the module."""
         node = self._session.local_nodes[0].name
         for name, entry in self._session.workspace(node).entries().items():
             if isinstance(entry.value, torch.nn.Module) and bare_module(entry.value) is module:
                 return name
-        raise UsageError("the model is no blob of the job, so no saved epoch has it")
+        raise UsageError("the model is not a blob of the job, so no saved epoch has it")

@@ -1,4 +1,4 @@
-"""Parts that most runs do not have: what a run does not use is not imported, so that it begins sooner."""
+"""Optional parts of runs: modules of unused parts are not imported, so that runs start faster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Absent:
-    """Stands for such a part: each of its methods does nothing."""
+    """Placeholder of an unused part: all its methods do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
@@ -28,7 +28,7 @@ _ABSENT: Any = _Absent()
 
 
 def recorder_of(recipes: Mapping[str, Recipe], run: RunDirectory | None, journal: Journal) -> Recorder:
-    """Records calls of modules, for `verify --replay`."""
+    """Create the recorder of calls for `verify --replay`, if used."""
     if not recipes:
         return _ABSENT  # type: ignore[no-any-return]
     from torchrelay.runners.training.extras.replay import Recorder
@@ -43,7 +43,7 @@ def exporting_of(
     journal: Journal,
     best: tuple[str, str] | None,
 ) -> Sequence[Exporting]:
-    """Make ONNX files of epochs, one for each that is wanted."""
+    """Create an exporter for each requested ONNX export."""
     if not wanted:
         return ()
     from torchrelay.runners.training.extras.onnx_export import Exporting
@@ -54,7 +54,7 @@ def exporting_of(
 def stored_run_of(
     run: RunDirectory | None, session: SessionBase, state: RunState, journal: Journal, manager: Manager | None
 ) -> StoredRun:
-    """Brings a run of a store down, and puts it up behind the training."""
+    """Create the uploads and downloads of a remote run, if it is one."""
     if run is None or run.url is None or manager is None:
         return _ABSENT  # type: ignore[no-any-return]
     from torchrelay.runners.training.extras.remote_run import StoredRun

@@ -1,11 +1,10 @@
-"""A run in a store, as one train call has it: downloaded before it begins, uploaded while it trains.
+"""A remote run in one train call: downloaded before it starts, uploaded while it trains.
 
-A process that is lost between a commit and the next pass of putting takes the newest lines with it. What was
-measured stands in the manifests too, so a start on another host writes these lines again, into the file of
-its own generation, before it adds to them.
+If a process dies between a commit and the next upload, its newest log lines are lost. Metrics are also in the
+manifests, so a start on another host writes these lines again, into the file of its own generation.
 
-Rank 0 puts everything, each other process its own log and what it leaves of a crash. Of a run in a directory
-all of this does nothing.
+Rank 0 uploads everything, each other process its own log and its crash file. For a local run directory all of
+this does nothing.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from torchrelay.runners.training.journal import Journal
 MOST_EPOCHS = 200
 
 
-def mend_curves(
+def repair_curves(
     run: RunDirectory, view: LogView, storage: Storage, generation: int, upto: int, attempt: int
 ) -> list[int]:
-    """Write the missing lines up to an epoch into the file of a generation; returns their epochs.
+    """Write missing metrics up to an epoch into the file of a generation; returns their epochs.
 
-    What cannot be read stays missing.
+    Unreadable entries stay missing.
     """
     entries = {one.position.epoch: one for one in view.line() if one.position.boundary and one.healthy}
     last = max((line["epoch"] for line in run.metrics() if line["epoch"] <= upto), default=0)
@@ -70,9 +69,9 @@ def mend_curves(
 
 
 BEGIN_SECS, END_SECS = 30.0, 60.0
-"""How long a start waits until the run can be seen in the store, and an end until all is there."""
+"""Time limits of the first upload at a start, and of the last uploads at an end."""
 FAILED_SECS, LAST_WORDS_SECS = 8.0, 4.0
-"""The same after a failure, for launchers end a job soon; and where a thread ends the process."""
+"""Shorter limits after a failure, because launchers end a job soon, and when a thread ends the process."""
 _OTHERS_SECS = 60.0
 _BEHIND = RetryTimeouts(deadline_secs=15.0, longest_pause_secs=2.0)
 _NAMED = 4
@@ -80,7 +79,7 @@ BRINGING_SECS = 1800.0
 
 
 class StoredRun:
-    """That of one train call, whose journal warns and says on rank 0 alone."""
+    """Uploads and downloads of one train call; its journal logs on rank 0 only."""
 
     def __init__(
         self,
@@ -101,9 +100,9 @@ class StoredRun:
     # Before the run
 
     def begin(self, place: NodePlace) -> None:
-        """Make the workspace, look whether the store can be used, bring down what a start needs.
+        """Create the workspace, check the store, and download what a start needs.
 
-        All call it. Raises UsageError, StorageError, DirectoryInUseError on all processes.
+        All processes call this. Raises UsageError, StorageError, DirectoryInUseError on all processes.
         """
 
         def make() -> None:
@@ -114,26 +113,27 @@ class StoredRun:
 
         together(self._peers, "make the workspace", make)
         check_store(self._files, self._peers, place)
-        decide(self._peers, "bring the run down", self._bring, deadline_secs=BRINGING_SECS)
+        decide(self._peers, "download the run", self._bring, deadline_secs=BRINGING_SECS)
 
     def _bring(self) -> None:
+        """Download the run's files into the workspace."""
         run, files = self._run, self._files
         found, left_out = found_in(files, for_a_start)
         found = {**unlisted(files, NEEDED.difference(found, left_out)), **found}
         if self._is_of_another(known="run.json" in found):
             beside = set_aside(run.path)
-            self._journal.say(f"the workspace had files of another run, which lie in {beside} now")
+            self._journal.say(f"files of another run in the workspace were moved to {beside}")
         self._brought = bring(files, found, run.path, local_is_newer)
         self._brought.left_out.update(left_out)
         for name, why in self._brought.left_out.items():
-            self._journal.warn(f"{run.url}/{name} is left where it is: {why}")
+            self._journal.warn(f"{run.url}/{name} is not downloaded: {why}")
         if files.stat(STOP) is not None:
             run.stop_file.touch()
         else:
             run.stop_file.unlink(missing_ok=True)
 
     def _is_of_another(self, *, known: bool) -> bool:
-        """Whether what lies in the workspace is of a run that the store does not have, or not any more."""
+        """Return True if the workspace belongs to a run that the store does not have."""
         files = self._files
         try:
             here = self._run.identity()
@@ -141,41 +141,41 @@ class StoredRun:
             return True
         if here is None:
             return False
-        if not known:  # lost before its first files were put, unless somebody has deleted the run
+        if not known:  # lost before its first upload, or the run was deleted
             return all(files.stat(f"{CHECKPOINTS}/{name}") is None for name in (JOB_FILE, slot_path(0)))
         try:
             there = read_note(files.read_range("run.json", 0, MAX_JSON_BYTES))
         except (StorageError, ValueError):
-            return False  # what is wrong with it is said by whoever reads it
+            return False  # the reader reports what is wrong with it
         return isinstance(there, dict) and there.get("uuid") != here["uuid"]
 
     # While it runs
 
     def opened(self) -> None:
-        """The log is ours: what this process writes is put up from now on. Rank 0 waits for a first pass."""
+        """After the log is held: start uploads. Rank 0 waits for the first one."""
         ledger, files = self._engine.ledger, self._files
         if ledger.holding is None or self._peers.rank != 0:
             return
         with suppress(StorageError):
-            # Uploads that a killed process began end; the log sees to those of epochs.
+            # Abort uploads of a killed process; the log handles those of epochs.
             for name, upload in files.unfinished(""):
                 if not name.startswith(f"{files.root.lstrip('/')}/{CHECKPOINTS}/"):
                     files.give_up((name, upload))
         if not self._begin_behind(travels, ledger.ask, EVERY_SECS).flush(BEGIN_SECS):
             self.look()
 
-    def goes_on(self, target: Target | None) -> None:
-        """It is known from where, and as which attempt: rank 0 mends curves, others put their own files."""
+    def started(self, target: Target | None) -> None:
+        """After the position and attempt are known: rank 0 repairs metrics, others start uploads."""
         attempt = self._state.attempt
         if self._peers.rank == 0:
             ledger = self._engine.ledger
             if target is not None and ledger.writer is not None:
                 with suppress(StorageError):
                     view, upto = ledger.writer.view, target.position.epoch
-                    mended = mend_curves(self._run, view, ledger.storage, ledger.generation, upto, attempt)
+                    mended = repair_curves(self._run, view, ledger.storage, ledger.generation, upto, attempt)
                     if mended:
                         some = f"epochs {mended[0]} to {mended[-1]}" if mended[1:] else f"epoch {mended[0]}"
-                        text = f"metrics of {some}, lost with a process, come from the checkpoints"
+                        text = f"metrics of {some}, lost with a process, are restored from the checkpoints"
                         self._journal.say(text)
             return
         log = f"logs/attempt_{attempt}/rank_{self._peers.rank}.log"
@@ -186,6 +186,7 @@ class StoredRun:
     def _begin_behind(
         self, wanted: Callable[[str], bool], may_put: Callable[[], None], every: float
     ) -> BackgroundUploader:
+        """Start the background upload."""
         self._files.patience = _BEHIND
         self._putter = Putter(self._files, self._run.path, wanted)
         self._putter.kept.update(self._brought.left_out)
@@ -195,7 +196,7 @@ class StoredRun:
         return self._behind
 
     def _look_around(self) -> None:
-        """Has somebody asked for the end; has somebody written over our status."""
+        """Check for a stop file in the store, and for an overwritten status."""
         if self._files.stat(STOP) is not None and not self._run.stop_file.exists():
             with suppress(OSError):
                 self._run.stop_file.touch()
@@ -203,28 +204,29 @@ class StoredRun:
             self._putter.look_at_status()
 
     def look(self) -> None:
-        """At a boundary: have the store brought up to date soon, and tell once what keeps it from that."""
+        """At an epoch boundary: trigger an upload, and report problems once."""
         behind = self._behind
         if behind is None:
             return
         trouble = behind.trouble()
         if trouble is not None and self._peers.rank == 0:
             self._journal.warn(
-                f"{self._run.url} is not up to date: {trouble}. Training goes on, and it is tried again; the "
-                f"files lie in {self._run.path}"
+                f"{self._run.url} is not up to date: {trouble}. Training continues and retries; the files "
+                f"are in {self._run.path}"
             )
-        self._journal.aside(behind.wake)  # behind what is noted of the epoch
+        self._journal.aside(behind.wake)  # after the log lines of the epoch
 
     # At its end
 
     def _final_upload(self) -> None:
+        """Upload the rest before a thread ends the process."""
         if self._behind is not None:
             self._behind.flush(LAST_WORDS_SECS)
 
     def finish(self, *, failed: bool = False, secs: float = END_SECS) -> None:
-        """Put up what is left, within seconds where the run `failed`, and tell what could not be.
+        """Upload the rest, within seconds if the run `failed`, and report files that could not be uploaded.
 
-        The log is still ours then.
+        The log is still held then.
         """
         behind, self._behind = self._behind, None
         if behind is None:
@@ -241,16 +243,16 @@ class StoredRun:
         if left:
             why = f" ({behind.reason})" if behind.reason else ""
             self._journal.warn(
-                f"{self._run.url} lacks the newest of {len(left)} files ({_some(left)}), which could not be "
-                f"put up in time{why}. They lie in {self._run.path}; the same command puts them up from here"
+                f"{self._run.url} lacks the newest version of {len(left)} files ({_some(left)}), which were "
+                f"not uploaded in time{why}. They are in {self._run.path}; the same command uploads them"
             )
         if self._putter is not None and (links := sorted(self._putter.links)):
             self._journal.warn(
-                f"links and odd files are not put up ({_some(links)}): put copies into the run directory"
+                f"links and special files are not uploaded ({_some(links)}): use copies of the files"
             )
 
     def finish_over(self) -> None:
-        """A run that is over: a process that was lost at its end may have left something here to put up."""
+        """For a finished run: upload what a process that died at its end has left here."""
         if self._peers.rank != 0:
             return
         here = b""
@@ -261,26 +263,27 @@ class StoredRun:
                 self._put_apart(self._run.status().get("generation"))
 
     def finish_by_hand(self) -> None:
-        """Put up what a save outside of a train call has left; the log is nobody's then."""
+        """Upload what a save outside of a train call has written; the log is not held then."""
         if self._peers.rank == 0:
             self._put_apart(self._engine.ledger.last_generation())
 
     def _put_apart(self, generation: object) -> None:
-        """Put up what is here, unless another has written there since that generation."""
+        """Upload, unless another writer has written there since that generation."""
 
         def may_put() -> None:
             if self._engine.ledger.last_generation() != generation:
-                raise FencedError("the run has been gone on with elsewhere")
+                raise FencedError("another process has continued the run")
 
         self._begin_behind(travels, may_put, EVERY_SECS)
         self.finish(secs=BEGIN_SECS)
 
     def close(self) -> None:
-        """Let the workspace go; a second call does nothing."""
+        """Release the workspace; a second call does nothing."""
         self.finish(secs=0.0)
         if self._lock is not None:
             self._lock.release()
 
 
 def _some(names: Sequence[str]) -> str:
+    """List the first names."""
     return ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")

@@ -1,10 +1,10 @@
-"""Calls of modules that a run records, so that the same call gives the same bits later.
+"""Record calls of modules, to check later that the same call gives the same bits.
 
-    replay/epoch_<k>.safetensors     a file of `save_blobs`: arguments, what they give with the weights of
-                                     that epoch in `eval` mode, and the settings that bits hang on
+    replay/epoch_<k>.safetensors     a file of `save_blobs`: arguments, outputs with the weights of that epoch
+                                     in `eval` mode, and the settings that affect bits
 
-Written before the epoch is saved, so that no saved epoch lacks it; older ones go afterwards. Only rank 0 does
-so, and alone: a module whose tensors are sharded cannot be called by one rank, which is said, once.
+Written before the epoch is saved, so that every saved epoch has one; old files are deleted afterwards. Only
+rank 0 records, and alone: modules with sharded tensors cannot be called that way, which is reported once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def taken_apart(tree: Any, tensors: list[torch.Tensor]) -> Json:
-    """The form of a tree; its tensors are copied to the CPU and appended. UsageError for other objects."""
+    """Return the structure of a tree, and append CPU copies of its tensors. UsageError for other objects."""
     if isinstance(tree, torch.Tensor):
         tensors.append(tree.detach().to("cpu", copy=True).contiguous())
         return ["tensor", len(tensors) - 1]
@@ -50,11 +50,11 @@ def taken_apart(tree: Any, tensors: list[torch.Tensor]) -> Json:
         return ["dict", [[name, taken_apart(one, tensors)] for name, one in tree.items()]]
     if type(tree) in (list, tuple):
         return [type(tree).__name__, [taken_apart(one, tensors) for one in tree]]
-    raise UsageError(f"a {type(tree).__name__} is no tensor, number, text, list, tuple, dict or batch")
+    raise UsageError(f"cannot record a {type(tree).__name__}: expected tensors, numbers, texts or containers")
 
 
 def put_together(form: Json, tensors: Sequence[torch.Tensor], device: torch.device) -> Any:
-    """The tree again, its tensors on a device. A mapping comes back as a dict."""
+    """Rebuild a tree with its tensors on a device; a mapping becomes a dict."""
     match form:
         case ["tensor", int(number)]:
             return tensors[number].to(device)
@@ -68,26 +68,26 @@ def put_together(form: Json, tensors: Sequence[torch.Tensor], device: torch.devi
         case [("list" | "tuple") as kind, [*items]]:
             found = [put_together(one, tensors, device) for one in items]
             return found if kind == "list" else tuple(found)
-    raise UsageError(f"no form of inputs or outputs: {str(form)[:100]}")
+    raise UsageError(f"invalid structure of inputs or outputs: {str(form)[:100]}")
 
 
 SEED = 0
 _MOST_THREADS = 1024
-"""A file that asks for more would end the process."""
+"""Limit for values read from files: more would end the process."""
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where the module's first tensor lies; the CPU for a module without any."""
+    """Return the device of the module's first tensor; the CPU without tensors."""
     for one in (*module.parameters(), *module.buffers()):
         return one.device
     return torch.device("cpu")
 
 
 def play(module: nn.Module, form: Json, tensors: Sequence[torch.Tensor]) -> tuple[Json, list[torch.Tensor]]:
-    """Call the module with recorded arguments; the form of what it gives, and the tensors of that.
+    """Call the module with recorded arguments; return structure and tensors of the outputs.
 
-    Leaves the module, its buffers, and all random streams as they were. UsageError for outputs that are no
-    tensors, numbers or texts; else what `forward` raises.
+    Module, buffers and random streams are restored. Raises UsageError for outputs that cannot be recorded,
+    and the errors of `forward`.
     """
     args, kwargs = put_together(form, tensors, device_of(module))
     with _untouched(module), torch.no_grad():
@@ -98,6 +98,7 @@ def play(module: nn.Module, form: Json, tensors: Sequence[torch.Tensor]) -> tupl
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
+    """Run the block in `eval` mode with a fixed seed; restore modes, buffers and random streams."""
     modes = {inner: inner.training for inner in module.modules()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     streams = RandomStreams.capture()
@@ -115,18 +116,19 @@ def _untouched(module: nn.Module) -> Iterator[None]:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors on the CPU are of one type and shape and have the same bytes, NaN included."""
+    """Return True if two CPU tensors have the same type, shape and bytes, NaN included."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return torch.equal(_bytes(one), _bytes(other))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as bytes."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def settings_now(device: torch.device) -> dict[str, Any]:
-    """What the bits of a result hang on, beside code, weights and inputs."""
+    """Return the settings that affect bits, besides code, weights and inputs."""
     cuda = device.type == "cuda"
     return {
         "torch": str(torch.__version__),
@@ -143,7 +145,7 @@ def settings_now(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def as_it_was(settings: dict[str, Any]) -> Iterator[None]:
-    """While the block runs, what can be set of recorded settings is as it was then."""
+    """Apply recorded settings while the block runs, as far as possible."""
     before = settings_now(torch.device("cpu"))
     _set(settings)
     try:
@@ -153,6 +155,7 @@ def as_it_was(settings: dict[str, Any]) -> Iterator[None]:
 
 
 def _set(settings: dict[str, Any]) -> None:
+    """Apply settings."""
     threads, precision = settings.get("threads"), settings.get("matmul_precision")
     if type(threads) is int and 0 < threads <= _MOST_THREADS:
         torch.set_num_threads(threads)
@@ -166,13 +169,13 @@ def _set(settings: dict[str, Any]) -> None:
 
 FOLDER, FACTS = "replay", "replay"
 MOST_BYTES = 256 << 20
-"""Arguments longer than this are not recorded."""
+"""Longer arguments are not recorded."""
 KEPT = 2
-"""Files that stay: the newest one's epoch may turn out not to be saved."""
+"""Files to keep: the newest epoch may not get saved."""
 
 
 class Recorder:
-    """Mutable; one per run. Without recipes, without a run directory and on other ranks it does nothing."""
+    """Recorder of one run; does nothing without recipes, without a run directory and on other ranks."""
 
     def __init__(self, recipes: Mapping[str, Recipe], run: RunDirectory | None, journal: Journal) -> None:
         self._recipes = dict(recipes)
@@ -183,47 +186,50 @@ class Recorder:
         self._hooks: dict[str, RemovableHandle] = {}
 
     def watch(self, workspace: Workspace, rank: int) -> None:
-        """Wait for the first call of each module; raises UsageError for a name that is no module."""
+        """Wait for the first call of each module; raises UsageError for names that are not modules."""
         for name in self._recipes:
             module = workspace.get(name)
             if not isinstance(module, nn.Module):
-                raise UsageError(f"replay names {name!r}, which is no registered module")
+                raise UsageError(f"replay names {name!r}, which is not a registered module")
             if rank == 0 and self._folder is not None:
                 self._modules[name] = module
                 self._hooks[name] = module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
 
     def record(self, epoch: int) -> None:
-        """Play the recorded calls with the weights as they are now, and write what came of them."""
+        """Repeat the recorded calls with the current weights, and write the outputs."""
         if self._folder is None or not self._calls:
             return
         blobs: dict[str, Any] = {}
         facts: dict[str, Any] = {}
         for name in list(self._calls):
             try:
-                facts[name] = self._played(name, blobs)
+                facts[name] = self._replay(name, blobs)
             except Exception as error:  # the user's forward may raise anything in `eval`
-                self._give_up(name, f"{type(error).__name__}: {error}")
+                self._skip(name, f"{type(error).__name__}: {error}")
         if facts:
             about = {"epoch": epoch, "attempt": self._journal.attempt, "calls": facts}
             self._write(self._folder, epoch, {**blobs, FACTS: about})
 
     def close(self) -> None:
-        """Leave the modules as they were."""
+        """Remove the hooks."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
     def _hook(self, name: str) -> Any:
+        """Return a hook that records the first call."""
+
         def first(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._hooks.pop(name).remove()
             try:
                 self._take(name, module, args, kwargs)
             except Exception as error:
-                self._give_up(name, str(error))
+                self._skip(name, str(error))
 
         return first
 
     def _take(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the arguments of a call."""
         if any(hasattr(one, "placements") for one in module.parameters()):
             raise UsageError("its parameters are sharded, and rank 0 cannot call it alone")
         tensors: list[torch.Tensor] = []
@@ -232,7 +238,8 @@ class Recorder:
             raise UsageError(f"its arguments have {size} bytes, more than {MOST_BYTES}")
         self._calls[name] = form, tensors
 
-    def _played(self, name: str, blobs: dict[str, Any]) -> dict[str, Any]:
+    def _replay(self, name: str, blobs: dict[str, Any]) -> dict[str, Any]:
+        """Repeat a call and return its record."""
         module, (form, inputs) = self._modules[name], self._calls[name]
         gives, outputs = play(module, form, inputs)
         for what, tensors in (("takes", inputs), ("gives", outputs)):
@@ -248,21 +255,23 @@ class Recorder:
         }
 
     def _write(self, folder: Path, epoch: int, blobs: Mapping[str, Any]) -> None:
+        """Write the file of an epoch and delete old ones."""
         try:
             save_blobs(folder / f"epoch_{epoch}.safetensors", blobs, overwrite=True)
             for old in files_of(folder.parent)[:-KEPT]:
                 with suppress(OSError):
                     old[1].unlink()
-        except Exception as error:  # what is recorded beside an epoch ends no run
+        except Exception as error:  # a missing recording must not end the run
             self._journal.warn(f"the call of epoch {epoch} is not recorded: {error}")
 
-    def _give_up(self, name: str, why: str) -> None:
+    def _skip(self, name: str, why: str) -> None:
+        """Record this module no more, with a warning."""
         self._calls.pop(name, None)
         self._journal.warn(f"no call of {name} is recorded for `verify --replay`: {why}")
 
 
 def files_of(run: Path) -> list[tuple[int, Path]]:
-    """The recorded calls of a run by epoch, ascending."""
+    """Return the recorded calls of a run by epoch, ascending."""
     found = []
     for path in (run / FOLDER).glob("epoch_*.safetensors"):
         number = path.stem.removeprefix("epoch_")

@@ -1,8 +1,7 @@
-"""What a run is built on: the runs that a user names, and what becomes of them through its life.
+"""Upstream runs: the runs that a run is built on.
 
-A run that begins chooses the upstream epochs, keeps what is known of them in `lineage/`, and takes weights
-from them; then all of it is in its own checkpoints. A run that resumes opens no upstream: what it holds of
-them follows from the epoch that it loads.
+A new run chooses the upstream epochs, records them in `lineage/`, and loads weights from them; then all of it
+is in its own checkpoints. A resumed run opens no upstream: its data come from the epoch that it loads.
 """
 
 from __future__ import annotations
@@ -34,10 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Upstream:
-    """A run to build on: `RUN`, `RUN@7`, `RUN@best`, a directory of checkpoints, or the URL of one.
+    """A run to build on.
 
-    `keep` names tensors of it (a name with all below it, or a pattern) that every checkpoint of this run is
-    to hold though no object of the job does, such as frozen parts that only deployment needs.
+    Args:
+        run: `RUN`, `RUN@7`, `RUN@best`, a directory of checkpoints, or the URL of one.
+        keep: Tensors of it (a name with everything below, or a pattern) to store in every checkpoint of this
+            run although no object of the job holds them, for example frozen parts for deployment.
+
+    Example:
+        JobRunner(job, "runs/b", upstream={"base": Upstream("runs/a@best", keep="encoder")})
     """
 
     run: str | os.PathLike[str]
@@ -46,17 +50,27 @@ class Upstream:
 
 @dataclass(frozen=True)
 class InitFrom:
-    """One warm start: leaves of an upstream into registered objects, once, when the run begins.
+    """One warm start: load leaves of an upstream into registered objects, once, when the run begins.
 
-    `upstream` is an alias of the runner's `upstream`, or itself a run, such as `runs/expert@best`.
+    Names end at dots: `net_1` does not match `net_10`. Missing, unexpected or misshapen leaves are errors
+    that name them; with `strict=False` they are skipped and reported.
 
-    Without `into` all registered modules and tensors take what the upstream has under their names, with
-    `include_optimizer` optimizers too, with `include_others` every other object with state (schedulers,
-    loaders). `into` is one of them, or a part of a module (`policy.encoder`): it takes what lies below
-    `prefix` there (the same name, if that is left out), renamed by `rename`, whose names begin below the
-    prefix. Names end at dots: `net_1` never takes `net_10`.
-    Leaves that `exclude` names, as the job calls them, stay as they are. Whatever else is missing,
-    unexpected or of another form is refused, by name; with `strict=False` it is skipped and reported.
+    Args:
+        upstream: An alias of the runner's `upstream`, or a run such as `runs/expert@best`.
+        into: A registered object or a part of a module (`policy.encoder`); None: all registered modules and
+            tensors with a name that the upstream has.
+        prefix: Name in the upstream whose content is loaded into `into`; default: the same name.
+        rename: New names by old ones, both below the prefix.
+        exclude: Leaves of the job to leave unchanged.
+        strict: Raise an error for leaves that do not fit.
+        include_optimizer: Without `into`: load optimizers, too.
+        include_others: Without `into`: load all other objects with state (schedulers, loaders).
+
+    Raises:
+        UsageError: The arguments contradict each other.
+
+    Example:
+        InitFrom("runs/expert@best", into="policy.encoder", prefix="encoder")
     """
 
     upstream: str
@@ -72,24 +86,24 @@ class InitFrom:
         what = f"init_from {self.upstream!r:.80}"
         pattern_list(self.exclude)
         if not isinstance(self.rename, Mapping):
-            raise UsageError(f"{what}: rename is {self.rename!r:.60}; give new names by old ones")
+            raise UsageError(f"{what}: invalid rename={self.rename!r:.60}: expected new names by old ones")
         if self.prefix is not None and self.into is None:
-            raise UsageError(f"{what} has a prefix and does not say into what: give into= as well")
+            raise UsageError(f"{what} has a prefix but no target: pass into= as well")
         if self.into is not None and (self.include_optimizer or self.include_others):
             raise UsageError(
-                f"{what}: states of optimizers and other objects are taken with all of the job's objects: "
-                "leave into= out, and name what is to stay as it is by exclude="
+                f"{what}: include_optimizer and include_others apply to all objects: remove into=, "
+                "and use exclude= for what must not change"
             )
 
     def json(self) -> dict[str, Any]:
-        """How the record of a stage tells it."""
+        """Return the record for the lineage of a run."""
         found = asdict(self)
         return {**found, "rename": dict(self.rename), "exclude": pattern_list(self.exclude)}
 
 
 @dataclass(frozen=True)
 class UpstreamRuns:
-    """The upstream runs by alias, and the warm starts in their order."""
+    """The upstream runs by alias, and the warm starts in order."""
 
     upstream: Mapping[str, Upstream] = field(default_factory=dict)
     init_from: tuple[InitFrom, ...] = ()
@@ -98,39 +112,39 @@ class UpstreamRuns:
         return bool(self.upstream)
 
     def json(self) -> list[Any]:
-        """All of it, for processes to compare."""
+        """Return all arguments, to compare ranks."""
         runs = [[alias, os.fspath(one.run), pattern_list(one.keep)] for alias, one in self.upstream.items()]
         return [runs, [start.json() for start in self.init_from]]
 
     def asked(self) -> dict[str, str]:
-        """What was written of each, by alias."""
+        """Return the text of each run by alias."""
         return {alias: os.fspath(one.run) for alias, one in self.upstream.items()}
 
 
 def given_of(upstream: Any, init_from: Any) -> UpstreamRuns:
-    """Understand what a user wrote; raises UsageError."""
+    """Parse the arguments of the user; raises UsageError."""
     if not isinstance(upstream, Mapping | None):
-        raise UsageError(f'upstream is {upstream!r:.80}; give runs by alias: {{"expert": "runs/a@best"}}')
+        raise UsageError(f'invalid upstream={upstream!r:.80}: expected {{"expert": "runs/a@best"}}')
     known = {check_alias(alias): _upstream(alias, one) for alias, one in (upstream or {}).items()}
     wishes = [init_from] if isinstance(init_from, str | InitFrom) else init_from
     if not isinstance(wishes, Sequence | None):
-        raise UsageError(f"init_from is {init_from!r:.80}; give aliases of upstream=, or InitFrom objects")
+        raise UsageError(f"invalid init_from={init_from!r:.80}: expected aliases of upstream=, or InitFrom")
     for one in wishes or ():
         if not isinstance(one, str | InitFrom):
-            raise UsageError(f"init_from has {one!r:.80}; give an alias of upstream=, or an InitFrom")
+            raise UsageError(f"invalid init_from entry {one!r:.80}: expected an alias, or an InitFrom")
     starts = [InitFrom(one) if isinstance(one, str) else one for one in wishes or ()]
     return UpstreamRuns(known, tuple(_of_known(one, known) for one in starts))
 
 
 def _of_known(start: InitFrom, known: dict[str, Upstream]) -> InitFrom:
-    """The warm start by its alias; a run that is named by its path becomes an upstream under its own name."""
+    """Resolve the alias of a warm start; a run given by path becomes an upstream itself."""
     text = start.upstream
     if text in known:
         return start
     path = text.rpartition("@")[0] or text
     if "/" not in path and not Path(path).is_dir():
         raise UsageError(
-            f"init_from names no upstream: {text!r:.80}{nearest(text, known)}; give an alias of upstream=, "
+            f"unknown upstream {text!r:.80} in init_from{nearest(text, known)}: expected an alias, "
             "or the path of a run"
         )
     name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(path).name).lstrip("_-")
@@ -141,33 +155,34 @@ def _of_known(start: InitFrom, known: dict[str, Upstream]) -> InitFrom:
 
 
 def _upstream(alias: str, one: Any) -> Upstream:
+    """Check one upstream run."""
     found = one if isinstance(one, Upstream) else Upstream(one)
     pattern_list(found.keep)
     if not isinstance(found.run, str | os.PathLike) or not os.fspath(found.run):
-        raise UsageError(f"upstream {alias!r} is {found.run!r:.80}; give a run: 'runs/expert@best'")
+        raise UsageError(f"invalid upstream {alias!r}={found.run!r:.80}: expected 'runs/expert@best'")
     return found
 
 
 class Stages:
-    """Mutable; one per train call."""
+    """The upstream runs in one train call. Mutable."""
 
     def __init__(self, given: UpstreamRuns, run: RunDirectory | None, peers: Peers) -> None:
         self.given = given
         self.warmed: tuple[WarmStart, ...] = ()
-        """What was taken when the run began, in the order of `init_from`; empty after a resume."""
+        """The warm starts at the beginning of the run, in the order of `init_from`; empty after a resume."""
         self._run = run
         self._peers = peers
         self._sources: dict[str, WarmStartSource] = {}
 
     def look(self) -> None:
-        """Choose and open the upstream epochs of a run that begins; nothing is changed, here or there."""
-        if self.given or self._peers.size > 1:  # whether all were given the same
+        """Choose and open the upstream epochs of a new run; changes nothing."""
+        if self.given or self._peers.size > 1:  # to check that all ranks have the same arguments
             from torchrelay.runners.training.extras.warm_start import open_sources
 
             self._sources = open_sources(self.given, self._peers)
 
     def capture(self) -> None:
-        """Write `lineage/`, by the process that holds the log."""
+        """Write `lineage/`, on the process that holds the log."""
         run = self._run
         if run is not None and self._sources:
             from torchrelay.metadata.lineage import capture
@@ -176,11 +191,11 @@ class Stages:
             decide(self._peers, "lineage", lambda: capture(run.path, stages))
 
     def declare(self, job: Job, resumed: Manifest | None) -> None:
-        """Declare the blobs that hold what is known and kept of the stages, as a start declares them anew."""
+        """Declare the blobs that hold records and kept tensors of the upstream runs."""
         if resumed is None and not self._sources:
             return
         if resumed is not None and LINEAGE not in {blob.name for blob in resumed.blobs}:
-            return  # its run was built on none
+            return  # its run has no upstream
         from torchrelay.checkpoint.state.checkpoint_set import forms_by_blob, made_of
 
         if resumed is not None:
@@ -199,7 +214,7 @@ class Stages:
         job.blobs.add({name: partial(made_of, forms) for name, forms in kept.items()})
 
     def warm(self, session: SessionBase, journal: Journal) -> None:
-        """Take the weights, on every node; the upstream runs are let go of then."""
+        """Load the weights on every node; then release the upstream runs."""
         if not self._sources:
             return
         from torchrelay.runners.training.extras.warm_start import fill_kept, warm
@@ -219,7 +234,7 @@ class Stages:
             journal.tell("warm start", f"warm start: {one}")
 
     def resumed(self, session: SessionBase, journal: Journal, position: object) -> None:
-        """Say that nothing is taken again, and what of today's wishes is therefore not met."""
+        """Log that nothing is loaded again, and which arguments therefore have no effect."""
         if not self.given:
             return
         journal.tell(
@@ -230,10 +245,11 @@ class Stages:
         before = {path: one.get("asked") for path, one in known.items() if "/" not in path}
         if before != self.given.asked():
             journal.warn(
-                f"this run was built on {_told(before)}, not on {_told(self.given.asked())}, as is asked for "
-                "now: that counts for a run that begins, in another run directory or with resume='never'"
+                f"this run was built on {_listed(before)}; upstream={_listed(self.given.asked())} has no "
+                "effect: it needs a new run, in another run directory or with resume='never'"
             )
 
 
-def _told(asked: Mapping[str, Any]) -> str:
+def _listed(asked: Mapping[str, Any]) -> str:
+    """List aliases with their runs."""
     return ", ".join(f"{alias}={one}" for alias, one in asked.items()) or "nothing"

@@ -1,4 +1,4 @@
-"""What is taken from upstream runs: configuration and source (`load_upstream`), weights to begin with."""
+"""Load from upstream runs: configuration and source (`load_upstream`), and initial weights."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from torchrelay.runners.training.plan import WarmStart
 
 
 class LoadedUpstream:
-    """A run that another one is built on; see `load_upstream`. `path` is its directory, or the copy of it."""
+    """A run that another one is built on; see `load_upstream`. `path` is its directory or copy."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its resolved configuration, with overrides and defaults, as a dict of its own.
+        """Its resolved configuration, with overrides and defaults, as a new dict.
 
-        Raises UsageError for a run without a configuration: that of a plain program is in its `code`.
+        Raises UsageError for a run without a configuration: a plain program has it in its `code`.
         """
         from torchrelay.jobs.config.expressions import configuration
 
@@ -53,7 +53,7 @@ class LoadedUpstream:
 
     @cached_property
     def code(self) -> LoadedCode:
-        """Its source, as `load_code` gives it; raises UsageError where that was not archived."""
+        """Its source, as `load_code` returns it; raises UsageError if it was not archived."""
         return load_code(self.path)
 
     def __repr__(self) -> str:
@@ -63,29 +63,37 @@ class LoadedUpstream:
 def load_upstream(
     alias: str, run: str | os.PathLike[str], upstream: Mapping[str, Any] | None = None
 ) -> LoadedUpstream:
-    """The configuration and source of an upstream, by one call in training, resume and deployment.
+    """Return configuration and source of an upstream run, in training, resume and deployment alike.
 
+    Nothing is executed until a module is imported from `code`; that runs the archived code with the rights of
+    this process.
+
+    Args:
+        alias: The alias; `"expert/low"` is the upstream `low` of `expert`.
+        run: The run that is built on it, already started or not. Its copy in `lineage/` is used if there is
+            one and `upstream` does not name another run. A directory of several runs works too: their newest
+            copy is used if the upstream is gone. Also the `path` of a loaded upstream.
+        upstream: The argument of JobRunner; not needed in deployments.
+
+    Returns:
+        The upstream; a copy in `lineage/` has only what was copied.
+
+    Raises:
+        UsageError: The upstream is neither there nor copied.
+
+    Example:
         upstream = {"low": "runs/low@best"}
         low = torchrelay.load_upstream("low", "runs/expert", upstream)
         model = low.code.import_module("net").Net(low.config["hyper_parameters"]["width"])
         JobRunner(job, "runs/expert", upstream=upstream)
-
-    `run` is the run that is built on it, begun or not. Its copy in `lineage/` counts before the directory in
-    `upstream`, which is what JobRunner is given; where that names another run than was copied, that one
-    counts. A deployment leaves `upstream` out. `run` may be a directory of several runs, too: the newest copy
-    in them counts, and only where the upstream is gone. `"expert/low"` is what `expert` was built on; so is
-    `"low"` where `run` is the `path` of the loaded `expert`. A path in `lineage/` has only what was copied.
-
-    Nothing is run until a module is imported from `code`; that runs the archived code with this process's
-    rights. Raises UsageError where the upstream is neither there nor copied.
     """
     from torchrelay.jobs.config.expressions import LINEAGE, STAGE, stage_folder
 
     first, *inner = [check_alias(one) for one in str(alias).split("/")]
     if upstream is not None and (not isinstance(upstream, Mapping) or first not in upstream):
         raise UsageError(
-            f"load_upstream({alias!r:.80}): upstream is {upstream!r:.80}; give what JobRunner is given, a "
-            f"mapping that has {first!r}"
+            f"load_upstream({alias!r:.80}): invalid upstream={upstream!r:.80}: expected JobRunner's mapping "
+            f"with {first!r}"
         )
     given = None if upstream is None else _absolute(upstream[first])
     own = [] if "://" in os.fspath(run) else [local_directory(run, "run")]
@@ -95,22 +103,22 @@ def load_upstream(
     for one in inner:
         folder = folder / LINEAGE / one
         if not (folder / STAGE).is_file():
-            raise UsageError(f"load_upstream({alias!r:.80}): there is no stage {folder}")
+            raise UsageError(f"load_upstream({alias!r:.80}): stage {folder} does not exist")
     return LoadedUpstream(folder)
 
 
 def _absolute(one: Any) -> str:
-    """Where a run lies; `one` names it, as JobRunner takes it."""
+    """Return the absolute location of a run."""
     text = one.run if isinstance(one, Upstream) else one
     if not isinstance(text, str | os.PathLike):
-        raise UsageError(f"an upstream is {text!r:.80}; give a run: 'runs/expert@best'")
+        raise UsageError(f"invalid upstream {text!r:.80}: expected a run such as 'runs/expert@best'")
     path = split_run(os.fspath(text))[0]
     return path if "://" in path else str(Path(path).absolute())
 
 
 @dataclass(frozen=True)
 class WarmStartSource:
-    """One upstream run, opened: what is known of it, and the names of the tensors to keep."""
+    """One opened upstream run: its record, and the names of tensors to keep."""
 
     checkpoint: Checkpoint
     stage: LineageStage
@@ -118,20 +126,20 @@ class WarmStartSource:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return f"{self.stage.alias} ({self.stage.record.path}, epoch {self.stage.record.epoch})"
 
     def index(self) -> dict[str, Any]:
-        """The records of this stage and of those it was built on, by path of aliases."""
+        """Return the records of this stage and of its own upstream runs, by path of aliases."""
         alias = self.stage.alias
         above = records_in(self.checkpoint)
         return {alias: self.stage.record.json(), **{f"{alias}/{path}": one for path, one in above.items()}}
 
 
 def open_sources(given: UpstreamRuns, peers: Peers) -> dict[str, WarmStartSource]:
-    """Open what was named, by alias, alike in every process; changes nothing anywhere.
+    """Open the upstream runs by alias, identically on every process; changes nothing.
 
-    Raises the errors of `open_checkpoint`, and UsageError for names to keep that are none, on all ranks.
+    Raises the errors of `open_checkpoint`, and UsageError for unknown names to keep, on all ranks.
     """
     _check_alike(given, peers)
     if not given:
@@ -154,7 +162,7 @@ def open_sources(given: UpstreamRuns, peers: Peers) -> dict[str, WarmStartSource
 
 
 def _choice(alias: str, one: Upstream) -> list[str]:
-    """The place, and exactly the epoch that is meant now."""
+    """Return the location and the exact epoch that is selected now."""
     try:
         selector = parse_selector(os.fspath(one.run))
         path = selector.path if is_url(selector.path) else str(Path(selector.path).absolute())
@@ -165,6 +173,7 @@ def _choice(alias: str, one: Upstream) -> list[str]:
 
 
 def _opened(given: UpstreamRuns, alias: str, path: str, epoch: str) -> WarmStartSource:
+    """Open one upstream run."""
     checkpoint = open_checkpoint(path, epoch=epoch)
     one = given.upstream[alias]
     kept = _kept(checkpoint, alias, one)
@@ -194,18 +203,17 @@ def _opened(given: UpstreamRuns, alias: str, path: str, epoch: str) -> WarmStart
 
 
 def _check_alike(given: UpstreamRuns, peers: Peers) -> None:
-    """Raise UsageError on all ranks where they would build on different runs."""
-    told = peers.exchange("start: upstream", given.json())
-    strange = [rank for rank, one in enumerate(told) if one != told[0]]
+    """Raise UsageError on all ranks if their upstream runs differ."""
+    upstreams = peers.exchange("start: upstream", given.json())
+    strange = [rank for rank, one in enumerate(upstreams) if one != upstreams[0]]
     if strange:
         raise UsageError(
-            f"rank {strange[0]} names other upstream runs, or other weights of them, than rank 0: give all "
-            "ranks the same upstream= and init_from="
+            f"rank {strange[0]} has other upstream= or init_from= than rank 0: use the same on all ranks"
         )
 
 
 def _kept(checkpoint: Checkpoint, alias: str, one: Upstream) -> tuple[str, ...]:
-    """The tensors that are to be kept; random states and gradients never are."""
+    """Return the tensors to keep, never random states and gradients."""
     manifest = checkpoint.manifest
     try:
         chosen = choose(manifest, one.keep, "tensor", strict=True)
@@ -213,7 +221,7 @@ def _kept(checkpoint: Checkpoint, alias: str, one: Upstream) -> tuple[str, ...]:
         raise UsageError(f"upstream {alias!r}, keep: {error}") from None
     if own := next((f"{node}:{name}" for name, node in chosen if node is not None), None):
         raise UsageError(
-            f"upstream {alias!r}, keep: {own} is one node's own; only what all nodes share is kept"
+            f"upstream {alias!r}, keep: {own} belongs to one node; only shared tensors can be kept"
         )
     return tuple(
         name for name, _ in chosen if manifest.leaves[manifest.rows[name][0]].role not in OF_POSITION
@@ -221,18 +229,18 @@ def _kept(checkpoint: Checkpoint, alias: str, one: Upstream) -> tuple[str, ...]:
 
 
 def warm(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> WarmStart:
-    """Load what one `init_from` says into a node's objects; all or nothing of it.
+    """Load one `init_from` into a node's objects, all or nothing.
 
-    Raises BlobError with everything that does not fit, UsageError for names that are none.
+    Raises BlobError listing everything that does not fit, UsageError for unknown names.
     """
     objects = _objects(start, source, workspace)
     below = Below(start.prefix or start.into or "", start.into or "", start.rename or None)
     names = list(source.checkpoint.manifest.rows)
     if start.into is not None and not any(below.of(name) for name in names):
-        # Without `strict` it would be a warm start that takes nothing.
+        # Without `strict` this would be a warm start that loads nothing.
         known = dict.fromkeys(prefix for name in names for prefix in [*dotted_prefixes(name), name])
         near = nearest(below.prefix, known)
-        raise UsageError(f"init_from {source.name}: nothing there lies below {below.prefix!r}{near}")
+        raise UsageError(f"init_from {source.name}: it has nothing below {below.prefix!r}{near}")
     exclude = pattern_list(start.exclude)
     misshapen = () if start.strict else _misshapen(source.checkpoint, objects, below)
     try:
@@ -241,7 +249,7 @@ def warm(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> Warm
         )
     except BlobError as error:
         raise BlobError(
-            f"init_from {source.name}: {error}; strict=False skips all that does not fit"
+            f"init_from {source.name}: {error}; strict=False skips everything that does not fit"
         ) from None
     except UsageError as error:
         raise type(error)(f"init_from {source.name}: {error}") from None
@@ -249,22 +257,23 @@ def warm(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> Warm
         there = ", ".join(result.unexpected[:3]) or "nothing else"
         lacking = ", ".join([*result.missing, *misshapen][:3])
         raise UsageError(
-            f"init_from {source.name}: no leaf of it goes with {lacking}, so nothing would be taken: say "
-            f"which names go together by rename= (there is {there})"
+            f"init_from {source.name}: no leaf of it matches {lacking}, so nothing would be loaded: map the "
+            f"names with rename= (it has {there})"
         )
     return WarmStart(source.name, result.loaded, result.missing, result.unexpected, misshapen)
 
 
 def fill_kept(source: WarmStartSource, workspace: Workspace) -> None:
-    """Load what is kept of an upstream into what holds it."""
+    """Load the kept tensors of an upstream into their blobs."""
     for blob in source.stage.record.kept:
         name = f"{UPSTREAM}{source.stage.alias}.{blob}"
         result = source.checkpoint.load({name: workspace[name]}, strict=False, rename=Below(blob, name))
         if result.missing:
-            raise BlobError(f"{source.name} lacks {', '.join(result.missing)}, which was there a moment ago")
+            raise BlobError(f"{source.name} lacks {', '.join(result.missing)}, which disappeared meanwhile")
 
 
 def _objects(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> dict[str, Any]:
+    """Return the objects to load."""
     registered = {
         name: entry.target
         for name, entry in workspace.entries().items()
@@ -279,13 +288,14 @@ def _objects(start: InitFrom, source: WarmStartSource, workspace: Workspace) -> 
     }
     if not wanted:
         raise UsageError(
-            f"init_from {source.name}: no registered module or tensor has a name that the upstream has; it "
-            f"has {', '.join(source.checkpoint.blobs)}: say which go together by into= and prefix="
+            f"init_from {source.name}: no registered module or tensor has a name of the upstream, which has "
+            f"{', '.join(source.checkpoint.blobs)}: map names with into= and prefix="
         )
     return wanted
 
 
 def _is_wanted(start: InitFrom, value: Any) -> bool:
+    """Return True if objects of this kind are loaded."""
     kind = kind_of(value)
     if kind in (Kind.MODULE, Kind.TENSOR):
         return True
@@ -297,7 +307,7 @@ def _is_wanted(start: InitFrom, value: Any) -> bool:
 
 
 def _target(into: str, registered: Mapping[str, Any]) -> Any:
-    """The registered object of this name, or the part of a registered module."""
+    """Return the registered object of this name, or the part of a registered module."""
     found = registered.get(into)
     if found is None:
         blob = next((name for name in registered if into.startswith(f"{name}.")), None)
@@ -309,14 +319,14 @@ def _target(into: str, registered: Mapping[str, Any]) -> Any:
                 raise UsageError(f"init_from: blob {blob!r} has no part {into!r}{nearest(into, parts)}")
     if found is None or kind_of(found) not in (Kind.MODULE, Kind.TENSOR, Kind.CONTAINER):
         raise UsageError(
-            f"init_from: into={into!r} is no registered module or tensor, and no part of one"
+            f"init_from: into={into!r} is not a registered module or tensor, nor a part of one"
             f"{nearest(into, registered)}"
         )
     return found
 
 
 def _misshapen(checkpoint: Checkpoint, objects: Mapping[str, Any], below: Below) -> tuple[str, ...]:
-    """Leaves that both sides have in different forms."""
+    """Return leaves whose form differs between both sides."""
     live = {leaf.name: spec_of(leaf) for leaf in leaves_of(objects)}
     found: list[str] = []
     for leaf in checkpoint.leaves:

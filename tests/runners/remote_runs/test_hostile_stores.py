@@ -86,7 +86,7 @@ def test_a_run_over_sftp(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.Monke
         folder = Path(f"/{url.split('/', 3)[3]}")
         (folder / "mine.json").symlink_to("/etc/hostname")
         there = hosts.on("two")
-        with pytest.warns(UserWarning, match="mine.json is left where it is: it is a link"):
+        with pytest.warns(UserWarning, match="mine.json is not downloaded: it is a link"):
             assert train(url, 3) == 3
         assert not list(there.rglob("mine.json"))
         assert torch.equal(weights(url), weights(tmp_path / "whole"))

@@ -228,7 +228,9 @@ def test_a_store_that_takes_nothing_holds_nobody_up(
     with pytest.warns(UserWarning) as told:  # of several where the trouble is seen before the end
         assert train(url, 3, each) == 3
     texts = [str(one.message) for one in told]
-    assert any(re.search(r"lacks the newest of \d+ files \(.*put up in time", text) for text in texts), texts
+    assert any(
+        re.search(r"lacks the newest version of \d+ files \(.*uploaded in time", text) for text in texts
+    ), texts
     assert status_at(url)["state"] == "RUNNING"
     blocked.open_again.set()
     blocked.shut.clear()
@@ -383,7 +385,7 @@ def test_links_and_strangers_in_a_workspace(url: str, hosts: Hosts, tmp_path: Pa
     (here / "status.json").symlink_to(secret)
     (here / "notes.txt").write_text("mine, too")
     (here / "odd").symlink_to(secret)
-    with pytest.warns(UserWarning, match="links and odd files are not put up"):
+    with pytest.warns(UserWarning, match="links and special files are not uploaded"):
         assert train(url, 2) == 2
     assert secret.read_text() == "mine"
     found = in_memory(url)
@@ -427,7 +429,7 @@ def test_files_that_are_too_large_stay_where_they_are(
     def each(ctx: object) -> None:
         (workspace_of(url) / "values.jsonl").write_text("new")
 
-    with pytest.warns(UserWarning, match=r"values.jsonl is left where it is: it has 2,000,000 bytes"):
+    with pytest.warns(UserWarning, match=r"values.jsonl is not downloaded: it has 2,000,000 bytes"):
         assert train(url, 2, each) == 2
     assert len(in_memory(url)["values.jsonl"]) == 2_000_000
 

@@ -86,7 +86,7 @@ def test_signals_drain_the_ranks_and_a_run_in_use_is_left_alone(tmp_path: Path) 
         assert code == 4 and "DirectoryInUseError" in said, said
         first.process.send_signal(signal.SIGTERM)
         assert first.wait() == 75, first.said
-    assert "preempted (SIGTERM): the same command goes on" in first.said
+    assert "preempted (SIGTERM): the same command resumes" in first.said
     assert status(tmp_path / "run")["step"] > 0
 
 
@@ -99,7 +99,7 @@ def test_a_notice_before_a_preemption_has_the_ranks_save_and_leave(tmp_path: Pat
         told.process.send_signal(signal.SIGUSR1)
         assert told.wait() == 75, told.said
         assert time.monotonic() - begun < 60, "30 s are theirs, the rest is a busy machine's"
-    assert "preempted (SIGUSR1): the same command goes on" in told.said
+    assert "preempted (SIGUSR1): the same command resumes" in told.said
     assert not attempt(tmp_path, 1).exists(), "the launcher was told to leave, so it begins nothing again"
     left = status(tmp_path / "run")
     assert (left["state"], left["epoch"]) == ("PREEMPTED", 0) and left["step"] > 0, left

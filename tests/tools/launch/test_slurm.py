@@ -49,7 +49,7 @@ def test_a_preempted_job_is_queued_again_and_ends_like_an_undisturbed_run(
     ended = cluster.wait(job, OVER)
     text = log.read_text()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), text
-    assert "preempted (SIGUSR1): the same command goes on from epoch 0+" in text, text
+    assert "preempted (SIGUSR1): the same command resumes from epoch 0+" in text, text
     assert "resuming from epoch 0+" in text and (log.parent / "attempt_1/rank_1.out").exists()
     assert not (folder / "pwned").exists()
     assert launched(folder, "-j", "2", "--", str(JOB), "calm", "")[0] == 0
