@@ -82,7 +82,7 @@ CEILINGS: dict[str, int] = {
     "tools": 47,
 }
 """How many findings a folder may have: they only shrink, and a folder without an entry has none."""
-CEILING_OF_DOCS = 50_500
+CEILING_OF_DOCS = 45_000
 """How many words the pages in docs/ may have, until they have at most MOST_WORDS_OF_DOCS."""
 
 
