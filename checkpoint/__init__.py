@@ -1,1 +1,1 @@
-"""How state persists: shard files, manifests, the log, proof, planning, loading, managers."""
+"""Persist state: shard files, manifests, the log, saves, loads, verification, managers."""

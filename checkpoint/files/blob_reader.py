@@ -1,8 +1,8 @@
 """Read one blob file: a shard with its own list of leaves.
 
-The file is a shard as `shard.py` describes it, of node `blobs` at position 0. Instead of a manifest it has
-one more value, `:leaves` (not a valid blob name): `{"leaves": [[leaf, blob, role], ...], "sha256": ...}`. The
-digest covers all leaves and values, so that a changed header is detected.
+The file is a shard as `format/shard/header.py` describes it, of node `blobs` at position 0. Instead of a
+manifest it has one more value, `:leaves` (not a valid blob name): `{"leaves": [[leaf, blob, role], ...],
+"sha256": ...}`. The digest covers all leaves and values, so that a changed header is detected.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Pure functions, cached by the form of a leaf, of which a state has few. A mesh is a grid of nodes; each of its
 dimensions splits one dimension of the tensor or holds replicas. Places with the same boxes differ only along
-replicated dimensions. A rule of `mesh_rules` decides which of them stores what.
+replicated dimensions. A rule of `mesh_geometry` decides which of them stores what.
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ class State:
     retiring: tuple[Retirement, ...] = ()
     """Retired, and maybe not deleted completely."""
     holder: Mapping[str, Json] = field(default_factory=dict, hash=False)
-    """The identity of the writer of the newest takeover (see `writer.py`)."""
+    """The identity of the writer of the newest takeover (see `log/lease.py`)."""
     released: bool = True
     """Whether that writer has released the log."""
 

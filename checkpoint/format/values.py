@@ -21,7 +21,7 @@ ascending order. All else takes the tagged form `{"$": kind, "v": content}`:
 - ordered: [dimensions from the outermost in memory, an array]
 - blob: result of the caller's `blob` callback
 
-Containers and generators have the forms of `container_values`. A user's dict `{"$": ...}` is stored as kind
+Containers and generators have the forms of `value_decoding`. A user's dict `{"$": ...}` is stored as kind
 "dict". No code of the value's class is called; subclasses (enums, named tuples) raise with their name.
 Scalars of one container are encoded by one built-in function each, because there may be millions.
 """
@@ -56,7 +56,7 @@ __all__ = ["decode", "encode"]
 TAG = "$"
 CONTENT = "v"
 LEVELS = 32
-"""Maximum nesting; three levels of JSON each at most, within canonical.DEPTH_LIMIT."""
+"""Maximum nesting; three levels of JSON each at most, within canonical_json.DEPTH_LIMIT."""
 ARRAY_LIMIT = 1 << 20
 """Maximum bytes of an array, or of the numbers of a list, in JSON; larger ones become tensors."""
 

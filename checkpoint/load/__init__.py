@@ -1,1 +1,1 @@
-"""Loads: an epoch is opened, verified, and read into objects, with a job or without."""
+"""Open and verify an epoch, and read it into objects, with a job or without."""

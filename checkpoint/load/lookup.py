@@ -44,7 +44,7 @@ def find_row(manifest: Manifest, name: str, node: str | None = None) -> int:
     """
     rows = manifest.rows.get(name)
     if rows is None and any(blob.name == name for blob in manifest.blobs):
-        remedy = f"load it into an object, or ask for {name + '.*'!r}"
+        remedy = f"load it into an object, or use {name + '.*'!r}"
         raise UsageError(f"{name!r} is a blob, not a single leaf: {remedy}")
     if rows is None:
         raise UsageError(f"no leaf {name!r}{nearest(name, manifest.rows)}")

@@ -1,8 +1,8 @@
 """Define the log record and `job.json`: types, encoding, validation.
 
-A record is a sealed JSON file with everything that is live (`live.State`). At most 64 of many live entries
-are inline. The others are in a base file, written once and referenced by later records: an inline entry
-replaces the base's entry of the same key, and `gone` lists those that are not live any more.
+A record is a sealed JSON file with everything that is live (`position.State`). At most 64 of many live
+entries are inline. The others are in a base file, written once and referenced by later records: an inline
+entry replaces the base's entry of the same key, and `gone` lists those that are not live any more.
 
 `job.json` is created once, exclusively, before anything else. Its uuid binds every record to this directory,
 so that files of another one are detected. Every record repeats its content (`holder`), so that a lost or

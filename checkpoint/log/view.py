@@ -257,7 +257,7 @@ def _beyond_hole(exists: Exists, missing: int) -> int | None:
 _TEXT = re.compile(r"(?:epoch=)?(0|[1-9][0-9]{0,7})(?:,branch=(0|[1-9][0-9]{0,8}))?")
 _WITH_STEP = re.compile(r"[0-9]+\+[0-9]+.*")
 WORDS = ("last", "best")
-"""Keywords for an epoch instead of its number; `opening.candidates` resolves them."""
+"""Keywords for an epoch instead of its number; `load.open.candidates` resolves them."""
 _FORMS = 'a number from 0 on, "last", "best", "tag=NAME", or "7,branch=0"'
 _TAG = "tag="
 _RANGES = 6  # limit of ranges in a message; of more only those nearby

@@ -141,7 +141,7 @@ class LogWriter:
         self.identity = identity
         self.nonce = secrets.token_hex(8)
         self.older_tries: frozenset[str] = frozenset()
-        """Attempts that existed before the takeover (see `takeover.Taken`)."""
+        """Attempts that existed before the takeover (see `lease.AcquiredLog`)."""
         self.generation = -1
         """The slot of the takeover."""
         self._notices: list[str] = []
@@ -220,7 +220,7 @@ class LogWriter:
         """Commit a position, durably; its attempt must be complete and durable.
 
         Mid-epoch positions that it completes are retired. Repeating a commit only ensures that it is in the
-        log. Raises as `changes.committed` does, and FencedError.
+        log. Raises as `state.committed` does, and FencedError.
         """
 
         def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
@@ -291,7 +291,7 @@ class LogWriter:
     def change(
         self, kind: str, change: Callable[[State], tuple[State, Mapping[str, Json]] | None]
     ) -> LogView:
-        """Append a record that makes this log follow another one of its job (`checkpoint.tier`).
+        """Append a record that makes this log follow another one of its job (`checkpoint.tiering`).
 
         `change` computes the record's state from the log in its slot; None appends nothing.
         """

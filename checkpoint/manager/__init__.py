@@ -1,1 +1,1 @@
-"""Managers of checkpoints, and the engine that they are faces of."""
+"""Provide the managers of checkpoints, and the engine behind them."""

@@ -117,7 +117,7 @@ class Manager:
         self._path_prefix: str | None = None
         self._path_type: str | None = None
         self._holder: Holder | None = None
-        """As whom the log was held last; known on rank 0 alone."""
+        """The last holder of the log; on rank 0 only."""
         self._facts = Facts()
 
     @property

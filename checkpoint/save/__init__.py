@@ -1,1 +1,1 @@
-"""Saves: capture, plan, write, commit; which leaves need no new bytes."""
+"""Save an epoch: capture, plan, write, commit; reuse the bytes of unchanged leaves."""

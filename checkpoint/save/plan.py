@@ -90,7 +90,7 @@ def _joined(group: Sequence[Held]) -> Held:
     if len(set(places)) != len(places):
         raise SaveFailedError(
             f"{leaf.name!r} is sharded over meshes that overlap ({', '.join(str(m.nodes) for m in meshes)}): "
-            "build its device mesh alike on all ranks"
+            "build the same device mesh on all ranks"
         )
     extents = (len(meshes), *meshes[0].extents)
     whole = replace(

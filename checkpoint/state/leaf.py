@@ -206,7 +206,7 @@ class Role(str, Enum):
     Only PARAMETER and OPTIMIZER tensors are equal on replicas by construction, so only they are split between
     them. STATE is the tree of an object with `state_dict`, SUBCLASS describes a tensor made of inner tensors
     (see `wrappers`); VALUE is any other value. RNG and GRADIENT belong to the position and to no blob of the
-    user's (`manifest.OF_POSITION`).
+    user's (`schema.OF_POSITION`).
     """
 
     PARAMETER = "parameter"

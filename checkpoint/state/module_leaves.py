@@ -2,7 +2,7 @@
 
 Canonical names contain no wrappers of torch (DistributedDataParallel, DataParallel, torch.compile, activation
 checkpointing and offloading), so that a wrapped and a bare module share checkpoints. They come from
-`module_names`, for modules and for optimizer state. Parameters and buffers can be loaded in place; what a
+`state/names.py`, for modules and for optimizer state. Parameters and buffers can be loaded in place; what a
 hook or `get_extra_state` computed is loaded through `load_state_dict`.
 
     optimizer.state.<parameter>.<key>         a tensor, or a value such as a nested list

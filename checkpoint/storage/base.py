@@ -1,10 +1,10 @@
 """Define the storage interface, and check that a storage keeps a second writer out.
 
-Paths are relative to the storage's root, with `/` between parts that were validated before (`names.py`). An
-implementation refuses paths that would leave the root or follow a link. Methods raise StorageError naming
-path and reason, except where a docstring states otherwise. Committed files are never opened for writing
-again: `open_exclusive` and `link_exclusive` create. The protection against a second job depends on exclusive
-creation, so it is probed before anything is written.
+Paths are relative to the storage's root, with `/` between parts that were validated before
+(`format/names.py`). An implementation refuses paths that would leave the root or follow a link. Methods raise
+StorageError naming path and reason, except where a docstring states otherwise. Committed files are never
+opened for writing again: `open_exclusive` and `link_exclusive` create. The protection against a second job
+depends on exclusive creation, so it is probed before anything is written.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class LostPartError(DamagedError):
 
 @dataclass(frozen=True)
 class Others:
-    """The leaders of the other places; `run` identifies this launch in their report files (`parts`)."""
+    """The leaders of the other places; `run` identifies this launch in their reports (`upload.part_path`)."""
 
     run: str
     leaders: tuple[int, ...]

@@ -209,7 +209,7 @@ def read(storage: Storage, entry: CommittedPosition) -> Manifest:
     manifest = decode(data, what=path)
     if (manifest.position, manifest.tries) != (entry.position, entry.tries):
         raise DamagedError(
-            f"{path} is the manifest of {manifest.position}, tries {', '.join(manifest.tries)}"
+            f"{path} is the manifest of {manifest.position}, attempts {', '.join(manifest.tries)}"
         )
     return manifest
 

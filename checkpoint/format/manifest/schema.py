@@ -370,14 +370,14 @@ class Manifest:
     """Unknown fields of a newer minor version; kept when written again."""
 
     def encode(self) -> bytes:
-        """The bytes of `manifest.json`; see `manifest_disk.encode`."""
+        """The bytes of `manifest.json`; see `codec.encode`."""
         from torchrelay.checkpoint.format.manifest import codec
 
         return codec.encode(self)
 
     @staticmethod
     def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
-        """Read the bytes of a manifest; see `manifest_disk.decode` for what is refused."""
+        """Read the bytes of a manifest; see `codec.decode` for what is refused."""
         from torchrelay.checkpoint.format.manifest import codec
 
         return codec.decode(data, what=what)

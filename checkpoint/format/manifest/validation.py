@@ -105,7 +105,7 @@ def _demand(what: str) -> Demand:
 def _check_tries(manifest: Manifest, demand: Demand) -> None:
     """Check the attempts."""
     tries, position = manifest.tries, manifest.position
-    demand(bool(tries) and len(set(tries)) == len(tries), f"its tries are {tries}")
+    demand(bool(tries) and len(set(tries)) == len(tries), f"its attempts are {tries}")
     for name in tries:
         check_try(name)
     demand(0 <= position.epoch <= MAX_EPOCH and 0 <= position.step < 10**9, f"its position is {position}")

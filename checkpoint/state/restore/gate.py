@@ -60,8 +60,8 @@ def open_for(copied: PendingCopies) -> None:
 class Guards:
     """Adds the gate to `load_state_dict` of optimizers and modules, and keeps it between saves.
 
-    Most parts are the same at the next save. Hooks of an optimizer affect how its state is listed (`kinds`),
-    so those are removed when a save begins.
+    Most parts are the same at the next save. Hooks of an optimizer affect how its state is listed
+    (`names.has_stock_state`), so those are removed when a save begins.
     """
 
     def __init__(self) -> None:

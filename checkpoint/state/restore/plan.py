@@ -1,7 +1,7 @@
 """Collect a restoration: what is stored, what does not fit, what to read, what to do afterwards.
 
 A `RestorePlan` collects these for all blobs while nothing is changed. Each kind of blob has a function that
-adds its share (`module_restore`, `optimizer_restore`, `stateful_restore`).
+adds its share (`module.py`, `optimizer.py`, `restoration.py`).
 """
 
 from __future__ import annotations
