@@ -34,44 +34,9 @@ Work = TaskGroup | SessionGroup
 
 
 class Manager:
-    """Base of the managers; use CheckpointManager or MultiNodeCheckpointManager.
+    """Base of the managers, whose options `MultiNodeCheckpointManager` describes.
 
     A manager may serve several runs, one after another. The nodes of the first `init` stay fixed.
-
-    Args:
-        db_prefix: directory or URL (`s3://bucket/run`) of the checkpoints.
-        metadata_handler: object that is notified of commits and chooses where to resume; None: the log
-            decides.
-        keep_last: number of newest epochs to keep. Without any `keep_*` option all epochs are kept.
-        keep_every: also keep every epoch whose number is a multiple of this.
-        keep_best: also keep the best by a metric: `("val/acc", "max")`, or `("val/acc", "max", 3)` for three.
-            The newest epoch that can be resumed from is always kept.
-        keep_optimizer_last: number of kept epochs that keep their optimizer; others can be loaded, not
-            resumed.
-        takeover_secs: seconds without a heartbeat after which another job may take the directory over.
-        asynchronous: write and commit in the background. A save returns once training can no longer change
-            the
-            saved bytes; one save is in flight at a time.
-        staging_limit: bytes per process that asynchronous saves may stage; None: half of its share of free
-            memory.
-        verify_staging: which of the bytes staged in the background are compared: "samples" or "full".
-        reuse: reference tensors that have not changed since the previous epoch instead of writing them again.
-            None: only for synchronous saves, because the comparison delays training. At most 8 older attempts
-            are referenced, each while half of it is in use.
-        include: patterns of leaves to save (`"debug"`, `"*.inv_freq"`); None: all. Random states always are.
-        exclude: patterns of leaves to leave out; a resume needs the same patterns and keeps the program's
-            values.
-        share_reads: for several hosts: each reads a share of tensors that all nodes load (8 MiB and more in
-            all) and sends it to the others, which verify it. Give all processes the same value.
-        compare_every: epochs between full comparisons of replicas (10); other saves compare samples. A
-            difference fails the save and names the tensors.
-        single_writer: "external" skips the check that the storage keeps a second writer out (UsageError where
-            it does not). Something else must then ensure that one job at a time writes, tags or pins there.
-        tier: local directory to save to first, `Tier(near="/local/nvme/run")`, with background upload to
-            `db_prefix`; see `Tier`.
-        rename: new names by stored names for loads, `{"old.": "new."}`, in optimizers too.
-        resume_exclude: patterns of leaves that keep the program's value where the stored one does not fit.
-        resume_strict: raise for blobs that are new or no longer registered, instead of a warning.
     """
 
     def __init__(
