@@ -103,7 +103,7 @@ def frames(
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "page.html"
-    file.write_text(_probed(page), encoding="utf-8")
+    file.write_text(probed(page), encoding="utf-8")
     elements = [
         f'<iframe width="{width}" src="{file.as_uri()}?theme={theme}&name={name}"></iframe>'
         for name, (width, theme) in widths.items()
@@ -124,12 +124,12 @@ def frames(
     return found, seen.console
 
 
-def _probed(page: str) -> str:
-    """The page with a script behind its own that measures it, which its policy is told to allow."""
+def probed(page: str, probe: str = _PROBE) -> str:
+    """The page with a script behind its own, which its policy allows; by default one that measures it."""
     before, script, after = re.split(r"<script>|</script>", page)
-    old, new = (b64encode(sha256(one.encode()).digest()).decode() for one in (script, script + _PROBE))
+    old, new = (b64encode(sha256(one.encode()).digest()).decode() for one in (script, script + probe))
     assert old in before
-    return f"{before.replace(old, new)}<script>{script}{_PROBE}</script>{after}"
+    return f"{before.replace(old, new)}<script>{script}{probe}</script>{after}"
 
 
 def pixels(png: bytes) -> np.ndarray:

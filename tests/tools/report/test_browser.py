@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import Framed, frames, look, needs_browser
+from browser import Framed, frames, look, needs_browser, probed
 from report_runs import noted
 
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.tools.report.gather import gather
 from torchrelay.tools.report.page import report_page
+from torchrelay.tools.report.server import glance, index_page
 
 pytestmark = needs_browser
 
@@ -105,6 +107,24 @@ def test_steps_follow_the_pointer(compared: tuple[dict[str, Framed], list[str]])
         epoch = int(first.partition(",")[0].removeprefix("epoch "))
         assert first == f"epoch {epoch}, step {epoch * 16}"
         assert len(values) == 2
+
+
+@pytest.mark.parametrize(("chosen", "link"), [(1, ""), (2, "/compare/run0/run%201"), (8, "8 runs"), (9, "")])
+def test_chosen_runs_have_a_link_to_their_comparison(tmp_path: Path, chosen: int, link: str) -> None:
+    """Two to eight runs that are chosen in the list of a dashboard can be compared; one, or nine, cannot."""
+    names = ["run 1", *(f"run{at}" for at in range(9))]
+    runs = [glance(noted(tmp_path / name, {"val/acc": [0.5]})) for name in names]
+    probe = (
+        'addEventListener("load", () => [...document.querySelectorAll(".pick")]'
+        f".sort((a, b) => (a.value < b.value ? -1 : 1)).slice(0, {chosen}).forEach((one) => one.click()));"
+    )
+    file = tmp_path / "index.html"
+    file.write_text(probed(index_page("runs", runs, "tag"), probe), encoding="utf-8")
+    dom = look(file.as_uri(), tmp_path / "browser").dom
+    found = re.search(r'<a [^>]*id="comparison"[^>]*>[^<]*</a>', dom)
+    assert found is not None
+    assert ("hidden" in found[0]) == (not link)
+    assert link in found[0]
 
 
 def brightness(one: Framed) -> float:

@@ -113,7 +113,7 @@ def test_the_verb_writes_a_page_and_says_so(story: RunDirectory, tmp_path: Path,
     ("arguments", "said"),
     [
         (["nowhere"], "nowhere does not exist"),
-        (["."], "no run"),
+        (["."], "not a run"),
         (["{run}", "-o", "."], "is a directory"),
         (["{run}", "-o", "no/such/place.html"], "is not a directory"),
         (["{run}", "-o", "{run}/checkpoints/r.html"], "inside the checkpoints"),
