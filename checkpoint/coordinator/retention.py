@@ -233,7 +233,6 @@ class Retaining:
             self.ledger.writer.check()
 
     def _ask(self, what: str, work: Callable[[], object]) -> None:
-        """Queue a deletion."""
         self.ledger.deletions.ask(f"{what} could not be deleted", work)
 
 

@@ -205,7 +205,6 @@ class Ledger:
         return self.takeover_secs
 
     def _take(self) -> list[Any]:
-        """Take the log, on rank 0."""
         if self.writer is None:
             self._check_exclusion()
             self.writer = self._taken()
@@ -215,7 +214,6 @@ class Ledger:
         return self._told()
 
     def _taken(self) -> LogWriter:
-        """The new writer."""
         if self.storage.stat(NOTES) is not None:
             from torchrelay.checkpoint.log.tiered_storage import refuse_local
 

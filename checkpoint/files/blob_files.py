@@ -107,7 +107,6 @@ def content_of(leaves: Sequence[Leaf]) -> FileContent:
 
 
 def _type(name: str, tensor: torch.Tensor) -> str:
-    """Stored type of a tensor."""
     if is_sharded(tensor):
         raise BlobError(
             f"{name} is a sharded tensor (DTensor), and one process writes the file: pass its "
@@ -314,7 +313,6 @@ def _open_all(urls: Where | Sequence[Where], verify: str) -> list[BlobFile]:
 
 
 def _patterns(names: str | Sequence[str] | None) -> list[str]:
-    """The names as a list."""
     if names is None:
         return ["*"]
     patterns = pattern_list(names)

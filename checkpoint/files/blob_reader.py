@@ -315,7 +315,6 @@ class BlobLeaves(Mapping[str, LeafSpec]):
         return seal((self._rows(some, forms) for some in slices(len(self._names))), values)
 
     def _rows(self, some: slice, forms: Sequence[EntryForm]) -> list[str]:
-        """Rows of some leaves."""
         columns = self._names[some], self._blobs[some], self._roles[some]
         if self._all_plain and self._written:
             names, _, roles = columns
@@ -353,7 +352,6 @@ def _plain_spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSp
 
 
 def _spec(header: ShardHeader, name: str, blob: str, role: Role) -> LeafSpec:
-    """The spec of any leaf."""
     if name in header.values:
         return LeafSpec(name, blob, role, MAIN_GROUP, "value", None, (), 0)
     key = header.aliases.get(name)

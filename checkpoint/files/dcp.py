@@ -78,7 +78,6 @@ def read_dcp(directory: Path, scratch: Path, *, trust: bool) -> Incoming:
 
 
 def _read(directory: Path, scratch: Path) -> dict[str, Any]:
-    """Load with DCP."""
     reader = FileSystemReader(directory)
     metadata = reader.read_metadata()
     shapes = {
@@ -107,7 +106,6 @@ class _Into(_EmptyStateDictLoadPlanner):
 
 
 def _replace(tree: Any, paths: Mapping[str, tuple[Any, ...]], tensors: Mapping[str, Any]) -> None:
-    """Put tensors into a tree."""
     for name, tensor in tensors.items():
         *way, last = paths.get(name, (name,))
         node = tree
@@ -222,7 +220,6 @@ class DcpReader(StorageReader):
         return done
 
     def _values(self) -> list[str]:
-        """Names of all values."""
         values = set(_addresses(self._checkpoint, "value"))
         return [name for name, old in self._names.items() if old in values]
 

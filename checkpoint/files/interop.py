@@ -151,7 +151,6 @@ def _all_leaves(checkpoint: Checkpoint, nodes: Nodes) -> list[tuple[str, str | N
 
 
 def _outgoing(checkpoint: Checkpoint, name: str, node: str | None, cast: Any) -> ExportedTensor:
-    """A tensor to export."""
     handle = checkpoint[_address(name, node)]
     floating = handle.dtype.is_floating_point
     element = by_name(str(handle.dtype).removeprefix("torch."))
@@ -266,7 +265,6 @@ def _mapped(content: ExportContent, at: Path) -> dict[str, Any]:
 
 
 def _write_dcp(content: ExportContent, at: Path) -> None:
-    """Write a DCP directory."""
     from torchrelay.checkpoint.files.dcp import write_dcp
 
     write_dcp(at, _mapped(content, at))
@@ -459,7 +457,6 @@ def _write_epoch(root: Path, leaves: Sequence[Leaf]) -> None:
 def _shards(
     storage: LocalStorage, plan: SavePlan, identity: TryIdentity, place: NodePlace, leaves: Mapping[str, Leaf]
 ) -> list[ShardRow]:
-    """Write the shards."""
     rows = []
     for group, assignments in plan.files(place.rank).items():
         tensors: list[Any] = []
@@ -482,7 +479,6 @@ def _shards(
 
 
 def _commit(storage: LocalStorage, log: LogWriter, manifest: Manifest) -> None:
-    """Write manifest and record."""
     data = manifest.encode()
     storage.link_exclusive(manifest_path(manifest.tries[0]), data)
     storage.sync_dir(try_directory(manifest.tries[0]))

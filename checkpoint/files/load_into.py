@@ -288,7 +288,6 @@ class FileSource:
         return {**found, **{leaf: leaf for leaf, tree in inner.items() if tree in trees}}
 
     def _specs(self, objects: Mapping[str, Any], stored: Mapping[str, str]) -> dict[str, LeafSpec]:
-        """Specs by new name."""
         inner = self.file.inner
         new_names = {old: new for new, old in stored.items()} if inner else {}
         first: dict[str, str] = {}

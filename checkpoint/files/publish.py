@@ -105,7 +105,6 @@ def _delete(path: Path) -> None:
 
 
 def _digest(text: str) -> str:
-    """Short digest of a text."""
     return sha256(os.fsencode(text))[:_DIGITS]
 
 
@@ -278,7 +277,6 @@ def fetched(place: Path | str, what: str) -> Iterator[Path]:
 
 
 def _files(storage: ObjectStorage, path: str) -> Iterator[str]:
-    """All files below a path."""
     if storage.stat(path) is not None:
         yield path
         return
@@ -287,7 +285,6 @@ def _files(storage: ObjectStorage, path: str) -> Iterator[str]:
 
 
 def _fetch(storage: ObjectStorage, path: str, target: Path) -> None:
-    """Download a file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     size = storage.stat(path) or 0
     with target.open("xb") as file:

@@ -114,7 +114,6 @@ def _mappable(path: Path) -> bool:
 
 
 def _beginning(path: Path) -> bytes:
-    """The first bytes of a file."""
     with path.open("rb") as file:
         return file.read(4)
 
@@ -240,7 +239,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, ExportedTensor], ties: M
 
 
 def _write(file: Any, data: memoryview) -> None:
-    """Write bytes to a file."""
     while len(data):
         data = data[file.write(data) :]
 
@@ -275,7 +273,6 @@ def read_safetensors(path: Path) -> Incoming:
 
 
 def _tensor(path: Path, memory: mmap.mmap, data: int, name: str, entry: Any) -> Any:
-    """A tensor of a mapped file."""
     try:
         start, stop = entry["data_offsets"]
         shape, element = tuple(entry["shape"]), by_code(entry["dtype"])
@@ -311,7 +308,6 @@ def write_huggingface(directory: Path, content: ExportContent, shard_bytes: int)
 
 
 def _shards(content: ExportContent, shard_bytes: int) -> list[list[str]]:
-    """Divide names over files."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, tensor in content.tensors.items():
@@ -347,7 +343,6 @@ def read_huggingface(directory: Path) -> Incoming:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """The index of a directory."""
     try:
         if path.stat().st_size > _INDEX_LIMIT:
             raise FormatError(f"{path} is too large for an index")

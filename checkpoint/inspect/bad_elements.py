@@ -63,7 +63,6 @@ class Looker:
         return [bad for item in able if (bad := self._look(epoch, item)) is not None]
 
     def _look(self, epoch: Epoch, item: NodeLeaf) -> BadLeaf | None:
-        """Search one leaf."""
         leaf, dtype = item.leaf, str(item.leaf.dtype)
         nan = inf = 0
         firsts: list[int] = []

@@ -291,7 +291,6 @@ class Comparison:
 
     @property
     def _width(self) -> int:
-        """Bytes of an element."""
         return self._pairs[0].a.item_bytes
 
     def _chunks(self, *, whole: bool) -> Iterator[tuple[memoryview, memoryview]]:
@@ -300,7 +299,6 @@ class Comparison:
             yield from self._of_strip(pair, whole) if isinstance(pair, Strip) else self._of_region(pair)
 
     def _of_strip(self, strip: Strip, whole: bool) -> Iterator[tuple[memoryview, memoryview]]:
-        """Chunks of a strip."""
         width = self._width
         for suspect in strip.everything if whole else strip.unequal():
             for low in range(suspect.start, suspect.stop, CHUNK_BYTES // width):
@@ -312,7 +310,6 @@ class Comparison:
                 )
 
     def _of_region(self, region: Region) -> Iterator[tuple[memoryview, memoryview]]:
-        """Chunks of a region."""
         from torchrelay.checkpoint.inspect.statistics import gathered, small_boxes
 
         a, b = self._a, self._b

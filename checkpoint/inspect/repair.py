@@ -119,7 +119,6 @@ def _lost(one: LostBase) -> Finding:
 
 
 def _derived(storage: Storage, tail: Tail, newest: int) -> Iterator[Finding]:
-    """Wrong hints and counters."""
     hint = read_hint(storage)
     leads = hint is not None and hint <= newest and floor(hint) == floor(newest)
     if not leads or storage.stat(slot_path(hint or 0)) is None:

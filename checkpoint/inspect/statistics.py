@@ -83,7 +83,6 @@ def table(dtype: str) -> Array:
 
 
 def _decoded(code: int, dtype: str) -> float:
-    """The value of a code."""
     exponent_bits, fraction_bits, bias = _EXPONENTS[dtype]
     exponent = code >> fraction_bits & (1 << exponent_bits) - 1
     fraction = code & (1 << fraction_bits) - 1
@@ -152,7 +151,6 @@ def leaf_moments(epoch: Epoch, patterns: str | Sequence[str] = ()) -> dict[str, 
 
 
 def _chunks(epoch: Epoch, item: NodeLeaf) -> Iterator[Array]:
-    """The numbers of a leaf."""
     buffer = Buffer()
     for part in parts(epoch, item):
         for start in range(0, part.nbytes, CHUNK_BYTES):
@@ -188,7 +186,6 @@ def joined(all_moments: Iterable[Moments]) -> Moments:
 
 
 def _both(a: Moments, b: Moments) -> Moments:
-    """Moments of two together."""
     counts = (a.elements + b.elements, a.nan + b.nan, a.inf + b.inf)
     total = a.finite + b.finite
     norms = math.hypot(a.norm, b.norm)
@@ -309,13 +306,11 @@ def _copy(source: Bounds, first: int, box: Bounds) -> Copy:
 
 
 def _strides(source: Bounds, item_bytes: int) -> list[int]:
-    """Byte strides of a box."""
     extents = [stop - start for start, stop in source]
     return [item_bytes * math.prod(extents[dim + 1 :]) for dim in range(len(extents))]
 
 
 def _place(slab: Slab, box: Bounds) -> tuple[slice, ...]:
-    """Slices of a slab in a box."""
     return tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(slab.box, box, strict=True))
 
 

@@ -195,7 +195,6 @@ class EpochTable:
         )
 
     def _rows(self, column: Sequence[str], names: Collection[str]) -> dict[str, list[int]]:
-        """Row numbers by name."""
         found: dict[str, list[int]] = {}
         for row, name in enumerate(column):
             if name in names:
@@ -216,7 +215,6 @@ class EpochTable:
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
-        """The names of all rows."""
         return self._leaves.names("name")
 
     @cached_property
@@ -315,7 +313,6 @@ class Blobs(Mapping[str, BlobInfo]):
 
     @cached_property
     def _leaves(self) -> dict[str, list[LeafRow]]:
-        """Leaves by blob."""
         found: dict[str, list[LeafRow]] = {}
         for leaf in self._reader.manifest.leaves:
             found.setdefault(leaf.blob, []).append(leaf)

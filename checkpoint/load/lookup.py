@@ -354,7 +354,6 @@ def names_apart(pairs: Iterable[tuple[str, str]], rename: Rename | None) -> dict
 
 
 def _has(manifest: Manifest, name: str, node: str | None) -> bool:
-    """Whether a node has a leaf."""
     try:
         check_owned(manifest, name, node)
     except UsageError:

@@ -203,7 +203,6 @@ class _Choice:
             self.found.lost_gradients = True
 
     def _take_value(self, leaf: LeafRow) -> None:
-        """Take the value of a leaf."""
         if leaf.kind == "value" and leaf.alias_of is None:
             known = self.place.name in self.manifest.world.number
             value = self.reader.value_json(leaf.name, self.place.name if known else None)
@@ -280,7 +279,6 @@ class _Choice:
             self._refuse(list(own))
 
     def _take_own(self, own: Mapping[str, int | None]) -> None:
-        """Take this node's own rows."""
         for name, row in own.items():
             if row is None:
                 self.found.kept.add(name)
@@ -350,7 +348,6 @@ class _Choice:
         self.refused.setdefault(self._first(name).blob, name)
 
     def _first(self, name: str) -> LeafRow:
-        """The first row of a leaf."""
         return self.manifest.leaves[self.manifest.rows[name][0]]
 
 

@@ -366,7 +366,6 @@ class Loading:
                 )
 
     def _read(self, reads: Sequence[LeafRead]) -> None:
-        """Plan and do these reads."""
         if reads:
             self._source.plan(reads).read(self._source.options)
 
@@ -447,7 +446,6 @@ def _boxes(live: torch.Tensor) -> Iterator[Bounds]:
 
 
 def _slices(box: Bounds) -> tuple[slice, ...]:
-    """The box as slices."""
     return tuple(slice(*side) for side in box)
 
 

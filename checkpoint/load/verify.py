@@ -328,7 +328,6 @@ def _look_at(shards: ShardSet, holder: Holder, level: Level) -> None:
 
 
 def _wanted_rows(manifest: Manifest, want: Collection[str] | None) -> list[int]:
-    """Rows of the wanted leaves."""
     if want is None:
         return list(range(len(manifest.leaves)))
     names = set(want)

@@ -184,7 +184,6 @@ def _gone(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
 
 
 def _answers(pid: int) -> bool:
-    """Whether a process exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -219,7 +218,6 @@ def _text_of(path: str) -> str:
 
 
 def _link_of(path: str) -> str:
-    """Target of a link in /proc."""
     with suppress(OSError):
         return str(Path(path).readlink())
     return ""
@@ -251,7 +249,6 @@ class Beat:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        """Call `beat` until stopped."""
         count = 1
         while not self._stopped.wait(self._period_secs):
             count += 1
@@ -280,7 +277,6 @@ def moves(storage: Storage, patience_secs: float) -> bool:
 
 
 def _look(storage: Storage) -> bytes | None:
-    """Read the counter."""
     try:
         return storage.read_range(PATH, 0, LIMIT_BYTES)
     except FileNotFoundError:
@@ -384,7 +380,6 @@ def _begun(storage: Storage) -> list[tuple[str, str]]:
 
 
 def _give_up(storage: Storage, begun: list[tuple[str, str]]) -> None:
-    """Abort uploads."""
     if isinstance(storage, Unfinished):
         for one in begun:
             with suppress(StorageError):
@@ -392,7 +387,6 @@ def _give_up(storage: Storage, begun: list[tuple[str, str]]) -> None:
 
 
 def _takeover(job: JobFile, me: WriterIdentity, nonce: str, reason: str) -> RecordDraft:
-    """The record of a takeover."""
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
     holder = {**me.json(), **job.repeated(), "nonce": nonce, "since": since}
 

@@ -256,7 +256,6 @@ def share_job(near: Storage, far: Storage, name: str | None) -> None:
 
 
 def _copy(source: Storage, target: Storage) -> None:
-    """Copy the job file."""
     job = read_job(source)
     target.mkdir("")
     with suppress(FileExistsError):

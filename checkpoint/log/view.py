@@ -294,7 +294,6 @@ def wanted(epoch: Any, branch: int | None = None) -> EpochQuery:
 
 
 def _from_text(text: str, branch: int | None) -> EpochQuery:
-    """Parse a text."""
     if text in WORDS:
         return EpochQuery(None, text, branch)
     if text.startswith(_TAG) and text != _TAG:
@@ -335,7 +334,6 @@ def named_entry(view: LogView, wish: EpochQuery, place: str) -> CommittedPositio
 
 
 def _tagged(view: LogView, name: str, place: str) -> CommittedPosition:
-    """The entry with a tag."""
     found = view.tagged(name)
     if found is None:
         known = [mark.name for mark in view.marks if mark.kind == "tag"]

@@ -102,7 +102,6 @@ def append_as_guest(storage: Storage, draft: RecordDraft, job_name: str | None =
 
 
 def _mark_draft(kind: str, mark: str, name: str, target: Key | None, generation: int | None) -> RecordDraft:
-    """The record of a mark."""
     if target is not None:
         check_mark_name(name)
 
@@ -349,11 +348,9 @@ class LogWriter:
     def _append(
         self, kind: str, change: Callable[[State], tuple[State, Mapping[str, Json]] | None]
     ) -> LogView:
-        """Append a record."""
         return self._append_draft(RecordDraft(kind, change, self.generation))
 
     def _append_draft(self, draft: RecordDraft) -> LogView:
-        """Append a draft."""
         if self._is_forked:
             raise NotAllowedNowError(
                 f"{self.storage.url} is held by process {self._process}, from which this one was forked: "

@@ -149,7 +149,6 @@ class Engine:
         }
 
     def _stored(self, node: str) -> str:
-        """The stored name of a node."""
         return self.stored_names.get(node, node)
 
     # The checkpoint set

@@ -205,7 +205,6 @@ def _class(ranks: tuple[int, ...], described: Described) -> NodeClass:
 
 
 def _members(by_rank: Mapping[int, str]) -> _Members:
-    """The ranks of each class."""
     members: dict[str, list[int]] = {}
     for rank in sorted(by_rank):
         members.setdefault(by_rank[rank], []).append(rank)
@@ -234,7 +233,6 @@ def class_json(described: Described) -> dict[str, Any]:
 
 
 def _mesh(json: Any) -> Mesh:
-    """A mesh from JSON."""
     nodes, extents, placements, rule = json
     return Mesh(tuple(nodes), tuple(extents), placements_of(placements) or (), rule)
 
@@ -303,7 +301,6 @@ def all_listed(peers: Peers, topic: str, failed: Exception | None) -> None:
 
 
 def _check(failed: Exception | None) -> None:
-    """Raise the error, if any."""
     if failed is not None:
         raise failed
 

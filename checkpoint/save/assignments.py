@@ -176,7 +176,6 @@ class SavePlan:
         return {}
 
     def _assign(self, node: int) -> list[Assignment]:
-        """Compute `assignments`."""
         found = []
         for row in self._rows_of(node):
             planned = self.rows[row]
@@ -204,7 +203,6 @@ class SavePlan:
         return {}
 
     def _filed(self, node: int) -> dict[str, tuple[Assignment, ...]]:
-        """Compute `files`."""
         groups: dict[str, list[Assignment]] = {}
         for assignment in self.assignments(node):
             if not assignment.inline:

@@ -164,7 +164,6 @@ def _described(
 
 
 def _spec(leaf: Leaf, known: LeafSpec | None, built: Mapping[str, Order]) -> LeafSpec:
-    """The spec of a leaf."""
     if known is not None and _unchanged(leaf, known):
         return known
     found = spec_of(leaf)

@@ -62,7 +62,6 @@ _worlds: Recent[tuple[tuple[NodePlace, ...], EpochNodes]] = Recent(1)
 
 
 def _world_of(places: Sequence[NodePlace]) -> EpochNodes:
-    """Compute `world_of`."""
     hosts = sorted({(place.host_index, place.host) for place in places})
     number = {host: index for index, host in enumerate(hosts)}
     return EpochNodes(

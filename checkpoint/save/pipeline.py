@@ -326,7 +326,6 @@ def _check_copied(name: str, piece: memoryview, digests: bytes) -> None:
 
 
 def _json(leaf: Leaf) -> Any:
-    """The typed form of a value."""
     return leaf.content.json if isinstance(leaf.content, Value) else None
 
 
@@ -337,7 +336,6 @@ def _commit_and_tell(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row
 
 
 def _times(job: SaveJob, row: Row, more: Mapping[str, float]) -> NodeTimes:
-    """A node's seconds by phase."""
     name = job.places[row[0]].name
     path = f"{job.storage.url}/{name}.{job.position}"
     return NodeTimes(name, path, bytes_in(row), {**secs_in(row), **more})

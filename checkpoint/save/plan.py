@@ -171,7 +171,6 @@ def plan_hash(question: PlanInputs) -> str:
 
 
 def _make(question: PlanInputs, key: str) -> SavePlan:
-    """Compute a plan."""
     held = _holders(question.classes, question.referenced)
     rows = tuple(leaf for leaf, _ in held)
     layouts = _Layouts()
@@ -349,11 +348,9 @@ class _Merging:
         )
 
     def _leaf(self, leaf: LeafRow) -> LeafRow:
-        """A renumbered leaf."""
         return leaf._replace(source=self._try(leaf.source), layout=self.layouts[leaf.layout])
 
     def _layout(self, layout: Layout) -> Layout:
-        """A renumbered layout."""
         nodes = tuple(self._node(node) for node in layout.nodes)
         if isinstance(layout, PerNode):
             return PerNode(nodes)
@@ -397,10 +394,8 @@ class _Merging:
         return self.tries.setdefault(self.old.tries[number], len(self.tries))
 
     def _node(self, number: int) -> int:
-        """The new number of a node."""
         return self.nodes.setdefault(self.old.world.names[number], len(self.nodes))
 
 
 def _numbering(names: tuple[str, ...]) -> dict[str, int]:
-    """Numbers by name."""
     return {name: number for number, name in enumerate(names)}

@@ -229,7 +229,6 @@ def _combined(digests: ByLeaf) -> list[str]:
 
 
 def _named(names: Iterable[str]) -> str:
-    """Digest of names."""
     return _hash(canonical_json.dumps(sorted(names)))
 
 
@@ -241,7 +240,6 @@ def _odd_ones(nodes: Mapping[int, str]) -> tuple[int, ...]:
 
 
 def _digest(leaf: Leaf, mode: Mode) -> str:
-    """Digest of one leaf."""
     tensor = leaf.content
     if isinstance(tensor, Value):
         return _hash(canonical_json.dumps(tensor.json))
@@ -269,7 +267,6 @@ def _samples(tensor: torch.Tensor, name: str) -> list[memoryview]:
 
 
 def _hash(data: bytes) -> str:
-    """Digest of bytes."""
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
@@ -352,7 +349,6 @@ class WholeBytes:
 
 
 def _hash_one(name: str, left: dict[str, Leaf], digests: dict[str, str]) -> None:
-    """Hash one leaf."""
     digests.update(digests_of([left[name]], Mode.WHOLE))
     del left[name]
 
@@ -401,7 +397,6 @@ def _placed(specs: Sequence[LeafSpec], node: int) -> Iterator[tuple[LeafSpec, Me
 
 
 def _part(leaf: Leaf, name: str) -> Leaf:
-    """A leaf of a node's part."""
     if isinstance(leaf.content, Value):
         return leaf
     return replace(leaf, name=name, content=local_of(leaf.content))

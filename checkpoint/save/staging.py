@@ -379,7 +379,6 @@ def stage(
 def _stage_one(
     copies: StagedCopies, state: NodeState, piece: StagedPiece, target: StagingSlot, find: Find | None
 ) -> None:
-    """Copy or prepare one piece."""
     one = piece.assignment
     name = one.leaf.name
     leaf = state.leaves[name].content

@@ -134,7 +134,6 @@ def free_share(session: Session) -> int:
 
 
 def _free_bytes() -> int:
-    """Free memory of the host."""
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -65,7 +65,6 @@ def members_of(workspace: Workspace) -> dict[str, SetMember]:
 
 
 def _member(name: str, entry: Entry) -> SetMember:
-    """One name of the set."""
     blob = entry.blob
     generator = is_generator(entry.value)
     return SetMember(
@@ -107,7 +106,6 @@ def scopes_of(
 
 
 def _scope_of_blob(member: SetMember, value: Any) -> str:
-    """Inferred scope of a blob."""
     if member.scope is not None:
         return member.scope.value
     return _RANK if member.placed or is_foreign_loader(value) else _REPLICATED
@@ -116,7 +114,6 @@ def _scope_of_blob(member: SetMember, value: Any) -> str:
 def _scope(
     leaf: Leaf, members: Mapping[str, SetMember], of_blobs: Mapping[str, str], demoted: set[str]
 ) -> str:
-    """Scope of a leaf."""
     scope = of_blobs.get(leaf.blob)
     if scope is None or leaf.role is Role.RNG:
         return _RANK
@@ -206,7 +203,6 @@ def check_remade(names: Iterable[str], registered: Collection[str], selection: S
 
 
 def _units(leaves: Sequence[Leaf], objects: Mapping[str, Any]) -> dict[str, list[Leaf]]:
-    """Leaves by unit."""
     found: dict[str, list[Leaf]] = {}
     kinds = {blob: kind_of(value) for blob, value in objects.items()}
     parameters = set(parameter_names(objects).values())

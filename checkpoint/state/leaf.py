@@ -166,7 +166,6 @@ def _dtensor(tensor: Any) -> Any:
 
 
 def _placements(tensor: torch.Tensor, name: str) -> tuple[Placement, ...]:
-    """Placements of a DTensor."""
     return _described(_dtensor(tensor).placements, tensor.dim(), name)
 
 
@@ -335,7 +334,6 @@ def spec_of(leaf: Leaf) -> LeafSpec:
 def _spec(
     leaf: Leaf, kind: Literal["tensor", "value"], dtype: str | None, shape: tuple[int, ...], nbytes: int
 ) -> LeafSpec:
-    """A spec of this leaf."""
     described = (kind, dtype, shape, nbytes, leaf.alias_of, None, leaf.frozen)
     return LeafSpec(leaf.name, leaf.blob, leaf.role, leaf.group, *described)
 

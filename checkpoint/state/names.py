@@ -379,7 +379,6 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Key of a view."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     flipped = (tensor.is_conj(), tensor.is_neg())
@@ -387,7 +386,6 @@ def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _shard_of(tensor: Any) -> tuple[Any, ...]:
-    """Key of a DTensor."""
     where = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
     return (*where, _view_of(memory_of_shard(tensor)))
 

@@ -302,7 +302,6 @@ class InPlace:
         deque(map(ctypes.memmove, places, sources, self._sizes()), maxlen=0)
 
     def _sizes(self) -> list[int]:
-        """Bytes of each."""
         return [form.nbytes for form in self.plain.forms]
 
 

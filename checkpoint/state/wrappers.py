@@ -96,7 +96,6 @@ def _flattened(tensor: Any) -> tuple[list[str], Any]:
 
 
 def _class(tensor: torch.Tensor) -> str:
-    """Name of the class."""
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 

@@ -269,7 +269,6 @@ def check_exclusion(storage: Storage) -> None:
 
 
 def _delete(storage: Storage, path: str) -> None:
-    """Delete the probe."""
     with suppress(StorageError):
         storage.delete(path)
 

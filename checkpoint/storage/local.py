@@ -53,7 +53,6 @@ def give_name(temporary: Path, full: Path, *, alone: bool = False) -> None:
 
 
 def _rename(temporary: Path, full: Path, no_link: OSError, *, alone: bool) -> None:
-    """Rename without replacing."""
     try:
         rename_without_replacing(temporary, full)
     except OSError as error:
@@ -246,7 +245,6 @@ class LocalStorage:
         return self._path(path)
 
     def _path(self, path: str) -> Path:
-        """The full path."""
         return Path(self._text(path))
 
     def _text(self, path: str) -> str:
@@ -293,7 +291,6 @@ class LocalStorage:
             self._once_beside(full, data, name, sync=sync)
 
     def _once_beside(self, full: Path, data: bytes, name: Callable[[Path], object], *, sync: bool) -> None:
-        """One attempt of `_beside`."""
         temporary = full.with_name(f"{PRIVATE}{secrets.token_hex(8)}")
         try:
             self._write_whole(temporary, data, sync=sync)
@@ -303,7 +300,6 @@ class LocalStorage:
                 temporary.unlink()
 
     def _write_whole(self, full: Path, data: bytes, *, sync: bool) -> None:
-        """Write a file completely."""
         handle = _create(full)
         try:
             handle.write_at(0, memoryview(data))
@@ -409,7 +405,6 @@ class LocalStorage:
 
 
 def _is_link(full: str) -> bool:
-    """Whether a path is a link."""
     try:
         return stat_module.S_ISLNK(os.lstat(full).st_mode)
     except OSError:  # the use of the path raises the error
@@ -437,7 +432,6 @@ def _remove_empty(directory: Path) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Fsync a directory."""
     _sync_opened(_opened(directory))
 
 
@@ -447,7 +441,6 @@ def _opened(directory: Path) -> int:
 
 
 def _sync_opened(descriptor: int) -> None:
-    """Fsync a descriptor."""
     try:
         os.fsync(descriptor)
     finally:

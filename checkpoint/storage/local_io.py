@@ -48,7 +48,6 @@ class Pacer:
             self._begin()
 
     def _begin(self) -> None:
-        """Start a device write."""
         if _sync_file_range is not None and self._end - self._start >= self.stride:
             # Ignored: the sync that follows reports what could not be written.
             _sync_file_range(self._descriptor, self._start, self._end - self._start, _START_WRITING)
@@ -193,7 +192,6 @@ class LocalReadHandle:
 
 
 def _close(descriptor: int) -> None:
-    """Close a descriptor."""
     if descriptor >= 0:
         os.close(descriptor)
 
@@ -243,7 +241,6 @@ def _read_aligned(descriptor: int, plan: _Aligned, view: memoryview, scratch: me
 
 
 def _address(view: memoryview) -> int:
-    """Address of memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
@@ -304,7 +301,6 @@ def open_direct(path: str, descriptor: int) -> DirectFile | None:
 
 
 def _is_aligned(view: memoryview) -> bool:
-    """Whether memory is aligned."""
     if view.readonly or len(view) < ALIGNMENT:
         return False
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT == 0

@@ -104,7 +104,6 @@ class ObjectStorage:
         return part.replace("%", "%25").replace(":", "%3A") if self._escaped else part
 
     def _decoded(self, part: str) -> str:
-        """The inverse of `_encoded`."""
         return part.replace("%3A", ":").replace("%25", "%") if self._escaped else part
 
     def _try(self, verb: str, path: str, work: Callable[[], T], passing: type[Exception] = StorageError) -> T:
@@ -114,7 +113,6 @@ class ObjectStorage:
     def _try_once(
         self, verb: str, path: str, work: Callable[[], T], passing: type[Exception] = StorageError
     ) -> T:
-        """The same without retries."""
         try:
             return work()
         except (passing, StorageError):
@@ -150,7 +148,6 @@ class ObjectStorage:
         self._put_staged(path, file, nbytes)
 
     def _put_staged(self, path: str, file: IO[bytes], nbytes: int) -> None:
-        """Upload a staged file."""
         name = self._name(path)
 
         def put() -> None:
@@ -303,7 +300,6 @@ class ObjectStorage:
         self._try("delete", path, delete)
 
     def _remove_empty(self, name: str) -> None:
-        """Remove an empty directory."""
         found = [one.rstrip("/") for one in self.system.ls(name, detail=False)]
         if all(one.rpartition("/")[2].startswith(PRIVATE) for one in found):
             for one in found:
@@ -331,7 +327,6 @@ class ObjectStorage:
         self._try("abort an upload to", "", lambda: give_up(self.system, *upload))
 
     def _list(self, path: str) -> builtins.list[str]:
-        """Names below a path."""
         name = self._name(path)
 
         def look() -> builtins.list[str]:

@@ -91,7 +91,6 @@ class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not an
             self._drop(line)
 
     def _drop(self, line: tuple[Any, Any]) -> None:
-        """Close a connection."""
         if self._line is line:
             self._line = None
         line[0].abort()
@@ -229,6 +228,5 @@ def _in_other_words(error: Exception) -> Exception:
 
 
 def _close(loop: Any, connection: Any) -> None:
-    """Close a connection."""
     with suppress(RuntimeError):  # the loop may have ended with its program
         loop.call_soon_threadsafe(connection.abort)

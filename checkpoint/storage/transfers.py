@@ -119,7 +119,6 @@ def _status(error: BaseException) -> int | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes."""
     step: BaseException | None = error
     for _ in range(8):
         if step is None:
@@ -202,7 +201,6 @@ def _complete(system: Any, name: str, nbytes: int, upload: str, parts: list[dict
 
 
 def _part(file: IO[bytes], offset: int, nbytes: int) -> bytes:
-    """Read one part."""
     data = os.pread(file.fileno(), nbytes, offset)
     if len(data) != nbytes:
         raise StorageError(f"the staged file ends at byte {offset + len(data)}: try again")

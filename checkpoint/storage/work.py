@@ -233,7 +233,6 @@ class _Helper(threading.Thread):
 
 
 def _start(helpers: list[_Helper]) -> None:
-    """Start the helpers."""
     for helper in helpers:
         try:
             helper.start()

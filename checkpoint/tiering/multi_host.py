@@ -244,7 +244,6 @@ class HostsLedger(TierLedger):
                 moved, since = now, time.monotonic()
 
     def _sent_now(self, *, quiet: bool) -> dict[str, Json]:
-        """Progress of this process."""
         told: dict[str, Json] = {"done": True, "quiet": quiet, "moved": 0, "left": "", "failures": []}
         told["leaves"] = self.hurried()
         if self._sender is not None:
@@ -258,7 +257,6 @@ class HostsLedger(TierLedger):
         return told
 
     def _warn_failures(self, failures: list[str]) -> None:
-        """Warn of failed uploads."""
         for failure in failures:
             warn(failure, stacklevel=3)
 

@@ -85,7 +85,6 @@ def damage_in(
 
 
 def _look_at(near: Storage, manifest: Manifest, row: ShardRow, headers_only: bool) -> None:
-    """Verify one file."""
     expected = ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
     header = read_header(near, shard_path(manifest, row), expected)
     if not headers_only:
@@ -308,7 +307,6 @@ class Replicator(TierUploader):
         self._far.check()
 
     def _note(self) -> None:
-        """Write the local notes."""
         far = self._far.view
         nonce = far.holder.get("nonce")
         self._notes = replace(
@@ -321,7 +319,6 @@ class Replicator(TierUploader):
         super()._note()
 
     def _failed(self, error: Exception) -> None:
-        """Keep an error for the run."""
         self._fail(f"local saves cannot be sent to {self.far.url} now: {error}")
 
 
@@ -432,7 +429,6 @@ class PartSender(TierUploader):
         return view
 
     def _part(self, try_name: str) -> str:
-        """Path of the report."""
         return part_path(try_name, self._run_nonce, self._leader)
 
     def _named(self, try_name: str) -> bool:
@@ -452,5 +448,4 @@ class PartSender(TierUploader):
                 self._note()
 
     def _failed(self, error: Exception) -> None:
-        """Keep an error for the run."""
         self._fail(f"local saves of rank {self._leader} cannot be sent to {self.far.url} now: {error}")

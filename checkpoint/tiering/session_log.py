@@ -118,7 +118,6 @@ class TierLedger(Ledger):
         return None
 
     def _take_one(self, storage: Any) -> LogWriter:
-        """Take one log."""
         return LogWriter.take(
             storage,
             self.job_name,
@@ -192,7 +191,6 @@ class TierLedger(Ledger):
             told = together(peers, "save: lag", lambda: [self._has_room(until), self.hurried()])
 
     def _has_room(self, until: float) -> bool:
-        """Whether a save may begin."""
         if self.replicator is None:
             return True
         self.replicator.check()
@@ -247,7 +245,6 @@ class TierLedger(Ledger):
         self._tell_failures()
 
     def _tell_failures(self) -> None:
-        """Warn of failed uploads."""
         for failure in self.replicator.take_failures() if self.replicator is not None else ():
             warn(failure, stacklevel=2)
 

@@ -79,7 +79,6 @@ class Uploader:
     # In the thread
 
     def _run(self) -> None:
-        """Do steps until stopped."""
         pause = 0.0
         while self._is_wanted(pause):
             try:
@@ -124,7 +123,6 @@ class Uploader:
             raise StoppedError
 
     def _tell_waiting(self) -> None:
-        """Wake waiting threads."""
         with self._changed:
             self._changed.notify_all()
 
@@ -266,7 +264,6 @@ class TierUploader(Uploader):
             self._note_sent(path, len(data), sha256(data))
 
     def _send_shard(self, path: str, row: ShardRow) -> None:
-        """Upload one shard."""
         if self._was_sent(path, row.nbytes, row.header_sha256):
             return
         header = read_header(self._near, path, _expected(row))
@@ -309,7 +306,6 @@ class TierUploader(Uploader):
         return False
 
     def _create(self, path: str, write: Callable[[WriteHandle], None]) -> None:
-        """Create a remote file."""
         handle = self.far.open_exclusive(path)
         try:
             write(handle)
@@ -329,7 +325,6 @@ class TierUploader(Uploader):
         raise NotImplementedError
 
     def _note_sent(self, path: str, nbytes: int, digest: str) -> None:
-        """Note an uploaded file."""
         with self._changed:
             self._notes = replace(self._notes, sent={**self._notes.sent, path: (nbytes, digest)})
             self._note()
@@ -345,7 +340,6 @@ class TierUploader(Uploader):
             write_notes(self._near, self._notes)
 
     def _fail(self, text: str) -> None:
-        """Keep a failure."""
         with self._changed:
             if text not in self._failures:
                 self._failures.append(text)

@@ -103,7 +103,6 @@ def _demand(what: str) -> Demand:
 
 
 def _check_tries(manifest: Manifest, demand: Demand) -> None:
-    """Check the attempts."""
     tries, position = manifest.tries, manifest.position
     demand(bool(tries) and len(set(tries)) == len(tries), f"its attempts are {tries}")
     for name in tries:
@@ -115,7 +114,6 @@ def _check_tries(manifest: Manifest, demand: Demand) -> None:
 
 
 def _check_world(world: EpochNodes, demand: Demand) -> None:
-    """Check nodes and hosts."""
     names = world.names
     demand(bool(world.nodes), "it has no nodes")
     demand(len(set(names)) == len(names), "a node is named twice")
@@ -127,7 +125,6 @@ def _check_world(world: EpochNodes, demand: Demand) -> None:
 
 
 def _check_blobs(manifest: Manifest, demand: Demand) -> None:
-    """Check the blobs."""
     names = {blob.name for blob in manifest.blobs}
     demand(len(names) == len(manifest.blobs), "a blob is named twice")
     _check_lengths(names, "blob", demand)
@@ -148,7 +145,6 @@ def _check_lengths(names: Collection[str], what: str, demand: Demand) -> None:
 
 
 def _check_layout(manifest: Manifest, layout: Layout, number: int, demand: Demand) -> None:
-    """Check one layout."""
     nodes = layout.nodes
     demand(bool(nodes) and len(set(nodes)) == len(nodes), f"layout {number} has a node twice, or none")
     demand(_within(nodes, len(manifest.world.names)), f"layout {number} has unknown nodes")
@@ -180,7 +176,6 @@ def _check_split(manifest: Manifest, layout: Split, number: int, demand: Demand)
 
 
 def _check_mesh(mesh: Mesh, number: int, demand: Demand) -> None:
-    """Check a mesh."""
     demand(
         len(mesh.extents) <= _MAX_MESH_DIMS
         and math.prod(mesh.extents) == len(mesh.nodes)
@@ -213,7 +208,6 @@ def _highest_dim(mesh: Mesh) -> int:
 
 
 def _check_form(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:
-    """Check the form of a leaf."""
     name = leaf.name
     demand(leaf.scope in SCOPES, f"{name} has scope {leaf.scope!r}")
     demand(leaf.role in ROLES, f"{name} has role {leaf.role!r}")
@@ -276,7 +270,6 @@ def _check_values(manifest: Manifest, demand: Demand) -> None:
 
 
 def _check_shards(manifest: Manifest, demand: Demand) -> None:
-    """Check the shards."""
     if _plain(manifest):
         return
     world, tries = manifest.world, manifest.tries

@@ -94,7 +94,6 @@ def read_header(
 
 
 def _proved(storage: Storage, path: str, size: int, expect: ShardExpectation) -> bytes:
-    """The verified header."""
     if size != expect.bytes:
         raise DamagedError(f"{path} has {size} bytes instead of {expect.bytes}")
     if not 8 <= expect.header_bytes <= size:

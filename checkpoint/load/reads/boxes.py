@@ -218,7 +218,6 @@ class BoxPlan:
             self._spare.append(memory)
 
     def _add(self, read: BoxRead, opened: Open) -> None:
-        """Plan one box read."""
         parts = read.parts
         problem, found = moves(parts.forms, read.leaf.shape, read.target, read.leaf.item_bytes)
         if problem:

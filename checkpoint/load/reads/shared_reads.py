@@ -115,7 +115,6 @@ def shares(manifest: Manifest, rows: Iterable[int], readers: Sequence[int]) -> S
 
 
 def _parts(manifest: Manifest, rows: Iterable[int]) -> Iterator[ReadSlice]:
-    """The slices of these rows."""
     for row in rows:
         leaf = manifest.leaves[row]
         for node, key in parts_of(manifest.layouts[leaf.layout], row, leaf):

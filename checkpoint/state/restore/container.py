@@ -358,7 +358,6 @@ class _Adoption:
         return place
 
     def _mapping(self, live: Any, new: Any, place: Any, classes: Mapping[str, type]) -> Any:
-        """Change a mapping."""
         before = live if _maps(live) else {}
         items = {key: self.adopt(before.get(key, _ABSENT), item, classes) for key, item in new.items()}
         if self._partial and _maps(live):
@@ -382,7 +381,6 @@ class _Adoption:
         return target
 
     def _tuple(self, live: Any, new: tuple[Any, ...], classes: Mapping[str, type]) -> tuple[Any, ...]:
-        """A tuple of adopted items."""
         before = live if type(live) is tuple else ()
         pairs = list(zip_longest(new, before, fillvalue=_ABSENT))[: len(new)]
         items = tuple(self.adopt(twin, item, classes) for item, twin in pairs)

@@ -122,7 +122,6 @@ class Mismatches:
         )
 
     def _remedy(self, stored: Mapping[str, LeafSpec], missing: Sequence[str], options: RestoreOptions) -> str:
-        """The likeliest remedy."""
         if options.exclude is None:
             return "Build the objects as they were when it was saved"
         unexpected = self.unexpected if options.strict else []

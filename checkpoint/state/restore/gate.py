@@ -103,6 +103,5 @@ class Guards:
 
 
 def _remove(handles: list[Any]) -> None:
-    """Remove these hooks."""
     while handles:
         handles.pop().remove()

@@ -57,7 +57,6 @@ class Gradients:
         self.steps: Sequence[Callable[[], None]] = tuple(step for _, step in (*draft.fills, *draft.steps))
 
     def _draft(self, draft: RestorePlan, specs: Mapping[str, LeafSpec], forms: Any) -> None:
-        """Plan the reads."""
 
         def memory(leaf: str) -> Callable[[], torch.Tensor]:
             return draft.fresh(specs[f"{GRADIENTS}.{leaf}"]).memory
@@ -104,7 +103,6 @@ class Gradients:
 
 
 def _dense(maker: Callable[[torch.device | None], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Builds a dense gradient."""
 
     def make(parameter: torch.Tensor) -> torch.Tensor:
         found = maker(parameter.device)
@@ -120,7 +118,6 @@ def _dense(maker: Callable[[torch.device | None], torch.Tensor]) -> Callable[...
 def _sparse(
     indices: Callable[[], torch.Tensor], content: Callable[[], torch.Tensor], form: Mapping[str, Any]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Builds a sparse gradient."""
     shape, coalesced = tuple(form["shape"]), bool(form["coalesced"])
 
     def make(parameter: torch.Tensor) -> torch.Tensor:

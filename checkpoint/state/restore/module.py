@@ -115,7 +115,6 @@ def draft_with_hooks(
 
 
 def _load(module: nn.Module, values: Mapping[str, Any], *, strict: bool) -> None:
-    """Call `load_state_dict`."""
     state = {key: build() for key, build in values.items()}
     module.load_state_dict(state, **({} if strict else {"strict": False}))  # an override may have no `strict`
 
@@ -256,7 +255,6 @@ def _no_content(
 
 
 def _home(hook: object) -> str:
-    """Python module of a hook."""
     return str(getattr(hook, "__module__", None))
 
 

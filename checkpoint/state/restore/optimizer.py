@@ -334,7 +334,6 @@ class _Load:
     def _entry(
         self, key: str, spec: LeafSpec, live: Any, trees: Mapping[str, Builder], owner: torch.Tensor | None
     ) -> Builder:
-        """Plan one entry."""
         self.draft.take(spec.name)
         if spec.kind == "value" and spec.role is not Role.SUBCLASS:
             return trees[spec.name]
@@ -345,7 +344,6 @@ class _Load:
         return builder
 
     def _tensor(self, key: str, spec: LeafSpec, live: Any, owner: torch.Tensor | None) -> Builder:
-        """Plan a tensor."""
         subclass = spec.role is Role.SUBCLASS
         fits = isinstance(live, torch.Tensor) and (subclass or same_form(spec, live))
         if not subclass and (shared := self._shared_tensor(spec, own=fits)) is not None:
@@ -405,7 +403,6 @@ class _Load:
     def _install(
         self, groups: list[dict[str, Builder]], state: dict[str, dict[str, Builder]], shared: Builder
     ) -> None:
-        """Install everything."""
         for added in self.added:
             self.optimizer.add_param_group({PARAMS: added})
         for group, entries in zip(self.optimizer.param_groups, groups, strict=True):

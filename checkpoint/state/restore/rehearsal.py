@@ -190,7 +190,6 @@ def _sort(built: _Built) -> str:
 
 
 def _element(built: _Built) -> str:
-    """Element type of a tensor."""
     return built.form.partition("[")[0]
 
 

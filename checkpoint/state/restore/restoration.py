@@ -89,7 +89,6 @@ def _left_out(draft: RestorePlan, value: Any, spec: LeafSpec) -> list[tuple[Any,
 
 
 def _inner_tensors(tree: Any) -> Iterator[StoredTensor]:
-    """Tensors in a tree."""
     if isinstance(tree, StoredTensor):
         yield tree
     elif isinstance(tree, Mapping | list | tuple):
