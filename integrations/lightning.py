@@ -39,7 +39,9 @@ except ImportError as missing:
     ) from missing
 
 
-class _Part:  # holds loaded state until Lightning can take it
+class _Part:
+    """A blob that holds loaded state until Lightning can take it."""
+
     def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
         self.state_dict = state
         self.loaded: dict[str, Any] = {}

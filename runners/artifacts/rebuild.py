@@ -183,7 +183,7 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """How to build the model of a run, and the blob that holds its weights."""
+    """Recipe for the model of a run, and the blob that holds its weights."""
 
     make: Callable[[], BuiltModel]
     blob: str

@@ -165,6 +165,7 @@ class WorkInPlace:
             self._width = 0
 
     def _put(self, text: str) -> None:
+        """Write to the stream; a closed stream is ignored."""
         with suppress(OSError, ValueError):  # the stream was closed
             self._stream.write(text)
             self._stream.flush()

@@ -29,6 +29,7 @@ class _Agreed(tuple[int, ...]):
     """The agreement of a single process with itself."""
 
     def wait(self) -> tuple[int, ...]:
+        """Return the own flags."""
         return self
 
 

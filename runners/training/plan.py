@@ -153,6 +153,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that raises UsageError."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
+        """Raise UsageError instead of exiting."""
         raise UsageError(message)
 
 

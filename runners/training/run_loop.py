@@ -222,7 +222,7 @@ class Life:
         self.resumed.take(manager, target)
         self.resumed.restore()
         self.stored.finish_over()
-        self.journal.say(f"finished at epoch {int(result)} already: its state is loaded, nothing to do")
+        self.journal.say(f"already finished at epoch {int(result)}: its state is loaded, nothing to do")
         self.result = result
         return True
 

@@ -141,7 +141,7 @@ def test_a_finished_run_says_so_and_is_only_set_up(program, capsys):
     result = program()
     assert program.events == ["setup"]
     assert result == 3 and result.committed == 3 and result.stop == first.stop
-    assert "finished at epoch 3 already" in capsys.readouterr().err
+    assert "already finished at epoch 3" in capsys.readouterr().err
     assert RunDirectory(program.run).status()["state"] == "FINISHED"
 
 
