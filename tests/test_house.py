@@ -30,7 +30,6 @@ UPWARD = {
 }
 """Imports of a room above, which are meant (see test_rooms)."""
 CIRCLES = {
-    ("checkpoint.format.layouts", "checkpoint.format.manifest"),  # for the type of a row of a manifest
     (
         "checkpoint.state.reads",
         "checkpoint.state.restore",

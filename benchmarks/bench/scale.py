@@ -23,8 +23,8 @@ from bench.coordinator import Aside, Coordinator, Crowd, Unsynced
 from bench.everybody import Everybody, RankPeers, content_of
 from torchrelay import open_checkpoint
 from torchrelay.checkpoint.coordinator.session_log import LeaseInfo
-from torchrelay.checkpoint.format.layouts import local_target
 from torchrelay.checkpoint.format.manifest.codec import encode
+from torchrelay.checkpoint.format.manifest.layouts import local_target
 from torchrelay.checkpoint.format.manifest.schema import Manifest, shard_path
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import uncovered, whole

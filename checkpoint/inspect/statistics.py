@@ -1,6 +1,6 @@
 """Compute statistics of stored tensors in bounded memory, and by how much two tensors differ.
 
-    leaf_moments(open_epoch(storage, entry), ["model"])  # one Moments per leaf
+    joined(moments_of(chunk) for chunk in steps(data, item_bytes, dtype))  # one Moments for all bytes
 
 numpy is an optional dependency, imported only when numbers are requested; nothing that trains, saves or loads
 needs it. bfloat16 is the upper half of a float32; the float8 types are looked up in tables of 256 values.
@@ -13,20 +13,15 @@ The kernels below are pure and joined chunk by chunk; squares neither overflow n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache, reduce
 from typing import Any
 
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, whole
 from torchrelay.checkpoint.inspect.contents import (
-    CHUNK_BYTES,
-    HAVE_NUMBERS,
     Buffer,
     Epoch,
     LeafPart,
-    NodeLeaf,
-    check_chosen,
-    parts,
 )
 from torchrelay.checkpoint.load.reads.boxes import Copy, Slab
 from torchrelay.errors import UsageError, install_command
@@ -131,31 +126,6 @@ class Moments:
     def json(self) -> dict[str, Any]:
         """As JSON; a number that JSON lacks (a norm beyond all doubles) is text."""
         return {name: finite_json(value) for name, value in vars(self).items()}
-
-
-def leaf_moments(epoch: Epoch, patterns: str | Sequence[str] = ()) -> dict[str, Moments]:
-    """Moments by leaf (`model.weight`, or `trainer_1:total` if it differs between nodes).
-
-    Of leaves that match any pattern, or all, without values, aliases, types without numbers, and deleted
-    leaves. Every byte is verified; memory stays below 64 MiB. Raises UsageError for a pattern that matches
-    nothing, DamagedError or StorageError.
-    """
-    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-    check_chosen([epoch], wanted)
-    items = epoch.chosen(wanted).items()
-    return {
-        name: joined(moments_of(chunk) for chunk in _chunks(epoch, item))
-        for name, item in items
-        if item.tensor and item.leaf.dtype in HAVE_NUMBERS and not epoch.gone(item)
-    }
-
-
-def _chunks(epoch: Epoch, item: NodeLeaf) -> Iterator[Array]:
-    buffer = Buffer()
-    for part in parts(epoch, item):
-        for start in range(0, part.nbytes, CHUNK_BYTES):
-            data = buffer.filled(epoch, part, start, min(start + CHUNK_BYTES, part.nbytes))
-            yield from steps(data, item.leaf.item_bytes, str(item.leaf.dtype))
 
 
 def steps(data: memoryview, item_bytes: int, dtype: str) -> Iterator[Array]:

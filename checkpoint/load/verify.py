@@ -28,8 +28,8 @@ from dataclasses import field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from torchrelay.checkpoint.format.layouts import alike, holding
 from torchrelay.checkpoint.format.manifest import codec
+from torchrelay.checkpoint.format.manifest.layouts import alike, holding
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, ShardRow, shard_path
 from torchrelay.checkpoint.format.names import all_plain, position_of
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position

@@ -17,7 +17,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.layouts import alike, holding
+from torchrelay.checkpoint.format.manifest.layouts import alike, holding
 from torchrelay.checkpoint.format.manifest.schema import (
     Cut,
     Layout,

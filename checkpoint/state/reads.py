@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torchrelay.checkpoint.format.dtypes import as_copied, by_name, torch_dtype
-from torchrelay.checkpoint.format.layouts import LocalTarget
+from torchrelay.checkpoint.format.manifest.layouts import LocalTarget
 from torchrelay.checkpoint.format.value_decoding import ParameterName, decode
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, is_sharded, learning, order_of, stand_in
 from torchrelay.checkpoint.state.wrappers import is_wrapper

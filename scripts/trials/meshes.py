@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.format.dtypes import memory_of
-from torchrelay.checkpoint.format.layouts import LocalTarget, local_target
+from torchrelay.checkpoint.format.manifest.layouts import LocalTarget, local_target
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded, local_intervals

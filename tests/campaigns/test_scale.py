@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from meshes import random_mesh, random_shape
 
-from torchrelay.checkpoint.format.layouts import parts_of
+from torchrelay.checkpoint.format.manifest.layouts import parts_of
 from torchrelay.checkpoint.format.manifest.schema import Manifest, shard_path
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded, intersect

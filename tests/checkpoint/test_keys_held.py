@@ -7,7 +7,7 @@ import random
 import pytest
 from meshes import random_mesh, random_shape
 
-from torchrelay.checkpoint.format.layouts import parts_of
+from torchrelay.checkpoint.format.manifest.layouts import parts_of
 from torchrelay.checkpoint.format.manifest.schema import (
     Cut,
     LeafRow,

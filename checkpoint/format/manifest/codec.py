@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields
-from torchrelay.checkpoint.format.layouts import layout_json, layout_of
+from torchrelay.checkpoint.format.manifest.layouts import layout_json, layout_of
 from torchrelay.checkpoint.format.manifest.schema import (
     BlobRow,
     EpochNodes,

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from torchrelay.checkpoint.format import values
-from torchrelay.checkpoint.format.layouts import LocalTarget, parts_near, parts_of, whole_target
+from torchrelay.checkpoint.format.manifest.layouts import LocalTarget, parts_near, parts_of, whole_target
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, ReplicatedLayout, Split
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.names import Flat, Key, encode_name, format_key

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from epochs import Writing, buffer, parameter, tensor, value
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchrelay.checkpoint.format.dtypes import memory_of
-from torchrelay.checkpoint.inspect.contents import CAN_BE_BAD, HAVE_NUMBERS, open_epoch
+from torchrelay.checkpoint.inspect.contents import CAN_BE_BAD, HAVE_NUMBERS
 from torchrelay.checkpoint.inspect.statistics import (
     Change,
     Moments,
     change_between,
     joined_changes,
-    leaf_moments,
     moments_of,
     numbers,
     table,
 )
 from torchrelay.checkpoint.inspect.statistics import joined as joined_moments
-from torchrelay.errors import UsageError
 
 WIDTHS = {name: getattr(torch, name).itemsize for name in sorted(HAVE_NUMBERS)}
 FLOAT8 = [name for name in sorted(CAN_BE_BAD) if name.startswith("float8")]
@@ -166,32 +162,3 @@ def test_zeros_have_no_cosine_and_no_relative_change():
     none = change_between(memory_of(torch.empty(0)), memory_of(torch.empty(0)), 4, "float32")
     assert none == Change() and none.share == 0.0
     assert joined_moments([]) == Moments()
-
-
-def test_moments_by_leaf(tmp_path: Path):
-    """Leaves of an epoch by name, split over nodes or a node's own; values and aliases are left out."""
-    torch.manual_seed(0)
-    large, small = torch.randn(700_001), torch.randn(5).to(torch.bfloat16)
-    with Writing(tmp_path) as run:
-        shared = [
-            parameter("model.w", large),
-            parameter("model.b", small),
-            parameter("model.tied", large, "model.w"),
-            parameter("empty", large[:0]),
-            tensor("bits", torch.arange(3, dtype=torch.uint8)),
-            value("total", 3),
-        ]
-        nodes = [[*shared, buffer("own.x", torch.full((2,), float(rank)))] for rank in range(2)]
-        entry = run.save(1, nodes, scopes={"own.x": "rank"}, nodes=2)
-        epoch = open_epoch(run.storage, entry)
-        found = leaf_moments(epoch)
-        assert set(found) == {"model.w", "model.b", "bits", "empty", "trainer_0:own.x", "trainer_1:own.x"}
-        assert math.isclose(found["model.w"].norm, float(large.double().norm()), rel_tol=1e-12)
-        assert math.isclose(found["model.w"].std or 0, float(large.double().std(correction=0)), rel_tol=1e-9)
-        assert math.isclose(found["model.b"].mean or 0, float(small.double().mean()), rel_tol=1e-12)
-        assert found["trainer_1:own.x"].maximum == 1.0
-        assert found["empty"] == Moments()
-        assert set(leaf_moments(epoch, "model.?")) == {"model.w", "model.b"}
-        assert set(leaf_moments(epoch, ["trainer_1:*"])) == {"trainer_1:own.x"}
-        with pytest.raises(UsageError, match=r"no blob or leaf matches 'modle'.*did you mean"):
-            leaf_moments(epoch, "modle")

@@ -15,12 +15,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format.canonical_json import Fields
 from torchrelay.checkpoint.format.manifest.schema import (
     Cut,
     Layout,
+    LeafRow,
     PerNode,
     ReplicatedLayout,
     Split,
@@ -40,9 +40,6 @@ from torchrelay.checkpoint.format.names import (
 )
 from torchrelay.errors import FormatError
 from torchrelay.records import Json, dataclass
-
-if TYPE_CHECKING:
-    from torchrelay.checkpoint.format.manifest.schema import LeafRow
 
 
 def layout_json(layout: Layout, number: int) -> Json:
