@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
@@ -301,6 +301,11 @@ class LeafSpec:
     device: str | None = None
     same_as: str | None = None
 
+    @property
+    def stored_as(self) -> str:
+        """The leaf that stores the bytes: another one for an alias."""
+        return self.alias_of or self.name
+
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}" if self.kind == "tensor" else "value"
 
@@ -385,3 +390,26 @@ def learning(
     if parameter or spec.role is Role.PARAMETER:
         return nn.Parameter(tensor, requires_grad=learns)
     return tensor.requires_grad_() if learns else tensor
+
+
+def shared_across_files(specs: dict[str, LeafSpec], in_place: Collection[str] = ()) -> dict[str, LeafSpec]:
+    """Tie again what was one tensor and is stored in two files, if both are loaded.
+
+    Tensors `in_place` count as loaded.
+    """
+    shared = {
+        spec.name: spec.same_as
+        for spec in specs.values()
+        if spec.same_as is not None
+        and (other := specs.get(spec.same_as, spec if spec.same_as in in_place else None)) is not None
+        and (other.kind, other.dtype, other.shape) == (spec.kind, spec.dtype, spec.shape)
+    }
+    if not shared:
+        return specs
+    sources = {name: specs[other].stored_as if other in specs else other for name, other in shared.items()}
+    return {
+        name: replace(spec, alias_of=source)
+        if (source := sources.get(spec.stored_as)) is not None and source != name
+        else spec
+        for name, spec in specs.items()
+    }

@@ -1,30 +1,16 @@
-"""Define reads of stored tensors into live or new memory, and rebuild stored trees that contain tensors.
-
-Tensors that were shared in the saved value are shared again: with a live tensor, or a new one of another
-value. An object's `load_state_dict` may write into its arguments: shared tensors get their content back
-afterwards.
-"""
+"""Define reads of stored tensors into live or new memory, and how their memory is laid out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from torchrelay.checkpoint.format.dtypes import as_copied, by_name, torch_dtype
 from torchrelay.checkpoint.format.manifest.layouts import LocalTarget
-from torchrelay.checkpoint.format.value_decoding import ParameterName, decode
-from torchrelay.checkpoint.state.leaf import LeafSpec, Role, is_sharded, learning, order_of, stand_in
+from torchrelay.checkpoint.state.leaf import LeafSpec, is_sharded, order_of
 from torchrelay.checkpoint.state.wrappers import is_wrapper
-from torchrelay.errors import DamagedError
-from torchrelay.records import Json
-
-if TYPE_CHECKING:
-    from torchrelay.checkpoint.state.restore.plan import Maker, RestorePlan
 
 
 class Read:
@@ -173,104 +159,3 @@ def put(live: torch.Tensor, content: torch.Tensor) -> None:
     """Copy into a live tensor, also into an inference tensor."""
     with torch.inference_mode() if live.is_inference() else nullcontext():
         as_copied(live).copy_(as_copied(content))
-
-
-class LeafValue:
-    """The value of a leaf; call it once everything is read.
-
-    New tensors go to the device that it is called with. Those with the name of one in `models` are made like
-    it: DTensors with its placements, subclasses of its class. The form is checked at construction.
-    """
-
-    def __init__(self, draft: RestorePlan, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None) -> None:
-        self._draft, self._spec, self._models = draft, spec, models or {}
-        self._json: Json = draft.json(spec)
-        self._made: dict[str, Maker] = {}
-        self._specs: dict[str, LeafSpec] = {}
-        decode(self._json, tensor=self._refer)
-
-    def __call__(self, device: torch.device | None) -> Any:
-        """Build the value; shared tensors are shared again."""
-        found: dict[str, torch.Tensor] = {}
-
-        def tensor(name: Json) -> torch.Tensor:
-            if name not in found:
-                spec, parameter = self._specs[str(name)], type(name) is ParameterName
-                found[str(name)] = self._as_it_was(self._common(str(name), device), spec, parameter=parameter)
-            return found[str(name)]
-
-        return decode(self._json, tensor=tensor)
-
-    def hand_over(self, load: Callable[[Any], object]) -> None:
-        """Pass the value to `load`; shared tensors keep their content, whether or not it writes there."""
-        with _unchanged([self._common(name, None) for name in self._specs if self._is_shared(name)]):
-            load(self(None))
-
-    def _refer(self, name: Json) -> None:
-        """Note a tensor that the value refers to."""
-        draft = self._draft
-        inner = draft.specs.get(name) if isinstance(name, str) else None
-        if name in draft.kept:
-            draft.unlike(f"{self._spec.name} is a value that holds {name}, which cannot be left out alone")
-            return
-        if inner is None or (inner.kind != "tensor" and inner.role is not Role.SUBCLASS):
-            raise DamagedError(
-                f"value {self._spec.name!r} refers to tensor {name!r}, which the checkpoint lacks"
-            )
-        draft.find(inner.name)
-        if inner.name in self._specs:
-            return
-        self._specs[inner.name] = inner
-        if inner.alias_of is None:
-            self._make(inner)
-        else:  # once it is known which tensors are live
-            draft.pending_aliases.append(lambda: None if self._live(inner) is not None else self._make(inner))
-
-    def _make(self, inner: LeafSpec) -> None:
-        """Plan to make one tensor of the value."""
-        other = stand_in(inner.sharding, inner.shape, self._draft.live_tensors)
-        self._made[inner.name] = self._draft.alike(inner, self._models.get(inner.name, other))
-
-    def _common(self, name: str, device: torch.device | None) -> torch.Tensor:
-        """The tensor that all its holders share."""
-        live = self._live(self._specs[name])
-        return self._made[name](device) if live is None else live
-
-    def _live(self, spec: LeafSpec) -> torch.Tensor | None:
-        """The live tensor for a leaf, unless it has another type."""
-        live = self._draft.live(spec)
-        return live if live is not None and dtype_name(live.dtype) == spec.dtype else None
-
-    def _is_shared(self, name: str) -> bool:
-        """Whether other holders have the tensor."""
-        spec = self._specs[name]
-        return spec.alias_of is not None or name in self._draft.aliased or self._live(spec) is not None
-
-    def _as_it_was(self, one: torch.Tensor, spec: LeafSpec, *, parameter: bool) -> torch.Tensor:
-        """The shared tensor itself if it had the same requires_grad, else a view with the saved one.
-
-        Compared with the saved state: live tensors get their saved requires_grad at the end of the load.
-        """
-        if not self._is_shared(spec.name):
-            return learning(one, spec, None, parameter=parameter)
-        if self._live(spec) is None:  # made at the first call, for all holders of the same object
-            same = (spec.alias_of or spec.name, parameter, spec.frozen)
-            if same not in self._draft.shared_tensors:
-                self._draft.shared_tensors[same] = learning(one, spec, None, parameter=parameter)
-            return self._draft.shared_tensors[same]
-        first = self._draft.specs.get(spec.alias_of or spec.name, spec)
-        alike = spec.frozen is None or spec.frozen is (True if first.frozen is None else first.frozen)
-        if alike and isinstance(one, nn.Parameter) is parameter:
-            return one
-        return learning(one.detach(), spec, None, parameter=parameter)
-
-
-@contextmanager
-def _unchanged(tensors: Collection[torch.Tensor]) -> Iterator[None]:
-    """Restore the content of these tensors afterwards."""
-    before = [(one.detach(), as_copied(one.detach()).clone()) for one in tensors]
-    try:
-        yield
-    finally:
-        for one, content in before:
-            put(one, content)

@@ -19,8 +19,7 @@ from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.save.assignments import NodeClass
 from torchrelay.checkpoint.save.plan import plan_classes, shared_unlike
 from torchrelay.checkpoint.state.flatten import leaves_of
-from torchrelay.checkpoint.state.leaf import Leaf, Role, spec_of
-from torchrelay.checkpoint.state.restore.plan import shared_across_files
+from torchrelay.checkpoint.state.leaf import Leaf, Role, shared_across_files, spec_of
 from torchrelay.errors import DamagedError
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -145,7 +145,7 @@ class ContainerLoad:
 
     def as_saved(self, spec: LeafSpec, memory: torch.Tensor, twin: torch.Tensor | None) -> torch.Tensor:
         """The tensor of a leaf in new memory: a parameter and its detached tensor are separate."""
-        form = spec.alias_of or spec.name, spec.role, spec.frozen
+        form = spec.stored_as, spec.role, spec.frozen
         if form not in self.made:
             self.made[form] = learning(memory.detach(), spec, twin)
         return self.made[form]
@@ -280,7 +280,7 @@ def _maker(
     if spec is None or (spec.kind != "tensor" and spec.role is not Role.SUBCLASS):
         raise DamagedError(f"value {blob!r} refers to tensor {name!r}, which the checkpoint lacks")
     if (known := draft.live(spec)) is not None:
-        first = draft.specs.get(spec.alias_of or spec.name, spec)
+        first = draft.specs.get(spec.stored_as, spec)
         detached = spec.role is Role.TENSOR and spec.frozen and known.requires_grad
         if not detached and (first.frozen is spec.frozen or None in (first.frozen, spec.frozen)):
             return lambda: known

@@ -237,9 +237,9 @@ class _Load:
             stored = self.draft.specs.get(name)
             followed = stored is not None and stored.dtype == spec.dtype and self.draft.fits(stored, owner)
             key = spec.name[len(prefix) + len(name) + 1 :]
-            followed = followed and self.draft.specs.get(spec.alias_of or spec.name, spec).blob == self.blob
+            followed = followed and self.draft.specs.get(spec.stored_as, spec).blob == self.blob
             if followed and spec.dtype != dtype_name(owner.dtype) and key != "step":
-                self.draft.converted[spec.alias_of or spec.name] = owner.dtype
+                self.draft.converted[spec.stored_as] = owner.dtype
         parts = {self._owner(one[len(prefix) :]) for one in self.draft.kept if one.startswith(prefix)}
         for name in filter(parts.__contains__, owners):
             self.draft.unlike(f"{prefix}{name} is left out in part, and its parameter needs all of it")
@@ -337,7 +337,7 @@ class _Load:
         self.draft.take(spec.name)
         if spec.kind == "value" and spec.role is not Role.SUBCLASS:
             return trees[spec.name]
-        source = spec.alias_of or spec.name
+        source = spec.stored_as
         if source in self._builders:
             return self._builders[source]  # tied tensors are tied again
         builder = self._builders[source] = self._tensor(key, spec, live, owner)
@@ -380,7 +380,7 @@ class _Load:
             return None
         if (live := self.draft.live(spec)) is not None or own:
             return live
-        return _in_container(self.draft, spec.alias_of or spec.name)
+        return _in_container(self.draft, spec.stored_as)
 
     def _as_shared(
         self, shared: torch.Tensor, live: Any, owner: torch.Tensor | None, *, fits: bool

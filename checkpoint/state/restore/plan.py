@@ -2,11 +2,14 @@
 
 A `RestorePlan` collects these for all blobs while nothing is changed. Each kind of blob has a function that
 adds its share (`module.py`, `optimizer.py`, `restoration.py`).
+
+Tensors that were shared in a saved value are shared again, with a live tensor or a new one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -14,20 +17,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrelay.checkpoint.format.dtypes import by_name, torch_dtype
-from torchrelay.checkpoint.format.value_decoding import decode
+from torchrelay.checkpoint.format.dtypes import as_copied, by_name, torch_dtype
+from torchrelay.checkpoint.format.value_decoding import ParameterName, decode
 from torchrelay.checkpoint.state.flatten import ModuleStates, parameter_names
 from torchrelay.checkpoint.state.leaf import (
     LeafSpec,
     Role,
     empty_like,
     is_sharded,
+    learning,
     memory_of_shard,
+    stand_in,
     target_of,
 )
 from torchrelay.checkpoint.state.module_leaves import named_parameters
 from torchrelay.checkpoint.state.names import Extents, Kind, TensorNames, current_names, kind_of, spellings
-from torchrelay.checkpoint.state.reads import LeafValue, Read, form, lay_as_saved, same_form, take_memory_of
+from torchrelay.checkpoint.state.reads import (
+    Read,
+    dtype_name,
+    form,
+    lay_as_saved,
+    put,
+    same_form,
+    take_memory_of,
+)
 from torchrelay.checkpoint.state.restore.findings import USUAL, Mismatches, RestoreOptions
 from torchrelay.checkpoint.state.tensor_checks import admitted_in_place, all_torch_memory, unwritable
 from torchrelay.checkpoint.state.wrappers import description, inner_tensors, is_wrapper, rebuilder, told
@@ -199,7 +212,7 @@ class RestorePlan:
 
         For a wrapper subclass its inner tensors are read, if both have the same description.
         """
-        source = _source(spec)
+        source = spec.stored_as
         if spec.role is Role.SUBCLASS or is_wrapper(live):
             self._parts(spec, live, lambda inner, part: self.into(blob, inner, part))
             return
@@ -264,7 +277,7 @@ class RestorePlan:
 
     def is_free_for(self, spec: LeafSpec, live: torch.Tensor) -> bool:
         """Whether no other leaf is read into a tensor, unless it has the same bytes."""
-        known, source = self._read_into.of(live), _source(spec)
+        known, source = self._read_into.of(live), spec.stored_as
         return known in (None, source) or (known is not None and self.options.same_content(source, known))
 
     def is_untouched(self, live: torch.Tensor) -> bool:
@@ -330,7 +343,7 @@ class RestorePlan:
 
     def fresh(self, spec: LeafSpec) -> Read:
         """Read a leaf into new memory, the same for all its names."""
-        source = _source(spec)
+        source = spec.stored_as
         if source not in self._fresh:
             own = self.specs.get(source, spec)
             self._fresh[source] = Read(source, own, becomes=self.converted.get(source))
@@ -353,7 +366,7 @@ class RestorePlan:
 
     def live(self, spec: LeafSpec) -> torch.Tensor | None:
         """The live tensor that a leaf, or the leaf it is an alias of, is read into."""
-        return self._live.get(_source(spec))
+        return self._live.get(spec.stored_as)
 
     def tree(self, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None = None) -> LeafValue:
         """A stored value with tensors inside, built once everything is read."""
@@ -370,9 +383,9 @@ class RestorePlan:
 
     def json(self, spec: LeafSpec) -> Json:
         """The typed form of a stored value."""
-        if _source(spec) not in self.values:
+        if spec.stored_as not in self.values:
             raise DamagedError(f"the checkpoint describes value {spec.name!r} but does not hold it")
-        return self.values[_source(spec)]
+        return self.values[spec.stored_as]
 
     def fits(self, spec: LeafSpec, live: torch.Tensor) -> bool:
         """Whether a leaf can be read into a tensor, converted if `cast` has that type for it."""
@@ -386,29 +399,102 @@ class RestorePlan:
         return live.dtype in (wanted, self.converted.get(spec.name))
 
 
-def shared_across_files(specs: dict[str, LeafSpec], in_place: Collection[str] = ()) -> dict[str, LeafSpec]:
-    """Tie again what was one tensor and is stored in two files, if both are loaded.
+class LeafValue:
+    """The value of a leaf; call it once everything is read.
 
-    Tensors `in_place` count as loaded.
+    New tensors go to the device that it is called with. Those with the name of one in `models` are made like
+    it: DTensors with its placements, subclasses of its class. The form is checked at construction.
     """
-    shared = {
-        spec.name: spec.same_as
-        for spec in specs.values()
-        if spec.same_as is not None
-        and (other := specs.get(spec.same_as, spec if spec.same_as in in_place else None)) is not None
-        and (other.kind, other.dtype, other.shape) == (spec.kind, spec.dtype, spec.shape)
-    }
-    if not shared:
-        return specs
-    sources = {name: _source(specs[other]) if other in specs else other for name, other in shared.items()}
-    return {
-        name: replace(spec, alias_of=source)
-        if (source := sources.get(_source(spec))) is not None and source != name
-        else spec
-        for name, spec in specs.items()
-    }
+
+    def __init__(self, plan: RestorePlan, spec: LeafSpec, models: Mapping[str, torch.Tensor] | None) -> None:
+        self._plan, self._spec, self._models = plan, spec, models or {}
+        self._json: Json = plan.json(spec)
+        self._made: dict[str, Maker] = {}
+        self._specs: dict[str, LeafSpec] = {}
+        decode(self._json, tensor=self._refer)
+
+    def __call__(self, device: torch.device | None) -> Any:
+        """Build the value; shared tensors are shared again."""
+        found: dict[str, torch.Tensor] = {}
+
+        def tensor(name: Json) -> torch.Tensor:
+            if name not in found:
+                spec, parameter = self._specs[str(name)], type(name) is ParameterName
+                found[str(name)] = self._as_it_was(self._common(str(name), device), spec, parameter=parameter)
+            return found[str(name)]
+
+        return decode(self._json, tensor=tensor)
+
+    def hand_over(self, load: Callable[[Any], object]) -> None:
+        """Pass the value to `load`; shared tensors keep their content, whether or not it writes there."""
+        with _unchanged([self._common(name, None) for name in self._specs if self._is_shared(name)]):
+            load(self(None))
+
+    def _refer(self, name: Json) -> None:
+        """Note a tensor that the value refers to."""
+        plan = self._plan
+        inner = plan.specs.get(name) if isinstance(name, str) else None
+        if name in plan.kept:
+            plan.unlike(f"{self._spec.name} is a value that holds {name}, which cannot be left out alone")
+            return
+        if inner is None or (inner.kind != "tensor" and inner.role is not Role.SUBCLASS):
+            raise DamagedError(
+                f"value {self._spec.name!r} refers to tensor {name!r}, which the checkpoint lacks"
+            )
+        plan.find(inner.name)
+        if inner.name in self._specs:
+            return
+        self._specs[inner.name] = inner
+        if inner.alias_of is None:
+            self._make(inner)
+        else:  # once it is known which tensors are live
+            plan.pending_aliases.append(lambda: None if self._live(inner) is not None else self._make(inner))
+
+    def _make(self, inner: LeafSpec) -> None:
+        """Plan to make one tensor of the value."""
+        other = stand_in(inner.sharding, inner.shape, self._plan.live_tensors)
+        self._made[inner.name] = self._plan.alike(inner, self._models.get(inner.name, other))
+
+    def _common(self, name: str, device: torch.device | None) -> torch.Tensor:
+        """The tensor that all its holders share."""
+        live = self._live(self._specs[name])
+        return self._made[name](device) if live is None else live
+
+    def _live(self, spec: LeafSpec) -> torch.Tensor | None:
+        """The live tensor for a leaf, unless it has another type."""
+        live = self._plan.live(spec)
+        return live if live is not None and dtype_name(live.dtype) == spec.dtype else None
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether other holders have the tensor."""
+        spec = self._specs[name]
+        return spec.alias_of is not None or name in self._plan.aliased or self._live(spec) is not None
+
+    def _as_it_was(self, one: torch.Tensor, spec: LeafSpec, *, parameter: bool) -> torch.Tensor:
+        """The shared tensor itself if it had the same requires_grad, else a view with the saved one.
+
+        The saved state decides: live tensors get their saved requires_grad at the end of the load.
+        """
+        if not self._is_shared(spec.name):
+            return learning(one, spec, None, parameter=parameter)
+        if self._live(spec) is None:  # made at the first call, for all holders of the same object
+            same = (spec.stored_as, parameter, spec.frozen)
+            if same not in self._plan.shared_tensors:
+                self._plan.shared_tensors[same] = learning(one, spec, None, parameter=parameter)
+            return self._plan.shared_tensors[same]
+        first = self._plan.specs.get(spec.stored_as, spec)
+        alike = spec.frozen is None or spec.frozen is (True if first.frozen is None else first.frozen)
+        if alike and isinstance(one, nn.Parameter) is parameter:
+            return one
+        return learning(one.detach(), spec, None, parameter=parameter)
 
 
-def _source(spec: LeafSpec) -> str:
-    """The leaf that stores the bytes."""
-    return spec.alias_of or spec.name
+@contextmanager
+def _unchanged(tensors: Collection[torch.Tensor]) -> Iterator[None]:
+    """Restore the content of these tensors afterwards."""
+    before = [(one.detach(), as_copied(one.detach()).clone()) for one in tensors]
+    try:
+        yield
+    finally:
+        for one, content in before:
+            put(one, content)

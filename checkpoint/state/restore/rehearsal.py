@@ -20,7 +20,15 @@ from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.format.names import LONGEST_NAME
 from torchrelay.checkpoint.format.shard.entries import form_of
 from torchrelay.checkpoint.state.flatten import ModuleStates
-from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, is_sharded, order_of
+from torchrelay.checkpoint.state.leaf import (
+    Leaf,
+    LeafSpec,
+    Role,
+    Value,
+    is_sharded,
+    order_of,
+    shared_across_files,
+)
 from torchrelay.checkpoint.state.module_leaves import PARAMS, orphans, show_shards
 from torchrelay.checkpoint.state.names import (
     EXTRA_STATE,
@@ -34,7 +42,7 @@ from torchrelay.checkpoint.state.names import (
 from torchrelay.checkpoint.state.reads import form
 from torchrelay.checkpoint.state.restore.container import ContainerLoad
 from torchrelay.checkpoint.state.restore.findings import Mismatches, RestoreOptions
-from torchrelay.checkpoint.state.restore.plan import Maker, RestorePlan, shared_across_files
+from torchrelay.checkpoint.state.restore.plan import Maker, RestorePlan
 from torchrelay.checkpoint.state.restore.restoration import drafted
 from torchrelay.checkpoint.state.tensor_checks import InPlace, fitting
 from torchrelay.checkpoint.state.tree_leaves import container_tensors

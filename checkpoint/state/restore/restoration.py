@@ -24,7 +24,14 @@ from torchrelay.checkpoint.format.manifest.schema import OF_POSITION
 from torchrelay.checkpoint.format.position import matches_any
 from torchrelay.checkpoint.format.values import decode
 from torchrelay.checkpoint.state.flatten import ModuleStates
-from torchrelay.checkpoint.state.leaf import NEEDS_OBJECT, LeafSpec, Role, learning, order_of
+from torchrelay.checkpoint.state.leaf import (
+    NEEDS_OBJECT,
+    LeafSpec,
+    Role,
+    learning,
+    order_of,
+    shared_across_files,
+)
 from torchrelay.checkpoint.state.module_leaves import match_strides, named_parameters, orphans, parameters
 from torchrelay.checkpoint.state.names import Kind, kind_of, optimizers_in
 from torchrelay.checkpoint.state.reads import Read, outside_inference_mode
@@ -37,7 +44,7 @@ from torchrelay.checkpoint.state.restore.container import (
 from torchrelay.checkpoint.state.restore.findings import USUAL, RestoreOptions
 from torchrelay.checkpoint.state.restore.module import draft_module
 from torchrelay.checkpoint.state.restore.optimizer import draft_optimizer, draft_shared_parameters
-from torchrelay.checkpoint.state.restore.plan import RestorePlan, shared_across_files
+from torchrelay.checkpoint.state.restore.plan import RestorePlan
 from torchrelay.checkpoint.state.tensor_checks import not_initialised
 from torchrelay.checkpoint.state.tree_leaves import container_tensors, tree_tensors
 from torchrelay.checkpoint.state.wrappers import made_by_an_optimizer
