@@ -145,6 +145,8 @@ def breakable(name: str) -> Markup:
 # Hyper-parameters and launches
 
 _MOST_FIELDS = 400
+_OURS = frozenset({"resume-from-epoch", "resume", "again", "time-limit", "max-attempts"})
+"""Options of `JobRunner.main`, which are not hyper-parameters."""
 _CONFIG = "from config/resolved.yaml"
 _MAIN = ("hyper_parameters.", "dataset.", "seed")
 """Settings of a configuration that are shown first; the others are folded away."""
@@ -177,7 +179,8 @@ def typed(argv: Sequence[Any]) -> dict[str, str]:
         name, mark, value = word[2:].partition("=")
         following = words[at + 1] if at + 1 < len(words) else "--"
         is_value = not following.startswith("-") or following[1:2].isdigit()
-        found[name.replace("-", "_")] = value if mark else following if is_value else "true"
+        if name not in _OURS:
+            found[name.replace("-", "_")] = value if mark else following if is_value else "true"
     return found
 
 

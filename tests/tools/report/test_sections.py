@@ -263,7 +263,19 @@ def test_a_configuration_is_a_table(tmp_path: Path) -> None:
 
 def test_options_of_the_command_are_a_table(tmp_path: Path) -> None:
     """Without either, the options that were typed are shown, and that they are no more than that."""
-    argv = ["train.py", "--lr", "0.1", "--fast", "--layers=3", "-x", "--low", "-1", "file"]
+    argv = [
+        "train.py",
+        "--lr",
+        "0.1",
+        "--fast",
+        "--layers=3",
+        "-x",
+        "--low",
+        "-1",
+        "--resume-from-epoch",
+        "3",
+        "file",
+    ]
     run = gather(noted(tmp_path / "run", {"val/acc": [0.5]}, argv=argv), QUICK)
     assert settings_of(run) == (
         "from the command line",
