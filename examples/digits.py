@@ -63,7 +63,7 @@ def accuracy(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> float
 
 
 def print_step(ctx: torchrelay.Context) -> None:
-    """Where the epoch is: a report step, called beside the training."""
+    """Print the progress within the epoch; a report step, called during training."""
     if ctx.rank == 0:
         print(f"epoch {ctx.epoch}, step {ctx.step}", flush=True)
 

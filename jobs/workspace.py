@@ -24,7 +24,7 @@ from torchrelay.records import dataclass
 
 
 class WorkspaceType(str, Enum):
-    """Where tasks of a group create names."""
+    """Type of workspace in which tasks of a group create names."""
 
     GLOBAL = "global"
     PRIVATE = "private"
@@ -38,7 +38,7 @@ def workspace_type_of(given: WorkspaceType | str | None) -> WorkspaceType | None
 
 
 class Origin(str, Enum):
-    """When a name of a GLOBAL workspace was created, which decides whether and how it is saved."""
+    """Time of creation of a name in a GLOBAL workspace, which decides whether and how it is saved."""
 
     REGISTERED = "registered"
     INIT_PLACED = "init_placed"

@@ -1,1 +1,1 @@
-"""What is remembered: metadata handlers, run directories, status, statistics, metrics."""
+"""Run metadata: handlers, run directories, status, statistics, metrics."""

@@ -1,21 +1,21 @@
-"""Runs of one program: their directories, what each is to the others, what it measured. Needs no torch.
+"""Runs of one program: their directories, identities and results. Imports no torch.
 
-program, origin       the program's name, and the file or module that it came from
-code_id, config_id    what the run is of; starts with others are other runs
-created, message      when it was made, and what its user said of it
-launch                which launch made it, so that the same launch, repeated, goes on with it
-limits                those of the newest start; no part of what the run is
-amended               earlier code ids that `amend` took the place of
+Fields of `program.json`:
 
-Results of other code or of another configuration than the run's (`test --ignore`) lie beside them, with the
-configuration in their name: they are no results of the run. `results/evaluated.jsonl` names the files that
-`eval` read and wrote by an epoch of the run.
+- program, origin: the program's name, and the file or module that it came from
+- code_id, config_id: the identity of the run; other ids make other runs
+- created, message: time of creation, and the user's comment
+- launch: the launch that created it, so that a repeated launch resumes it
+- limits: limits of the newest launch, not part of the identity
+- amended: earlier code ids, replaced by `amend`
 
-Files of their own, so that tests beside a running training take nothing from each other or from it.
+Test results are one file per epoch and code, so that tests and a running training do not interfere. Results
+of other code or configurations than the run's (`test --ignore`) have the configuration in their name and do
+not belong to the run. `results/evaluated.jsonl` lists the files that `eval` read and wrote.
 
-`train` and `val` are the parts of the run's metrics below these names; `test` is its test results. Values
-that a program keeps one by one lie in `values.jsonl`; a line of it makes older lines of that stream from its
-epoch on obsolete, so what a crash made happen twice counts once.
+Metric streams: `train` and `val` are the run's metrics below these names, `test` its test results. Individual
+values are in `values.jsonl`; a line makes older lines of that stream from its epoch on obsolete, so that
+values logged again after a crash count once.
 """
 
 from __future__ import annotations
@@ -51,22 +51,19 @@ _TEXTS = ("program", "origin", "message", "launch")
 
 @dataclass(frozen=True)
 class Identity:
-    """What makes a run this run: the digests of its code and of its configuration.
-
-    Code that could not be read has no id, and is then like no other.
-    """
+    """Identity of a run: digests of its code (None, if unreadable, is unique) and configuration."""
 
     code_id: str | None
     config_id: str | None
 
     def same(self, other: Identity) -> bool:
-        """Whether a start with the one may go on with a run of the other."""
+        """Return True if a launch with one identity may resume a run of the other."""
         return self.code_id is not None and self == other
 
 
 @dataclass(frozen=True)
 class ProgramRecord:
-    """The content of the file."""
+    """Content of `program.json`."""
 
     program: str
     origin: str
@@ -80,17 +77,17 @@ class ProgramRecord:
 
     @property
     def identity(self) -> Identity:
-        """What the run is of, with the newest amendment."""
+        """Identity of the run, after the newest amendment."""
         return Identity(self.code_id, self.config_id)
 
     @property
     def is_of_program(self) -> bool:
-        """Whether a class in a file of Python made the run; else a configuration was all there was."""
+        """True if a class in a Python file made the run, False if only a configuration did."""
         return self.origin.endswith(".py")
 
 
 def read_note(run: Path) -> ProgramRecord | None:
-    """None where the directory is no run of a program; raises DamagedError."""
+    """Read `program.json`; None if the directory is not a run of a program. Raises DamagedError."""
     found = read_json(run / FILE)
     if found is None:
         return None
@@ -98,13 +95,13 @@ def read_note(run: Path) -> ProgramRecord | None:
     values = {name: value for name, value in found.items() if name in known}
     amended = values.pop("amended", [])
     if not _is_right(values) or not isinstance(amended, list):
-        raise DamagedError(f"{run / FILE} is not what was written: restore it from a copy")
+        raise DamagedError(f"{run / FILE} is damaged: restore it from a copy")
     amended = [one for one in amended if isinstance(one, dict) and isinstance(one.get("code_id"), str | None)]
     return ProgramRecord(**values, amended=tuple(amended))
 
 
 def write_note(run: Path, note: ProgramRecord) -> None:
-    """Replace the file; raises StorageError."""
+    """Write `program.json`; raises StorageError."""
     write_json(run / FILE, {"format": FORMAT, **asdict(note), "amended": list(note.amended)})
 
 
@@ -119,8 +116,7 @@ def _is_right(values: Mapping[str, Any]) -> bool:
 FOLDER = "results"
 _EVALUATED = "evaluated.jsonl"
 Evaluated = dict[Path, dict[str, bool]]
-"""Absolute paths of files that `eval` read or wrote, each with the digests that they had, and whether the
-content was a result of `eval`."""
+"""Absolute paths of files that `eval` read or wrote, with their digests and whether `eval` wrote them."""
 _NAME = re.compile(r"test-e([0-9]{8,})-([0-9a-z]{1,12})(-[0-9a-z]{1,12})?\.json")
 _NO_CODE, _NO_CONFIG = "unknown", "none"
 _SHORT = 12
@@ -129,7 +125,7 @@ _SHORT = 12
 def result_path(
     run: Path, epoch: int, code_id: str | None, config_id: str | None = None, *, own: bool = True
 ) -> Path:
-    """Where the result of an epoch under some code lies."""
+    """Return the path of the test result of an epoch and code."""
     other = "" if own else f"-{(config_id or _NO_CONFIG)[:_SHORT]}"
     return run / FOLDER / f"test-e{epoch:08d}-{(code_id or _NO_CODE)[:_SHORT]}{other}.json"
 
@@ -137,25 +133,25 @@ def result_path(
 def read_result(
     run: Path, epoch: int, code_id: str | None, config_id: str | None = None, *, own: bool = True
 ) -> dict[str, Any] | None:
-    """None where there is none; raises DamagedError, StorageError."""
+    """Read a test result; None if there is none. Raises DamagedError, StorageError."""
     found = read_json(result_path(run, epoch, code_id, config_id, own=own))
     return None if found is None else _sound(found)
 
 
 def write_result(run: Path, epoch: int, code_id: str | None, content: Mapping[str, Any]) -> Path:
-    """Store a result, in place of an older one of the same epoch and code; raises StorageError."""
+    """Write a test result, replacing an older one of the same epoch and code; raises StorageError."""
     own = content.get("own", True) is not False
     path = result_path(run, epoch, code_id, content.get("config_id"), own=own)
     try:
         path.parent.mkdir(exist_ok=True)
     except OSError as error:
-        raise StorageError(f"cannot make {path.parent}: {error.strerror}") from error
+        raise StorageError(f"cannot create {path.parent}: {error.strerror}") from error
     write_json(path, content)
     return path
 
 
 def results(run: Path) -> list[dict[str, Any]]:
-    """All of them in the order of their epochs, then of the time; raises DamagedError, StorageError."""
+    """Return all test results by epoch and time; raises DamagedError, StorageError."""
     folder = run / FOLDER
     names = sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
     found = [read_json(folder / name) for name in names if _NAME.fullmatch(name)]
@@ -163,19 +159,19 @@ def results(run: Path) -> list[dict[str, Any]]:
 
 
 def newest_result(run: Path) -> dict[str, Any] | None:
-    """The newest one of the highest epoch that is the run's own."""
+    """Return the newest of the run's own test results of the highest epoch."""
     found = [one for one in results(run) if one.get("own", True) is not False]
     return found[-1] if found else None
 
 
 def newest_test(run: Path) -> dict[str, Any] | None:
-    """Of that result the epoch and the metrics, in one table."""
+    """Return epoch and metrics of `newest_result` as one dictionary."""
     found = newest_result(run)
     return None if found is None else {"epoch": found.get("epoch"), **found["metrics"]}
 
 
 def _sound(result: dict[str, Any]) -> dict[str, Any]:
-    """With tables where tables belong, whoever wrote the file."""
+    """Replace invalid tables of a result by empty ones."""
     tables = {
         name: one if isinstance(one := result.get(name), dict) else {} for name in ("metrics", "values")
     }
@@ -188,7 +184,7 @@ def _when(result: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def evaluated(run: Path) -> Evaluated:
-    """What `eval` read and wrote by an epoch of the run; raises StorageError."""
+    """Return the files that `eval` read and wrote with epochs of the run; raises StorageError."""
     found: Evaluated = {}
     for line in read_lines(run / FOLDER / _EVALUATED):
         name, digest, written = line.get("name"), line.get("sha256"), line.get("written") is True
@@ -199,7 +195,7 @@ def evaluated(run: Path) -> Evaluated:
 
 
 def note_evaluated(run: Path, files: Evaluated) -> None:
-    """Note what `eval` read and wrote, by names that a move of all leaves true; raises StorageError."""
+    """Record files that `eval` read and wrote, by relocatable names; raises StorageError."""
     known, here = evaluated(run), run.resolve()
     lines = [
         {"name": os.path.relpath(path, here), "sha256": digest, "written": written}
@@ -212,53 +208,53 @@ def note_evaluated(run: Path, files: Evaluated) -> None:
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise StorageError(f"cannot make {folder}: {error.strerror}") from error
+            raise StorageError(f"cannot create {folder}: {error.strerror}") from error
         append_lines(folder / _EVALUATED, lines)
 
 
 def carry_evaluated(before: Path, run: Path) -> None:
-    """A run that begins again knows what `eval` wrote by the one before it, which lay at the same path."""
+    """Copy the records of `eval` to a run that starts over at the same path."""
     notes = before / FOLDER / _EVALUATED
-    with suppress(OSError, StorageError):  # without it such files look like source
+    with suppress(OSError, StorageError):  # otherwise such files look like source
         if notes.is_file():
             (run / FOLDER).mkdir(exist_ok=True)
             replace_file(run / FOLDER / _EVALUATED, notes.read_bytes())
 
 
 ASIDE = ".retrained"
-"""Where earlier contents of runs that were trained again lie."""
+"""Directory for earlier contents of runs that were retrained."""
 _TRIES = 20
 
 
 @dataclass(frozen=True)
 class ProgramRun:
-    """A run and its note."""
+    """A run and its `program.json`."""
 
     path: Path
     note: ProgramRecord
 
     @property
     def id(self) -> str:
-        """The name of its directory."""
+        """Name of its directory."""
         return self.path.name
 
 
 @dataclass(frozen=True)
 class Found:
-    """The runs of a directory, the oldest first, and those of which the note cannot be read, with why."""
+    """The runs of a directory, oldest first, and those with an unreadable `program.json`, with the reason."""
 
     runs: tuple[ProgramRun, ...] = ()
     unread: Mapping[Path, RelayError] = field(default_factory=dict)
 
 
 class RunStore:
-    """Runs below one directory; creating the object touches nothing."""
+    """Runs below one directory; the constructor does not access files."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def look(self) -> Found:
-        """All runs; directories that are none of programs are passed over. A damaged one stops no other."""
+        """Find all runs of programs; damaged runs are listed separately."""
         if not self.directory.is_dir():
             return Found()
         runs: list[ProgramRun] = []
@@ -276,13 +272,13 @@ class RunStore:
         return Found(tuple(sorted(runs, key=lambda run: (run.note.created, run.id))), unread)
 
     def runs(self) -> list[ProgramRun]:
-        """The runs that can be read, the oldest first."""
+        """Return the readable runs, oldest first."""
         return list(self.look().runs)
 
     def find(self, wanted: str) -> ProgramRun:
-        """A run by its id, by a part of it that no other has, or by its path.
+        """Find a run by its id, a unique part of it, or its path.
 
-        Raises UsageError; of a run whose note cannot be read, and that no other's name is, what it is.
+        Raises UsageError, or the error of an unreadable run that matches.
         """
         there = self.look()
         runs = there.runs
@@ -298,12 +294,12 @@ class RunStore:
         note = read_note(Path(wanted)) if not found and Path(wanted).is_dir() else None
         if note is not None:
             return ProgramRun(Path(wanted).absolute(), note)
-        what = f"{len(found)} runs have {wanted!r} in their ids" if found else f"there is no run {wanted!r}"
+        what = f"{len(found)} runs have {wanted!r} in their ids" if found else f"no run {wanted!r}"
         known = ", ".join(run.id for run in (found or runs)[-5:]) or "none"
-        raise UsageError(f"{what} in {self.directory}; there is {known}")
+        raise UsageError(f"{what} in {self.directory}; known are {known}")
 
     def create(self, note: ProgramRecord, best: tuple[str, str] | None, world_size: int) -> ProgramRun:
-        """Make a run of a new id, with its identity; raises StorageError."""
+        """Create a run with a new id and its identity; raises StorageError."""
         for _ in range(_TRIES):
             path = self.directory / _new_id(note.created)
             try:
@@ -311,16 +307,16 @@ class RunStore:
             except FileExistsError:
                 continue
             except OSError as error:
-                raise StorageError(f"cannot make the run {path}: {error.strerror}") from error
+                raise StorageError(f"cannot create the run {path}: {error.strerror}") from error
             return _begin(path, note, best, world_size)
-        raise StorageError(f"cannot make a run in {self.directory}: every id is taken")
+        raise StorageError(f"cannot create a run in {self.directory}: all ids are taken")
 
     def begin_again(
         self, run: ProgramRun, note: ProgramRecord, best: tuple[str, str] | None, world_size: int
     ) -> tuple[ProgramRun, Path]:
-        """Move all that a run has aside and begin it anew under its id; returns where the old one lies now.
+        """Move the contents of a run aside and create it again with the same id; returns the moved directory.
 
-        Nobody may write to the run meanwhile. Raises StorageError.
+        No process may write to the run meanwhile. Raises StorageError.
         """
         number = 1
         while (aside := self.directory / ASIDE / f"{run.id}.{number}").exists():
@@ -338,7 +334,7 @@ class RunStore:
 
 
 def update_note(run: ProgramRun, **changes: Any) -> ProgramRun:
-    """Change fields of a run's note; raises StorageError."""
+    """Update fields of `program.json`; raises StorageError."""
     note = replace(run.note, **changes)
     if note != run.note:
         write_note(run.path, note)
@@ -346,7 +342,7 @@ def update_note(run: ProgramRun, **changes: Any) -> ProgramRun:
 
 
 def listed(limits: Mapping[str, Any]) -> str:
-    """Limits as people read them."""
+    """Format limits for messages."""
     return ", ".join(f"{name} {value}" for name, value in limits.items() if value is not None)
 
 
@@ -365,15 +361,26 @@ VALUES = "values.jsonl"
 
 
 def metric_rows(run: str | os.PathLike[str], stream: str) -> list[dict[str, Any]]:
-    """Rows `{"epoch": 3, "loss": 0.5, ...}` of a run directory, in the order of the epochs.
+    """Return rows `{"epoch": 3, "loss": 0.5, ...}` of a run directory, in epoch order.
 
-    `stream` is `train`, `val`, `test`, or whatever stands before the `/` in names of metrics. Names kept
-    value by value have lists. Of epochs that a rewind or a crash replaced only the replacement is told.
-    Raises UsageError where there is no run.
+    Individually logged values are lists. Epochs replaced by a rewind or after a crash are not included.
+
+    Args:
+        run: The run directory.
+        stream: `train`, `val`, `test`, or another prefix before the `/` in names of metrics.
+
+    Returns:
+        A row per epoch.
+
+    Raises:
+        UsageError: The run does not exist.
+
+    Example:
+        metric_rows("runs/hello", "val")
     """
     path = Path(run)
     if not path.is_dir():
-        raise UsageError(f"there is no run directory {path}")
+        raise UsageError(f"run directory {path} does not exist")
     if stream == "test":
         return [_test_row(one) for one in results(path)]
     lines = RunDirectory(path).metrics()
@@ -385,7 +392,7 @@ def metric_rows(run: str | os.PathLike[str], stream: str) -> list[dict[str, Any]
 
 
 def append_values(run: Path, epoch: int, stream: str, values: Mapping[str, list[float | str]]) -> None:
-    """Keep the values of an epoch one by one; raises StorageError."""
+    """Append individual values of an epoch; raises StorageError."""
     append_line(run / VALUES, {"epoch": epoch, "stream": stream, "values": values})
 
 

@@ -1,7 +1,7 @@
-"""Small files that a crash leaves old or new, read with care; and whether a directory is still the same.
+"""Atomic writes and validated reads of small files; detection of replaced directories.
 
-Where a file system was unmounted, or a directory renamed, the old path may lead to another place: the
-mount point below, or a directory that somebody put there since.
+After a file system was unmounted, or a directory renamed, the path may lead to another directory: the mount
+point, or a new directory with that name.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, BinaryIO, Literal, NoReturn
 from torchrelay.errors import DamagedError, LostDirectoryError, StorageError, UsageError
 
 DEPTH_LIMIT = 100
-"""Containers within containers; our own notes have about six."""
+"""Deepest nesting; torchrelay's own files need about six levels."""
 _DIGITS = 300
 
 
 def read_note(data: bytes | str) -> Any:
-    """The value of a JSON text. Its numbers are finite, and whole ones have a float beside them.
+    """Parse JSON with finite numbers and integers in the range of a float.
 
-    Raises ValueError for anything else, for what JSON does not have (NaN), and for what is nested deeper
-    than 100 levels. Text may hold anything, halves of surrogate pairs included: paths have them.
+    Raises ValueError for anything else, including NaN and nesting beyond 100 levels. Strings may contain lone
+    surrogates, as paths do.
     """
     try:
         value = _DECODER.decode(data if isinstance(data, str) else data.decode())
@@ -42,24 +42,24 @@ def _float(text: str) -> float:
     value = float(text)
     if math.isfinite(value):
         return value
-    raise ValueError(f"{text:.40} is larger than any number here")
+    raise ValueError(f"{text:.40} is out of range")
 
 
 def _int(text: str) -> int:
     if len(text) > _DIGITS:
-        raise ValueError(f"{text:.40}... is larger than any number here")
+        raise ValueError(f"{text:.40}... is out of range")
     return int(text)
 
 
 def _constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not valid JSON")
 
 
 _DECODER = json.JSONDecoder(parse_float=_float, parse_int=_int, parse_constant=_constant)
 
 
 def finite(number: float) -> float | str:
-    """A number as JSON takes it: what it has no number for is text (`nan`, `inf`)."""
+    """Convert a number for JSON; NaN and infinities become strings (`nan`, `inf`)."""
     return number if math.isfinite(number) else str(number)
 
 
@@ -74,24 +74,24 @@ def _check_depth(value: Any) -> None:
 
 
 MAX_JSON_BYTES = 16 << 20
-"""What a small file may have; whoever writes one checks it, too."""
+"""Largest size of a small file, also checked when writing."""
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Replace `path` by pretty JSON: written beside, synced, renamed, directory synced.
+    """Replace `path` atomically by indented JSON: written to a temporary file, synced, renamed.
 
-    Unless `durable` the directory is not synced: then a power cut may bring the older content back.
+    Unless `durable`, the directory is not synced, so a power cut may restore the older content.
     """
     data = (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
     if len(data) > MAX_JSON_BYTES:
-        raise UsageError(f"{path} would have {len(data)} bytes, more than the {MAX_JSON_BYTES} that are read")
+        raise UsageError(f"{path} would have {len(data)} bytes, more than the limit of {MAX_JSON_BYTES}")
     replace_file(path, data, sync="all" if durable else "content")
 
 
 def replace_file(path: Path, data: bytes, *, sync: Literal["all", "content", "nothing"] = "all") -> None:
-    """Replace `path` by these bytes, as `write_json` does; raises StorageError.
+    """Replace `path` atomically by these bytes, like `write_json`; raises StorageError.
 
-    With `sync="nothing"` a power cut may leave a file without content: only ext4 waits for it before renames.
+    With `sync="nothing"` a power cut may leave an empty file, except on ext4.
     """
     temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
     try:
@@ -108,7 +108,7 @@ def replace_file(path: Path, data: bytes, *, sync: Literal["all", "content", "no
 
 
 def write_new(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Create a file, mode 0644, and sync its bytes where that is wanted; raises OSError."""
+    """Create a file with mode 0644 and optionally sync it; raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         os.fchmod(descriptor, 0o644)
@@ -120,18 +120,18 @@ def write_new(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`; nothing written twice in a row is an OSError, where buffered files would loop."""
+    """Write all of `data`; raises OSError if nothing is written twice in a row, instead of looping."""
     view, stalls = memoryview(data), 0
     while view:
         written = os.write(descriptor, view)
         stalls = stalls + 1 if written == 0 else 0
         if stalls > 1:
-            raise OSError(errno.EIO, "the system wrote nothing, twice")
+            raise OSError(errno.EIO, "the system wrote nothing twice in a row")
         view = view[written:]
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object; None where there is no file, DamagedError where it is not of our kind."""
+    """Read a JSON object; None without a file. Raises DamagedError for invalid contents."""
     try:
         with open_regular(path) as file:
             data = file.read(MAX_JSON_BYTES + 1)
@@ -146,17 +146,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
         if not isinstance(found, dict):
             raise ValueError(f"it is a {type(found).__name__}")
     except ValueError as error:
-        raise DamagedError(f"{path} is not the JSON that was written: {error}") from error
+        raise DamagedError(f"{path} is damaged: {error}") from error
     return found
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Append one JSON line by a single write, so that lines of several writers never interleave."""
+    """Append one JSON line with a single write, so that lines of several writers do not interleave."""
     append_lines(path, [value])
 
 
 def append_lines(path: Path, values: Iterable[Any]) -> None:
-    """The same with several lines; raises StorageError."""
+    """Append several JSON lines with a single write; raises StorageError."""
     data = "".join(json.dumps(one, sort_keys=True, allow_nan=False) + "\n" for one in values).encode()
     try:
         append_bytes(path, data)
@@ -165,9 +165,9 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
 
 
 def append_bytes(path: Path, data: bytes) -> int:
-    """Append by a single write where the system takes all, and return the file's size; raises OSError.
+    """Append with a single write if possible, and return the file's size; raises OSError.
 
-    A pipe or device in the way is refused instead of waited for.
+    Pipes and devices are refused, to avoid blocking.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o644)
@@ -180,7 +180,7 @@ def append_bytes(path: Path, data: bytes) -> int:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a JSON-lines file; a torn last line (a crash) is left out."""
+    """Yield the complete lines of a JSON-lines file, without a last line truncated by a crash."""
     try:
         with open_regular(path) as file:
             for line in file:
@@ -197,7 +197,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open for reading; a pipe or device in the way is refused (OSError) instead of waited for."""
+    """Open a regular file for reading; raises OSError for pipes and devices, to avoid blocking."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _check_regular(descriptor)
@@ -209,11 +209,11 @@ def open_regular(path: Path) -> BinaryIO:
 
 def _check_regular(descriptor: int) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file, remove it")
+        raise OSError(errno.EINVAL, "it is not a regular file; remove it")
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
+    """Sync a directory, so that its entries are durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -222,9 +222,9 @@ def sync_directory(directory: Path) -> None:
 
 
 class SamePlace:
-    """Remembers a directory by device and inode from the first look at which it is there.
+    """Detects that a directory was replaced, by device and inode of the first check at which it exists.
 
-    Asked right before each write: one that has asked when the directory goes may still land in the other.
+    Check right before each write; a write between check and replacement can still reach the other directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -232,8 +232,8 @@ class SamePlace:
         self._known: tuple[int, int] | None = None
 
     def check(self) -> None:
-        """Raise LostDirectoryError if another directory, or none, is there now; StorageError if unclear."""
-        known = self._known  # before the look: another thread may create the directory right after it
+        """Raise LostDirectoryError if the directory is gone or replaced; StorageError if this is unknown."""
+        known = self._known  # read first: another thread may create the directory at any time
         try:
             found = self.path.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -241,13 +241,13 @@ class SamePlace:
                 raise LostDirectoryError(f"{self.path} is gone{_REMEDY}") from None
             return
         except OSError as error:
-            raise StorageError(f"cannot look at {self.path}: {error.strerror}") from error
+            raise StorageError(f"cannot access {self.path}: {error.strerror}") from error
         now = (found.st_dev, found.st_ino)
         if known is None:
             self._known = now
         elif now != known:
             where = "on another device" if now[0] != known[0] else "another one"
-            raise LostDirectoryError(f"{self.path} is not the directory it was, but {where}{_REMEDY}")
+            raise LostDirectoryError(f"{self.path} is no longer the same directory, but {where}{_REMEDY}")
 
 
 _REMEDY = (

@@ -1,16 +1,16 @@
-"""Metadata handlers: the five methods by which an outside store follows a job, and the default one.
+"""Metadata handlers: a protocol by which an external store follows a job, and the default handler.
 
-A handler remembers epochs and durations wherever it likes and may override the resume decision.
-It is called on rank 0's main thread only. An exception in `write` or `report` degrades the run
-to a warning; one in `set_params` or `last_epoch` ends it, because the decision would be a guess.
+A handler stores epochs and durations, and may override the resume decision. It is called only on the main
+thread of rank 0. An exception in `write` or `report` becomes a warning; one in `set_params` or `last_epoch`
+ends the run.
 
-Two more things a handler may have, and need not:
+Optional members:
 
-    decides            whether its `last_epoch` decides where a run starts. Without it a manager's handler
-                       does, as in Caffe2, and one that was given beside a run directory does not
-    opened(holder)     hears, before `write` and `report`, as whom the job holds its checkpoint log
+- `decides`: True if `last_epoch` decides where a run resumes. By default it does for a manager's handler, as
+  in Caffe2, and does not for a handler of a run directory.
+- `opened(holder)`: called before `write` and `report` with the holder of the checkpoint log.
 
-The lines of `metadata.jsonl` are read back as notes, so that an index that lost some can be made again.
+`metadata.jsonl` can be read back as events, to rebuild an index.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torchrelay.records import dataclass
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a checkpoint log: job `uuid` (of this directory, for ever) called `name`, for a while.
+    """Holder of a checkpoint log: the job's `uuid`, which is fixed for the directory, and its `name`.
 
-    `generation` counts the starts; `branch` is what it writes, begun by a rewind to epoch `base` (None: begun
+    `generation` counts launches; `branch` is the branch it writes, created by a rewind to epoch `base` (None:
     from scratch).
     """
 
@@ -45,7 +45,7 @@ class Holder:
 
 @runtime_checkable
 class MetadataHandler(Protocol):
-    """What a job tells, and asks, a store of the user's choice."""
+    """Protocol of metadata handlers."""
 
     def set_params(
         self,
@@ -55,22 +55,23 @@ class MetadataHandler(Protocol):
         path_prefix: str | None = None,
         path_type: str | None = None,
     ) -> None:
-        """Where this job keeps its checkpoints; called before anything else, once per train."""
+        """Set where this job keeps its checkpoints; called first, once per train."""
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """The epoch to resume from, given the user's wish; None starts from scratch."""
+        """Return the epoch to resume from, given the user's choice; None starts from scratch."""
 
     def write(self, epoch: int) -> None:
-        """`epoch` is acknowledged on all nodes. May be called again for the same epoch."""
+        """Record that `epoch` is committed; may be called again for the same epoch."""
 
     def report(self, action: str, stats: Mapping[str, float]) -> None:
-        """Seconds by logical path for `checkpoint_save`, `checkpoint_load` or `checkpoint_partial_load`.
+        """Record seconds by logical path for an action.
 
-        torchrelay passes a `metadata.stats.NodeStats`, which also has phases, bytes and the slowest node.
+        Actions are `checkpoint_save`, `checkpoint_load` and `checkpoint_partial_load`.
+        torchrelay passes a `NodeStats`, which also has phases, bytes and the slowest node.
         """
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
-        """Whether a save may be tried now; False skips this one with a warning."""
+        """Return True if a save may be attempted now; False skips it with a warning."""
 
 
 EPOCH = "epoch"
@@ -80,8 +81,8 @@ EPOCH = "epoch"
 class HandlerEvent:
     """One call of a handler: `kind` is `epoch` or the action of a report; `time` is in Unix seconds.
 
-    `prefix` is where the checkpoints of the job are; `nodes` is the number of nodes of a saved epoch; `times`
-    belong to a report.
+    `prefix` is the location of the checkpoints, `nodes` the number of nodes of a saved epoch, `times` the
+    durations of a report.
     """
 
     holder: Holder
@@ -94,14 +95,14 @@ class HandlerEvent:
 
     @property
     def key(self) -> tuple[int, int, str]:
-        """What tells it from the others of its job."""
+        """Unique key within its job."""
         return (self.holder.generation, self.epoch, self.kind)
 
 
 def report_notes(
     holder: Holder, prefix: str, action: str, nodes: Sequence[NodeTimes], time: float
 ) -> list[HandlerEvent]:
-    """The notes of a report: one, or none where the paths name no epoch."""
+    """Return the event of a report, or none if the paths have no epoch."""
     epochs = {one.epoch for one in nodes}
     if len(epochs) != 1 or (epoch := epochs.pop()) is None:
         return []
@@ -109,9 +110,9 @@ def report_notes(
 
 
 def notes_of_file(path: Path, job: Holder, prefix: str, limit: int | None = None) -> list[HandlerEvent]:
-    """The notes of a `metadata.jsonl` on one job, by its id; what is no note is left out.
+    """Read the events of one job from a `metadata.jsonl`; invalid lines are skipped.
 
-    Of more than `limit` notes those that were written last. StorageError where it cannot be read.
+    Returns at most the last `limit` events. Raises StorageError if it cannot be read.
     """
     found: list[HandlerEvent] = []
     for line in read_lines(path):
@@ -145,7 +146,7 @@ FILE_NAME = "metadata.jsonl"
 
 
 class FileMetadataHandler:
-    """Writes what it is told as JSON lines; it does not decide where a run resumes."""
+    """Handler that writes JSON lines; it does not decide where a run resumes."""
 
     decides = False
 
@@ -163,33 +164,33 @@ class FileMetadataHandler:
         path_prefix: str | None = None,
         path_type: str | None = None,
     ) -> None:
-        """Remember the nodes, so that each epoch's line says who took part."""
+        """Set the nodes, which are part of each epoch's line."""
         self._nodes = list(node_names)
 
     def opened(self, holder: Holder) -> None:
-        """From now on each line says whose it is; indexes are made again from that."""
-        known = ("generation", "branch", "base")  # the job's name stands in `run.json`
+        """Set the holder, which is part of each line from now on."""
+        known = ("generation", "branch", "base")  # the job's name is in `run.json`
         self._holder = {"job": holder.uuid, **{name: getattr(holder, name) for name in known}}
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """Give the user's wish back: the log decides, not this file."""
+        """Return the user's choice: the log decides, not this file."""
         return user_epoch
 
     def write(self, epoch: int) -> None:
-        """Note that an epoch was acknowledged; readers take the last line of an epoch."""
+        """Record that an epoch is committed; readers use the last line of an epoch."""
         self._append({"kind": "epoch", "epoch": epoch, "nodes": self._nodes})
 
     def report(self, action: str, stats: Mapping[str, float]) -> None:
-        """Note the seconds of an action."""
+        """Record the seconds of an action."""
         details = stats.to_json() if isinstance(stats, NodeStats) else {}
         self._append({"kind": action, "secs": dict(stats), **details})
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
-        """Whether the directory can be written now."""
+        """Return True if the directory is writable."""
         return os.access(self.path.parent, os.W_OK | os.X_OK)
 
     def epochs(self) -> list[int]:
-        """The epochs noted so far, in order, without repetitions."""
+        """Return the recorded epochs, in order, without duplicates."""
         lines = [line for line in read_lines(self.path) if line.get("kind") == "epoch"]
         return sorted({line["epoch"] for line in lines if type(line.get("epoch")) is int})
 
@@ -199,9 +200,9 @@ class FileMetadataHandler:
 
 
 class SeveralHandlers:
-    """Tells all in their order. Only those that say `decides = True` are asked where a run starts.
+    """Calls several handlers in order; only those with `decides = True` decide where a run resumes.
 
-    The last of these has the last word: each is given the answer of the one before as the user's wish.
+    Each of these receives the answer of the previous one as the user's choice, so the last one wins.
     """
 
     def __init__(self, handlers: Sequence[MetadataHandler]) -> None:
@@ -209,43 +210,43 @@ class SeveralHandlers:
 
     @property
     def decides(self) -> bool:
-        """Whether one of them does."""
+        """True if one of the handlers decides."""
         return bool(self._deciding())
 
     def _deciding(self) -> list[MetadataHandler]:
         return [one for one in self._all if getattr(one, "decides", False)]
 
     def set_params(self, *args: Any, **params: Any) -> None:
-        """Tell all; the first failure is raised at once, because the run does not start then."""
+        """Call all handlers; raises the first error at once, because then the run does not start."""
         for one in self._all:
             one.set_params(*args, **params)
 
     def opened(self, holder: Holder) -> None:
-        """Tell those that want to hear it."""
+        """Call the handlers that have this method."""
         for one in self._all:
             opened = getattr(one, "opened", None)
             if opened is not None:
                 opened(holder)
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """What those that decide make of the user's wish."""
+        """Return the answer of the deciding handlers."""
         for one in self._deciding():
             user_epoch = one.last_epoch(user_epoch=user_epoch)
         return user_epoch
 
     def write(self, epoch: int) -> None:
-        """Tell all; failures are raised together when all have been told."""
-        self._tell(lambda one: one.write(epoch=epoch))
+        """Call all handlers, then raise their errors together."""
+        self._call_all(lambda one: one.write(epoch=epoch))
 
     def report(self, action: str, stats: Mapping[str, float]) -> None:
-        """Tell all; failures are raised together when all have been told."""
-        self._tell(lambda one: one.report(action, stats))
+        """Call all handlers, then raise their errors together."""
+        self._call_all(lambda one: one.report(action, stats))
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
-        """Whether all agree; nobody is asked after the first who does not."""
+        """Return True if all handlers return True."""
         return all(one.cp_accessible(epoch) for one in self._all)
 
-    def _tell(self, call: Callable[[MetadataHandler], None]) -> None:
+    def _call_all(self, call: Callable[[MetadataHandler], None]) -> None:
         failures: list[Exception] = []
         for one in self._all:
             try:

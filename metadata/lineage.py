@@ -1,15 +1,15 @@
-"""`lineage/` of a run directory: the runs that a run was built on, as they were when they were read.
+"""`lineage/` of a run directory: records and copies of the runs that a run was built on.
 
 The same record stands in `lineage/<alias>/stage.json` and, without the list of files, in the value
 `upstream.lineage` of every checkpoint of the run, there under the path of aliases that leads to the stage
 (`expert/encoder`).
 
     lineage/<alias>/stage.json         the record, what the epoch held, the other files with their SHA-256
-    lineage/<alias>/run.json ...       copied: who the run was, what its starts were, its config/ and code/
+    lineage/<alias>/run.json ...       copied: identity and launches of the run, its config/ and code/
     lineage/<alias>/lineage/<alias>/   the stages that this one was built on, copied with it
 
-The folder is made beside its place and renamed, so a crash leaves all of it or none. One that says something
-else is not overwritten: it becomes `lineage.1` and so on, for it tells of epochs that may still be there.
+The folder is created under a temporary name and renamed, so a crash leaves all of it or nothing. A different
+existing one is kept as `lineage.1` and so on, because its epochs may still exist.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 @dataclass(frozen=True)
 class StageRecord:
-    """One stage: which run, which epoch of it, what was taken. `asked` is what the user wrote of it.
+    """One stage: the run, its epoch, and what was used; `asked` is the user's text.
 
-    `path` is where it lay then, for people; nothing ever looks there again. `applied` are the warm starts
-    from it, `kept` the blobs of it that are in every checkpoint of this run, by the names they had there.
+    `path` is its location at that time, for information only. `applied` are the warm starts from it, `kept`
+    its blobs that are part of every checkpoint of this run, by their names there.
     """
 
     asked: str
@@ -56,14 +56,14 @@ class StageRecord:
     kept: tuple[str, ...] = ()
 
     def json(self) -> dict[str, Any]:
-        """The record as it is stored."""
+        """Return the stored form."""
         found = asdict(self)
         metrics = {name: finite(value) for name, value in self.metrics.items()}
         return {**found, "metrics": metrics, "applied": list(self.applied), "kept": list(self.kept)}
 
 
 def check_alias(alias: Any) -> str:
-    """Return an alias that may name a folder and a part of a blob's name; raises UsageError."""
+    """Return the alias if it is valid as a folder and part of a blob's name; raises UsageError."""
     if isinstance(alias, str) and _ALIAS.fullmatch(alias) and alias != "lineage":
         return alias
     raise UsageError(
@@ -76,17 +76,17 @@ FOLDER = "lineage"
 STAGE = "stage.json"
 _TEMPORARY = ".tmp-lineage-"
 _COPIED = ("config", "code", FOLDER)
-"""Folders of a run that say what it was; checkpoints, metrics and logs are not among them."""
+"""Copied folders of a run, without checkpoints, metrics and logs."""
 _UNFINISHED = ".tmp-"
-"""Also what this very capture makes, where one run lies below a folder of another."""
+"""Also excludes this capture, if one run is inside a folder of another."""
 LARGEST_BYTES = 1 << 30
-"""Larger files are left out, by name; texts and archives of source are far below."""
+"""Larger files are not copied; texts and source archives are much smaller."""
 _NO_FILE = (errno.EINVAL, errno.ENXIO, errno.ENODEV, errno.ELOOP)
 
 
 @dataclass(frozen=True)
 class LineageStage:
-    """What is to be kept of one stage: its record, what its epoch held, where its run lies, if one does."""
+    """A stage to record: its record, the contents of its epoch, and the location of its run, if any."""
 
     alias: str
     record: StageRecord
@@ -95,7 +95,7 @@ class LineageStage:
 
 
 def capture(run: Path, stages: Sequence[LineageStage]) -> None:
-    """Make `lineage/` of a run; raises StorageError. Only for who holds the run's log."""
+    """Write `lineage/` of a run, as the holder of its log; raises StorageError."""
     if not stages:
         return
     for left in run.glob(f"{_TEMPORARY}*"):
@@ -140,7 +140,7 @@ def _write_stage(folder: Path, stage: LineageStage) -> None:
 
 
 def _bytes_of(path: Path) -> bytes | None:
-    """What a file holds; None for links, pipes, devices, what is too large, and what went away meanwhile."""
+    """Read a regular file; None for other kinds, files that are too large, and deleted files."""
     try:
         if path.is_symlink():
             return None
@@ -157,7 +157,7 @@ def _bytes_of(path: Path) -> bytes | None:
 
 
 def _files(run: Path) -> Iterator[tuple[str, Path]]:
-    """What is copied of a run, by its name there, in order."""
+    """Yield the files to copy from a run, by name, in order."""
     for path in sorted([run / "run.json", *run.glob("captured.*.json")]):
         if path.exists():
             yield path.name, path
@@ -185,7 +185,7 @@ _DEPTH = 64
 
 @dataclass(frozen=True)
 class KnownStage:
-    """A stage as a run remembers it: the aliases that lead to it, where its files lie, its record."""
+    """A recorded stage: its aliases, the folder of its files, and its record."""
 
     aliases: tuple[str, ...]
     folder: Path
@@ -193,19 +193,19 @@ class KnownStage:
 
     @property
     def path(self) -> str:
-        """How people call it: `expert/encoder`."""
+        """Path of aliases, such as `expert/encoder`."""
         return "/".join(self.aliases)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The copied files of the stage itself, without those of the stages that it was built on."""
+        """Copied files of the stage, without those of its own upstream stages."""
         files = self.record.get("files")
         names = sorted(files) if isinstance(files, dict) else []
         return tuple(name for name in names if not name.startswith(f"{FOLDER}/"))
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What the command line of the stage's last start put over its configuration."""
+        """Overrides on the command line of the stage's last launch."""
         found = [(int(match[1]), name) for name in self.files if (match := _CAPTURED.fullmatch(name))]
         if not found:
             return ()
@@ -214,30 +214,30 @@ class KnownStage:
 
 
 def stages_of(run: Path) -> list[KnownStage]:
-    """All stages that a run was built on, each before those that it was built on itself.
+    """Return all stages that a run was built on, each before its own upstream stages.
 
-    Empty where there are none. Raises DamagedError for a record that is none.
+    Raises DamagedError for an invalid record.
     """
     return list(_below(run, ()))
 
 
 def find_stage(run: Path, path: str) -> KnownStage:
-    """The stage that `expert/encoder` names; raises UsageError saying which there are."""
+    """Find the stage with a path such as `expert/encoder`; raises UsageError with the known ones."""
     known = stages_of(run)
     for stage in known:
         if stage.path == path.strip("/"):
             return stage
     names = ", ".join(stage.path for stage in known) or "none"
-    raise UsageError(f"{run} was built on no stage {path!r:.80}; there is {names}")
+    raise UsageError(f"{run} was not built on a stage {path!r:.80}; known are {names}")
 
 
 def _below(folder: Path, above: tuple[str, ...]) -> Iterator[KnownStage]:
     if len(above) > _DEPTH:
-        raise DamagedError(f"{folder} is nested deeper than {_DEPTH} stages, which torchrelay never wrote")
+        raise DamagedError(f"{folder} is nested deeper than {_DEPTH} stages")
     for path in sorted((folder / FOLDER).glob(f"*/{STAGE}")):
         record = read_json(path)
         if record is None or not isinstance(record.get("epoch"), int):
-            raise DamagedError(f"{path} is no record of a stage: restore it from a copy of the run")
+            raise DamagedError(f"{path} is not a valid record of a stage: restore it from a copy of the run")
         stage = KnownStage((*above, path.parent.name), path.parent, record)
         yield stage
         yield from _below(path.parent, stage.aliases)

@@ -1,26 +1,26 @@
-"""A run's directory: who the run is, how it stands, what happened.
+"""Run directories: identity, status, metrics and events of a run.
 
     run.json                     identity, written once
-    status.json                  state, replaced at every change; the truth about how a run ended
+    status.json                  state, replaced at every change; how the run ended
     metrics.<generation>.jsonl   reduced metrics, one line per epoch
     steps.<generation>.jsonl     metrics within epochs, one line per step that has some
     events.<generation>.jsonl    what happened, one line per event
-    live.json                    how far the running epoch is, every two seconds; for people who watch
-    logs/attempt_N/rank_R.log    what each rank said
+    live.json                    progress of the running epoch, every two seconds
+    logs/attempt_N/rank_R.log    log of each rank
     trackers/                    files of the built-in trackers
-    lineage/                     the stages that the run was built on (lineage.1: of an earlier beginning)
-    captured.<attempt>.json      what that start was: arguments, packages, hosts, code id
+    lineage/                     the stages that the run was built on (lineage.1: of an earlier start)
+    captured.<attempt>.json      environment of a launch: arguments, packages, hosts, code id
     code/<code id>.zip           the source, once per code id
-    config/                      texts of the configuration, where there was one
-    program.json                 what the run is to the others of its program, where a program made it
-    values.jsonl, results/       values kept one by one, and test results, of such a run
-    exports/                     ONNX files that the run made of its epochs
-    checkpoints/                 the checkpoint room's own directory
-    crash/                       what a process held when a task failed, where that was asked for
-    replay/                      calls of modules, with what they gave, to be played again
-    STOP                         whoever makes it ends the run
+    config/                      files of the configuration, if any
+    program.json                 identity among the runs of a program, if any
+    values.jsonl, results/       individual values and test results of such a run
+    exports/                     ONNX files exported during the run
+    checkpoints/                 checkpoint directory
+    crash/                       state of a process when a task failed, if requested
+    replay/                      recorded calls of modules with their outputs
+    STOP                         creating this file ends the run
 
-A generation is one holder of the checkpoint log, so files of different starts never mix.
+A generation is one holder of the checkpoint log, so files of different launches are separate.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ State = Literal["RUNNING", "FINISHED", "STOPPED", "PREEMPTED", "FAILED"]
 FORMAT = {"major": 1, "minor": 0, "features": []}
 _DIGEST = "sha256"
 _BEFORE_DIGESTS = {"format", "uuid", "job", "created", "best", "world_size", "command", "python"}
-"""What a file without a digest may hold: where the key `sha256` itself is damaged there is another name."""
-_MENDS = "the next start, or torchrelay ckpt repair, writes it again"
+"""Known keys of a file without a digest; a damaged key `sha256` shows as an unknown key."""
+_REMEDY = "the next launch, or torchrelay ckpt repair, rewrites it"
 _TEXT = 64 << 10
-"""Characters of a reason in `status.json`: an exception's text may be of any length."""
+"""Longest reason in `status.json`, in characters."""
 _PASSWORD = re.compile(r"(://[^/@:]*:).*@", re.DOTALL)
 _OPTION = re.compile(r"([?&](?:ssl)?password=)[^&]*")
 _GENERATION_FILE = re.compile(r"(metrics|steps|events)\.([0-9]+)\.jsonl")
 
 
 class RunDirectory:
-    """The files of one run; creating the object touches nothing.
+    """The files of one run; the constructor does not access files.
 
-    Of a run in a store `url` says where, and `path` is where this host has its small files.
+    `url` is the location of a remote run, whose small files are mirrored at `path`.
     """
 
     def __init__(self, path: str | Path, url: str | None = None) -> None:
@@ -77,26 +77,26 @@ class RunDirectory:
 
     @property
     def where(self) -> Path | str:
-        """What users call the run: its directory, or its URL."""
+        """Location of the run as shown to users: its directory, or its URL."""
         return self.url or self.path
 
     @property
     def checkpoints(self) -> Path | str:
-        """Where its checkpoints lie, a directory or a URL."""
+        """Location of its checkpoints, a directory or a URL."""
         return self.path / "checkpoints" if self.url is None else f"{self.url}/checkpoints"
 
     @property
     def stop_file(self) -> Path:
-        """Where somebody puts a file, of any content, to end the run."""
+        """File whose creation ends the run."""
         return self.path / "STOP"
 
     @property
     def name(self) -> str:
-        """The run's name: its directory's."""
+        """Name of the run, which is that of its directory."""
         return self.path.name
 
     def check_usable(self) -> None:
-        """Refuse a path that cannot be a run directory, before anything is created."""
+        """Raise UsageError for a path that cannot be a run directory, before creating anything."""
         if self.path == Path(self.path.anchor):
             raise UsageError(
                 f"the run directory {self.path} is the root of the file system: choose a path below it"
@@ -104,7 +104,7 @@ class RunDirectory:
         for path in (self.path, *self.path.parents):
             if (found := _directory_at(path, self.path)) is not None:
                 if not found:
-                    which = "is" if path == self.path else f"cannot be made: {path} is"
+                    which = "is" if path == self.path else f"cannot be created: {path} is"
                     raise UsageError(
                         f"the run directory {self.path} {which} a file: choose another path or remove it"
                     )
@@ -118,15 +118,14 @@ class RunDirectory:
         known: str | None = None,
         warn: Callable[[str], object] = warnings.warn,
     ) -> dict[str, Any]:
-        """Write `run.json` unless the run exists; returns its content.
+        """Write `run.json` unless the run exists, and return its content.
 
         Args:
-            job_name: whose run it is.
-            best: the metric that "best" means, and its direction.
-            world_size: how many nodes there are.
-            known: the run's id as its epochs tell it, where there are any: a file that is lost or damaged
-                is written again with it.
-            warn: is told of that.
+            job_name: name of the job.
+            best: metric and direction that define "best".
+            world_size: number of nodes.
+            known: the run's id in its epochs, if any; a lost or damaged file is rewritten with it.
+            warn: called with a message about that.
 
         Raises UsageError when the directory holds a run of another job.
         """
@@ -154,20 +153,20 @@ class RunDirectory:
         except OSError as error:
             raise StorageError(
                 f"cannot create the run directory {self.path}: {error.strerror}; "
-                "choose a writable place with free space"
+                "choose a writable directory with free space"
             ) from error
         if damage:
-            whose = "the id that its epochs tell" if known else "a new id"
-            warn(f"{damage}; it was written again, with {whose}")
+            whose = "the id of its epochs" if known else "a new id"
+            warn(f"{damage}; it was rewritten with {whose}")
         self.write_identity(identity)
         return identity
 
     def write_identity(self, identity: Mapping[str, Any]) -> None:
-        """Replace `run.json`, which says the digest of what it holds."""
+        """Write `run.json` with a digest of its content."""
         write_json(self.path / "run.json", {**identity, _DIGEST: _digest_of(identity)})
 
     def _with_best(self, identity: dict[str, Any], best: tuple[str, str] | None) -> dict[str, Any]:
-        """What "best" means is no part of the identity: today's program says it."""
+        """Update `best`, which is defined by the current program and not part of the identity."""
         now = list(best) if best else None
         if identity.get("best") != now:
             identity = {**identity, "best": now}
@@ -175,7 +174,7 @@ class RunDirectory:
         return identity
 
     def strangers(self) -> list[str]:
-        """Names that lie where a new run is to begin and are none of a run's; empty for a known run."""
+        """Return foreign names in the directory of a new run; empty for an existing run."""
         if not self.path.is_dir() or (self.path / "run.json").exists():
             return []
         own = (
@@ -205,7 +204,7 @@ class RunDirectory:
         ]
 
     def identity(self) -> dict[str, Any] | None:
-        """The content of `run.json`; None when there is no run here."""
+        """Read `run.json`; None if it does not exist."""
         found = read_json(self.path / "run.json")
         if found is None:
             return None
@@ -220,21 +219,21 @@ class RunDirectory:
         whole = digest == _digest_of(found) if sealed else found.keys() <= _BEFORE_DIGESTS
         named = version is not None and all(isinstance(found.get(key), str) for key in ("job", "uuid"))
         if not (named and whole):
-            raise DamagedError(f"{self.where}/run.json is damaged: it is no identity of a run")
+            raise DamagedError(f"{self.where}/run.json is damaged: it is not the identity of a run")
         return found
 
     def known_identity(self, warn: Callable[[str], object] = str) -> dict[str, Any]:
-        """The same for who only shows it: empty where there is none, or it is damaged (`warn` is told)."""
+        """Read `run.json` for display: empty if it is missing, or damaged (calls `warn`)."""
         try:
             return self.identity() or {}
         except DamagedError as error:
-            warn(f"{error}; {_MENDS}")
+            warn(f"{error}; {_REMEDY}")
             return {}
 
     def check_job(self, job_name: str | None) -> None:
-        """Refuse a directory that holds a run of another job (UsageError); None is the directory's name.
+        """Raise UsageError if the directory holds a run of another job; None means the directory's name.
 
-        Where `run.json` is damaged the log of its checkpoints says whose it is.
+        If `run.json` is damaged, the checkpoint log is checked instead.
         """
         found = self.known_identity()
         if found:
@@ -243,41 +242,41 @@ class RunDirectory:
     def _check_same_job(self, identity: Mapping[str, Any], job_name: str) -> None:
         if identity.get("job") != job_name:
             raise UsageError(
-                f"{self.where} holds a run of job {identity.get('job')!r}, this is job {job_name!r}: "
-                "give this job another run directory"
+                f"{self.where} holds a run of job {identity.get('job')!r}, not {job_name!r}: "
+                "use another run directory"
             )
 
     def status(self) -> dict[str, Any]:
-        """The content of `status.json`; empty when there is none."""
+        """Read `status.json`; empty if there is none."""
         return read_json(self.path / "status.json") or {}
 
     def known_status(self, warn: Callable[[str], object] = str) -> dict[str, Any]:
-        """The same for who only shows it: empty where it is damaged, too (`warn` is told)."""
+        """Read `status.json` for display: also empty if it is damaged (calls `warn`)."""
         try:
             return self.status()
         except DamagedError as error:
-            warn(f"{error}; {_MENDS}")
+            warn(f"{error}; {_REMEDY}")
             return {}
 
     def write_status(self, state: State, *, durable: bool = True, **details: Any) -> None:
-        """Replace `status.json`; see `write_json` for what is not `durable`."""
+        """Write `status.json`; see `write_json` for `durable`."""
         self._place.check()
         short = {key: one[:_TEXT] if isinstance(one, str) else one for key, one in details.items()}
         status = {"state": state, "updated": round(time.time(), 3), **short}
         write_json(self.path / "status.json", status, durable=durable)
 
     def live(self) -> dict[str, Any]:
-        """The content of `live.json`; empty when there is none."""
+        """Read `live.json`; empty if there is none."""
         return read_json(self.path / "live.json") or {}
 
     def write_live(self, seen: Mapping[str, Any]) -> None:
-        """Replace `live.json`, which nothing depends on: it is never synced, and kills leave no litter."""
+        """Write `live.json`, which is only informative: never synced, without temporary files."""
         self._place.check()
         temporary = self.path / ".tmp-live"
         text = json.dumps({"time": round(time.time(), 3), **seen}, allow_nan=False) + "\n"
         try:
             with suppress(FileNotFoundError):
-                temporary.unlink()  # what lies there may be a link, and is never written through
+                temporary.unlink()  # never write through an existing link
             write_new(temporary, text.encode(), durable=False)
             temporary.replace(self.path / "live.json")
         except OSError as error:
@@ -289,52 +288,52 @@ class RunDirectory:
         append_line(self.path / f"metrics.{generation}.jsonl", dict(line))
 
     def log_steps(self, generation: int, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append points within an epoch, or from which step on older ones do not count."""
+        """Append points within an epoch, or the step from which older points are obsolete."""
         self._place.check()
         append_lines(self.path / f"steps.{generation}.jsonl", lines)
 
     def log_event(self, generation: int, kind: str, **details: Any) -> None:
-        """Append what happened."""
+        """Append an event."""
         self._place.check()
         line = {"time": round(time.time(), 3), "kind": kind, **details}
         append_line(self.path / f"events.{generation}.jsonl", line)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """All events in the order of generations."""
+        """Yield all events in the order of generations."""
         for generation, path in self.generations("events"):
             for line in read_lines(path):
                 yield {**line, "generation": generation}
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One line per epoch: what a later start or a rewind replaced is left out.
+        """Return one line per epoch, without those replaced by a later launch or a rewind.
 
-        A later generation that logs epoch k makes every older line from epoch k on obsolete.
+        A later generation that logs epoch k makes all older lines from epoch k on obsolete.
         """
         kept: list[dict[str, Any]] = []
         for generation, path in self.generations("metrics"):
             for line in read_lines(path):
                 if type(line.get("epoch")) is not int:
                     continue
-                while kept and kept[-1]["epoch"] >= line["epoch"]:  # they are in ascending order
+                while kept and kept[-1]["epoch"] >= line["epoch"]:  # in ascending order
                     kept.pop()
                 kept.append({**line, "generation": generation})
         return kept
 
     def steps(self) -> list[dict[str, Any]]:
-        """Points within epochs by steps of the run: what a later start or a rewind replaced is left out."""
+        """Return points within epochs by step, without those replaced by a later launch or a rewind."""
         kept: list[dict[str, Any]] = []
         for _, path in self.generations("steps"):
             for line in read_lines(path):
                 after, step = line.get("after"), line.get("step")
                 last = after if type(after) is int else step - 1 if type(step) is int else None
-                while last is not None and kept and kept[-1]["step"] > last:  # they are in ascending order
+                while last is not None and kept and kept[-1]["step"] > last:  # in ascending order
                     kept.pop()
                 if type(step) is int and isinstance(line.get("metrics"), dict):
                     kept.append(line)
         return kept
 
     def generations(self, kind: Literal["metrics", "steps", "events"]) -> list[tuple[int, Path]]:
-        """The files of a kind by generation, in order: what one start wrote, replaced or not."""
+        """Yield the lines of a kind of file by generation, in order, including replaced ones."""
         found = []
         for path in self.path.glob(f"{kind}.*.jsonl"):
             match = _GENERATION_FILE.fullmatch(path.name)
@@ -348,23 +347,22 @@ def _digest_of(identity: Mapping[str, Any]) -> str:
 
 
 def without_password(word: str) -> str:
-    """A word of the command line, or a line of text, as anybody may read it: without a URL's passwords."""
+    """Mask passwords of URLs in a text."""
     return _OPTION.sub(r"\1***", _PASSWORD.sub(r"\1***@", word))
 
 
 def _directory_at(path: Path, run: Path) -> bool | None:
-    """Whether a directory is there (False: something else), None where nothing is."""
+    """Return True for a directory, False for anything else, and None if nothing exists."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
         if path.is_symlink():
             raise UsageError(
-                f"the run directory {run} cannot be made: {path} is a link that leads nowhere; remove the "
-                "link or choose another path"
+                f"the run directory {run} cannot be created: {path} is a dangling link; remove it"
             ) from None
         return None
-    except NotADirectoryError:  # a parent is a file, which is said when we come to it
+    except NotADirectoryError:  # a parent is a file, which is reported later
         return None
     except OSError as error:
         kind = UsageError if error.errno in (errno.ELOOP, errno.ENAMETOOLONG) else StorageError
-        raise kind(f"the run directory {run} cannot be: {error.strerror}; choose another path") from error
+        raise kind(f"invalid run directory {run}: {error.strerror}; choose another path") from error

@@ -1,4 +1,4 @@
-"""How long each node needed for each phase of a save or load, and which node the others wait for."""
+"""Durations of saves and loads by node and phase, and detection of stragglers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torchrelay.records import dataclass
 
 @dataclass(frozen=True)
 class NodeTimes:
-    """One node's part of one action: seconds by phase, and bytes moved; `path` is `prefix/node.position`.
+    """One node's part of a save or load: seconds by phase, and bytes; `path` is `prefix/node.position`.
 
-    A save has the phases stage, plan, hash, write, fsync and, on its first node, commit; a load prove,
+    A save has the phases stage, plan, hash, write, fsync and, on its first node, commit. A load has `prove`,
     read and restore.
     """
 
@@ -26,18 +26,18 @@ class NodeTimes:
 
     @property
     def total_secs(self) -> float:
-        """Seconds over all phases."""
+        """Sum of all phases in seconds."""
         return sum(self.secs.values())
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that the path names, of a position inside of one too; None for another form of path."""
+        """Epoch in the path, also of a position within an epoch; None for other paths."""
         number = self.path.rpartition(".")[2].partition("+")[0]
         return int(number) if number.isascii() and number.isdecimal() and len(number) < 19 else None
 
 
 class NodeStats(dict[str, float]):
-    """Seconds by logical path, as Caffe2's handlers get them, with the details behind.
+    """Seconds by logical path, as for Caffe2's handlers, with details.
 
     `nodes` has the phases; `slowest` is the node that the others waited for.
     """
@@ -48,16 +48,16 @@ class NodeStats(dict[str, float]):
 
     @property
     def slowest(self) -> NodeTimes | None:
-        """The node with the most seconds; None when there is none."""
+        """Node with the most seconds; None without nodes."""
         return max(self.nodes, key=lambda times: times.total_secs, default=None)
 
     @property
     def bytes(self) -> int:
-        """Bytes moved by all nodes."""
+        """Bytes written or read by all nodes."""
         return sum(times.bytes for times in self.nodes)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of a try's `stats.json`."""
+        """Return the content of `stats.json` of a save attempt."""
         slowest = self.slowest
         return {
             "bytes": self.bytes,
@@ -71,7 +71,7 @@ _MOST_CHARACTERS = 4096
 
 
 def times_of(nodes: Any) -> list[NodeTimes]:
-    """The nodes that `NodeStats.to_json` made; those that are told otherwise are left out."""
+    """Parse the nodes of `NodeStats.to_json`; invalid ones are skipped."""
     found = []
     for one in nodes if isinstance(nodes, list) else ():
         if not isinstance(one, dict):
@@ -86,7 +86,7 @@ def times_of(nodes: Any) -> list[NodeTimes]:
 
 
 def is_text(value: object) -> bool:
-    """Whether every database can hold it: they know neither NUL nor half a surrogate pair."""
+    """Return True for text that every database can store, without NUL and lone surrogates."""
     return (
         isinstance(value, str)
         and 0 < len(value) <= _MOST_CHARACTERS
@@ -96,25 +96,25 @@ def is_text(value: object) -> bool:
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number that every database can hold."""
+    """Return True for an integer that every database can store."""
     return type(value) is int and 0 <= value < _LIMIT
 
 
 def seconds_in(value: object) -> float | None:
-    """Seconds that a calendar has, or None."""
+    """Return valid Unix seconds, or None."""
     known = type(value) in (int, float) and 0 <= value < 1e11  # type: ignore[operator]
     return float(value) if known else None  # type: ignore[arg-type]
 
 
 WAITING = frozenset({"plan", "commit"})
-"""Phases in which nodes wait for each other: the seconds there are the slowest one's, whoever spends them."""
+"""Phases in which nodes wait for the slowest one, so that all have its duration."""
 _RATIO = 1.5
 _EXCESS_SECS = 0.01
 
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A node over all actions: median and maximum of the seconds of each phase, and of its own work."""
+    """A node over all actions: median and maximum seconds per phase, and own work."""
 
     node: str
     actions: int
@@ -124,9 +124,9 @@ class NodeRow:
 
 @dataclass(frozen=True)
 class StragglerVerdict:
-    """The slowest node beside the median of the others; `dominates`: much slower, by seconds that count.
+    """The slowest node compared with the median of the others; `dominates` if it is significantly slower.
 
-    `secs` and `median_secs` are medians of own work; `slowest_in` of `actions` saves or loads it was slowest.
+    `secs` and `median_secs` are medians of own work; it was slowest in `slowest_in` of `actions` actions.
     """
 
     node: str
@@ -139,13 +139,13 @@ class StragglerVerdict:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as long as the median node it takes; None where that takes no time."""
+        """Ratio to the median node's time; None if that is 0."""
         return self.secs / self.median_secs if self.median_secs > 0 else None
 
 
 @dataclass(frozen=True)
 class StragglerSummary:
-    """Nodes, the slowest first; `shares` are parts of the seconds of all nodes; None for a single node."""
+    """Nodes, slowest first; `shares` are fractions of the total seconds; no verdict for a single node."""
 
     actions: int
     phases: tuple[str, ...]
@@ -155,7 +155,7 @@ class StragglerSummary:
 
 
 def summary(actions: Sequence[Sequence[NodeTimes]]) -> StragglerSummary:
-    """Sum up some saves, or some loads, each told by all its nodes."""
+    """Summarise several saves or several loads."""
     by_node: dict[str, list[NodeTimes]] = {}
     for times in actions:
         for one in times:
@@ -179,7 +179,7 @@ def _row(node: str, found: Sequence[NodeTimes]) -> NodeRow:
 
 
 def own_secs(times: NodeTimes) -> float:
-    """Seconds of a node's own work, waiting left out."""
+    """Return the seconds of a node's own work, without waiting."""
     return sum(secs for phase, secs in times.secs.items() if phase not in WAITING)
 
 

@@ -1,11 +1,9 @@
-"""Zip archives that are read, never unpacked: every member is checked before any byte of it is used.
+"""Read members of untrusted zip archives; every member is checked before any byte of it is used.
 
-Only stored members (no ratio to blow up), with plain relative names that occur once, that lie one right
-after the other from the first byte of the file, so that nothing hides between them. Nothing is ever
-written to a path that an archive names: callers ask for members by names that they know, or copy bytes to
-names of their own.
+Only uncompressed members with unique, plain relative names are accepted, stored contiguously from the first
+byte of the file, so that nothing is hidden between them. Callers never write to paths named by an archive.
 
-Source: PKWARE APPNOTE 6.3; Python's `zipfile` reads the directory.
+Reference: PKWARE APPNOTE 6.3; Python's `zipfile` reads the directory.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _ENCRYPTED = 0x1
 
 @dataclass(frozen=True)
 class ZipEntry:
-    """Where the bytes of a member lie in the archive."""
+    """Location of the bytes of a member."""
 
     name: str
     offset: int
@@ -42,7 +40,7 @@ class ZipEntry:
 
 @dataclass(frozen=True)
 class ZipMembers:
-    """The checked members of an open archive, by name in the order of the file."""
+    """The checked members of an open archive, by name in file order."""
 
     what: str
     members: Mapping[str, ZipEntry]
@@ -50,10 +48,10 @@ class ZipMembers:
     _zip: zipfile.ZipFile
 
     def read(self, name: str, limit_bytes: int) -> bytes:
-        """The bytes of a member, their CRC checked.
+        """Read a member and check its CRC.
 
-        Raises DamagedError where it is missing, larger than the limit, or not what was stored; StorageError
-        where the file cannot be read.
+        Raises DamagedError if it is missing, larger than the limit, or damaged; StorageError if the file
+        cannot be read.
         """
         member = self.members.get(name)
         if member is None:
@@ -68,9 +66,9 @@ class ZipMembers:
             raise _unreadable(self.what, error) from error
 
     def read_into(self, name: str, at: int, destination: memoryview) -> None:
-        """Fill `destination` (1-D bytes) from byte `at` of a member; the CRC is not looked at.
+        """Fill `destination` (1-D bytes) from byte `at` of a member, without checking the CRC.
 
-        For members that carry digests of their own. Raises DamagedError where it ends before, StorageError.
+        For members with their own digests. Raises DamagedError if the member is too short, StorageError.
         """
         member = self.members[name]
         if at + len(destination) > member.nbytes:
@@ -88,9 +86,9 @@ class ZipMembers:
 
 @contextmanager
 def open_zip(path: str | os.PathLike[str], what: str = "") -> Iterator[ZipMembers]:
-    """Open and check an archive: a regular file, whatever its name; errors call it `what`, or by its path.
+    """Open and check an archive, which must be a regular file; errors call it `what`, or by its path.
 
-    Raises DamagedError for what is no such archive, StorageError where the file cannot be read.
+    Raises DamagedError for an unsupported archive, StorageError if the file cannot be read.
     """
     what = what or str(path)
     try:
@@ -104,10 +102,10 @@ def open_zip(path: str | os.PathLike[str], what: str = "") -> Iterator[ZipMember
         except StorageError:
             raise
         except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, struct.error) as error:
-            raise DamagedError(f"{what}: is no zip archive ({error})") from None
+            raise DamagedError(f"{what}: is not a zip archive ({error})") from None
         except OSError as error:
-            if error.errno == errno.EINVAL:  # the file names places that it does not have
-                raise DamagedError(f"{what}: is no zip archive ({error})") from None
+            if error.errno == errno.EINVAL:  # the file refers to missing positions
+                raise DamagedError(f"{what}: is not a zip archive ({error})") from None
             raise _unreadable(what, error) from error
         with archive:
             yield ZipMembers(what, members, file, archive)
@@ -118,12 +116,12 @@ def _unreadable(what: str, error: Exception) -> StorageError:
 
 
 def _regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Pipes are not waited for."""
+    """Open a regular file without blocking on pipes."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return open(descriptor, "rb")
     os.close(descriptor)
-    raise ValueError("no regular file")
+    raise ValueError("not a regular file")
 
 
 def _checked(archive: zipfile.ZipFile, file: BinaryIO, size: int, what: str) -> dict[str, ZipEntry]:
@@ -137,22 +135,22 @@ def _checked(archive: zipfile.ZipFile, file: BinaryIO, size: int, what: str) -> 
             raise DamagedError(f"{what}: member {info.filename[:80]!r} {wrong}")
         if info.header_offset != end:
             raise DamagedError(
-                f"{what}: member {info.filename!r} does not begin where the one before it ends"
+                f"{what}: member {info.filename!r} does not begin at the end of the previous one"
             )
         start = _start(file, info, what)
         end = start + info.file_size
         if end > min(size, archive.start_dir):
             raise DamagedError(
-                f"{what}: member {info.filename!r} reaches beyond the members' part of the file"
+                f"{what}: member {info.filename!r} extends beyond the members' part of the file"
             )
         members[info.filename] = ZipEntry(info.filename, start, info.file_size, info.CRC)
     if end != archive.start_dir:
-        raise DamagedError(f"{what}: there is something between the members and their directory")
+        raise DamagedError(f"{what}: there are extra bytes between the members and their directory")
     return members
 
 
 def name_fits(name: str) -> bool:
-    """Whether a member may be called so; an archive with any other name cannot be opened again."""
+    """Return True for a valid member name; other archives cannot be opened."""
     return len(name) <= LIMIT_NAME and _NAME.fullmatch(name) is not None and not _leads_elsewhere(name)
 
 
@@ -161,25 +159,25 @@ def _leads_elsewhere(name: str) -> bool:
 
 
 def _wrong(info: zipfile.ZipInfo) -> str:
-    """What a member has that ours never have, or nothing."""
+    """Return what is unsupported about a member; empty if nothing is."""
     kind = stat.S_IFMT(info.external_attr >> 16)
     if len(info.filename) > LIMIT_NAME or not _NAME.fullmatch(info.filename):
-        return "has a name that no archive of ours has"
+        return "has an unsupported name"
     if _leads_elsewhere(info.filename):
-        return "has a name that leads elsewhere"
+        return "has a name that leads outside"
     if info.orig_filename != info.filename:
-        return "has a name with more than meets the eye"
+        return "has a name with hidden parts"
     if info.flag_bits & _ENCRYPTED:
         return "is encrypted"
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-        return "is compressed; members are stored"
+        return "is compressed, but members must be stored"
     if kind not in (0, stat.S_IFREG):
-        return "is no regular file"
+        return "is not a regular file"
     return ""
 
 
 def _start(file: BinaryIO, info: zipfile.ZipInfo, what: str) -> int:
-    """Where the bytes begin, by the header before them, which must say what the directory says."""
+    """Return the start of the bytes, after checking the local header against the directory."""
     file.seek(info.header_offset)
     raw = file.read(_LOCAL.size)
     if len(raw) < _LOCAL.size:

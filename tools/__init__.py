@@ -1,1 +1,1 @@
-"""What people type and look at: the command line, pages about runs, the server of models, launches."""
+"""User interfaces: the command line, reports and dashboard, the model server, launches."""

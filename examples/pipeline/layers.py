@@ -1,4 +1,4 @@
-"""What the stages build their models of."""
+"""Building blocks of the stages' models."""
 
 from torch import nn
 

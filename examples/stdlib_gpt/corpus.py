@@ -64,7 +64,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run was trained and measured on; registered as a blob, so every checkpoint has it."""
+    """Record of the training and validation text; registered as a blob, so every checkpoint has it."""
 
     parts: dict
 

@@ -1,4 +1,4 @@
-"""What this run adds to the default steps: mesh, bf16, schedule, clipping, validation, a sample of text."""
+"""Extensions of the default steps: mesh, bf16, schedule, clipping, validation, a sample of text."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""How the model lies on the ranks: FSDP2 by blocks, or tensor parallel inside of them and FSDP2 around."""
+"""Sharding of the model: FSDP2 by blocks, or tensor parallelism within them and FSDP2 around."""
 
 import torch
 from torch import distributed

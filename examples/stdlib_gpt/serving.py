@@ -1,4 +1,4 @@
-"""What stands around the model in a server: a prompt comes in, the text that follows goes out."""
+"""Serving handler of the model: continues a prompt."""
 
 DEFAULTS = {"prompt": "", "bytes": 64, "temperature": 0, "seed": 0}
 MOST = 1000

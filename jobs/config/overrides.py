@@ -316,7 +316,7 @@ class _References:
             self._wrong((*where, "infer_end_epoch"), message)
 
     def _profiles_in_order(self) -> None:
-        """What the runners of the mode say together: each that trains has a run, each other one epochs."""
+        """Check the run directories of the mode's runners, and the epochs that `infer` runners evaluate."""
         mode = self._value(("mode",))
         names = [mode] if isinstance(mode, str) else mode
         known = self.items["runner"]
@@ -331,21 +331,23 @@ class _References:
             elif isinstance(path, str) and path:
                 place = path if "://" in path else str(local_path(path, self.reading.workspace))
                 if place in places:
-                    message = f"the run of runner `{places[place]}` lies there: give each a path of its own"
+                    message = (
+                        f"runner `{places[place]}` already uses this path: give each runner its own path"
+                    )
                     self._wrong((*where, "save_checkpoint_path"), message)
                 places.setdefault(place, item_name(runner))
 
     def _stored_models(self, where: Where, runner: _Keys, training: Sequence[_Keys]) -> None:
-        """Complain where a profile infers with a model that the profile whose epochs it takes does not train.
+        """Report an `infer` runner whose model is not trained by the runner whose epochs it evaluates.
 
-        A model of another class is taken where only one is trained: it may have the same weights.
+        A model of another class is accepted if only one is trained, because it may have the same weights.
         """
         source = training
         if runner.get("init_model_path"):
             weights = self._weights(runner)[0]
             source = [one for one in training if self._saves_to(one, weights)]
         elif len(training) > 1 and not self._is_broken(*where, "init_model_path"):
-            message = f"`init_model_path` missing, and {len(training)} runners train: say where epochs are"
+            message = f"`init_model_path` missing, and {len(training)} runners train: set the run to evaluate"
             self._wrong(where, message)
         if len(source) != 1 or runner.get("init_prefix") or runner.get("network_class_path"):
             return
@@ -357,11 +359,11 @@ class _References:
                 other = f"a phase of `{item_name(source[0])}`, which has {', '.join(trained)}"
                 remedy = "name the same model, or give `init_prefix`"
                 self._wrong(
-                    (*where, "phases"), f"the model of phase `{name}` is not the one of {other}: {remedy}"
+                    (*where, "phases"), f"the model of phase `{name}` is not that of {other}: {remedy}"
                 )
 
     def _weights(self, runner: _Keys) -> tuple[str, int | str | None]:
-        """The path of `init_model_path`, and the epoch behind its `@`."""
+        """Return the path of `init_model_path` and the epoch after its `@`."""
         path, workspace = runner.get("init_model_path"), self.reading.workspace
         if not isinstance(path, str):
             return "", None
@@ -372,7 +374,7 @@ class _References:
         return isinstance(path, str) and local_path(path, workspace) == local_path(weights, workspace)
 
     def _phases(self, runner: _Keys) -> list[str]:
-        """The names of its phases, as far as there are such."""
+        """Return the names of its existing phases."""
         chosen = runner.get("phases")
         listed = [chosen] if isinstance(chosen, str) else chosen
         names = listed if isinstance(listed, list) else self.phases

@@ -1,1 +1,1 @@
-"""The source that a run ran: chosen, archived under its digest, compared, extracted, imported again."""
+"""Source code of runs: selection, archives, comparison, extraction and import."""

@@ -1,10 +1,8 @@
-"""Archives of source: their manifest; written, extracted, compared.
+"""Source archives: manifest, writing, extraction and comparison.
 
-Names, bytes and links count; times, permissions, the order in which files were made and the place where
-they lie do not, so the same source has the same id anywhere.
-
-Times are fixed, names sorted, permissions alike, nothing compressed. What a member's name cannot have is
-written `=XX`, a byte in hex. An archive is named by its code id, which is the digest of its manifest.
+The code id is the digest of the manifest, which has names, contents and links, but no times, permissions or
+locations. So equal source has the same id everywhere. Archives are reproducible: fixed times, sorted names,
+equal permissions, no compression. Bytes that are invalid in a member's name are written as `=XX`.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ FORMAT = 1
 MOST_FILES = 50_000
 MOST_BYTES = 64 << 20
 SHORT = 12
-"""Digits of a code id that people are shown."""
+"""Displayed digits of a code id."""
 _SHA = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file by what is in it."""
+    """A file by its content."""
 
     sha256: str
     nbytes: int
@@ -46,13 +44,13 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class SourceManifest:
-    """Files and links by name; a link has the name of its target relative to its own folder."""
+    """Files and links by name; the target of a link is relative to its folder."""
 
     files: Mapping[str, SourceFile]
     links: Mapping[str, str]
 
     def encode(self) -> bytes:
-        """As it lies in an archive; equal for equal source."""
+        """Return the stored form; equal for equal source."""
         value = {
             "files": [[name, one.sha256, one.nbytes] for name, one in sorted(self.files.items())],
             "format": FORMAT,
@@ -62,42 +60,42 @@ class SourceManifest:
 
     @property
     def code_id(self) -> str:
-        """64 hex digits."""
+        """Id of the code, 64 hex digits."""
         return hashlib.sha256(self.encode()).hexdigest()
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Total size of the files."""
         return sum(one.nbytes for one in self.files.values())
 
 
 def decode(data: bytes, what: str) -> SourceManifest:
-    """Read what `encode` wrote; raises DamagedError for anything else, FormatError for a later format."""
+    """Decode the result of `encode`; raises DamagedError, or FormatError for a newer format."""
     try:
         value = json.loads(data)
         if value["format"] != FORMAT:
-            raise FormatError(f"{what}: is of format {value['format']!r:.20}, this version reads {FORMAT}")
+            raise FormatError(f"{what}: has format {value['format']!r:.20}, but this version reads {FORMAT}")
         manifest = SourceManifest(
             {name: _file(sha, nbytes) for name, sha, nbytes in value["files"]},
             dict(value["links"]),
         )
-        wrong = _wrong(manifest) or ("is written in another way" if manifest.encode() != data else "")
+        wrong = _wrong(manifest) or ("is not in canonical form" if manifest.encode() != data else "")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedError(f"{what}: is no list of source files ({error!r:.80})") from None
+        raise DamagedError(f"{what}: is not a list of source files ({error!r:.80})") from None
     if wrong:
         raise DamagedError(f"{what}: {wrong}")
     return manifest
 
 
 def is_plain(name: Any) -> bool:
-    """Whether a name stays below the folder in which it is used."""
+    """Return True if a name stays below its folder."""
     if not isinstance(name, str) or "\0" in name or "\\" in name:
         return False
     return all(part not in ("", ".", "..") for part in name.split("/"))
 
 
 def stays_within(name: str, target: str) -> bool:
-    """Whether a link's target lies below the folder in which the link's own name is used."""
+    """Return True if the target of a link stays below the folder of its name."""
     if not target or target.startswith("/") or "\0" in target or "\\" in target:
         return False
     found = posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
@@ -106,7 +104,7 @@ def stays_within(name: str, target: str) -> bool:
 
 def _file(sha: Any, nbytes: Any) -> SourceFile:
     if type(nbytes) is not int or nbytes < 0 or not isinstance(sha, str) or not _SHA.fullmatch(sha):
-        raise ValueError("a digest or size that cannot be")
+        raise ValueError("an invalid digest or size")
     return SourceFile(sha, nbytes)
 
 
@@ -115,10 +113,10 @@ def _wrong(manifest: SourceManifest) -> str:
         return f"more than {MOST_FILES} files"
     for name in (*manifest.files, *manifest.links):
         if not is_plain(name):
-            return f"the name {name!r:.80} leads elsewhere"
+            return f"the name {name!r:.80} leads outside"
     for name, target in manifest.links.items():
         if name in manifest.files or not (isinstance(target, str) and stays_within(name, target)):
-            return f"the link {name!r:.80} leads elsewhere"
+            return f"the link {name!r:.80} leads outside"
     return ""
 
 
@@ -129,27 +127,27 @@ _PLAIN = re.compile(rb"[A-Za-z0-9_.@+,~ -]")
 
 @dataclass(frozen=True)
 class Archive:
-    """An open archive whose manifest is the one that its code id promises."""
+    """An open archive whose manifest matches its code id."""
 
     code_id: str
     manifest: SourceManifest
     _members: ZipMembers
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file, verified; raises DamagedError, KeyError for a name that is not there."""
+        """Read and verify a file; raises DamagedError, KeyError for an unknown name."""
         file = self.manifest.files[name]
         data = self._members.read(member_name(name), file.nbytes)
         if hashlib.sha256(data).hexdigest() != file.sha256:
-            raise DamagedError(f"{self._members.what}: {name} is not the file that was archived")
+            raise DamagedError(f"{self._members.what}: {name} is not the archived file")
         return data
 
     def read_all(self) -> dict[str, bytes]:
-        """All files, verified."""
+        """Read and verify all files."""
         return {name: self.read(name) for name in self.manifest.files}
 
 
 def archive_bytes(manifest: SourceManifest, contents: Mapping[str, bytes]) -> bytes:
-    """The archive of source; equal for equal source."""
+    """Return the bytes of an archive; equal for equal source."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(_info(_MANIFEST), manifest.encode())
@@ -159,7 +157,7 @@ def archive_bytes(manifest: SourceManifest, contents: Mapping[str, bytes]) -> by
 
 
 def write_archive(directory: Path, manifest: SourceManifest, contents: Mapping[str, bytes]) -> Path:
-    """Store an archive below `directory` unless it is there, whole; raises StorageError."""
+    """Store an archive in `directory` unless a valid one exists; raises StorageError."""
     path = directory / f"{manifest.code_id}.zip"
     try:
         with open_archive(path) as there:
@@ -170,28 +168,28 @@ def write_archive(directory: Path, manifest: SourceManifest, contents: Mapping[s
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"cannot make {directory}: {error.strerror}") from error
+        raise StorageError(f"cannot create {directory}: {error.strerror}") from error
     replace_file(path, archive_bytes(manifest, contents))
     return path
 
 
 @contextmanager
 def open_archive(path: str | os.PathLike[str]) -> Iterator[Archive]:
-    """Open an archive by the path that has its code id; raises DamagedError, StorageError."""
+    """Open an archive, whose file name is its code id; raises DamagedError, StorageError."""
     code_id = Path(path).name.removesuffix(".zip")
     with open_zip(path) as members:
         data = members.read(_MANIFEST, MOST_BYTES)
         if hashlib.sha256(data).hexdigest() != code_id:
-            raise DamagedError(f"{path}: its list of files is not the one that its name promises")
+            raise DamagedError(f"{path}: its list of files does not match its name")
         manifest = decode(data, str(path))
         wanted = {_MANIFEST, *map(member_name, manifest.files)}
         if wanted != set(members.members):
-            raise DamagedError(f"{path}: does not hold the files that its list names, and no others")
+            raise DamagedError(f"{path}: its files do not match its list")
         yield Archive(code_id, manifest, members)
 
 
 def member_name(name: str) -> str:
-    """Below `files/`, in the few characters that members have; different for different names."""
+    """Return the member name of a file: below `files/`, in valid characters, unique per name."""
     return "/".join(("files", *map(_part, name.split("/"))))
 
 
@@ -203,21 +201,20 @@ def _part(part: str) -> str:
 
 def _info(name: str) -> zipfile.ZipInfo:
     info = zipfile.ZipInfo(name, _FIXED)
-    info.create_system = 3  # Unix, wherever it is made
+    info.create_system = 3  # Unix, on all systems
     info.external_attr = 0o100644 << 16
     return info
 
 
 def unpack_source(archive: Archive, directory: Path, *, force: bool = False) -> None:
-    """Write the files and links of an archive; files that begin with `#!` can be executed.
+    """Write the files and links of an archive; files that begin with `#!` become executable.
 
-    Raises UsageError for a directory that is not empty, unless `force` is to write over its files; what
-    lies there besides stays. A folder that is a link is never written through. Raises DamagedError before
-    anything is written, StorageError where writing fails.
+    Raises UsageError for a directory that is not empty, unless `force` is given, which overwrites files and
+    keeps others. Never writes through links. Raises DamagedError before writing anything, StorageError.
     """
     contents = archive.read_all()
     if not force and (directory.is_symlink() or directory.exists()) and not _is_empty(directory):
-        raise UsageError(f"{directory} is not empty: give a new directory, or --force to write over files")
+        raise UsageError(f"{directory} is not empty: give a new directory, or --force to overwrite files")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, data in contents.items():
@@ -240,18 +237,18 @@ def _is_empty(directory: Path) -> bool:
     try:
         return not os.listdir(directory)
     except OSError as error:
-        raise UsageError(f"{directory} is no directory that can be used: {error.strerror}") from None
+        raise UsageError(f"{directory} is not a usable directory: {error.strerror}") from None
 
 
 def _place(directory: Path, name: str) -> Path:
-    """Where a file goes; its folders are made, each a real one."""
+    """Return the path of a file and create its folders, which must not be links."""
     folder = directory
     for part in name.split("/")[:-1]:
         folder = folder / part
         with suppress(FileExistsError):
             folder.mkdir()
         if not stat.S_ISDIR(folder.lstat().st_mode):
-            raise StorageError(f"{folder} is in the way of {name}: remove it, or give a new directory")
+            raise StorageError(f"{folder} exists and is not a directory, which {name} needs; remove it")
     return folder / name.rpartition("/")[2]
 
 
@@ -261,7 +258,7 @@ _LARGEST_TEXT = 4 << 20
 
 @dataclass(frozen=True)
 class SourceChanges:
-    """Names, sorted."""
+    """Sorted names of changed, added and removed files."""
 
     added: tuple[str, ...]
     changed: tuple[str, ...]
@@ -281,20 +278,20 @@ NO_CHANGES = SourceChanges((), (), ())
 
 @dataclass(frozen=True)
 class FileDiff:
-    """One file of a difference; no `lines` where it is no text."""
+    """One file of a difference; `lines` is None for binary files."""
 
     name: str
     lines: tuple[str, ...] | None
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Lines that came, lines that went."""
+        """Numbers of added and removed lines."""
         body = (self.lines or ())[2:]
         return sum(one.startswith("+") for one in body), sum(one.startswith("-") for one in body)
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> SourceChanges:
-    """Compare names and digests, as `snapshot.of_manifest` gives them."""
+    """Compare names and digests as returned by `snapshot.of_manifest`."""
     both = old.keys() & new.keys()
     return SourceChanges(
         tuple(sorted(new.keys() - old.keys())),
@@ -306,7 +303,7 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> SourceChanges:
 def file_diffs(
     found: SourceChanges, old: Callable[[str], bytes], new: Callable[[str], bytes]
 ) -> Iterator[FileDiff]:
-    """The unified differences of the files that differ, in the order of their names."""
+    """Yield unified diffs of the differing files, in name order."""
     for name in sorted((*found.added, *found.changed, *found.removed)):
         before = b"" if name in found.added else old(name)
         after = b"" if name in found.removed else new(name)
@@ -340,7 +337,7 @@ def _text(data: bytes) -> list[str] | None:
 
 
 def _split(text: str) -> list[str]:
-    """Lines with their ends; other characters that Python takes for ends of lines stay within."""
+    """Split at newlines only, keeping them, unlike `str.splitlines`."""
     lines = text.split("\n")
     ended = [f"{line}\n" for line in lines[:-1]]
     return [*ended, lines[-1]] if lines[-1] else ended

@@ -1,15 +1,15 @@
-"""What a start of a run was: `captured.<attempt>.json`, written before its first epoch is saved.
+"""Environment of a launch: `captured.<attempt>.json`, written before its first epoch is saved.
 
     argv, directory, python, packages, host     of the process of rank 0
-    code                                        the code id, where the source lay, what git knew of it
-    config, config_id, overrides                of the configuration, where there was one
-    params                                      hyper-parameters that the program passed, else None
-    torch, world                                told by the runner
-    config/<name>                               the configuration's texts, as they were read
+    code                                        code id, location of the source, git metadata
+    config, config_id, overrides                of the configuration, if any
+    params                                      hyper-parameters passed by the program, else None
+    torch, world                                from the runner
+    config/<name>                               the configuration's files as they were read
     code/<code id>.zip                          the source, once per code id
-    code/<digest>.diff                          what git's commit and the source differed in
+    code/<digest>.diff                          difference between git's commit and the source
 
-`run.json` is the run's identity and written once; what may differ between starts stands here, a file each.
+`run.json` has the run's identity and is written once; everything that may differ between launches is here.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _CODE_ID = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Given:
-    """What whoever starts the run says of its configuration.
+    """Configuration of a launch.
 
-    `config` has texts by their names below `config/`, as they were when they were read; `config_id` is the
-    digest of what identifies the run, `overrides` are those of the command line.
+    `config` has the files as read, by name below `config/`; `config_id` is the digest of the identifying
+    part, `overrides` are those of the command line.
     """
 
     config: Mapping[str, bytes] = field(default_factory=dict)
@@ -57,18 +57,18 @@ class Given:
     def __post_init__(self) -> None:
         for name in self.config:
             if not is_plain(name):
-                raise UsageError(f"a configuration's file cannot be called {name!r}")
+                raise UsageError(f"invalid name of a configuration file: {name!r}")
 
 
 _PARAMS_BYTES = 256 << 10
 
 
 def params_of(given: Any) -> dict[str, Any] | None:
-    """Hyper-parameters as JSON can hold them; None stays None.
+    """Convert hyper-parameters to JSON values; None stays None.
 
     Args:
         given: A mapping by name, an `argparse.Namespace`, or a dataclass object. Values that JSON does not
-            have are stored as text, and passwords in URLs are masked.
+            support are stored as text, and passwords in URLs are masked.
 
     Raises:
         UsageError: It is none of these, or its JSON is longer than 256 kB.
@@ -100,7 +100,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def command() -> dict[str, Any]:
-    """How the process was called, as it is now: a program may change both."""
+    """Return the current command line and directory of the process, which a program may change."""
     return {
         "argv": [without_password(word) for word in sys.argv],
         "directory": os.getcwd(),  # noqa: PTH109 - the text
@@ -108,7 +108,7 @@ def command() -> dict[str, Any]:
 
 
 def surroundings() -> dict[str, Any]:
-    """What the process runs on, without its environment variables, which may be secrets."""
+    """Describe the environment of the process, without environment variables, which may be secret."""
     return {
         "executable": sys.executable,
         "python": platform.python_version(),
@@ -119,10 +119,9 @@ def surroundings() -> dict[str, Any]:
 
 
 def packages() -> dict[str, str]:
-    """Installed distributions and their versions, by name; the first on the path counts, as in imports.
+    """Return installed distributions and versions by name; the first on the path counts, as in imports.
 
-    Looked for again only where a directory of the path has changed: the files of some hundred distributions
-    take more time than all else that the start of a run does.
+    Cached while the directories of the path do not change, because reading hundreds of files is slow.
     """
     return dict(_packages(tuple((place, _changed(place)) for place in sys.path)))
 
@@ -145,7 +144,7 @@ def _packages(path: tuple[tuple[str, int], ...]) -> dict[str, str]:
 
 
 def _head(text: str) -> dict[str, str]:
-    """The first two fields that matter: parsing whole descriptions would take a tenth of a second."""
+    """Read only name and version, because parsing complete metadata would take 0.1 s."""
     found: dict[str, str] = {}
     for line in text[:4096].splitlines():
         name, colon, value = line.partition(":")
@@ -157,7 +156,7 @@ def _head(text: str) -> dict[str, str]:
 
 
 def write_capture(run: Path, attempt: int, content: Mapping[str, Any]) -> Path:
-    """Store what a start was; raises StorageError. Never written over: a number that is taken is passed."""
+    """Write the record of a launch under the next free number; raises StorageError."""
     taken = {number for number, _ in _files(run)}
     number = attempt
     while number in taken:
@@ -168,9 +167,9 @@ def write_capture(run: Path, attempt: int, content: Mapping[str, Any]) -> Path:
 
 
 def write_config(run: Path, given: Given, attempt: int) -> str | None:
-    """Store the texts below `config/`; where others of an earlier start lie there, below `config/attempt_N/`.
+    """Write the files to `config/`, or to `config/attempt_N/` if an earlier launch had other ones.
 
-    Returns the folder; None where there are no texts. Raises StorageError.
+    Returns the folder; None without files. Raises StorageError.
     """
     if not given.config:
         return None
@@ -185,7 +184,7 @@ def write_config(run: Path, given: Given, attempt: int) -> str | None:
 
 
 def write_diff(run: Path, diff: bytes) -> str:
-    """Store a difference below `code/` under its digest; returns its name. Raises StorageError."""
+    """Write a diff to `code/` under its digest and return its name; raises StorageError."""
     name = f"code/{hashlib.sha256(diff).hexdigest()[:16]}.diff"
     if not (run / name).is_file():
         _store(run / name, diff)
@@ -196,17 +195,17 @@ def _store(path: Path, data: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"cannot make {path.parent}: {error.strerror}") from error
+        raise StorageError(f"cannot create {path.parent}: {error.strerror}") from error
     replace_file(path, data)
 
 
 def captures(run: Path) -> list[dict[str, Any]]:
-    """What the starts of a run were, the newest last; raises DamagedError, StorageError."""
+    """Return the records of a run's launches, the newest last; raises DamagedError, StorageError."""
     return [{**(read_json(path) or {}), "number": number} for number, path in _files(run)]
 
 
 def config_texts(run: Path, captured: Mapping[str, Any]) -> dict[str, bytes]:
-    """The texts of a start's configuration by name; raises StorageError."""
+    """Return the configuration files of a launch by name; raises StorageError."""
     folder, names = captured.get("config"), captured.get("config_files")
     if not (isinstance(names, list) and is_plain(folder)):
         return {}
@@ -215,32 +214,32 @@ def config_texts(run: Path, captured: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def code_id_of(captured: Mapping[str, Any]) -> str | None:
-    """The code id of a start; None where its source was not archived. Raises DamagedError."""
+    """Return the code id of a launch; None if its source was not archived. Raises DamagedError."""
     code = captured.get("code")
     found = code.get("id") if isinstance(code, dict) else None
     if found is None:
         return None
     if not (isinstance(found, str) and _CODE_ID.fullmatch(found)):
-        raise DamagedError(f"captured.{captured.get('number')}.json: {found!r:.80} is no code id")
+        raise DamagedError(f"captured.{captured.get('number')}.json: {found!r:.80} is not a code id")
     return found
 
 
 def capture_with_code(run: Path, attempt: int | None = None) -> dict[str, Any]:
-    """The newest start whose source was archived, or this one; raises UsageError where there is none."""
+    """Return launch `attempt`, or the newest one with archived source; raises UsageError."""
     if not run.is_dir():
-        raise UsageError(f"there is no run directory {run}")
+        raise UsageError(f"run directory {run} does not exist")
     found = captures(run)
     chosen: list[dict[str, Any]] = [one for one in found if attempt is None or one["number"] == attempt]
     if not found:
-        raise UsageError(f"{run} has no record of its starts (captured.0.json): nothing tells what it ran")
+        raise UsageError(f"{run} has no records of its launches (captured.0.json)")
     if not chosen:
         there = ", ".join(str(one["number"]) for one in found)
-        raise UsageError(f"{run} has no start {attempt}; it has {there}")
+        raise UsageError(f"{run} has no launch {attempt}; known are {there}")
     archived = [one for one in chosen if code_id_of(one) is not None]
     if archived:
         return archived[-1]
     code = chosen[-1].get("code")
-    why = code.get("why", "not said why") if isinstance(code, dict) else "not said why"
+    why = code.get("why", "unknown reason") if isinstance(code, dict) else "unknown reason"
     raise UsageError(f"the source of {run} was not archived: {why}")
 
 

@@ -1,15 +1,11 @@
-"""What git knows of source: its files, its commit, and a commit for the source as it is.
+"""Git metadata of source: tracked files, commit, and hidden commits of the current source.
 
-Even commands that read may write the index anew with what they saw of files' times; here they may write
-the copy. Where git is missing, refuses, or takes too long, there is no answer and nobody fails for it.
-
-No program that a repository's configuration names is run: hooks, monitors and protocols are off, and each
-filter (`clean`, as of git LFS) is configured away, which leaves files as they lie there. What a submodule
-configures is seen only when it is asked itself, so no command here may look into one on its own.
-
-Made by plumbing with an index of its own: HEAD, branches, index, stash and status stay as they are. The
-objects lie in the repository, reached by `refs/torchrelay/<code id>` alone; `git update-ref -d` of that name
-takes them away again.
+- Commands use a copy of the index, because even reading commands may rewrite it. If git is missing, fails or
+  takes too long, they return nothing and raise nothing.
+- No program of the repository's configuration is run: hooks, monitors, protocols and filters (such as git
+  LFS) are disabled. Submodules have their own configuration, so each is queried separately.
+- Hidden commits use plumbing commands and a separate index: HEAD, branches, index, stash and status do not
+  change. Only `refs/torchrelay/<code id>` refers to them; `git update-ref -d` deletes it.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ _ELSEWHERE = frozenset((
     "GIT_EXTERNAL_DIFF", "GIT_DIFF_OPTS", "GIT_ATTR_SOURCE",
 ))
 # fmt: on
-"""They would lead to another repository than that of the directory, as in a hook of git."""
+"""Variables that would select another repository, as in a git hook."""
 _QUIET = {
     "GIT_OPTIONAL_LOCKS": "0",
     "GIT_TERMINAL_PROMPT": "0",
@@ -50,13 +46,13 @@ _QUIET = {
     "GIT_ALLOW_PROTOCOL": "none",
     "LC_ALL": "C",
 }
-"""Nothing is fetched, not even objects that a partial clone left out: a protocol may be any program."""
+"""Disables all fetching, including from partial clones, because a protocol may run any program."""
 _FILTERS = r"^filter\..*\.(clean|smudge|process|required)$"
 
 
 @dataclass(frozen=True)
 class Repository:
-    """The git repository around a directory; `index` is a copy that commands may write."""
+    """The git repository of a directory; `index` is a copy that commands may write."""
 
     directory: Path
     git_dir: Path
@@ -64,19 +60,19 @@ class Repository:
     settings: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def ask(self, *words: str, data: bytes = b"", env: Mapping[str, str] | None = None) -> bytes | None:
-        """What git prints; None where it fails, or prints more than LIMIT_BYTES."""
+        """Run git and return its output; None if it fails or prints more than LIMIT_BYTES."""
         own = {**self.settings, **(env or {})}
         told = _git(self.directory, *words, data=data, index=self.index, env=own)
         return told if told is not None and len(told) < LIMIT_BYTES else None
 
     def ask_beginning(self, *words: str, limit: int) -> bytes | None:
-        """The same, cut off after `limit` bytes."""
+        """Run git and return at most `limit` bytes of its output."""
         return _git(self.directory, *words, limit=limit, index=self.index, env=self.settings)
 
 
 @contextmanager
 def repository(directory: Path) -> Iterator[Repository | None]:
-    """The repository that a directory lies in; None where there is none, or no git."""
+    """Find the repository of a directory; None if there is none, or no git."""
     told = _git(directory, "rev-parse", "--is-inside-work-tree", "--absolute-git-dir")
     lines = told.split(b"\n") if told else []
     if len(lines) < 2 or lines[0] != b"true":
@@ -90,8 +86,10 @@ def repository(directory: Path) -> Iterator[Repository | None]:
         index = Path(scratch) / "index"
         try:
             shutil.copyfile(git_dir / "index", index)
-            shutil.copystat(git_dir / "index", index)  # git compares files' times with that of the index
-        except FileNotFoundError:  # nothing was ever added
+            shutil.copystat(
+                git_dir / "index", index
+            )  # git compares the times of files with that of the index
+        except FileNotFoundError:  # no file was ever added
             pass
         except OSError:
             yield None
@@ -100,9 +98,9 @@ def repository(directory: Path) -> Iterator[Repository | None]:
 
 
 def _without_filters(directory: Path) -> dict[str, str] | None:
-    """The environment in which no filter of the repository is a program; None where git does not tell.
+    """Return an environment without filter programs of the repository; None if git fails.
 
-    Not by `-c`, which cuts a name at its first `=`.
+    Not with `-c`, which splits names at the first `=`.
     """
     told = _git(directory, "config", "--null", "--list", "--name-only")
     if told is None or len(told) >= LIMIT_BYTES:
@@ -125,9 +123,9 @@ def _git(
     index: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> bytes | None:
-    """The output, of a process that is ended when it has said enough or takes too long.
+    """Run git and return its output, with limits on size and time.
 
-    With all that it started, which has its pipe: that would stay open behind it.
+    Also ends processes started by git, which would keep the pipe open.
     """
     own = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     own |= {**_QUIET, **(env or {})}
@@ -161,7 +159,7 @@ def _git(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its group; only while nobody has waited for it, so that the number is its own."""
+    """Kill the process and its group; only before it is waited for, so that the pid is still valid."""
     if process.returncode is None:
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -173,9 +171,9 @@ _DEEPEST = 10
 
 @dataclass
 class Listing:
-    """Names relative to the directory.
+    """File names relative to the directory.
 
-    `submodules` has the commit that the repository around asks for, or "" where it knows none.
+    `submodules` has the commit recorded by the outer repository, or "" if there is none.
     """
 
     tracked: set[str] = field(default_factory=set)
@@ -184,7 +182,7 @@ class Listing:
 
 
 def listed(repo: Repository, depth: int = 0) -> Listing | None:
-    """Ask git; None where it gives no answer."""
+    """List files with git; None if it fails."""
     known = repo.ask("ls-files", "-z", "--stage")
     others = repo.ask("ls-files", "-z", "--others", "--exclude-standard")
     if known is None or others is None:
@@ -200,7 +198,7 @@ def listed(repo: Repository, depth: int = 0) -> Listing | None:
         else:
             found.tracked.add(name)
     for name in _lines(others):
-        if name.endswith("/"):  # a repository of its own, which git lists as one name
+        if name.endswith("/"):  # a nested repository, which git lists as one name
             nested.append(name.rstrip("/"))
             found.submodules[name.rstrip("/")] = ""
         else:
@@ -236,39 +234,38 @@ _WHO = {
 
 
 def commit_hidden(repo: Repository, code_id: str, names: Iterable[str], label: str = "") -> str:
-    """Commit the files of these names on top of HEAD; returns the ref. Raises StorageError if git fails."""
+    """Commit these files on top of HEAD and return the ref; raises StorageError if git fails."""
     ref = f"refs/torchrelay/{code_id[:SHORT]}{f'-{label}' if label else ''}"
     if repo.ask("rev-parse", "--verify", "--quiet", ref) is not None:
         return ref
     listed = b"".join(os.fsencode(name) + b"\0" for name in names)
-    head = _told(repo.ask("rev-parse", "--verify", "--quiet", "HEAD"))
+    head = _text(repo.ask("rev-parse", "--verify", "--quiet", "HEAD"))
     if repo.ask("read-tree", "--empty") is None:
         raise _failed(repo)
     if repo.ask("update-index", "--add", "-z", "--stdin", data=listed) is None:
         raise _failed(repo)
-    tree = _told(repo.ask("write-tree"))
+    tree = _text(repo.ask("write-tree"))
     parent = ["-p", head] if head else []
     message = f"torchrelay: source {code_id}"
-    commit = _told(repo.ask("commit-tree", *parent, "-m", message, tree, env=_WHO)) if tree else ""
+    commit = _text(repo.ask("commit-tree", *parent, "-m", message, tree, env=_WHO)) if tree else ""
     if not commit or repo.ask("update-ref", ref, commit) is None:
         raise _failed(repo)
     return ref
 
 
-def _told(answer: bytes | None) -> str:
+def _text(answer: bytes | None) -> str:
     return (answer or b"").decode().strip()
 
 
 def _failed(repo: Repository) -> StorageError:
     return StorageError(
-        f"git did not commit the source of {repo.directory} as a hidden ref: make {repo.git_dir} writable, "
-        "or leave git_ref out"
+        f"git could not commit the source of {repo.directory} as a hidden ref: make {repo.git_dir} writable"
     )
 
 
 DIFF_BYTES = 1 << 20
 _OWN = "--ignore-submodules=dirty"
-"""Git would look into a submodule by commands of its own, with what that configures: programs, too."""
+"""Keeps git from running commands in submodules, whose configuration may name programs."""
 _STATUS = ("status", "--porcelain=v2", "--branch", "-z", "--untracked-files=normal", _OWN, "--", ".")
 _DIFF = (
     *("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--submodule=short", _OWN),
@@ -279,9 +276,10 @@ _SUBMODULE_LINE = b"160000 "
 
 @dataclass(frozen=True)
 class Provenance:
-    """`commit` is None before the first one, `branch` None with a detached HEAD; `dirty` is about the root.
+    """Git metadata; None means unknown.
 
-    `diff` is from the commit to the files of the root that git knows, cut off at DIFF_BYTES. None: not told.
+    `commit` is also None before the first commit, `branch` with a detached HEAD. `dirty` is that of the root;
+    `diff` is from the commit to the tracked files of the root, truncated at DIFF_BYTES.
     """
 
     commit: str | None
@@ -291,7 +289,7 @@ class Provenance:
     diff: bytes | None
 
     def json(self) -> dict[str, Any]:
-        """All but the diff itself."""
+        """Return the JSON form without the diff."""
         return {
             "commit": self.commit,
             "branch": self.branch,
@@ -302,7 +300,7 @@ class Provenance:
 
 
 def provenance_of(repo: Repository) -> Provenance:
-    """Ask git; what it does not say is None."""
+    """Query git; unknown values are None."""
     status = repo.ask(*_STATUS)
     lines = [os.fsdecode(line) for line in status.split(b"\0")] if status is not None else []
     heads: dict[str, str] = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
@@ -315,7 +313,7 @@ def provenance_of(repo: Repository) -> Provenance:
 
 
 def _is_dirty(repo: Repository, status: bytes | None, depth: int) -> bool | None:
-    """Whether anything is otherwise than committed, in submodules, too; None where git does not tell."""
+    """Return True for uncommitted changes, also in submodules; None if git fails."""
     if status is None:
         return None
     if any(line and not line.startswith(b"# ") for line in status.split(b"\0")):
@@ -332,7 +330,7 @@ def _is_dirty(repo: Repository, status: bytes | None, depth: int) -> bool | None
 
 
 def _remote(repo: Repository) -> str | None:
-    """The URL of origin, else of the first remote."""
+    """Return the URL of origin, else of the first remote."""
     told = repo.ask("config", "-z", "--get-regexp", r"^remote\..*\.url$")
     urls: dict[str, str] = {}
     for entry in os.fsdecode(told or b"").split("\0"):
@@ -344,11 +342,11 @@ def _remote(repo: Repository) -> str | None:
 
 
 def without_credentials(url: str) -> str:
-    """A URL without what lets anybody in: user and password, query and fragment."""
+    """Remove credentials from a URL: user, password, query and fragment."""
     if "://" not in url:
         return url if re.fullmatch(r"[^\s@]+@[^\s@]+:.*", url) is None else url.partition("@")[2]
     try:
         parts = urlsplit(url)
     except ValueError:
-        return "a URL that cannot be read"
+        return "an unreadable URL"
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

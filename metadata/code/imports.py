@@ -1,13 +1,10 @@
-"""Imports of one run's archived source, and `torchrelay.load_code`.
+"""Import of archived source, and `torchrelay.load_code`.
 
-Every module that is made here has an `__import__` of its own among its builtins, which Python asks whenever
-that module's code imports something, be it years later inside of a function. It looks into the archive first
-and gives everything else to the interpreter. `sys.path` and `sys.meta_path` know nothing of it, and no entry
-of `sys.modules` is changed: the modules are added under names of their own (`torchrelay_code_1.model`), so
-several runs with modules of the same names live in one process, and dataclasses, `typing` and
-`sys.modules[__name__]` find the module that they mean.
-
-No bytes are run here by name of a file: `importlib`'s own loader compiles and runs a module's source.
+Each archived module has its own `__import__` in its builtins, which Python calls for all imports of that
+module, also later within functions. It searches the archive first, then uses the normal import. `sys.path`
+and `sys.meta_path` do not change, and existing entries of `sys.modules` are not replaced. The modules are
+added under unique names (`torchrelay_code_1.model`), so that several runs with equal module names can be
+loaded in one process, and dataclasses, `typing` and `sys.modules[__name__]` find the right module.
 """
 
 from __future__ import annotations
@@ -34,14 +31,14 @@ from torchrelay.metadata.code.capture import capture_with_code
 
 _numbers = itertools.count(1)
 PREFIX = "torchrelay_code_"
-"""What the names of archived modules begin with."""
+"""Prefix of the names of archived modules."""
 _PATIENCE_SECS = 10.0
 
 
 class ArchivedImports:
-    """The modules of one archive, imported when they are asked for, each once.
+    """The modules of one archive, each imported once on request.
 
-    `prefix` stands before their names in `sys.modules`, and in no import of theirs.
+    `prefix` is part of their names in `sys.modules`, but not of their imports.
     """
 
     def __init__(
@@ -72,11 +69,11 @@ class ArchivedImports:
         return self.modules[name]
 
     def has(self, name: str) -> bool:
-        """Whether a top-level module or package of this name is in the archive."""
+        """Return True if the archive has a top-level module or package with this name."""
         return name in self.modules or self._find(name, self._folders) is not None
 
     def resolve(self, path: str) -> str:
-        """The name of a file or folder with the links on the way followed."""
+        """Resolve links in the name of a file or folder."""
         for _ in range(40):
             parts = path.split("/")
             for count in range(1, len(parts) + 1):
@@ -92,11 +89,13 @@ class ArchivedImports:
     # Making a module
 
     def _make_once(self, full: str, parent: str, part: str) -> None:
-        """Other threads wait for a module being made, but not for ever: two may wait for each other."""
+        """Import a module once; other threads wait with a timeout, because of possible deadlocks."""
         lock = self._locks.setdefault(full, threading.RLock())
         mine = lock.acquire(timeout=_PATIENCE_SECS)
         try:
-            if full in self.modules:  # made meanwhile; or being made, by this thread or one that waits for it
+            if (
+                full in self.modules
+            ):  # imported meanwhile; or in progress in this thread or one that waits for it
                 return
             if not mine:
                 raise ImportError(f"{full} of {self.what} is being imported by another thread", name=full)
@@ -125,7 +124,7 @@ class ArchivedImports:
         self.modules[full] = sys.modules[module.__name__] = module
         spec._initializing = True  # type: ignore[attr-defined]  # as importlib says of an import that is going on
         try:
-            if path in self._contents:  # a folder without __init__.py has nothing to run
+            if path in self._contents:  # a folder without __init__.py
                 loader.exec_module(module)
         except BaseException:
             self.modules.pop(full, None)
@@ -141,7 +140,7 @@ class ArchivedImports:
         return tuple(one.removeprefix(f"{self.what}/") for one in module.__path__)
 
     def _find(self, part: str, places: Sequence[str]) -> tuple[str, list[str] | None] | None:
-        """The file that makes a module, and its folders where it is a package."""
+        """Find the file of a module, and the folders of a package."""
         bare: list[str] = []
         for place in places:
             folder = self.resolve(f"{place}/{part}" if place else part)
@@ -154,7 +153,7 @@ class ArchivedImports:
                 bare.append(folder)
         return (bare[0], bare) if bare else None
 
-    # What the modules' own imports do
+    # Imports of the archived modules
 
     def _import(
         self,
@@ -182,11 +181,11 @@ class ArchivedImports:
         return module
 
     def _plain(self, name: str) -> str:
-        """A module's name without what tells it from those of other runs."""
+        """Return a module's name without the prefix."""
         return name.removeprefix(f"{self.prefix}.")
 
     def _own_importlib(self) -> ModuleType:
-        """`importlib` whose `import_module` knows the archive, as the functions of these modules expect."""
+        """Return an `importlib` whose `import_module` searches the archive."""
 
         def import_module(name: str, package: str | None = None) -> ModuleType:
             full = importlib.util.resolve_name(name, package) if name.startswith(".") else name
@@ -202,22 +201,22 @@ class ArchivedImports:
 
 
 class _Loader(importlib.abc.InspectLoader):
-    """Gives `importlib` the source of one file of the archive; `exec_module` is its own."""
+    """`importlib` loader for one file of the archive."""
 
     def __init__(self, imports: ArchivedImports, path: str) -> None:
         self._imports, self._path = imports, path
 
     def get_source(self, fullname: str) -> str:
-        """The text, decoded as its first lines say; tracebacks show it too."""
+        """Return the decoded source, also for tracebacks."""
         return importlib.util.decode_source(self._imports._contents.get(self._path, b""))
 
     def get_code(self, fullname: str) -> CodeType:
-        """The compiled module, named by its place in the archive."""
+        """Compile the module, with its location in the archive as the file name."""
         source = self._imports._contents.get(self._path, b"")
         return self.source_to_code(source, f"{self._imports.what}/{self._path}")
 
     def is_package(self, fullname: str) -> bool:
-        """Whether the file is a package's."""
+        """Return True for a package."""
         return self._path not in self._imports._contents or self._path.endswith("__init__.py")
 
 
@@ -250,22 +249,22 @@ class LoadedCode:
         self._imports = ArchivedImports(what, files, links, _folders(code))
 
     def import_module(self, name: str) -> ModuleType:
-        """A module of the archive by its full name, run when it is first asked for.
+        """Import a module of the archive by its full name; it runs at the first call.
 
-        Raises ModuleNotFoundError for what is not in the archive: import that as ever.
+        Raises ModuleNotFoundError for modules outside the archive.
         """
         return self._imports.module(name)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names of the archived files."""
+        """Names of the archived files."""
         return tuple(sorted(self._files))
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file, such as a configuration beside the modules; raises UsageError."""
+        """Read a file, such as a configuration; raises UsageError for an unknown name."""
         data = self._files.get(self._imports.resolve(name))
         if data is None:
-            raise UsageError(f"{self._imports.what} has no file {name!r}; `files` has the names")
+            raise UsageError(f"{self._imports.what} has no file {name!r}; see `files`")
         return data
 
     def __repr__(self) -> str:
@@ -273,23 +272,30 @@ class LoadedCode:
 
 
 def load_code(run: str | os.PathLike[str], attempt: int | None = None) -> LoadedCode:
-    """The archived source of a past run, to be imported beside other runs with modules of the same names.
+    """Load the archived source of a run, beside other runs with equal module names.
 
+    **Importing its modules executes the archived code**; do this only with trusted runs. `load_code` itself
+    verifies all files and executes nothing.
+
+    Modules import from their own archive first, and everything else (the standard library, torch) from this
+    process. `sys.path`, the working directory and your own modules do not change. The modules are named
+    `torchrelay_code_1.model` and so on, so other processes cannot find them (`multiprocessing` with spawn,
+    pickles); for that, extract the archive with `torchrelay runs code`.
+
+    Args:
+        run: The run directory.
+        attempt: Number of the launch; default: the newest with archived source.
+
+    Returns:
+        The source, with `import_module`, `files` and `read`.
+
+    Raises:
+        UsageError: The run does not exist, or its source was not archived.
+        DamagedError: The archive is damaged.
+
+    Example:
         old, new = torchrelay.load_code("runs/a"), torchrelay.load_code("runs/b")
-        model = old.import_module("model").Net()          # each has its own `model`
-
-    **Importing runs the code that is in the archive**, with this process's rights: do it with runs that you
-    trust as you trust your own scripts. `load_code` itself runs nothing. Every file is verified first.
-
-    Without `attempt` it is the newest source that the run was started with, else that of this start. What
-    the modules import, now or later inside of functions, they get from their own archive; what is not in
-    there (the standard library, torch) from this process. `sys.path`, the working directory and your own
-    modules stay as they are, and nothing is written: these modules are called `torchrelay_code_1.model` and
-    so on, and stay in `sys.modules` under these names. Another process does not find them there
-    (`multiprocessing` with spawn, pickles): for that, `torchrelay runs code` unpacks the archive, to be run
-    by a process of its own.
-
-    Raises UsageError where there is no such run, or its source was not archived; DamagedError.
+        model = old.import_module("model").Net()  # each has its own `model`
     """
     path = Path(run).absolute()
     captured = capture_with_code(path, attempt)
@@ -300,7 +306,7 @@ def load_code(run: str | os.PathLike[str], attempt: int | None = None) -> Loaded
 
 
 def _folders(code: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where imports begin: the archive's folders that were on the script's `sys.path`, then the roots."""
+    """Return the import roots: archived folders that were on the script's `sys.path`, then the roots."""
     path, roots = code.get("import_path"), code.get("roots")
     known = [*(path if isinstance(path, list) else ()), *(roots if isinstance(roots, dict) else ("",))]
     return tuple(dict.fromkeys(one for one in known if isinstance(one, str)))

@@ -1,8 +1,8 @@
-"""Which files below a directory are its source.
+"""Select the source files below a directory.
 
-In a git repository: what git knows, and what it neither knows nor ignores if it looks like source. Else: what
-looks like source, by suffix and size, and is not ignored by a `.gitignore`. Never runs, never what Python
-makes of source.
+In a git repository: tracked files, and untracked files that are not ignored and look like source. Otherwise:
+files that look like source, by suffix and size, and are not ignored by a `.gitignore`. Never runs or compiled
+files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 LARGEST_UNKNOWN_BYTES = 1 << 20
-"""A file that git does not know is taken for source only up to this size."""
+"""Largest untracked file that counts as source."""
 
 # fmt: off
 _SUFFIXES = frozenset((
@@ -44,30 +44,30 @@ _JUNK = frozenset(("__pycache__", "node_modules", "venv", "site-packages"))
 
 
 def is_source(name: str) -> bool:
-    """Whether a file that git does not know looks like source, by its last part alone."""
+    """Return True if an untracked file looks like source, by its name."""
     last = name.rpartition("/")[2]
     stem, dot, suffix = last.rpartition(".")
     return last in _NAMES or (bool(stem and dot) and f".{suffix.lower()}" in _SUFFIXES)
 
 
 def is_junk(name: str) -> bool:
-    """Whether a file or folder that git does not know is nobody's source: hidden, or made by tools."""
+    """Return True for an untracked file or folder that is hidden or made by tools."""
     return any(part.startswith(".") or part in _JUNK for part in name.split("/"))
 
 
 def is_made(name: str) -> bool:
-    """Whether a file is made by running the source; left out even where git knows it."""
+    """Return True for a file made by running the source, excluded even if tracked."""
     return name.endswith((".pyc", ".pyo")) or "__pycache__" in name.split("/")
 
 
 MOST_ENTRIES = 20_000
-"""A tree with more is no project but somebody's home."""
+"""Limit on files; larger trees are probably home directories."""
 _RULES = ".gitignore"
 _LARGEST_RULES = 1 << 20
 
 
 class Walk:
-    """One look through a tree; `names` has what is not ignored, of any suffix. Links are not followed."""
+    """A traversal of a tree; `names` are the files that are not ignored. Does not follow links."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -75,7 +75,7 @@ class Walk:
         self._seen = 0
 
     def run(self) -> set[str]:
-        """Look; raises UsageError for a tree that is too large."""
+        """Traverse; raises UsageError for a tree that is too large."""
         self._enter("", ())
         return self.names
 
@@ -84,12 +84,12 @@ class Walk:
             with os.scandir(self.root / folder) as found:
                 entries = sorted(found, key=lambda entry: entry.name)
         except OSError:
-            return  # whoever may not look there cannot run what lies there
+            return  # unreadable directories cannot contain the run's source
         self._seen += len(entries)
         if self._seen > MOST_ENTRIES:
             raise UsageError(
-                f"{self.root} has more than {MOST_ENTRIES} files and is in no git repository: name the "
-                "directories of the source (code=[...])"
+                f"{self.root} has more than {MOST_ENTRIES} files and is not in a git repository: name "
+                "the directories of the source (code=[...])"
             )
         names = {entry.name for entry in entries}
         if folder and (is_run(names) or "pyvenv.cfg" in names):
@@ -118,24 +118,24 @@ class Walk:
 
 
 def is_run(names: set[str]) -> bool:
-    """Whether a directory with these names in it is a run's, or holds checkpoints."""
+    """Return True if a directory with these entries is a run or checkpoint directory."""
     if {"run.json", "checkpoints"} <= names:
         return True
     return "log" in names and len(names & {"job.json", "data", "writer.json"}) > 1
 
 
 def patterns(lines: Sequence[str]) -> GitIgnoreSpec:
-    """Patterns in the language of `.gitignore`; raises UsageError for one that is none."""
+    """Parse patterns in `.gitignore` syntax; raises UsageError for an invalid one."""
     from pathspec import GitIgnoreSpec
 
     try:
         return GitIgnoreSpec.from_lines(lines)
     except ValueError as error:
-        raise UsageError(f"a pattern cannot be understood: {error}") from None
+        raise UsageError(f"invalid pattern: {error}") from None
 
 
 def _ignored(name: str, rules: tuple[tuple[str, GitIgnoreSpec], ...]) -> bool:
-    """The innermost file of rules that says something counts."""
+    """Return True if ignored; the innermost file with a matching rule decides."""
     for folder, spec in reversed(rules):
         said = spec.check_file(name[len(folder) :]).include
         if said is not None:
@@ -148,9 +148,9 @@ LIMIT_BYTES = 32 << 20
 
 @python_dataclass(frozen=True)
 class Root:
-    """A directory of source; its files lie below `label` in the archive, at the top where that is empty.
+    """A directory of source; its files are below `label` in the archive, or at the top if that is empty.
 
-    `only` names the files to take where the directory as a whole is nobody's project.
+    `only` names the files to use if the directory as a whole is not a project.
     """
 
     label: str
@@ -160,14 +160,22 @@ class Root:
 
 @python_dataclass(frozen=True)
 class Sources:
-    """The source of a run: `JobRunner(job, "runs/a", code=Sources([".", "../lib"], exclude=["data/"]))`.
+    """Selection of the source of a run.
 
-    `roots` are directories, or names for them: `{"app": ".", "lib": "../lib"}`. Of one directory the files
-    lie at the top of the archive, of several below the directories' names.
-    `exclude` and `include` are patterns in the language of `.gitignore`, relative to each root; `include`
-    adds files that git does not know and whose suffix is none of source. More than `limit_bytes` in all is
-    refused. `git_ref=True` also commits the selected files as `refs/torchrelay/<code id>` in each root's
-    repository, touching neither its branches nor its index.
+    Args:
+        roots: Directories, or a mapping of names to directories such as `{"app": ".", "lib": "../lib"}`. The
+            files of a single directory are at the top of the archive, others below the names.
+        exclude: Patterns in `.gitignore` syntax, relative to each root.
+        include: Patterns of untracked files to add that do not look like source.
+        limit_bytes: Largest total size; more is an error.
+        git_ref: Also commit the files as `refs/torchrelay/<code id>` in each root's repository, without
+            changing its branches or index.
+
+    Raises:
+        UsageError: An argument is invalid.
+
+    Example:
+        JobRunner(job, "runs/a", code=Sources([".", "../lib"], exclude=["data/"]))
     """
 
     roots: Sequence[str | Path] | Mapping[str, str | Path]
@@ -179,20 +187,22 @@ class Sources:
     def __post_init__(self) -> None:
         for name, value in (("exclude", self.exclude), ("include", self.include), ("roots", self.roots)):
             if isinstance(value, (str, os.PathLike)):
-                raise UsageError(f"Sources({name}={str(value)!r}) is one text: give a list")
+                raise UsageError(f"Sources({name}={str(value)!r}) is a str: expected a list")
         if type(self.limit_bytes) is not int or self.limit_bytes < 1:
-            raise UsageError(f"Sources(limit_bytes={self.limit_bytes!r}) is no number of bytes from 1 on")
+            raise UsageError(
+                f"Sources(limit_bytes={self.limit_bytes!r}) is invalid: expected at least 1 byte"
+            )
         if not self.roots:
-            raise UsageError("Sources has no roots: give the directories of the source")
+            raise UsageError("Sources has no roots: expected the directories of the source")
 
     def labelled(self) -> tuple[Root, ...]:
-        """The roots, absolute, each checked to be a directory; raises UsageError."""
+        """Return the absolute roots, each checked to be a directory; raises UsageError."""
         roots = [Root(label, _directory(path)) for label, path in self._named().items()]
         for inner in roots:
             for outer in roots:
                 if inner is not outer and inner.path.is_relative_to(outer.path):
                     raise UsageError(
-                        f"the source {inner.path} lies in the source {outer.path}: give the outer one alone"
+                        f"the source {inner.path} is inside the source {outer.path}: give only the outer one"
                     )
         return tuple(sorted(roots, key=lambda root: root.label))
 
@@ -200,7 +210,7 @@ class Sources:
         if isinstance(self.roots, Mapping):
             for label in self.roots:
                 if not (isinstance(label, str) and label.isidentifier()):
-                    raise UsageError(f"{label!r} cannot name a source: use letters, digits and _")
+                    raise UsageError(f"{label!r} is not a valid name of a source: use letters, digits and _")
             return dict(self.roots)
         if len(self.roots) == 1:
             return {"": self.roots[0]}
@@ -216,11 +226,11 @@ class Sources:
 
 
 Code: TypeAlias = Sources | str | Path | Sequence[str | Path] | Mapping[str, str | Path] | Literal[False]
-"""What `code=` of JobRunner may be, besides None."""
+"""Values of `code=` of JobRunner besides None."""
 
 
 def sources_of(code: Any) -> Sources:
-    """What `code=` says; raises UsageError for what it cannot be."""
+    """Convert `code=`; raises UsageError for invalid values."""
     if isinstance(code, Sources):
         return code
     if isinstance(code, (str, os.PathLike)):
@@ -230,7 +240,7 @@ def sources_of(code: Any) -> Sources:
     if isinstance(code, Sequence) and all(isinstance(one, (str, os.PathLike)) for one in code):
         return Sources([Path(one) for one in code])
     raise UsageError(
-        f"code is {code!r:.80}; it is None (the script's directory), False (nothing is archived), "
+        f"invalid code={code!r:.80}: expected None (the script's directory), False (nothing is archived), "
         "directories, or torchrelay.Sources(...)"
     )
 
@@ -241,8 +251,8 @@ def _directory(path: str | Path) -> Path:
         if found.is_dir():
             return found
     except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(f"the source {str(path)!r} cannot be looked at: {error}") from None
-    raise UsageError(f"the source {path} is no directory: give the directories of the source")
+        raise UsageError(f"the source {str(path)!r} cannot be accessed: {error}") from None
+    raise UsageError(f"the source {path} is not a directory: expected the directories of the source")
 
 
 _OF_A_RUN = ("checkpoints", "code", "lineage", "logs")
@@ -250,7 +260,7 @@ _OF_A_RUN = ("checkpoints", "code", "lineage", "logs")
 
 @dataclass
 class SourceSelection:
-    """Names relative to the root, and why others that look like source are not among them."""
+    """Selected names relative to the root, and the reasons why others were excluded."""
 
     names: set[str] = field(default_factory=set)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -258,7 +268,7 @@ class SourceSelection:
 
 
 def select(root: Root, sources: Sources, repo: Repository | None) -> SourceSelection:
-    """Look below a root; raises UsageError for patterns that are none and trees that are too large."""
+    """Select the source below a root; raises UsageError for invalid patterns and trees that are too large."""
     if root.only is not None:
         return SourceSelection(set(root.only))
     found = SourceSelection()
@@ -267,7 +277,7 @@ def select(root: Root, sources: Sources, repo: Repository | None) -> SourceSelec
         found.submodules = listing.submodules
         untracked = {name for name in listing.untracked if not is_junk(name)}
         names = listing.tracked | _like_source(root.path, untracked, sources, found)
-    else:  # no git, or a folder that the repository around it ignores
+    else:  # no git, or a folder ignored by the outer repository
         names = _like_source(root.path, Walk(root.path).run(), sources, found)
     names -= _in_runs(root.path, names)
     if sources.exclude:
@@ -286,7 +296,7 @@ def _like_source(root: Path, names: Iterable[str], sources: Sources, found: Sour
             chosen.add(name)
         elif is_source(name):
             if (size := _size(root / name)) > LARGEST_UNKNOWN_BYTES:
-                found.left_out[name] = f"{size} bytes, and git does not know it"
+                found.left_out[name] = f"{size} bytes, and not tracked by git"
             else:
                 chosen.add(name)
         elif "." not in posixpath.basename(name) and (root / name).is_symlink() and (root / name).is_dir():
@@ -303,7 +313,7 @@ def _size(path: Path) -> int:
 
 
 def _in_runs(root: Path, names: set[str]) -> set[str]:
-    """The names that lie in a run's directory, or in one of checkpoints."""
+    """Return the names inside run or checkpoint directories."""
     marked = {posixpath.dirname(n) for n in names if posixpath.basename(n) in ("run.json", "job.json")}
     runs = set()
     for folder in marked:
@@ -315,7 +325,7 @@ def _in_runs(root: Path, names: set[str]) -> set[str]:
         folder, _, _ = name.rpartition("/")
         if folder:
             return folder in runs or inside(folder)
-        # A run may lie in the root itself, beside the source; a folder `config` may well be the user's.
+        # A run may be in the root itself, beside the source; a folder `config` may be the user's.
         return "" in runs and (name in _OF_A_RUN or name in ("run.json", "status.json"))
 
     return {name for name in names if inside(name)}

@@ -1,4 +1,4 @@
-"""The source as it is now: selected, read once; and the script of this process."""
+"""Snapshot of the current source, and the script of this process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torchrelay.records import dataclass
 
 _NAMED = 5
 GONE = ""
-"""The digest of what cannot be read."""
+"""Digest of an unreadable file."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Source with its bytes; `left_out` says why names that look like source are not in it."""
+    """Source with its bytes; `left_out` has the reasons for excluded files."""
 
     manifest: SourceManifest
     contents: Mapping[str, bytes]
@@ -38,7 +38,7 @@ class Snapshot:
     git: Mapping[str, Provenance]
 
     def name_of(self, path: Path) -> str | None:
-        """What a path below one of the roots is called in the archive; empty for the root at its top."""
+        """Return the archive name of a path below a root; empty for the root at the top."""
         path = place_of(path)
         for root in self.roots:
             if path.is_relative_to(root.path):
@@ -48,9 +48,9 @@ class Snapshot:
 
 
 def take(sources: Sources, *, roots: tuple[Root, ...] | None = None, with_git: bool = True) -> Snapshot:
-    """Read the source; `with_git` also asks git where it comes from.
+    """Read the source; `with_git` also reads its git metadata.
 
-    Raises UsageError for roots that are no directories and for more than `sources.limit_bytes`.
+    Raises UsageError for roots that are not directories and for more than `sources.limit_bytes`.
     """
     roots = sources.labelled() if roots is None else roots
     paths: dict[str, tuple[Root, str]] = {}
@@ -70,7 +70,7 @@ def take(sources: Sources, *, roots: tuple[Root, ...] | None = None, with_git: b
 
 
 def digests(roots: Iterable[Root], names: Iterable[str]) -> dict[str, str]:
-    """What these names of an archive are in this process's roots: a SHA-256, `-> target`, or GONE."""
+    """Return the current digests of archive names: a SHA-256, `-> target`, or GONE."""
     by_label, found = {root.label: root for root in roots}, {}
     for name in names:
         label, _, rest = name.partition("/") if "" not in by_label else ("", "", name)
@@ -80,18 +80,18 @@ def digests(roots: Iterable[Root], names: Iterable[str]) -> dict[str, str]:
 
 
 def of_manifest(manifest: SourceManifest) -> dict[str, str]:
-    """The same for what was read."""
+    """Return the digests of a manifest, like `digests`."""
     links = {name: f"-> {target}" for name, target in manifest.links.items()}
     return {name: one.sha256 for name, one in manifest.files.items()} | links
 
 
 def place_of(path: Path) -> Path:
-    """Where a file lies that may be a link, which is source by itself; a link to a directory is followed."""
+    """Return the location of a file without following the last link, which is source itself."""
     return path.parent.resolve() / path.name if path.is_symlink() and not path.is_dir() else path.resolve()
 
 
 def digest_in(root: Root, rest: str) -> str:
-    """What a file of a root is now, as `digests` has it."""
+    """Return the current digest of a file of a root, as in `digests`."""
     path = root.path / rest
     try:
         if path.is_symlink():
@@ -119,7 +119,7 @@ def _read(
             elif stat.S_ISREG((found := (root.path / rest).lstat()).st_mode):
                 sizes[name] = found.st_size
         except FileNotFoundError:
-            continue  # git still knows a file that was deleted
+            continue  # a deleted file that is still tracked
         except (OSError, ValueError) as error:
             left_out[name] = str(getattr(error, "strerror", None) or error)
     _check_size(sizes, limit)
@@ -130,7 +130,7 @@ def _read(
             contents[name] = _bytes_of(root.path / rest)
         except (OSError, ValueError) as error:
             left_out[name] = str(getattr(error, "strerror", None) or error)
-    _check_size({name: len(data) for name, data in contents.items()}, limit)  # they may have grown
+    _check_size({name: len(data) for name, data in contents.items()}, limit)  # files may have grown
     files = {name: SourceFile(hashlib.sha256(data).hexdigest(), len(data)) for name, data in contents.items()}
     return SourceManifest(files, links), contents
 
@@ -139,14 +139,14 @@ def _unfit(name: str) -> str:
     try:
         name.encode()
     except UnicodeEncodeError:
-        return "its name is no UTF-8"
+        return "its name is not valid UTF-8"
     if len(member_name(name)) > LIMIT_NAME:
         return "its name is too long"
     return "its name has a backslash" if "\\" in name else ""
 
 
 def _target(root: Root, name: str) -> str:
-    """Where a link leads, relative to its folder; raises ValueError where that is out of the root."""
+    """Return the target of a link relative to its folder; raises ValueError if it is outside the root."""
     path = root.path / name
     target = str(path.readlink())
     if target.startswith("/"):
@@ -161,7 +161,7 @@ def _bytes_of(path: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("no regular file")
+            raise ValueError("not a regular file")
         return file.read()
 
 
@@ -173,9 +173,8 @@ def _check_size(sizes: Mapping[str, int], limit: int) -> None:
     named = ", ".join(f"{name} ({_megabytes(size)})" for name, size in largest)
     raise UsageError(
         f"the source has {len(sizes)} files of {_megabytes(total)}, more than the limit of "
-        f"{_megabytes(limit)} and {MOST_FILES} files; the largest are {named}: have .gitignore leave out "
-        "what is no source, or give JobRunner code=Sources([...], exclude=[...], limit_bytes=...), "
-        "or code=False"
+        f"{_megabytes(limit)} and {MOST_FILES} files; the largest are {named}: exclude files by "
+        ".gitignore or code=Sources([...], exclude=[...], limit_bytes=...), or use code=False"
     )
 
 
@@ -187,22 +186,22 @@ _OWN = [
     Path(__file__).resolve().parents[2] / room
     for room in ("jobs", "metadata", "checkpoint", "models", "runners", "tools", "src/torchrelay")
 ]
-"""This package's own programs, wherever it lies."""
+"""Programs of this package."""
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _TOO_WIDE = 1
-"""Directories with so few parts are nobody's project."""
+"""Directories with at most this many components are not projects."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """A program file and the directory that its imports begin in."""
+    """A program file and its import directory."""
 
     root: Root
     name: str
 
 
 def main_script() -> Script | None:
-    """The file that Python was started with, where it is a user's; for `-m a.b` the directory of `a`."""
+    """Return the user's file that Python runs; for `-m a.b` with the directory of `a`."""
     main = sys.modules.get("__main__")
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if not isinstance(file, str):
@@ -215,7 +214,7 @@ def main_script() -> Script | None:
         return None
     folder = path.parents[depth]
     name = path.relative_to(folder).as_posix()
-    # home, a file system's top and the folder for temporary files hold much that is no source of one run
+    # home, root and temporary directories contain more than the source of a run
     shared = {Path(tempfile.gettempdir()).resolve()}
     with suppress(RuntimeError):
         shared.add(Path.home().resolve())
@@ -224,13 +223,13 @@ def main_script() -> Script | None:
 
 
 def _is_installed(path: Path) -> bool:
-    """Programs that came with an installation, such as test runners."""
-    of_others = not _PACKAGES.isdisjoint(path.parts)  # also of an environment that is not this one
+    """Return True for installed programs, such as test runners."""
+    of_others = not _PACKAGES.isdisjoint(path.parts)  # also of another environment
     return of_others or any(path.is_relative_to(place) for place in (*_installations(), *_OWN))
 
 
 @cache
 def _installations() -> tuple[Path, ...]:
-    """Where this interpreter has its modules and programs."""
+    """Return the directories of this interpreter's modules and programs."""
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
     return tuple(Path(place).resolve() for place in places if place)

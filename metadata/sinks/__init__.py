@@ -1,1 +1,1 @@
-"""Where metrics go beside the run's own files: one sink per tracker, behind four methods."""
+"""Metric sinks: adapters for experiment trackers."""

@@ -1,10 +1,10 @@
-"""What every sink of metrics is, and two of them: a CSV file and JSON lines.
+"""Protocol of metric sinks, and the CSV and JSON lines sinks.
 
-The run's own `metrics.<generation>.jsonl` keep everything, abandoned epochs too; this file is for
-programs that want the present truth and no rules.
+The run's own `metrics.<generation>.jsonl` also contain abandoned epochs; sinks contain only the current
+branch.
 
-The law of all sinks: after any sequence of `log` and `rewind` one shows what a dictionary by epoch would
-hold, where `log` sets the entry of its epoch and `rewind` drops the entries of all later ones.
+Invariant of all sinks: after any sequence of `log` and `rewind` the content is that of a dictionary by epoch,
+where `log` sets an entry and `rewind` deletes all later ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchrelay.records import dataclass
 
 @python_dataclass(frozen=True)
 class TrackedRun:
-    """The run that a sink is opened for: its directory, its directory's name, its job, its id for ever."""
+    """The run of a sink: its directory, name, job and permanent id."""
 
     path: Path
     name: str
@@ -35,47 +35,47 @@ class TrackedRun:
 
     @property
     def trackers(self) -> Path:
-        """Where the built-in sinks keep their files."""
+        """Directory of the built-in sinks' files."""
         return self.path / "trackers"
 
 
 @runtime_checkable
 class MetricSink(Protocol):
-    """Takes the reduced metrics of a run, an epoch at a time; called on rank 0, from one thread of its own.
+    """Receives the reduced metrics of a run per epoch; called on rank 0 in a separate thread.
 
-    A sink that also has a method `log_steps(rows)` gets points within an epoch, `(epoch, step, metrics)` by
-    ascending steps of the whole run; a `rewind` takes back those of later steps.
+    A sink with a method `log_steps(rows)` also gets points within an epoch, `(epoch, step, metrics)` by
+    ascending steps of the whole run; `rewind` also deletes those of later steps.
 
-    What a sink raises is a warning and never ends the run; after three failures in a row it is left
-    alone for the rest of the attempt, and so it is at once when a call takes longer than two minutes.
+    Errors of a sink become warnings. It is disabled for the rest of the launch after three failures in a row,
+    or if a call takes longer than two minutes.
     """
 
     def open(self, run: TrackedRun, attempt: int) -> None:
-        """Begin to take metrics of a run that was started `attempt` times before (0: the first start)."""
+        """Open the sink for a run; `attempt` is the number of the launch, from 0."""
 
     def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Take what an epoch brought; `step` counts the steps of all epochs, 0 where a job counts none."""
+        """Log the metrics of an epoch; `step` counts the steps of all epochs, 0 without steps."""
 
     def rewind(self, epoch: int, step: int) -> None:
-        """The run goes on after `epoch`, at `step` steps in all: drop what was logged of later epochs."""
+        """Delete everything after `epoch` and `step`, because the run continues from there."""
 
     def close(self) -> None:
-        """The attempt is over, however it ended; called at most once, not after a crash."""
+        """Close the sink at the end of a launch; called at most once, not after a crash."""
 
 
 OF_STEPS = "_step"
-"""Behind the name of a metric whose points within epochs are a curve of their own."""
+"""Suffix of metrics within epochs, which are separate curves."""
 
 
 def axis(epoch: int, step: int) -> int:
-    """The point on a tracker's one axis: the step, or the epoch of a job that counts no steps."""
+    """Return the position on a tracker's axis: the step, or the epoch of a job without steps."""
     return step if step > 0 else epoch
 
 
 def read_whole_lines(path: Path) -> list[str]:
-    """The lines without their ends; one that a crash tore off is left out, no file is no line.
+    """Return the complete lines of a file, without a last line truncated by a crash; empty without a file.
 
-    Raises StorageError where the file cannot be read or is no text.
+    Raises StorageError if the file is unreadable or not text.
     """
     try:
         with open_regular(path) as file:
@@ -84,13 +84,13 @@ def read_whole_lines(path: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise StorageError(f"cannot read {path}: {error}; move it away, it is written anew") from error
+        raise StorageError(f"cannot read {path}: {error}; move it away, a new one is written") from error
 
 
 def foreign(path: Path, begins: str) -> bool:
-    """Whether the file holds something that does not begin so: somebody else's, which is never written over.
+    """Return True if the file has another beginning: it is foreign and never overwritten.
 
-    Raises StorageError where it cannot be read.
+    Raises StorageError if it cannot be read.
     """
     try:
         with open_regular(path) as file:
@@ -103,7 +103,7 @@ def foreign(path: Path, begins: str) -> bool:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append by one write; raises StorageError."""
+    """Append with a single write; raises StorageError."""
     try:
         append_bytes(path, text.encode())
     except OSError as error:
@@ -111,7 +111,7 @@ def append_text(path: Path, text: str) -> None:
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """Replace the file: old or new after a crash, never torn; raises StorageError."""
+    """Replace the file atomically; raises StorageError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -120,9 +120,9 @@ def replace_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 class StepLines:
-    """A line per point, in the order of steps; the file is made by the first one.
+    """A file with a line per point, in step order, created by the first one.
 
-    `begins` is what such a file begins with, `step_of` reads the step of a line (None: a line to keep).
+    `begins` is the beginning of such files; `step_of` returns the step of a line (None: a line to keep).
     """
 
     def __init__(self, own: Path, begins: str, step_of: Callable[[str], int | None]) -> None:
@@ -130,29 +130,29 @@ class StepLines:
         self._begins, self._step_of = begins, step_of
 
     def append(self, lines: Iterable[str], header: str = "") -> None:
-        """Add points behind those that are there; raises StorageError."""
+        """Append points; raises StorageError."""
         new = not self.path.exists()
         self._check()
         told = [header, *lines] if header and new else lines
         append_text(self.path, "".join(f"{line}\n" for line in told))
 
     def rewind(self, step: int) -> None:
-        """Drop the points of later steps, and what a crash tore off; raises StorageError."""
+        """Delete points of later steps, and a truncated line; raises StorageError."""
         if self.path.exists():
             self._check()
             replace_lines(self.path, [line for line in self.lines() if (self._step_of(line) or 0) <= step])
 
     def lines(self) -> list[str]:
-        """Whole lines that the file holds."""
+        """Return the complete lines of the file."""
         return read_whole_lines(self.path)
 
     def _check(self) -> None:
         if foreign(self.path, self._begins):
-            raise StorageError(f"{self.path} holds no points by step: move it away")
+            raise StorageError(f"{self.path} does not contain points by step: move it away")
 
 
 class _TextSink:
-    """A file below `trackers/` in the run directory, or the one that it was given; points are in another."""
+    """A given file, or one in `trackers/` of the run directory, with a second file for points."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path).absolute()
@@ -160,7 +160,7 @@ class _TextSink:
         self._steps: StepLines | None = None
 
     def close(self) -> None:
-        """Every line stands on the disk by itself."""
+        """Do nothing: every line is already written."""
 
     @property
     def _file(self) -> Path:
@@ -176,17 +176,17 @@ _OF_STEPS = ("step", "epoch", "metric", "value")
 
 @dataclass
 class _Table:
-    """What the file holds: the metrics' names in the order of their columns, and a row per epoch."""
+    """Content of the file: metric names in column order, and a row per epoch."""
 
     names: list[str] = field(default_factory=list)
     rows: dict[int, tuple[int, dict[str, str]]] = field(default_factory=dict)
 
 
 class CsvSink(_TextSink):
-    """Writes `trackers/metrics.csv` in the run directory, or the file that it was given.
+    """Sink that writes `trackers/metrics.csv` in the run directory, or a given file.
 
-    The first two columns are epoch and step; a metric that an epoch lacks is an empty cell, and a metric
-    that comes later is a new column at the right. Numbers are written so that they are read back exactly.
+    The first two columns are epoch and step; missing metrics are empty cells, and new metrics are new columns
+    at the right. Numbers can be read back exactly.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -194,7 +194,7 @@ class CsvSink(_TextSink):
         self._names: list[str] = []
 
     def open(self, run: TrackedRun, attempt: int) -> None:
-        """Find the file, and leave out what a crash tore off."""
+        """Open the file, removing a truncated line."""
         self.path = self.path or run.trackers / CSV_FILE
 
         def step_of(line: str) -> int | None:
@@ -204,12 +204,12 @@ class CsvSink(_TextSink):
         self._steps = StepLines(self.path, ",".join(_OF_STEPS), step_of)
         if foreign(self.path, ",".join(_OWN)):
             raise StorageError(
-                f"{self.path} is no table of metrics by epoch and step: give a file of its own"
+                f"{self.path} is not a table of metrics by epoch and step: choose another file"
             )
         self._write(self._read())
 
     def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a row; a new metric, or an epoch that is there already, writes the file anew."""
+        """Append a row; for a new metric or an existing epoch rewrite the file."""
         cells = {name: repr(float(value)) for name, value in metrics.items()}
         if set(cells) <= set(self._names) and (self._last is None or epoch > self._last):
             append_text(self._file, _text(_cells(epoch, step, cells, self._names)))
@@ -230,7 +230,7 @@ class CsvSink(_TextSink):
             self._steps.append(lines, ",".join(_OF_STEPS))
 
     def rewind(self, epoch: int, step: int) -> None:
-        """Drop the rows of later epochs, and the points of later steps; columns stay."""
+        """Delete rows of later epochs and points of later steps; columns stay."""
         if self._steps is not None:
             self._steps.rewind(step)
         if self._last is not None and self._last > epoch:
@@ -239,7 +239,7 @@ class CsvSink(_TextSink):
             self._write(table)
 
     def rows(self) -> dict[int, dict[str, float]]:
-        """The metrics that the file holds, by epoch."""
+        """Return the metrics in the file by epoch."""
         rows = self._read().rows.items()
         return {epoch: {name: float(cell) for name, cell in cells.items()} for epoch, (_, cells) in rows}
 
@@ -267,19 +267,19 @@ def _cells(epoch: int, step: int, cells: Mapping[str, str], names: Iterable[str]
 
 def _text(row: Iterable[str]) -> str:
     out = io.StringIO()
-    csv.writer(out).writerow(row)  # with its own end of lines, so that cells with half of it are quoted
+    csv.writer(out).writerow(row)  # with the file's line ending, so that cells with a part of it are quoted
     return out.getvalue().removesuffix("\r\n") + "\n"
 
 
 JSONL_FILE = "metrics.jsonl"
 _BEGINS = '{"attempt": '
-"""So does a line of ours, and what a crash left of the first one."""
+"""Beginning of a valid line, also of a truncated first one."""
 
 
 class JsonlSink(_TextSink):
-    """Writes `trackers/metrics.jsonl` in the run directory, or the file that it was given.
+    """Sink that writes `trackers/metrics.jsonl` in the run directory, or a given file.
 
-    A line has epoch, step, attempt, time (Unix seconds) and metrics; what JSON has no number for is text.
+    A line has epoch, step, attempt, time (Unix seconds) and metrics; NaN and infinities are strings.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -287,18 +287,18 @@ class JsonlSink(_TextSink):
         self._attempt = 0
 
     def open(self, run: TrackedRun, attempt: int) -> None:
-        """Find the file, and leave out what a crash tore off."""
+        """Open the file, removing a truncated line."""
         self.path = self.path or run.trackers / JSONL_FILE
         self._attempt = attempt
         self._steps = StepLines(self.path, _BEGINS, _jsonl_step)
         rows = self.rows()
         if not rows and foreign(self.path, _BEGINS):
-            raise StorageError(f"{self.path} holds no line of metrics by epoch: give a file of its own")
+            raise StorageError(f"{self.path} does not contain metrics by epoch: choose another file")
         replace_lines(self.path, map(_line, rows))
         self._last = max((row["epoch"] for row in rows), default=None)
 
     def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line; where the epoch is there already its line is replaced."""
+        """Append a line, or replace that of an existing epoch."""
         row = self._row(epoch, step, metrics)
         if self._last is None or epoch > self._last:
             append_text(self._file, f"{_line(row)}\n")
@@ -313,7 +313,7 @@ class JsonlSink(_TextSink):
             self._steps.append(_line(self._row(*row)) for row in rows)
 
     def rewind(self, epoch: int, step: int) -> None:
-        """Drop the lines of later epochs, and the points of later steps."""
+        """Delete lines of later epochs and points of later steps."""
         if self._steps is not None:
             self._steps.rewind(step)
         if self._last is not None and self._last > epoch:
@@ -322,7 +322,7 @@ class JsonlSink(_TextSink):
             self._last = max((row["epoch"] for row in kept), default=None)
 
     def rows(self) -> list[dict[str, Any]]:
-        """What the file holds, in the order of epochs; lines that are none of ours are left out."""
+        """Return the valid lines of the file in epoch order."""
         found = {}
         for line in read_whole_lines(self._file):
             try:
@@ -338,7 +338,7 @@ class JsonlSink(_TextSink):
         return [found[epoch] for epoch in sorted(found)]
 
     def step_rows(self) -> list[dict[str, Any]]:
-        """The points within epochs, in the order of steps."""
+        """Return the points within epochs, in step order."""
         lines = self._steps.lines() if self._steps is not None else []
         return [json.loads(line) for line in lines if _jsonl_step(line) is not None]
 

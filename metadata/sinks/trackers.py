@@ -1,13 +1,12 @@
-"""Sinks from what users write, and trackers of other makers: MLflow, TensorBoard, Weights & Biases.
+"""Sinks for MLflow, TensorBoard and Weights & Biases, and the `trackers` option.
 
-MLflow cannot take points back. Where a rewind drops any, the run goes on in a new MLflow run that gets what
-stays, with its times, parameters and tags, and the old one is deleted (MLflow's bin keeps it, with its
-artifacts). So there is one living MLflow run per run of ours, and its curves never overlap.
-
-W&B refuses steps that do not increase, and offline it can neither resume nor rewind. So every attempt writes
-one whole W&B run: first what stays of the epochs before, from a file of our own, then what comes. The
-directories of earlier attempts that nobody has sent yet are moved aside, so that `wandb sync --sync-all`
-finds one run per run of ours. Those that were sent stay in W&B, in the same group.
+- MLflow cannot delete points. A rewind that drops some creates a new MLflow run with the remaining points,
+  times, parameters and tags, and deletes the old one (recoverable in MLflow, with its artifacts). So each run
+  has one active MLflow run without overlapping curves.
+- W&B requires increasing steps, and cannot resume or rewind offline. So every launch writes a complete W&B
+  run: first the remaining earlier points, from a local file, then the new ones. Directories of earlier
+  launches that were not synced are moved aside, so that `wandb sync --sync-all` finds one run; synced ones
+  remain in W&B, in the same group.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ if TYPE_CHECKING:
 
 RUN_TAG, ATTEMPT_TAG = "torchrelay.run", "attempt"
 _BATCH = 1000
-"""The most metrics that one call of MLflow takes."""
+"""Most metrics per call of MLflow."""
 
 
 class MlflowSink:
-    """Logs to the store at `uri` (by default what MLflow itself would use), in the job's experiment."""
+    """Sink for MLflow at `uri` (default: MLflow's own), in the job's experiment."""
 
     def __init__(self, uri: str | None = None, experiment: str | None = None) -> None:
         self.uri, self.experiment = uri, experiment
@@ -48,14 +47,14 @@ class MlflowSink:
         self._tags: dict[str, str] = {}
 
     def open(self, run: TrackedRun, attempt: int) -> None:
-        """Go on in the MLflow run of this run, or begin one."""
+        """Resume the MLflow run of this run, or create one."""
         from mlflow.tracking import MlflowClient
 
         self._client = client = MlflowClient(tracking_uri=self.uri)
         self._tags = {RUN_TAG: run.uuid, ATTEMPT_TAG: str(attempt), "mlflow.runName": run.name}
         experiment = self._experiment_id(client, self.experiment or run.job)
         found = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.uuid}'")
-        found.sort(key=_began, reverse=True)  # two after a crash between making one and deleting the other
+        found.sort(key=_began, reverse=True)  # two after a crash between creating one and deleting the other
         for older in found[1:]:
             client.delete_run(older.info.run_id)
         if found:
@@ -74,13 +73,13 @@ class MlflowSink:
         client.update_run(run_id, status="RUNNING")
 
     def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Log all metrics of an epoch by one call."""
+        """Log all metrics of an epoch with one call."""
         now, at = int(time.time() * 1000), axis(epoch, step)
         values = {**metrics, "epoch": float(epoch)}
         self._log(self._run_id, [(_known_name(name), value, now, at) for name, value in values.items()])
 
     def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
-        """Log points within an epoch as curves of their own, `train/loss_step`."""
+        """Log points within an epoch as separate curves, `train/loss_step`."""
         now = int(time.time() * 1000)
         self._log(
             self._run_id,
@@ -92,13 +91,13 @@ class MlflowSink:
         )
 
     def rewind(self, epoch: int, step: int) -> None:
-        """Where anything lies beyond the point, go on in a copy of the run that ends there."""
+        """If there are later points, continue in a copy of the run without them."""
         client, last = self._open, axis(epoch, step)
         old = client.get_run(self._run_id)
         points = [one for name in old.data.metrics for one in client.get_metric_history(self._run_id, name)]
         if all(one.step <= last for one in points):
             return
-        # What was tagged by people; MLflow's own words are about the old run.
+        # Tags of users; MLflow's own tags describe the old run.
         tags = {name: text for name, text in old.data.tags.items() if not name.startswith("mlflow.")}
         self._run_id = client.create_run(
             old.info.experiment_id, start_time=old.info.start_time, tags={**tags, **self._tags}
@@ -110,7 +109,7 @@ class MlflowSink:
         client.delete_run(old.info.run_id)
 
     def close(self) -> None:
-        """Say that nothing is being logged any more; how the run ended is in its own status."""
+        """Mark the MLflow run as ended; the outcome is in the run's own status."""
         if self._client is not None and self._run_id:
             self._client.set_terminated(self._run_id)
 
@@ -128,13 +127,13 @@ class MlflowSink:
 
 
 def _began(run: Run) -> tuple[int, str]:
-    """Order of making: a copy has the start of its original, but a later attempt."""
+    """Sort key by creation: a copy has the start time of its original, but a later attempt."""
     attempt = run.data.tags.get(ATTEMPT_TAG, "")
     return int(attempt) if attempt.isdecimal() else -1, run.info.run_id
 
 
 def _known_name(name: str) -> str:
-    """MLflow refuses some characters in names."""
+    """Replace characters that MLflow does not allow in names."""
     return re.sub(r"[^\w./: -]", "_", name, flags=re.ASCII)
 
 
@@ -147,9 +146,9 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardSink:
-    """Writes below `trackers/tensorboard` in the run directory, or into the directory that it was given.
+    """Sink for TensorBoard that writes to `trackers/tensorboard` in the run directory, or a given directory.
 
-    The axis is the step, or the epoch of a job that counts no steps; `epoch` is a curve of its own.
+    The axis is the step, or the epoch of a job without steps; `epoch` is a separate curve.
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
@@ -157,18 +156,18 @@ class TensorBoardSink:
         self._writer: SummaryWriter | None = None
 
     def open(self, run: TrackedRun, attempt: int) -> None:
-        """Choose the directory; the file is made by the rewind that follows."""
+        """Choose the directory; the next `rewind` creates the file."""
         self.directory = self.directory or run.trackers / FOLDER
 
     def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one event per metric, and have them on the disk."""
+        """Write one event per metric and flush."""
         writer = self._writer or self._new(None)
         for name, value in {**metrics, "epoch": float(epoch)}.items():
             writer.add_scalar(name, value, axis(epoch, step))
         writer.flush()
 
     def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
-        """Write points within an epoch as curves of their own, `train/loss_step`."""
+        """Write points within an epoch as separate curves, `train/loss_step`."""
         writer = self._writer or self._new(None)
         for _, step, values in rows:
             for name, value in values.items():
@@ -176,11 +175,11 @@ class TensorBoardSink:
         writer.flush()
 
     def rewind(self, epoch: int, step: int) -> None:
-        """Begin a file that purges every event beyond the point where the run goes on."""
+        """Begin a file that purges all later events."""
         self._new(axis(epoch, step) + 1)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -200,7 +199,7 @@ ASIDE = "replaced"
 
 
 class WandbSink:
-    """Writes below `trackers/wandb` in the run directory; `project` is the job's name unless it is given.
+    """Sink for W&B, in `trackers/wandb` of the run directory; `project` defaults to the job's name.
 
     `options` go to `wandb.init` (entity, tags, notes, config).
     """
@@ -213,7 +212,7 @@ class WandbSink:
         self._run: wandb.Run | None = None
 
     def open(self, run: TrackedRun, attempt: int) -> None:
-        """Find what earlier attempts logged; the W&B run begins with the rewind that follows."""
+        """Read the points of earlier launches; the next `rewind` starts the W&B run."""
         self._root = run.trackers / WANDB_FOLDER
         self._root.mkdir(parents=True, exist_ok=True)
         self._history = JsonlSink(self._root / HISTORY)
@@ -227,25 +226,25 @@ class WandbSink:
         }
 
     def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Remember, then log."""
+        """Store locally, then log."""
         run = self._run or self._start()
         self._history.log(epoch, step, metrics)
         run.log({**metrics, "epoch": epoch}, step=axis(epoch, step))
 
     def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
-        """Remember, then log, as curves of their own, `train/loss_step`."""
+        """Store locally, then log as separate curves, `train/loss_step`."""
         run = self._run or self._start()
         self._history.log_steps(rows)
         for _, step, values in rows:
             run.log(_of_steps(values), step=step)
 
     def rewind(self, epoch: int, step: int) -> None:
-        """Begin a W&B run of what stays."""
+        """Start a W&B run with the remaining points."""
         self._history.rewind(epoch, step)
         self._start()
 
     def close(self) -> None:
-        """Finish the run; W&B's own process, which outlives this one, writes the rest of the file."""
+        """Finish the run; W&B's process writes the rest of the file after this process ends."""
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -266,7 +265,7 @@ class WandbSink:
         return self._run
 
     def _put_aside(self) -> None:
-        """Move what was not sent, and is replaced by the run that begins, out of sight of `wandb sync`."""
+        """Move replaced, unsynced runs to where `wandb sync` does not find them."""
         aside = self._root / ASIDE
         for old in sorted(self._root.glob("wandb/offline-run-*")):
             if not any(old.glob("*.wandb.synced")):
@@ -284,7 +283,7 @@ def _of_steps(values: Mapping[str, float]) -> dict[str, float]:
 
 
 GROUP = "torchrelay.sinks"
-"""The entry points of packages that offer sinks: callables of the text behind the colon, or of nothing."""
+"""Entry point group of packages with sinks: callables that take the text after the colon, or nothing."""
 _BUILT_IN: dict[str, Callable[..., MetricSink]] = {
     "csv": CsvSink,
     "jsonl": JsonlSink,
@@ -293,18 +292,18 @@ _BUILT_IN: dict[str, Callable[..., MetricSink]] = {
     "wandb": WandbSink,
 }
 _NEEDS_PACKAGES = ("tensorboard", "mlflow", "wandb")
-"""The module that such a tracker imports has its name, as has the feature in `errors.PACKAGES`."""
+"""Trackers whose imported module and feature in `errors.PACKAGES` have the same name."""
 _METHODS = ("open", "log", "rewind", "close")
 
 
 def sinks_of(trackers: Iterable[Any]) -> tuple[MetricSink, ...]:
-    """The sinks that a list of names and objects means; creates no file.
+    """Return the sinks for a list of names and objects; creates no file.
 
-    Raises UsageError for an unknown name, a package that is not installed, a thing that is no sink, and
-    for two built-in sinks of one name, which would write into one file.
+    Raises UsageError for an unknown name, a missing package, an object that is not a sink, and two built-in
+    sinks with the same name, which would write to the same file.
     """
     if isinstance(trackers, (str, bytes)) or not isinstance(trackers, Iterable):
-        raise UsageError(f"trackers is {trackers!r:.80}; give a list, for example ['csv', 'tensorboard']")
+        raise UsageError(f"invalid trackers={trackers!r:.80}: expected a list such as ['csv', 'tensorboard']")
     given = list(trackers)
     twice = next((one for one in given if isinstance(one, str) and given.count(one) > 1), None)
     if twice is not None:
@@ -318,8 +317,8 @@ def _sink(wanted: Any) -> MetricSink:
         return _named(name, [rest] if rest else [])
     missing = [name for name in _METHODS if not callable(getattr(wanted, name, None))]
     if missing or isinstance(wanted, type):
-        lacks = f"it lacks {', '.join(missing)}" if missing else "it is a class, give an object"
-        raise UsageError(f"{wanted!r:.80} is no tracker: {lacks} (torchrelay.MetricSink says what one has)")
+        lacks = f"it lacks {', '.join(missing)}" if missing else "it is a class, not an object"
+        raise UsageError(f"{wanted!r:.80} is not a tracker: {lacks} (see torchrelay.MetricSink)")
     found: MetricSink = wanted
     return found
 
@@ -333,10 +332,10 @@ def _named(name: str, rest: list[str]) -> MetricSink:
     if name not in offered:
         known = sorted({*_BUILT_IN, *offered})
         meant = "".join(f"; did you mean {one!r}?" for one in get_close_matches(name, known, n=1))
-        raise UsageError(f"there is no tracker {name!r:.80}; there are {', '.join(known)}{meant}")
+        raise UsageError(f"unknown tracker {name!r:.80}; known are {', '.join(known)}{meant}")
     point = offered[name]
     try:
         made = point.load()(*rest)
     except Exception as error:
-        raise UsageError(f"the tracker {point.name!r} ({point.value}) cannot be made: {error}") from error
+        raise UsageError(f"the tracker {point.name!r} ({point.value}) cannot be created: {error}") from error
     return _sink(made)

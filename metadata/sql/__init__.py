@@ -1,4 +1,4 @@
-"""What jobs tell, in a database: an index over many runs, which is made again from their directories.
+"""Metadata in a database: an index of many runs, which can be rebuilt from their directories.
 
 Nothing here imports SQLAlchemy before a database is named.
 """

@@ -1,11 +1,8 @@
-"""One database: its tables, described in docs/metadata.md, and a connection for every call.
+"""Database tables, described in docs/metadata.md, and access with a connection per call.
 
-So it is by how two rows of one key become one: `MERGES` says for each column which of two values stays. All
-of them are the least or the greatest, the columns of a job alone go together with its newest generation.
-
-A change that older versions cannot live with raises VERSION.
-
-What a driver raises becomes a StorageError with the URL, without its password, and the reason.
+Two rows with the same key are merged: `MERGES` has the rule per column, smallest or largest value; the
+columns of a job follow its newest generation. An incompatible change increases VERSION. Errors of drivers
+become StorageError with the URL, without its password.
 """
 
 from __future__ import annotations
@@ -58,11 +55,11 @@ MERGES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "relay_moved": {"bytes": max},
     "relay_durations": {"secs": max},
 }
-"""The columns that are no part of a key, and how two values become one."""
+"""Merge rules of the columns that are not part of a key."""
 
 
 def rows_of(notes: Iterable[HandlerEvent]) -> Rows:
-    """The rows that notes make, by table; one per key."""
+    """Convert events to rows by table, one per key."""
     found: dict[str, dict[tuple[Any, ...], Row]] = {table: {} for table in MERGES}
     for note in notes:
         for table, row in _rows_of(note):
@@ -75,7 +72,7 @@ def rows_of(notes: Iterable[HandlerEvent]) -> Rows:
 
 
 def merged(table: str, one: Row, other: Row) -> Row:
-    """One row of two with the same key."""
+    """Merge two rows with the same key."""
     if table == "relay_jobs" and one["generation"] != other["generation"]:
         return max(one, other, key=lambda row: row["generation"])
     result = dict(one)
@@ -178,15 +175,15 @@ WHERE NOT EXISTS (
 )
 GROUP BY e.job, e.epoch
 """
-"""A later branch replaced what came after its base: those epochs are abandoned, the others current."""
+"""View of current epochs, without those abandoned by a later branch."""
 
 
 _LOCK = 0x746F7263_68726C79
-"""Ours alone among the advisory locks of a PostgreSQL database, we hope: the letters of our name."""
+"""Key of the advisory lock in PostgreSQL, from the letters of the project's name."""
 
 
 def has_tables(connection: Connection, where: str) -> bool:
-    """Whether our tables are there; FormatError, naming the place and both versions, for others' version."""
+    """Return True if the tables exist; raises FormatError for another version of the schema."""
     if not inspect(connection).has_table(SCHEMA.name):
         return False
     versions = sorted(connection.execute(select(SCHEMA.c.version)).scalars())
@@ -194,14 +191,13 @@ def has_tables(connection: Connection, where: str) -> bool:
         return True
     found = ", ".join(map(str, versions)) or "none"
     raise FormatError(
-        f"the database {where} has tables of schema version {found} in {SCHEMA.name}, this torchrelay writes "
-        f"version {VERSION}: use the torchrelay that made them, or give another database and fill it with "
-        "torchrelay runs index"
+        f"the database {where} has tables of schema version {found} in {SCHEMA.name}, but this torchrelay "
+        f"writes version {VERSION}: use another database and fill it with torchrelay runs index"
     )
 
 
 def make_tables(connection: Connection, where: str) -> None:
-    """Make what is missing, in the transaction that is open; two who come at once wait for each other."""
+    """Create missing tables in the open transaction; concurrent calls wait for each other."""
     if has_tables(connection, where):
         return
     if connection.dialect.name == "postgresql":
@@ -214,9 +210,9 @@ def make_tables(connection: Connection, where: str) -> None:
 
 
 def put(connection: Connection, rows: Rows) -> None:
-    """Insert rows, or merge them with those of the same keys.
+    """Insert rows, or merge them with existing ones.
 
-    Sorted, so that two jobs that write the same rows wait for each other in one order and never in a circle.
+    Rows are sorted, so that concurrent jobs lock them in the same order and do not deadlock.
     """
     for name, content in rows.items():
         if content:
@@ -233,7 +229,7 @@ def _statement(dialect: str, table: Table) -> Any:
     for name, choose in MERGES[table.name].items():
         old = table.c[name]
         wins = new[name] < old if choose is min else new[name] > old
-        if table.name == "relay_jobs":  # all together go with the newer generation
+        if table.name == "relay_jobs":  # all follow the newer generation
             generation = table.c.generation
             wins = or_(new.generation > generation, and_(new.generation == generation, wins))
         else:
@@ -250,15 +246,15 @@ _PASSING = ("database system is", "terminating connection", "too many", "remaini
 _REMEDIES = {
     "not a database": "; move the file away and fill a new one with torchrelay runs index",
     "malformed": "; move the file away and fill a new one with torchrelay runs index",
-    "unable to open": "; its folder must be there, and file and folder writable",
+    "unable to open": "; its folder must exist, and file and folder must be writable",
     "readonly": "; file and folder must be writable",
 }
 
 
 class Database:
-    """Stores notes and answers what is stored.
+    """Stores and reads events.
 
-    `deadline_secs` bounds a connect, a wait for a lock, a statement, as far as the driver keeps to it.
+    `deadline_secs` limits a connect, a wait for a lock and a statement, as far as the driver supports it.
     """
 
     def __init__(self, url: URL, deadline_secs: float) -> None:
@@ -268,7 +264,7 @@ class Database:
         self._engine = _engine(url, deadline_secs)
 
     def store(self, notes: Iterable[HandlerEvent]) -> None:
-        """Put notes into the tables, all or none; missing tables are made.
+        """Store events in one transaction, creating missing tables.
 
         Raises StorageError, and FormatError for tables of another version.
         """
@@ -277,7 +273,7 @@ class Database:
             put(connection, rows_of(notes))
 
     def known(self, uuid: str) -> set[tuple[int, int, str]]:
-        """The keys of the notes of a job that are there; see `HandlerEvent.key`."""
+        """Return the keys of the stored events of a job; see `HandlerEvent.key`."""
         epochs, moved = EPOCHS.c, MOVED.c
         saved = select(epochs.generation, epochs.epoch).where(epochs.job == uuid)
         told = select(moved.generation, moved.epoch, moved.action).where(moved.job == uuid).distinct()
@@ -285,7 +281,7 @@ class Database:
         return found | {(generation, epoch, action) for generation, epoch, action in self._read(told)}
 
     def newest_epoch(self, *, uuid: str | None, prefix: str) -> int | None:
-        """The newest epoch that no rewind has abandoned, of a job, or of the last one seen at a prefix."""
+        """Return the newest current epoch of a job, or of the last job seen at a prefix."""
         if uuid is None:
             jobs, epochs = JOBS.c, EPOCHS.c
             seen = func.max(epochs.saved_at).desc()
@@ -300,14 +296,14 @@ class Database:
         return None if not rows or rows[0][0] is None else int(rows[0][0])
 
     def _read(self, query: Select[Any] | Any) -> list[tuple[Any, ...]]:
-        """The rows of a query; none where the tables were never made."""
+        """Return the rows of a query; empty if the tables do not exist."""
         with self._transaction() as connection:
             if not has_tables(connection, self.shown):
                 return []
             return [tuple(row) for row in connection.execute(query)]
 
     def patiently(self, call: Callable[[], Result], patience_secs: float) -> Result:
-        """Call until it works, for so many seconds where waiting may help: a server is started again."""
+        """Retry a call for some seconds if waiting may help, as when a server restarts."""
         end, pause = time.monotonic() + patience_secs, _FIRST_PAUSE_SECS
         while True:
             try:
@@ -328,9 +324,9 @@ class Database:
                     connection.execute(text(f"SET LOCAL statement_timeout = {limit}"))
                 yield connection
         except (SQLAlchemyError, OverflowError, UnicodeError) as error:
-            raise self._told(error) from (error.orig if isinstance(error, DBAPIError) else None)
+            raise self._converted(error) from (error.orig if isinstance(error, DBAPIError) else None)
 
-    def _told(self, error: Exception) -> StorageError:
+    def _converted(self, error: Exception) -> StorageError:
         cause = error.orig if isinstance(error, DBAPIError) else error
         reason = " ".join(without(str(cause), self._secrets).split())[:300]
         remedy = next((remedy for word, remedy in _REMEDIES.items() if word in reason), "")
@@ -338,7 +334,7 @@ class Database:
 
 
 def _may_pass(error: StorageError) -> bool:
-    """Whether waiting may help: not where a server has answered no, and not for files."""
+    """Return True if a retry may help: not after a refusal by the server, and not for files."""
     cause = error.__cause__
     if cause is None or type(cause).__module__.partition(".")[0] == "sqlite3":
         return False
@@ -347,7 +343,7 @@ def _may_pass(error: StorageError) -> bool:
 
 
 def _engine(url: URL, deadline_secs: float) -> Engine:
-    """SQLite locks the file when a transaction begins: two writers wait for each other, none gives up."""
+    """Create the engine; SQLite locks the file at the beginning, so that writers wait for each other."""
     if url.get_backend_name() == "sqlite":
         engine = create_engine(url, poolclass=NullPool, connect_args={"timeout": deadline_secs})
         event.listen(engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
@@ -355,6 +351,6 @@ def _engine(url: URL, deadline_secs: float) -> Engine:
         return engine
     options: dict[str, Any] = {}
     if url.get_driver_name() in ("psycopg", "psycopg2"):
-        # libpq takes whole seconds from 2 on
+        # libpq requires integers >= 2
         options = {"connect_timeout": max(2, math.ceil(deadline_secs)), "application_name": "torchrelay"}
     return create_engine(url, poolclass=NullPool, connect_args=options)

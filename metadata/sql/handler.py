@@ -1,7 +1,7 @@
-"""The metadata handler that writes to a database: which one, what is pending, and calls that may hang.
+"""Metadata handler for databases, with a queue of pending events and time limits on calls.
 
-A driver that waits for a server that is frozen, a name that nobody resolves, a file on a share that is gone:
-none of these has a time limit that always holds.
+Drivers have no reliable time limits for a frozen server, a name that does not resolve, or a lost network
+share.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"
 
 
 def parse_url(text: str) -> URL:
-    """The URL of a SQLite file (made absolute) or a PostgreSQL server.
+    """Parse the URL of a SQLite file (made absolute) or a PostgreSQL server.
 
-    Raises UsageError for any other, and where SQLAlchemy or the driver is not installed.
+    Raises UsageError for any other, and if SQLAlchemy or the driver is not installed.
     """
     if not isinstance(text, str):
-        raise UsageError(f"the database is {type(text).__name__}; give a URL, {FORMS}")
+        raise UsageError(f"invalid database {type(text).__name__}: expected a URL, {FORMS}")
     try:
         from sqlalchemy.engine import make_url
         from sqlalchemy.exc import ArgumentError, NoSuchModuleError
@@ -57,22 +57,20 @@ def parse_url(text: str) -> URL:
         url = _with_password(url.set(drivername=_DRIVERS.get(url.drivername, url.drivername)))
         backend, is_async = url.get_backend_name(), url.get_dialect().is_async
     except (ArgumentError, NoSuchModuleError, ValueError, ImportError):
-        raise UsageError(f"{hide_password(text)} is no URL of a database: give {FORMS}") from None
+        raise UsageError(f"{hide_password(text)} is not a database URL: expected {FORMS}") from None
     if backend != "sqlite" and any("@" in (part or "") for part in (url.host, url.database)):
         raise UsageError(
-            f"{hide_password(text)}: @ / : ? in a user's name or password are written %40 %2F %3A %3F, else "
-            "nobody can tell where the password ends"
+            f"{hide_password(text)}: @ / : ? in a user's name or password must be written %40 %2F %3A %3F"
         )
     if backend not in ("sqlite", "postgresql") or is_async:
         raise UsageError(
-            f"{masked(url)} is no database that torchrelay writes to: give {FORMS}; drivers that are "
-            "asynchronous are not for it"
+            f"{masked(url)} is not a supported database: expected {FORMS}, without an asynchronous driver"
         )
     return _with_file(url) if backend == "sqlite" else _with_driver(url)
 
 
 def _with_password(url: URL) -> URL:
-    """A password among the options goes to its place, where no text of the URL shows it."""
+    """Move a password in the options to its proper place, where it is masked."""
     password = url.query.get("password")
     if password is None:
         return url
@@ -83,10 +81,10 @@ def _with_password(url: URL) -> URL:
 
 def _with_file(url: URL) -> URL:
     if url.query:
-        raise UsageError(f"a SQLite database has no options here, such as {min(url.query)}=: give {FORMS}")
+        raise UsageError(f"options such as {min(url.query)}= are not supported for SQLite: expected {FORMS}")
     name = url.database
     if not name or name == ":memory:" or name.startswith("file:"):
-        raise UsageError(f"{masked(url)} names no file, and nobody could read it later: give {FORMS}")
+        raise UsageError(f"{masked(url)} has no file name: expected {FORMS}")
     return url.set(database=str(Path(name).absolute()))
 
 
@@ -102,7 +100,7 @@ def _with_driver(url: URL) -> URL:
 
 
 def masked(url: URL) -> str:
-    """The URL as it may be shown: without passwords, those among its options included."""
+    """Return the URL for display, without passwords, including those in options."""
     for key in _SECRETS:
         if key in url.query:
             url = url.update_query_dict({key: HIDDEN})
@@ -110,13 +108,13 @@ def masked(url: URL) -> str:
 
 
 def secrets_of(url: URL) -> tuple[str, ...]:
-    """Words that no message may have."""
+    """Return the secrets in a URL."""
     values = [url.password, *(url.query.get(key) for key in _SECRETS)]
     return tuple(value for value in values if isinstance(value, str) and value)
 
 
 def without(text: str, secrets: tuple[str, ...]) -> str:
-    """The text with each secret hidden; one of one or two letters would take the words apart instead."""
+    """Mask the secrets in a text, except those of one or two letters, which would garble it."""
     for secret in secrets:
         if len(secret) > 2:
             text = text.replace(secret, HIDDEN)
@@ -124,20 +122,20 @@ def without(text: str, secrets: tuple[str, ...]) -> str:
 
 
 def hide_password(text: str) -> str:
-    """What may be shown of a text that should have been a URL and cannot be read as one."""
+    """Mask the password in a text that is not a valid URL."""
     return _IN_URL.sub(f"{HIDDEN}@", text).partition("?")[0][:120]
 
 
 MOST_ROWS = 100_000
-"""Some tens of megabytes; what is older is given up first."""
+"""Limit of some tens of megabytes; the oldest events are dropped first."""
 
 
 class Pending:
-    """Notes in their order, added by one thread and taken off by another when they are stored."""
+    """Queue of events, added by one thread and removed by another once they are stored."""
 
     def __init__(self, most_rows: int = MOST_ROWS) -> None:
         self.given_up = 0
-        """Notes that were too many to be remembered."""
+        """Number of dropped events."""
         self._most = most_rows
         self._rows = 0
         self._notes: deque[HandlerEvent] = deque()
@@ -147,7 +145,7 @@ class Pending:
         return len(self._notes)
 
     def add(self, notes: Sequence[HandlerEvent]) -> None:
-        """Remember notes; at least the newest one stays."""
+        """Add events; at least the newest one is kept."""
         with self._lock:
             self._notes.extend(notes)
             self._rows += sum(map(rows_in, notes))
@@ -156,12 +154,12 @@ class Pending:
                 self.given_up += 1
 
     def all(self) -> tuple[HandlerEvent, ...]:
-        """All that is remembered, the oldest first."""
+        """Return all events, oldest first."""
         with self._lock:
             return tuple(self._notes)
 
     def stored(self, notes: Sequence[HandlerEvent]) -> None:
-        """Forget what was stored."""
+        """Remove stored events."""
         done = set(map(id, notes))
         with self._lock:
             self._notes = deque(note for note in self._notes if id(note) not in done)
@@ -169,7 +167,7 @@ class Pending:
 
 
 def rows_in(note: HandlerEvent) -> int:
-    """About how many rows a note makes."""
+    """Estimate the rows of an event."""
     return 1 + sum(1 + len(times.secs) for times in note.times)
 
 
@@ -177,17 +175,17 @@ Result = TypeVar("Result")
 
 
 class BoundedCalls:
-    """Makes calls, each in a thread of its own that no exit of the process waits for."""
+    """Makes calls with a time limit, each in a daemon thread."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._running: _DatabaseCall[object] | None = None
 
     def make(self, call: Callable[[], Result], wait_secs: float) -> Result:
-        """The result of a call, or its error.
+        """Return the result of a call, or raise its error.
 
-        Raises StorageError where it is not over in time, or where an earlier one is still going on: then
-        nothing is called. A call that was given up goes on, and may succeed.
+        Raises StorageError on a timeout, and, without calling, while an earlier call is still running. A call
+        that timed out keeps running and may succeed.
         """
         running = self._running
         if running is not None and running.thread.is_alive():
@@ -207,7 +205,7 @@ class _DatabaseCall(Generic[Result]):
         self.began = time.monotonic()
         self._call = call
         self._results: list[Result] = []
-        self._error: BaseException = StorageError("the call is not over")
+        self._error: BaseException = StorageError("the call has not finished")
         self.thread = threading.Thread(target=self._run, name="metadata database", daemon=True)
 
     def _run(self) -> None:
@@ -224,25 +222,29 @@ class _DatabaseCall(Generic[Result]):
 
 DEADLINE_SECS = 5.0
 _SHARE_OF_RETRIES = 0.7
-"""Of the deadline: so that the reason of the last try is there in time."""
+"""Fraction of the deadline for the last attempt, so that its error is reported in time."""
 _IMPATIENT_SECS = 0.5
 _MOST_READ_AGAIN = 10_000
-"""Notes of a run directory that a start compares with the database; `torchrelay runs index` compares all."""
+"""Events of a run directory that a launch compares with the database; `runs index` compares all."""
 
 
 class SqlHandler:
-    """Keeps an index of runs in a database, one row per job, epoch, generation, node and phase.
+    """Metadata handler that keeps an index of runs in a database.
 
-    `url` is `sqlite:///runs.db` or `postgresql://user@host/database`; its password is never shown. Nothing is
-    connected before the first `write` or `report`. A database that fails only warns: what it missed is told
-    at the next success, or by `torchrelay runs index`. `deadline_secs` is how long a call waits for it at
-    most, and half a second while it is known to be away.
+    Connects at the first `write` or `report`. Failures only cause warnings; missed events are stored at the
+    next success, or by `torchrelay runs index`.
 
-    With `decides=True` a start resumes where the database says: at the user's epoch, else at the newest that
-    it knows and no rewind abandoned. Then `last_epoch` raises StorageError, which ends the start, where the
-    database cannot be asked.
+    Args:
+        url: `sqlite:///runs.db` or `postgresql://user@host/database`; its password is never shown.
+        decides: Resume at the user's epoch, else at the newest current epoch in the database; a launch then
+            fails with StorageError if the database is unavailable.
+        deadline_secs: Longest wait for a call, or 0.5 s while the database is known to be unavailable.
 
-    Raises UsageError for a URL of another kind, and where SQLAlchemy or the driver is not installed.
+    Raises:
+        UsageError: The URL is not supported, or SQLAlchemy or the driver is not installed.
+
+    Example:
+        JobRunner(job, "runs/hello", metadata_handler=SqlHandler("sqlite:///runs.db"))
     """
 
     def __init__(self, url: str, *, decides: bool = False, deadline_secs: float = DEADLINE_SECS) -> None:
@@ -261,12 +263,12 @@ class SqlHandler:
         self._nodes = 0
         self._answers = True
         self._compared: tuple[Holder, int] | None = None
-        """For which start, and after how many losses, the run directory was compared with the database."""
+        """Launch and number of losses at the last comparison of the run directory with the database."""
 
     def __repr__(self) -> str:
         return f"SqlHandler({masked(self._url)!r})"
 
-    # What a job tells
+    # Events of a job
 
     def set_params(
         self,
@@ -276,40 +278,38 @@ class SqlHandler:
         path_prefix: str | None = None,
         path_type: str | None = None,
     ) -> None:
-        """Remember where the job keeps its checkpoints, and its nodes."""
+        """Set the location of the checkpoints and the nodes."""
         self._prefix = db_prefix if "://" in db_prefix else str(Path(db_prefix).absolute())
         self._nodes, self._holder = len(node_names), None
 
     def opened(self, holder: Holder) -> None:
-        """Remember whose rows are written from now on."""
+        """Set the holder of all further rows."""
         self._holder = holder
 
     def write(self, epoch: int) -> None:
-        """Store that an epoch is saved; StorageError where that must wait for a later call."""
+        """Store that an epoch is committed; raises StorageError if that is deferred to a later call."""
         if self._holder is None:
-            raise NotAllowedNowError(
-                "SqlHandler.write was called outside of a run: nothing says which job and start it is of"
-            )
+            raise NotAllowedNowError("SqlHandler.write was called outside of a run")
         note = HandlerEvent(self._holder, self._prefix, EPOCH, epoch, time.time(), self._nodes)
-        self._tell([note], always=True)
+        self._send([note], always=True)
 
     def report(self, action: str, stats: Mapping[str, float]) -> None:
-        """Store the seconds of an action; what no run has reported is left out."""
+        """Store the seconds of an action; ignored outside of a run."""
         if self._holder is not None and isinstance(stats, NodeStats):
             notes = report_notes(self._holder, self._prefix, action, stats.nodes, time.time())
-            self._tell(notes, always=False)
+            self._send(notes, always=False)
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
-        """Saves do not need the database."""
+        """Return True: saves do not need the database."""
         return True
 
-    # What a start asks
+    # Resume decision
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """The user's wish; without one, and with `decides`, the newest epoch that the database knows.
+        """Return the user's choice, else with `decides` the newest epoch in the database; None: from scratch.
 
-        None is from scratch. Raises StorageError where it cannot be asked, and UsageError where it knows none
-        although the run directory tells of some: an empty database must not abandon a run.
+        Raises StorageError if the database is unavailable, and UsageError if it has no epoch but the run
+        directory has some, because an empty database must not abandon a run.
         """
         if not self.decides or user_epoch is not None:
             return user_epoch
@@ -326,40 +326,38 @@ class SqlHandler:
         if epoch is not None or uuid is None:
             return epoch
         notes = notes_of_file(self._notes_file, Holder(uuid, "", 0), self._prefix)
-        told = max((note.epoch for note in notes if note.kind == EPOCH), default=None)
-        if told is not None:
+        newest = max((note.epoch for note in notes if note.kind == EPOCH), default=None)
+        if newest is not None:
             raise UsageError(
-                f"the database {database.shown} decides where {self._prefix} resumes and knows no epoch of "
-                f"it, while the run tells of epoch {told}: fill it with torchrelay runs index, or leave "
-                "decides=True out"
+                f"the database {database.shown} decides where {self._prefix} resumes but has no epoch of "
+                f"it, while the run has epoch {newest}: fill it with torchrelay runs index"
             )
         return None
 
     def _uuid_there(self) -> str | None:
-        """The job whose log lies at the prefix; None where none was begun, or on a store."""
+        """Return the job id of the log at the prefix; None if there is none, or for a remote store."""
         if "://" in self._prefix:
             return None
         records = sorted(Path(self._prefix).glob("log/[0-9]*.json"), reverse=True)
         for path, said, key in [
             (Path(self._prefix) / "job.json", "job", "uuid"),
-            *((path, "record", "job") for path in records),  # each repeats it
+            *((path, "record", "job") for path in records),  # each record repeats it
         ]:
             with suppress(DamagedError):
                 found = (read_json(path) or {}).get(said)
                 if isinstance(found, dict) and isinstance(found.get(key), str):
                     return str(found[key])
-        if records:  # from scratch would be a wrong conclusion
+        if records:  # starting from scratch would be wrong
             raise DamagedError(
-                f"{self._prefix} names no job, nor does any record of its log: restore job.json from a "
-                "copy, or choose another directory"
+                f"{self._prefix} names no job, nor does any record of its log: restore job.json from a copy"
             )
         return None
 
-    # The database
+    # Database access
 
     @property
     def _notes_file(self) -> Path:
-        """What the default handler noted, where the checkpoints lie in a run directory."""
+        """Return `metadata.jsonl` of the default handler, if the checkpoints are in a run directory."""
         return Path(self._prefix).parent / FILE_NAME
 
     def _database(self) -> Database:
@@ -369,8 +367,8 @@ class SqlHandler:
             self._opened = Database(self._url, self.deadline_secs)
         return self._opened
 
-    def _tell(self, notes: Sequence[HandlerEvent], *, always: bool) -> None:
-        """Store notes and all that is pending; while the database is away only if `always`."""
+    def _send(self, notes: Sequence[HandlerEvent], *, always: bool) -> None:
+        """Store events and all pending ones; while the database is unavailable only if `always`."""
         self._pending.add(notes)
         if not (always or self._answers):
             return
@@ -384,11 +382,11 @@ class SqlHandler:
 
     def _waiting(self) -> str:
         count, lost = len(self._pending), self._pending.given_up
-        waiting = "1 note waits" if count == 1 else f"{count} notes wait"
-        more = f" ({lost} more are forgotten)" if lost else ""
+        waiting = "1 event waits" if count == 1 else f"{count} events wait"
+        more = f" ({lost} more were dropped)" if lost else ""
         return (
-            f"{waiting} for it{more}. Training goes on, the next success brings the database up to date, and "
-            "so does torchrelay runs index"
+            f"{waiting} for it{more}. Training continues; the next success, or torchrelay runs index, "
+            "stores them"
         )
 
     def _store(self, retry_secs: float) -> None:
@@ -398,7 +396,7 @@ class SqlHandler:
         self._pending.stored(notes)
         self._answers = True
         if compare is not None and compare != self._compared:
-            # The run directory may tell what an earlier process could not store.
+            # The run directory may have events that an earlier process could not store.
             noted = notes_of_file(Path(prefix).parent / FILE_NAME, compare[0], prefix, _MOST_READ_AGAIN)
             known = database.known(compare[0].uuid) if noted else ()
             if missing := [note for note in noted if note.key not in known]:

@@ -1,4 +1,4 @@
-"""What `gpu-check` measures beside peers: stalls and loads. And whether steps ever wait for the device."""
+"""Measurements of `gpu-check` with peers: stalls, loads, and whether steps wait for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `gpu-check` measures: copies against what the pinned path can do, stalls, saves and loads."""
+"""Measurements of `gpu-check`: copies compared with the pinned path, stalls, saves and loads."""
 
 from __future__ import annotations
 

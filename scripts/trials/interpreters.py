@@ -1,4 +1,4 @@
-"""Which Python interpreters this machine has: those named, those on PATH, those of pyenv."""
+"""Find the Python interpreters of this machine: those named, those on PATH, those of pyenv."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a state of very many leaves costs: each step in a process of its own, with its time and memory."""
+"""Measure the cost of a state with very many leaves: each step in its own process, time and memory."""
 
 from __future__ import annotations
 

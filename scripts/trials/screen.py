@@ -1,4 +1,4 @@
-"""What a trial shows: colours, a progress bar and a table on a terminal, plain lines in a pipe or file."""
+"""Output of trials: colours, a progress bar and a table on a terminal, plain lines in a pipe or file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when ...: the same mishap to torch.distributed.checkpoint and to torchrelay.
+"""Compare torch.distributed.checkpoint and torchrelay in the same failure cases.
 
 Each case is two programs that end by saying, in a few words, what came of it. Nothing is patched: faults are
 limits of the system, changed files and, for two ranks, what programs really do. `CheckpointException` is a

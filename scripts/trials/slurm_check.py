@@ -1,4 +1,4 @@
-"""What scripts/slurm-check does: jobs of Slurm that end early, and what becomes of their runs."""
+"""Implementation of scripts/slurm-check: Slurm jobs that end early, and the results of their runs."""
 
 from __future__ import annotations
 

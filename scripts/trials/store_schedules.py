@@ -1,4 +1,4 @@
-"""Which faults a store is to have, and when: drawn from a seed, said as text, counted as they are dealt."""
+"""Schedules of store faults: drawn from a seed, printable, and counted when injected."""
 
 from __future__ import annotations
 

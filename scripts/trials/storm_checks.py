@@ -1,4 +1,4 @@
-"""What must hold after every kill, read from outside with torchrelay's own reader."""
+"""Checks after every kill, from outside with torchrelay's own reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in a wheel, and what must not be."""
+"""Check the required and forbidden contents of a wheel."""
 
 from __future__ import annotations
 

@@ -159,15 +159,13 @@ def test_what_is_wrong_is_told_with_alias_key_nearest_key_and_place(low: Path) -
     near = refused(high, "hyper_parameters.width=${upstream.low.hyper_parameters.widht}")
     assert "did you mean `hyper_parameters.width`?" in near
     gone = refused(high, "upstream.low.run=../nowhere@best")
-    assert gone.startswith(place) and "upstream `low`: there is no run" in gone
+    assert gone.startswith(place) and "upstream `low`: the run" in gone
     assert "train that stage first" in gone and str(low.parent / "nowhere") in gone
-    assert "URL is not read" in refused(high, "upstream.low.run=s3://bucket/low")
+    assert "a configuration at a URL" in refused(high, "upstream.low.run=s3://bucket/low")
     (low.parent / "bare").mkdir()
     assert "has no configuration" in refused(high, "upstream.low.run=../bare")
     assert "refers to itself" in refused(high, "upstream.low.run=${upstream.low.hyper_parameters.note}")
-    assert "there is no run" in refused(
-        high, "runner.train1.save_checkpoint_path=/", 'upstream.low.run="a b"'
-    )
+    assert "does not exist" in refused(high, "runner.train1.save_checkpoint_path=/", 'upstream.low.run="a b"')
     workspace = refused(high, "workspace=${upstream.low.hyper_parameters.note}")
     assert "the workspace cannot come from an upstream" in workspace
     (low / "run/config/resolved.yaml").write_text("a: [")
@@ -327,9 +325,9 @@ def test_one_program_uses_the_source_of_its_upstream_in_every_start(tmp_path: Pa
 
 def test_load_upstream_tells_what_is_wrong(low: Path) -> None:
     """An upstream that is nowhere, or not in the mapping, no alias, and a stage that is not there."""
-    with pytest.raises(UsageError, match=r"there is no run .*nowhere.*train that stage first"):
+    with pytest.raises(UsageError, match=r"the run .*nowhere.*does not exist.*train that stage first"):
         torchrelay.load_upstream("low", low.parent / "high", {"low": low / "nowhere@best"})
-    with pytest.raises(UsageError, match="give upstream="):
+    with pytest.raises(UsageError, match="use upstream="):
         torchrelay.load_upstream("low", low.parent / "high")
     with pytest.raises(UsageError, match="mapping with 'low'"):
         torchrelay.load_upstream("low", low.parent / "high", {"expert": low})

@@ -257,7 +257,7 @@ def test_flm_18_the_same_directory_name_in_two_places_is_two_experiments(tmp_pat
         assert captured["code"]["roots"] == {"": str(source)}
         ids.append(json.loads((tmp_path / place / "runs/a/run.json").read_text())["uuid"])
     assert ids[0] != ids[1]
-    with pytest.raises(UsageError, match="holds a run of job 'small', this is job 'another'"):
+    with pytest.raises(UsageError, match="holds a run of job 'small', not 'another'"):
         train(tmp_path / "one/runs/a", False, small_job("another"))
 
 

@@ -305,7 +305,7 @@ def test_pdr_16_an_early_stop_ends_the_run_and_keeps_the_best(tmp_path):
     ]
     early = "runner.train1.stop.early_stopping={metric: loss, mode: max, patience: 3}"
     done = run(tmp_path, *words, early)["train1"]
-    assert done == 4 and "did not get better" in done.stop[0]
+    assert done == 4 and "did not improve" in done.stop[0]
     assert epochs(tmp_path) == [1, 4] and open_checkpoint(tmp_path / "run", "best").epoch == 1
 
 

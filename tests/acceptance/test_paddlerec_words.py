@@ -91,7 +91,7 @@ def test_two_profiles_in_one_path_are_told_before_the_first_trains(tmp_path: Pat
     """The check names the second one, where the mode has both; alone each is right."""
     text = RIGHT.replace("phase:\n- name", f"{SECOND}phase:\n- name").replace("infer1]", "train2]")
     (told,) = problems(tmp_path, text)
-    assert "runner.train2.save_checkpoint_path: the run of runner `train1` lies there" in told
+    assert "runner.train2.save_checkpoint_path: runner `train1` already uses this path" in told
     assert problems(tmp_path, text.replace("[train1, train2]", "[train2]")) == []
 
 
@@ -536,7 +536,7 @@ dataset:
 def test_a_model_that_nobody_trained_is_told_by_the_check(tmp_path: Path) -> None:
     """An infer profile with a model of another class than all that its profile trains is told beforehand."""
     (told,) = problems(tmp_path, TWO_MODELS)
-    assert "runner.infer1.phases: the model of phase `r` is not the one of a phase of `train1`" in told
+    assert "runner.infer1.phases: the model of phase `r` is not that of a phase of `train1`" in told
     for old, new in (
         ('"model.py:R"', '"model.py:Q"'),
         ("[p, q]", "[p]"),

@@ -268,7 +268,7 @@ def test_status_of_a_configuration_says_what_train_does(project: Project) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train"], "Give a PROGRAM, or a configuration"),
+        (["train"], "needs a PROGRAM, or a configuration"),
         (["test", "-m", "config.yaml", "-o", "mode=[train1]"], "no runner of its mode infers"),
         (["train", "-m", "config.yaml", "--force", "--retrain"], "not allowed with"),
         (["status", "-m", "two.yaml"], "but there is train1, train2: choose one with -o mode=[train1]"),

@@ -65,7 +65,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=place, capture_output=True, text=True, timeout=100, check=False
     )
-    assert done.returncode == 2 and "there is no run" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "run does not exist" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_files_that_may_not_grow(tmp_path: Path) -> None:

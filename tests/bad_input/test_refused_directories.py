@@ -59,9 +59,9 @@ def test_links_that_lead_nowhere(tmp_path: Path) -> None:
     """A dangling link and a loop of links are refused; the links are kept."""
     (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
-    refuse(tmp_path, tmp_path / "dangling", "leads nowhere", "remove the link")
+    refuse(tmp_path, tmp_path / "dangling", "is a dangling link", "remove it")
     refuse(tmp_path, tmp_path / "loop", "symbolic links")
-    refuse(tmp_path, tmp_path / "dangling" / "run", "leads nowhere")
+    refuse(tmp_path, tmp_path / "dangling" / "run", "is a dangling link")
 
 
 def test_a_home_directory_is_meant_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_what_stands_in_the_place_of_our_files(tmp_path: Path) -> None:
     Trial().train(tmp_path / "run")
     (tmp_path / "run" / "run.json").unlink()
     os.mkfifo(tmp_path / "run" / "run.json")
-    refuse(tmp_path, tmp_path / "run", "run.json", "no regular file", kind=StorageError, code=5)
+    refuse(tmp_path, tmp_path / "run", "run.json", "not a regular file", kind=StorageError, code=5)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_a_list_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> No
         SourceManifest({name: take_one(tmp_path)}, {}),
         SourceManifest({}, {"a.py": "../" + name}),
     ):
-        with pytest.raises(DamagedError, match="leads elsewhere"):
+        with pytest.raises(DamagedError, match="leads outside"):
             decode(manifest.encode(), "it")
 
 
@@ -112,7 +112,7 @@ def test_an_archive_with_another_list_than_its_name_promises_is_refused(tmp_path
     found = take(Sources([tmp_path / "a"]))
     path = write_archive(tmp_path / "code", found.manifest, found.contents)
     other = path.rename(path.with_name(f"{'0' * 64}.zip"))
-    with pytest.raises(DamagedError, match="not the one that its name promises"), open_archive(other):
+    with pytest.raises(DamagedError, match="does not match its name"), open_archive(other):
         pass
 
 

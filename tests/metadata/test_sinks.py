@@ -112,12 +112,12 @@ def test_a_jsonl_line_tells_its_attempt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trackers", "words"),
     [
-        ("csv", "give a list"),
+        ("csv", "expected a list"),
         (["cvs"], "did you mean 'csv'?"),
         ([object()], "it lacks open, log, rewind, close"),
-        ([CsvSink], "it is a class, give an object"),
+        ([CsvSink], "it is a class, not an object"),
         (["csv", "csv"], "twice"),
-        ([3], "is no tracker"),
+        ([3], "is not a tracker"),
     ],
 )
 def test_a_wrong_tracker_is_one_line(trackers: Any, words: str) -> None:
@@ -147,5 +147,5 @@ def test_a_package_can_offer_a_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     sink.open(run_at(tmp_path), 0)
     sink.log(1, 1, {"a": 1.0})
     assert (tmp_path / "of.csv").read_text() == "epoch,step,a\n1,1,1.0\n"
-    with pytest.raises(UsageError, match=r"'broken' .*cannot be made"):
+    with pytest.raises(UsageError, match=r"'broken' .*cannot be created"):
         sinks_of(["broken"])

@@ -42,7 +42,9 @@ def test_content_is_synced_before_it_gets_its_name(
 def test_writes_of_nothing_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that writes nothing, again and again, names the file in an error; no other file is left."""
     monkeypatch.setattr(os, "write", lambda descriptor, data: 0)
-    with pytest.raises(StorageError, match=f"cannot write {tmp_path}/file: the system wrote nothing, twice"):
+    with pytest.raises(
+        StorageError, match=f"cannot write {tmp_path}/file: the system wrote nothing twice in a row"
+    ):
         write_json(tmp_path / "file", {})
     with pytest.raises(StorageError, match=f"cannot append to {tmp_path}/lines"):
         append_line(tmp_path / "lines", {})

@@ -230,7 +230,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, damage: str, capsys: pytest.
         file = tmp_path / "gone/runs.db"
     else:
         file.mkdir()
-    with tells_degraded(str(file), "Training goes on"):
+    with tells_degraded(str(file), "Training continues"):
         assert train(tmp_path / "run", f"sqlite:///{file}", 1) == 1
     capsys.readouterr()
     assert main(["runs", "index", str(tmp_path / "run"), "--database", f"sqlite:///{file}"]) == 5
@@ -264,7 +264,7 @@ def test_a_full_disk_degrades_and_is_made_good(tmp_path: Path, url: str) -> None
         connection.execute(f"PRAGMA max_page_count = {limit}")
 
     big = NodeStats([NodeTimes(f"node {i}", f"p/node {i}.1", 1, {"write": 1.0}) for i in range(2000)])
-    with pytest.raises(StorageError, match=r"full.*1 note waits"):
+    with pytest.raises(StorageError, match=r"full.*1 event waits"):
         handler.report(SAVE, big)
     assert contents(url)["relay_moved"] == []
     limit = 10**6
@@ -372,7 +372,7 @@ def test_where_it_decides_and_cannot_the_start_ends(tmp_path: Path, url: str) ->
     run, file = tmp_path / "run", tmp_path / "runs.db"
     train(run, url, 1, decides=True)
     file.unlink()
-    with pytest.raises(UsageError, match=r"knows no epoch of it, while the run tells of epoch 1.*index"):
+    with pytest.raises(UsageError, match=r"has no epoch of it, while the run has epoch 1.*index"):
         train(run, url, 2, decides=True)
     file.write_bytes(b"no database" * 999)
     with pytest.raises(StorageError, match="not a database"):
@@ -415,13 +415,13 @@ def test_a_manager_of_the_users_own(tmp_path: Path, url: str) -> None:
     [
         ("mysql://me:secret1@host/db", "is no"),
         ("postgresql+asyncpg://me:secret1@host/db", "is no"),
-        ("me:secret1@host/db", "is no URL"),
-        ("://me:secret1@host/db", "is no URL"),
-        ("postgresql://me:secret1@host:port/db", "is no URL"),
-        ("sqlite://", "names no file"),
-        ("sqlite:///:memory:", "names no file"),
-        ("sqlite:///x.db?key=secret1", "no options here"),
-        ("", "is no URL"),
+        ("me:secret1@host/db", "is not a database URL"),
+        ("://me:secret1@host/db", "is not a database URL"),
+        ("postgresql://me:secret1@host:port/db", "is not a database URL"),
+        ("sqlite://", "has no file name"),
+        ("sqlite:///:memory:", "has no file name"),
+        ("sqlite:///x.db?key=secret1", "are not supported for SQLite"),
+        ("", "is not a database URL"),
     ],
 )
 def test_urls_that_are_refused(tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture) -> None:

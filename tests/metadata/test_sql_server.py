@@ -65,7 +65,7 @@ def test_the_server_is_stopped_and_started_between_epochs(
         assert train(tmp_path / "run", url, 5, outage, deadline_secs=60) == 5
     failed = [text for text in said if "the metadata handler failed at write of epoch" in text]
     assert [text.split("epoch ")[1][0] for text in failed] == ["2", "3"] and len(said) == 2
-    assert "Connection refused" in failed[0] and "1 note waits" in failed[0] and "3 notes wait" in failed[1]
+    assert "Connection refused" in failed[0] and "1 event waits" in failed[0] and "3 events wait" in failed[1]
     assert saved(url) == [0, 1, 2, 3, 4, 5]
     told = contents(url)
     assert {row["epoch"] for row in told["relay_durations"]} == {0, 1, 2, 3, 4, 5}
@@ -90,7 +90,7 @@ def test_the_server_is_gone_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
         with warned() as said:
             assert train(tmp_path / "run", url, 6, gone, deadline_secs=60) == 6
-    assert len(said) == 5 and all("Training goes on" in text for text in said)
+    assert len(said) == 5 and all("Training continues" in text for text in said)
     took = [after - before for before, after in pairwise(began)]
     assert took[1] >= 2.5, "the first failure is tried again for its share of the deadline, 3 s"
     assert min(took[2:]) < 2.5, "later ones are not"
@@ -107,7 +107,7 @@ def test_a_frozen_server_holds_training_for_the_deadline_only(
     handler.deadline_secs = 0.5
     with server.frozen():
         began = time.monotonic()
-        with pytest.raises(StorageError, match=r"did not answer within 0.5 s.*1 note waits"):
+        with pytest.raises(StorageError, match=r"did not answer within 0.5 s.*1 event waits"):
             handler.write(1)
         with pytest.raises(StorageError, match=r"has not answered for"):
             handler.write(2)

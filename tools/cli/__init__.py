@@ -1,1 +1,1 @@
-"""What `torchrelay VERB` does, without torch."""
+"""The `torchrelay` command line; imports no torch."""

@@ -1,1 +1,1 @@
-"""A trained model, served over HTTP: who may ask, how much, in which batches, with which epoch."""
+"""HTTP server for trained models: access control, limits, batching, and epoch updates."""

@@ -1,7 +1,7 @@
-"""The application: paths, who may ask them, errors in the words of HTTP, its OpenAPI document; its process.
+"""ASGI application of the model server: routes, access, HTTP errors, OpenAPI document, and shutdown.
 
-SIGTERM and SIGINT: no new connections, `/ready` says 503, requests that are being answered have `drain_secs`,
-what is left then gets a 503, and the process ends with 0. A second signal ends it at once.
+On SIGTERM and SIGINT new connections are refused and `/ready` returns 503. Open requests have `drain_secs`,
+the remaining ones get 503, and the process exits with code 0. A second signal ends it immediately.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchrelay.tools.serving.serve import FaultyAnswerError, RefusedError, tell
 from torchrelay.tools.serving.web import Access, HttpServer
 
 OPEN = ("/health", "/ready")
-"""What may be asked without the token: who looks after processes asks these, and they tell nothing."""
+"""Paths without the token, for process supervisors; they reveal nothing."""
 
 
 _STYLE = (
@@ -42,14 +42,14 @@ _STYLE = (
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ info.title }}</title>
 <style>{{ style | safe }}</style></head><body><h1>{{ info.title }}</h1><p>{{ info.description }}</p>
-<p>The same for programs: <a href="/openapi.json">/openapi.json</a></p>
-{% for path, methods in paths.items() %}{% for method, told in methods.items() %}
-<h2><code>{{ method | upper }} {{ path }}</code></h2><p>{{ told.summary }}</p>
-{% if told.requestBody %}
-<h3>Body</h3><pre>{{ json(told.requestBody.content["application/json"].schema, indent=1) }}</pre>
+<p>Machine-readable: <a href="/openapi.json">/openapi.json</a></p>
+{% for path, methods in paths.items() %}{% for method, one in methods.items() %}
+<h2><code>{{ method | upper }} {{ path }}</code></h2><p>{{ one.summary }}</p>
+{% if one.requestBody %}
+<h3>Body</h3><pre>{{ json(one.requestBody.content["application/json"].schema, indent=1) }}</pre>
 <h3>Answers</h3><table>
-{% for code, one in told.responses.items() %}
-<tr><td><code>{{ code }}</code></td><td>{{ one.description }}</td></tr>
+{% for code, answer in one.responses.items() %}
+<tr><td><code>{{ code }}</code></td><td>{{ answer.description }}</td></tr>
 {% endfor %}
 </table>
 {% endif %}
@@ -67,37 +67,37 @@ HEADERS = {
 
 
 def page(document: dict[str, Any]) -> str:
-    """The page of a document of `description`."""
+    """Render the OpenAPI document as a page."""
     return _PAGE.render(**document, style=_STYLE, json=json.dumps)
 
 
 Json = dict[str, Any]
 _TEXT: Json = {"type": "string"}
-_ANY: Json = {"description": "a number, a text, a list, or an object by the names of the inputs"}
+_ANY: Json = {"description": "a number, a text, a list, or an object by names of inputs"}
 _BINARY: Json = {"type": "string", "format": "binary", "description": "a safetensors file, a row per sample"}
 _EPOCH: Json = {"type": ["integer", "null"]}
 _GETS = {
-    "/health": ("503 where the process had better be started again", "application/json"),
-    "/ready": ("503 where requests had better go elsewhere: it leaves, or is stuck", "application/json"),
-    "/metadata": ("Run, epoch, branch, code id and signature of what is served now", "application/json"),
+    "/health": ("503 if the process should be restarted", "application/json"),
+    "/ready": ("503 while the server shuts down or is stuck", "application/json"),
+    "/metadata": ("Run, epoch, branch, code id and signature of the served model", "application/json"),
     "/metrics": ("For Prometheus", "text/plain"),
 }
 _REFUSALS = {
-    "400": "the body cannot be understood",
-    "413": "it is too much",
-    "415": "it is neither JSON nor safetensors",
-    "422": "the sample does not fit the model",
-    "429": "too much is asked at once: see Retry-After",
-    "503": "no answer in time, or the server leaves: see Retry-After",
+    "400": "invalid body",
+    "413": "body or number of samples too large",
+    "415": "body is neither JSON nor safetensors",
+    "422": "sample does not fit the model",
+    "429": "too many requests: see Retry-After",
+    "503": "timeout or shutdown: see Retry-After",
 }
 
 
 def description(served: Served, limits: RequestLimits, *, token: bool) -> Json:
-    """The document; `token` says whether requests must carry one."""
+    """Return the OpenAPI document; `token` is whether requests need one."""
     told = (
         f"At most {limits.samples} samples in a request; JSON up to {limits.json_bytes} bytes and "
         f"{limits.depth} levels, tensors up to {limits.body_bytes} bytes and {limits.elements} elements. "
-        f"A request is given up after {limits.secs:g} s. Up to {limits.max_batch} samples are computed at "
+        f"Requests time out after {limits.secs:g} s. Up to {limits.max_batch} samples are computed at "
         f"once, for which one may wait {limits.max_delay_secs * 1000:g} ms."
     )
     title = f"{served.name}, served by torchrelay"
@@ -132,7 +132,7 @@ def _predict(signature: Signature | None) -> Json:
         "summary": "Results for samples",
         "requestBody": {"required": True, "content": _bodies(*question)},
         "responses": {
-            "200": {"description": "a result for each sample", "content": _bodies(*answer)},
+            "200": {"description": "one result per sample", "content": _bodies(*answer)},
             **{code: {"description": text, "content": error} for code, text in _REFUSALS.items()},
         },
     }
@@ -142,11 +142,11 @@ def _sample(signature: Signature | None) -> Json:
     if signature is None:
         return _ANY
     if len(signature.inputs) == 1:
-        return {"description": _spec_told(signature.inputs[0])}
-    return _object({spec.name: {"description": _spec_told(spec)} for spec in signature.inputs})
+        return {"description": _spec_json(signature.inputs[0])}
+    return _object({spec.name: {"description": _spec_json(spec)} for spec in signature.inputs})
 
 
-def _spec_told(spec: TensorSpec) -> str:
+def _spec_json(spec: TensorSpec) -> str:
     return f"{spec.name}: {spec.dtype} of shape ({', '.join(map(str, spec.shape[1:]))}), as nested lists"
 
 
@@ -160,12 +160,12 @@ def _bodies(*either: Json) -> Json:
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _UNREAD = (401, 404, 405, 406, 413, 415, 421, 429, 503)
-"""Statuses before which the body may not have been read: what follows would be taken for it."""
+"""Statuses for which the body may be unread, so that the connection must be closed."""
 _SAFE = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
 class Application:
-    """What uvicorn calls for each request. All state is that of its parts."""
+    """ASGI application; has no state of its own."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class Application:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request; every way out of it is an answer, but where the client is gone."""
+        """Handle one request; always answers, unless the client has disconnected."""
         if scope["type"] != "http":
             return
         began, codes = time.perf_counter(), [0]
@@ -217,7 +217,7 @@ class Application:
             self._meters.answered(path, codes[-1], time.perf_counter() - began)
 
     async def _response(self, request: Request) -> Response | None:
-        """The answer or the refusal; None where the client is gone."""
+        """Return the answer or refusal; None if the client has disconnected."""
         try:
             return await self._endpoint(request)(request)
         except ClientDisconnect:
@@ -226,24 +226,24 @@ class Application:
             return _refusal(error)
         except Exception as error:
             self._meters.faults.inc()
-            what = "torchrelay serve: a request failed on this side"
+            what = "torchrelay serve: internal error"
             tell(what, "".join(traceback.format_exception(error)))
-            text = str(error)[:300] if isinstance(error, FaultyAnswerError) else "the server failed"
+            text = str(error)[:300] if isinstance(error, FaultyAnswerError) else "internal error"
             return _refusal(RefusedError(500, text))
 
     def _endpoint(self, request: Request) -> Endpoint:
-        """Who answers; raises RefusedError for who is not let in, and for what there is not."""
+        """Return the endpoint; raises RefusedError without access, and for unknown paths and methods."""
         path = request.scope["path"]
         refused = self._access.refusal(request.headers)
         if refused is not None and not (refused[0] == 401 and path in OPEN):
             raise RefusedError(*refused)
         if self._running > self._limits.requests:
-            raise unavailable("too many requests at once")
+            raise unavailable("too many concurrent requests")
         endpoint = self._endpoints.get(path)
         if endpoint is None:
-            raise RefusedError(404, "there is no such path: GET / tells what there is")
+            raise RefusedError(404, "unknown path: GET / lists the paths")
         if request.method not in _methods(path):
-            raise RefusedError(405, f"ask by {_methods(path)[0]}")
+            raise RefusedError(405, f"use {_methods(path)[0]}")
         return endpoint
 
     async def _predict(self, request: Request) -> Response:
@@ -252,22 +252,22 @@ class Application:
         return Response(body, media_type=kind, headers={**_SAFE, **epoch})
 
     async def _health(self, request: Request) -> Response:
-        """Whether this process had better be started again."""
+        """Return 503 if the process should be restarted."""
         stuck = self._computing.stuck_secs()
         if stuck > max(2 * self._limits.secs, 60.0):
-            return _told({"status": "stuck", "batch_secs": None if stuck == float("inf") else stuck}, 503)
-        return _told({"status": "ok"})
+            return _json({"status": "stuck", "batch_secs": None if stuck == float("inf") else stuck}, 503)
+        return _json({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
-        """Whether requests had better come here."""
+        """Return 503 while shutting down or stuck."""
         if self._holder.draining:
-            return _told({"status": "leaving"}, 503)
+            return _json({"status": "leaving"}, 503)
         if self._computing.stuck_secs() > self._limits.secs:
-            return _told({"status": "stuck"}, 503)
-        return _told({"status": "ready", "epoch": self._holder.current.epoch})
+            return _json({"status": "stuck"}, 503)
+        return _json({"status": "ready", "epoch": self._holder.current.epoch})
 
     async def _metadata(self, request: Request) -> Response:
-        return _told(self._holder.current.to_json())
+        return _json(self._holder.current.to_json())
 
     async def _metrics(self, request: Request) -> Response:
         self._meters.epoch.set(self._holder.current.epoch or 0)
@@ -275,7 +275,7 @@ class Application:
         return Response(self._meters.text(), headers={**_SAFE, "Content-Type": CONTENT_TYPE})
 
     async def _openapi(self, request: Request) -> Response:
-        return _told(self._described())
+        return _json(self._described())
 
     async def _page(self, request: Request) -> Response:
         return Response(page(self._described()), headers=HEADERS)
@@ -285,19 +285,19 @@ class Application:
 
 
 def _leaves_bytes(request: Request) -> bool:
-    """Whether a body comes that nobody reads, which may never end, or one whose length is said twice."""
+    """Return True if the request has an unread body, or contradicting lengths."""
     pieces, length = "transfer-encoding" in request.headers, request.headers.get("content-length", "0")
     if request.method == "POST":
         return pieces and "content-length" in request.headers
     return pieces or length != "0"
 
 
-def _told(content: dict[str, Any], status: int = 200) -> Response:
+def _json(content: dict[str, Any], status: int = 200) -> Response:
     return JSONResponse(content, status, headers=_SAFE)
 
 
 def _refusal(error: RefusedError) -> Response:
-    """An answer that says why there is none; the connection ends where the body was not read."""
+    """Return the error response; closes the connection if the body was not read."""
     headers = dict(_SAFE)
     if error.retry_secs is not None:
         headers["Retry-After"] = str(error.retry_secs)
@@ -315,11 +315,11 @@ def _methods(path: str) -> tuple[str, ...]:
 
 
 _LAST_SECS = 2.0
-"""Beyond `drain_secs`: for writing the last refusals."""
+"""Additional time after `drain_secs` to write the last refusals."""
 
 
 class Running:
-    """One server: what is served, what computes, what listens."""
+    """A running server: model slot, compute thread, and listener."""
 
     def __init__(
         self,
@@ -338,7 +338,7 @@ class Running:
         self._server = _DrainingServer(application, limits, self._drain, self._computing.close)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Serve until a signal, or `stop`; `ready` is called when connections are taken."""
+        """Serve until a signal or `stop`; calls `ready` once connections are accepted."""
         self._computing.start()
         if self._watching is not None:
             self._watching.start(self.holder, self.meters)
@@ -351,12 +351,12 @@ class Running:
                 self._watching.stop()
 
     def ended(self) -> bool:
-        """Whether, after `run`, no thread computes or loads any more; waits a little for that."""
+        """Return True if all threads have ended after `run`; waits a short time."""
         watched = self._watching is None or self._watching.ended(_LAST_SECS / 2)
         return self._computing.ended(_LAST_SECS / 2) and watched
 
     def stop(self) -> None:
-        """Leave as after SIGTERM; for other threads."""
+        """Shut down as after SIGTERM; callable from other threads."""
         self._server.should_exit = True
 
     def _drain(self) -> None:
@@ -364,7 +364,7 @@ class Running:
 
 
 class _DrainingServer(HttpServer):
-    """With the end that is told above."""
+    """HTTP server with the shutdown described above."""
 
     def __init__(
         self,
@@ -376,13 +376,13 @@ class _DrainingServer(HttpServer):
         super().__init__(
             application,
             log_level="error",
-            limit_concurrency=limits.connections + 1,  # uvicorn refuses the one that reaches it
+            limit_concurrency=limits.connections + 1,  # uvicorn refuses the request that reaches it
             timeout_graceful_shutdown=int(limits.drain_secs + _LAST_SECS),
         )
         self._limits, self._drain, self._close = limits, drain, close
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain: what is being answered has its seconds, then it is refused."""
+        """Wait for open requests up to the limit, then refuse the rest."""
         self._drain()
         timer = asyncio.get_running_loop().call_later(self._limits.drain_secs, self._close)
         try:

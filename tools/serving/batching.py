@@ -1,12 +1,10 @@
-"""Samples that wait, which of them make the next batch, and the one thread that computes.
+"""Batching queue, compute thread, Prometheus metrics, and the `--watch` thread.
 
-Samples that are alike (same handler, same `alike`) go together, the oldest first, at most `max_batch`.
-A batch that is not full waits for more until its oldest sample has waited `max_delay_secs`; while the thread
-computes nothing is lost by waiting.
+Samples with the same handler and equal `alike` share a batch, oldest first, at most `max_batch`. An
+incomplete batch waits until its oldest sample has waited `max_delay_secs`.
 
-Beside it: what is counted, for Prometheus; and `--watch`, a thread that puts newer epochs in place. Requests
-that were accepted before are answered by the epoch that they met. What cannot be used is said once, and the
-epoch that is served stays.
+The watch thread switches to newer epochs; requests accepted before are answered by the earlier epoch. An
+unusable epoch is reported once, and the current one remains.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Meters:
-    """The counters of one server. Names of paths are those of the server's own, so that they are few."""
+    """Prometheus metrics of a server; only known paths are labels, to limit their number."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -44,43 +42,39 @@ class Meters:
             "torchrelay_requests", "Answers, by path and status", ["path", "code"], registry=registry
         )
         self._secs = Histogram(
-            "torchrelay_request_seconds", "From the head of a request to its answer", ["path"],
+            "torchrelay_request_seconds", "Duration from request headers to response", ["path"],
             buckets=_SECONDS, registry=registry,
         )  # fmt: skip
         self._batch = Histogram(
-            "torchrelay_batch_samples", "Samples computed at once", buckets=_SIZES, registry=registry
+            "torchrelay_batch_samples", "Samples per batch", buckets=_SIZES, registry=registry
         )
         self._computing = Histogram(
-            "torchrelay_inference_seconds", "Of a batch", buckets=_SECONDS, registry=registry
+            "torchrelay_inference_seconds", "Duration of a batch", buckets=_SECONDS, registry=registry
         )
-        self.running = Gauge(
-            "torchrelay_requests_in_progress", "Requests that have no answer yet", registry=registry
-        )
-        self.waiting = Gauge("torchrelay_waiting_samples", "Samples that wait for a batch", registry=registry)
-        self.epoch = Gauge("torchrelay_model_epoch", "The epoch that is served", registry=registry)
-        self.swaps = Counter("torchrelay_swaps", "Newer epochs put in place", registry=registry)
+        self.running = Gauge("torchrelay_requests_in_progress", "Requests in flight", registry=registry)
+        self.waiting = Gauge("torchrelay_waiting_samples", "Samples waiting for a batch", registry=registry)
+        self.epoch = Gauge("torchrelay_model_epoch", "Served epoch", registry=registry)
+        self.swaps = Counter("torchrelay_swaps", "Switches to newer epochs", registry=registry)
         self.swap_failures = Counter(
-            "torchrelay_swap_failures", "Times that a newer epoch could not be used", registry=registry
+            "torchrelay_swap_failures", "Failures to switch to a newer epoch", registry=registry
         )
         self.refused = Counter(
             "torchrelay_refused_samples", "Samples for which the model raised an error", registry=registry
         )
-        self.faults = Counter(
-            "torchrelay_faults", "Errors of this side, whose answer was a 500", registry=registry
-        )
+        self.faults = Counter("torchrelay_faults", "Internal errors, answered with 500", registry=registry)
 
     def answered(self, path: str, code: int, secs: float) -> None:
-        """One answer."""
+        """Count an answer."""
         self._requests.labels(path, str(code)).inc()
         self._secs.labels(path).observe(secs)
 
     def computed(self, samples: int, secs: float) -> None:
-        """One batch."""
+        """Count a batch."""
         self._batch.observe(samples)
         self._computing.observe(secs)
 
     def text(self) -> bytes:
-        """The page that Prometheus reads."""
+        """Return the metrics in Prometheus format."""
         return prometheus_client.generate_latest(self.registry)
 
 
@@ -88,7 +82,7 @@ EVERY_SECS = 1.0
 
 
 class Watching:
-    """Asks a source for what is newer, every so many seconds."""
+    """Polls a source for newer epochs."""
 
     def __init__(self, source: ModelSource, say: Say, every_secs: float = EVERY_SECS) -> None:
         self._source, self._say, self._every_secs = source, say, every_secs
@@ -97,37 +91,37 @@ class Watching:
         self._thread: threading.Thread | None = None
 
     def start(self, holder: ModelSlot, meters: Meters) -> None:
-        """Begin, in a daemon thread."""
+        """Start the daemon thread."""
         self._thread = threading.Thread(
             target=self._run, args=(holder, meters), name="torchrelay serve watch", daemon=True
         )
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; a load that goes on is not waited for."""
+        """Stop polling, without waiting for a load in progress."""
         self._ended.set()
 
     def ended(self, secs: float) -> bool:
-        """Whether no load goes on, after `stop`; waits for so long at most."""
+        """Return True if no load is in progress after `stop`; waits up to the given time."""
         if self._thread is None:
             return True
         self._thread.join(secs)
         return not self._thread.is_alive()
 
     def look(self, holder: ModelSlot, meters: Meters) -> None:
-        """Look once, and put in place what is newer."""
+        """Poll once and switch to a newer epoch."""
         try:
             found = self._source.newer(holder.current)
         except (RelayError, OSError) as error:
             self._failed(meters, f"{error}")
-        except Exception as error:  # of the user's code that makes the model
+        except Exception as error:  # from the user's code that builds the model
             self._failed(meters, f"{type(error).__name__}: {error}")
         else:
             self._said = ""
             if found is not None and not self._ended.is_set():
                 holder.current = found
                 meters.swaps.inc()
-                self._say(f"epoch {found.epoch} of {found.name} is served now")
+                self._say(f"now serving epoch {found.epoch} of {found.name}")
 
     def _run(self, holder: ModelSlot, meters: Meters) -> None:
         while not self._ended.wait(self._every_secs):
@@ -136,20 +130,20 @@ class Watching:
     def _failed(self, meters: Meters, text: str) -> None:
         if text != self._said:
             meters.swap_failures.inc()
-            self._say(f"the epoch that is served stays: {text}")
+            self._say(f"keeping the current epoch: {text}")
             self._said = text
 
 
 Clock = Callable[[], float]
 Key = tuple[int, Hashable]
-"""Of which model, and what the samples of a group are like."""
+"""Key of a group: the model, and `alike` of its samples."""
 
 
 @dataclass(eq=False)
 class PendingRequest:
     """The samples of one request, all answered by one `served`; `finish` is called once, by any thread.
 
-    `given_up` is set when nobody waits any more.
+    The flag is set when the client no longer waits.
     """
 
     served: Served
@@ -175,18 +169,18 @@ class RequestSample:
 
     @property
     def sample(self) -> Any:
-        """What is to be predicted."""
+        """The sample to predict."""
         return self.asked.samples[self.index]
 
 
 class Queue:
-    """Groups of samples that are alike, in their order. Many threads may put, one takes."""
+    """Ordered groups of equal samples; several threads may put, one takes."""
 
     def __init__(self, limits: RequestLimits, clock: Clock = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
         self._groups: OrderedDict[Key, deque[RequestSample]] = OrderedDict()
         self._full: dict[Key, None] = {}
-        """The groups that make a whole batch, in the order in which they came to it."""
+        """Groups with a complete batch, in order of completion."""
         self._changed = threading.Condition()
         self._count = 0
         self._closed = False
@@ -195,7 +189,7 @@ class Queue:
         return self._count
 
     def put(self, asked: PendingRequest) -> bool:
-        """Take all samples of a request, or none: False where they would be too many, or it is closed."""
+        """Add all samples of a request; returns False if there are too many, or the queue is closed."""
         now = self._clock()
         keys = [(id(asked.served), asked.served.handler.alike(sample)) for sample in asked.samples]
         with self._changed:
@@ -211,7 +205,7 @@ class Queue:
         return True
 
     def take(self) -> list[RequestSample]:
-        """The next batch, when it is due; empty when the queue is closed. Waits."""
+        """Wait for the next batch and return it; empty if the queue is closed."""
         with self._changed:
             while not self._closed:
                 if not self._groups:
@@ -226,7 +220,7 @@ class Queue:
             return []
 
     def give_up(self, asked: PendingRequest) -> None:
-        """Nobody waits for it any more: what of it waits is let go, and its memory and place."""
+        """Remove the waiting samples of a request whose client no longer waits."""
         with self._changed:
             asked.given_up = True
             for key in [key for key in self._groups if key[0] == id(asked.served)]:
@@ -241,7 +235,7 @@ class Queue:
                     del self._groups[key]
 
     def close(self) -> list[PendingRequest]:
-        """Take no more, wake who takes, and return what is left without an answer."""
+        """Close the queue, wake the taker, and return the unanswered requests."""
         with self._changed:
             self._closed = True
             left = list(dict.fromkeys(item.asked for group in self._groups.values() for item in group))
@@ -252,7 +246,7 @@ class Queue:
         return left
 
     def _due(self) -> tuple[Key, deque[RequestSample], float]:
-        """The group that comes next, and how long it may still wait: a full one, else the one that is due."""
+        """Return the next group and its remaining wait: a complete one, else the oldest."""
         now, delay = self._clock(), self._limits.max_delay_secs
         key = next(iter(self._full or self._groups))
         group = self._groups[key]
@@ -262,7 +256,7 @@ class Queue:
         return key, group, group[0].since + delay - now
 
     def _cut(self, key: Key, group: deque[RequestSample]) -> list[RequestSample]:
-        """Take a batch of a group; what is left of it comes after the other groups."""
+        """Take a batch from a group; its remaining samples go after the other groups."""
         batch: list[RequestSample] = []
         while group and len(batch) < self._limits.max_batch:
             item = group.popleft()
@@ -283,7 +277,7 @@ _TOLD = 200
 
 
 class Computing:
-    """Predicts what is in a queue, in a daemon thread of its own."""
+    """Computes the batches of a queue in a daemon thread."""
 
     def __init__(self, queue: Queue, meters: Meters) -> None:
         self._queue, self._meters = queue, meters
@@ -291,24 +285,24 @@ class Computing:
         self._thread = threading.Thread(target=self._run, name="torchrelay serve", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stuck_secs(self) -> float:
-        """How long the batch that is computed now has taken; 0 between batches, infinite after its end."""
+        """Return the running time of the current batch; 0 between batches, infinite after the end."""
         if not self._thread.is_alive():
             return float("inf")
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
-        """Refuse what waits; the batch that is computed now goes on, and nobody waits for it."""
+        """Refuse waiting samples, without waiting for the current batch."""
         for asked in self._queue.close():
-            asked.error = unavailable("the server is leaving")
+            asked.error = unavailable("the server is shutting down")
             asked.finish(asked)
 
     def ended(self, secs: float) -> bool:
-        """Whether the thread is at its end, after `close`; waits for so long at most."""
+        """Return True if the thread has ended after `close`; waits up to the given time."""
         if self._thread.ident is not None:
             self._thread.join(secs)
         return not self._thread.is_alive()
@@ -320,7 +314,7 @@ class Computing:
                 self._answer(batch)
             finally:
                 self._busy_since = None
-            del batch  # its tensors, and the model that they were for, are not kept until the next one
+            del batch  # release its tensors and model before waiting for the next one
 
     def _answer(self, batch: Sequence[RequestSample]) -> None:
         began = time.perf_counter()
@@ -342,7 +336,7 @@ class Computing:
 
 
 def _predicted(handler: ServingHandler, batch: Sequence[RequestSample]) -> list[Any]:
-    """A result or an error for each; where a batch fails its samples are tried one by one."""
+    """Return a result or error per sample; if a batch fails, its samples are retried one by one."""
     try:
         return _results(handler, [item.sample for item in batch])
     except BaseException as error:
@@ -360,16 +354,17 @@ def _results(handler: ServingHandler, samples: Sequence[Any]) -> list[Any]:
         return [handler.encode(one) for one in found]
 
 
-def refusal_of(error: BaseException, what: str = "the model refuses this sample") -> BaseException:
-    """What a client is told of an error of the handler: its own fault where the sample may be the cause.
+def refusal_of(error: BaseException, what: str = "the model rejected this sample") -> BaseException:
+    """Convert an error of the handler to a response: a client error if the sample may be the cause.
 
-    It may be any exception: torch says RuntimeError for shapes and types, a model AttributeError for a
-    dict where it wants a tensor. What a model refuses is counted, so that one that refuses all is seen.
+    Any exception may be caused by the sample: torch raises RuntimeError for shapes, a model AttributeError
+    for a dict instead of a tensor. These errors are counted, so that a model that rejects all samples is
+    noticed.
     """
     if isinstance(error, (RefusedError, FaultyAnswerError)):
         return error
     if isinstance(error, (MemoryError, *_OF_THE_MACHINE)):
-        return unavailable("there is no memory for this now", 5)
+        return unavailable("out of memory", 5)
     if isinstance(error, Exception):
         return RefusedError(422, f"{what}: {_line(error)}")
     return FaultyAnswerError(f"the model failed: {_line(error)}")

@@ -1,8 +1,7 @@
-"""What is served, with what answers for it; and the handler of a plain module.
+"""Serving handlers, and conversion of tensors between batches, JSON and safetensors bodies.
 
-Tensors of requests and answers are batches, rows, JSON, or the bytes of a safetensors file. Its header is
-refused unless its entries lie one behind the other and fill the body: so no byte is read twice, and no shape
-can promise more than was sent.
+A safetensors body is refused unless its tensors are contiguous and fill it, so that no byte is read twice and
+no shape exceeds the data.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _TOO_LONG = 200
 
 
 def _flat(tree: Tree) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and form; a mapping that torch does not know counts as a dict."""
+    """Flatten a tree; unknown mappings count as dicts."""
 
     def known(leaf: Any) -> Any:
         return {name: known(one) for name, one in leaf.items()} if isinstance(leaf, Mapping) else leaf
@@ -45,14 +44,14 @@ def _flat(tree: Tree) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def shape_of(tree: Tree) -> Hashable:
-    """Equal for trees that can be stacked: structure, shapes and element types."""
+    """Return a key that is equal for trees that can be stacked: structure, shapes and element types."""
     leaves, form = _flat(tree)
     kinds = ((tuple(one.shape), one.dtype) if isinstance(one, torch.Tensor) else object() for one in leaves)
-    return form, *kinds  # an object is like no other
+    return form, *kinds  # other objects are unique
 
 
 def joined(trees: Sequence[Tree]) -> Tree:
-    """Trees of equal structure as one, tensors joined along their first dimension; a single one as it is."""
+    """Concatenate trees of equal structure along the tensors' first dimension."""
     if len(trees) == 1:
         return trees[0]
     leaves, forms = zip(*map(_flat, trees), strict=True)
@@ -60,34 +59,36 @@ def joined(trees: Sequence[Tree]) -> Tree:
 
 
 def rows(tree: Tree, count: int) -> list[Tree]:
-    """A tree per row, each a batch of one; raises ValueError where a tensor has not `count` rows."""
+    """Split into a tree per row, each a batch of one; ValueError unless all tensors have `count` rows."""
     if count == 1:
         return [tree]
     leaves, form = _flat(tree)
     for one in leaves:
         if not isinstance(one, torch.Tensor):
-            raise ValueError(f"an output is {one!r:.60}: tensors with a row per sample can be batched")
+            raise ValueError(f"an output is {one!r:.60}: expected tensors with a row per sample")
         if one.ndim == 0 or one.shape[0] != count:
-            raise ValueError(f"an output of shape {tuple(one.shape)} has no row for each of {count} samples")
+            raise ValueError(
+                f"an output of shape {tuple(one.shape)} does not have a row for each of {count} samples"
+            )
     return [pytree.tree_unflatten([one[at : at + 1] for one in leaves], form) for at in range(count)]
 
 
 def without_batch(tree: Tree) -> Tree:
-    """A batch of one without its first dimension; raises ValueError where a tensor is none."""
+    """Remove the first dimension of a batch of one; raises ValueError for other tensors."""
     leaves, form = _flat(tree)
     for one in leaves:
         if isinstance(one, torch.Tensor) and (one.ndim == 0 or one.shape[0] != 1):
-            raise ValueError(f"an output of shape {tuple(one.shape)} has no row for its one sample")
+            raise ValueError(f"an output of shape {tuple(one.shape)} does not have exactly one row")
     return pytree.tree_unflatten([one[0] if isinstance(one, torch.Tensor) else one for one in leaves], form)
 
 
 def elements(tree: Tree) -> int:
-    """How many numbers there are, about."""
+    """Estimate the number of values."""
     return sum(one.numel() if isinstance(one, torch.Tensor) else 1 for one in _flat(tree)[0])
 
 
 def plain(tree: Tree) -> Any:
-    """As JSON holds it: tensors as lists; raises TypeError for what JSON has no word for."""
+    """Convert to JSON values, with tensors as lists; raises TypeError for unsupported types."""
     if isinstance(tree, torch.Tensor):
         real = torch.view_as_real(tree) if tree.is_complex() else tree
         return real.tolist()
@@ -99,11 +100,11 @@ def plain(tree: Tree) -> Any:
         return tree
     if callable(item := getattr(tree, "tolist", None)):  # a numpy scalar or array
         return plain(item())
-    raise TypeError(f"a result of type {type(tree).__name__} is no JSON: {str(tree)[:_TOO_LONG]}")
+    raise TypeError(f"a result of type {type(tree).__name__} is not JSON: {str(tree)[:_TOO_LONG]}")
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON text; NaN and infinities, for which JSON has no word, are the texts nan, inf and -inf."""
+    """Encode as JSON; NaN and infinities become the strings nan, inf and -inf."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
@@ -125,18 +126,18 @@ _DIMENSIONS = 16
 
 
 def tensors_of(body: bytearray, most_elements: int) -> dict[str, torch.Tensor]:
-    """The tensors of a body, which they share; raises RefusedError for anything that is not exactly right."""
+    """Parse a safetensors body; tensors share its memory. Raises RefusedError for any inconsistency."""
     length = int.from_bytes(body[:8], "little")
     if not 2 <= length <= min(_HEADER_BYTES, len(body) - 8):
-        raise wrong("the body is no safetensors file: its header does not fit it")
+        raise wrong("the body is not a safetensors file: its header does not fit")
     try:
         header = canonical_json.loads(
             bytes(body[8 : 8 + length]), what="the header", limit_bytes=_HEADER_BYTES, depth=4
         )
     except DamagedError as error:
-        raise wrong(f"the body is no safetensors file: {error}") from None
+        raise wrong(f"the body is not a safetensors file: {error}") from None
     if not isinstance(header, dict):
-        raise wrong("the body is no safetensors file: its header is no object")
+        raise wrong("the body is not a safetensors file: its header is not an object")
     header.pop("__metadata__", None)
     if not 1 <= len(header) <= _NAMES:
         raise wrong(f"the body has {len(header)} tensors: send 1 to {_NAMES}")
@@ -149,15 +150,15 @@ def _cut(body: bytearray, data: int, header: Mapping[str, Any], most: int) -> di
     tensors: dict[str, torch.Tensor] = {}
     for name, (element, shape, start, stop) in sorted(found.items(), key=lambda item: item[1][2:]):
         if start != end or stop - start != element.nbytes(shape):
-            raise wrong(f"the bytes of {name[:60]!r} are not where its type, shape and neighbours put them")
+            raise wrong(f"the bytes of {name[:60]!r} do not match its type, shape and neighbours")
         end, total = stop, total + math.prod(shape)
         if total > most:
             raise wrong(f"the body has more than {most} elements", 413)
         if data + stop > len(body):
-            raise wrong(f"the bytes of {name[:60]!r} are not all there")
+            raise wrong(f"the bytes of {name[:60]!r} are incomplete")
         tensors[name] = _tensor(body, data + start, element, shape)
     if data + end != len(body):
-        raise wrong(f"the body has {len(body) - data - end} bytes behind its last tensor")
+        raise wrong(f"the body has {len(body) - data - end} extra bytes after its last tensor")
     return tensors
 
 
@@ -167,10 +168,10 @@ def _entry(name: str, entry: Any) -> tuple[ElementType, tuple[int, ...], int, in
         shape, element = tuple(entry["shape"]), by_code(entry["dtype"])
         torch_dtype(element)
     except (KeyError, TypeError, ValueError, FormatError):
-        raise wrong(f"the header says of {name[:60]!r} what cannot be") from None
+        raise wrong(f"the header has an invalid entry {name[:60]!r}") from None
     numbers = (start, stop, *shape)
     if len(shape) > _DIMENSIONS or not all(type(one) is int and 0 <= one < 2**40 for one in numbers):
-        raise wrong(f"the header says of {name[:60]!r} what cannot be")
+        raise wrong(f"the header has an invalid entry {name[:60]!r}")
     return element, shape, start, stop
 
 
@@ -180,14 +181,14 @@ def _tensor(body: bytearray, at: int, element: ElementType, shape: tuple[int, ..
         return torch.empty(shape, dtype=torch_dtype(element))
     raw = torch.frombuffer(body, dtype=torch.uint8, count=nbytes, offset=at)
     if element.name == "bool":
-        return (raw != 0).reshape(shape)  # any other byte than 0 and 1 is no bool
+        return (raw != 0).reshape(shape)  # only the bytes 0 and 1 are bools
     if at % element.itemsize:
         raw = raw.clone()
     return raw.view(torch_dtype(element)).reshape(shape)
 
 
 def body_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file; raises FaultyAnswerError for element types that it cannot hold."""
+    """Encode as safetensors; raises FaultyAnswerError for unsupported element types."""
     parts, entries = list[memoryview](), list[tuple[str, str, Sequence[int], int]]()
     for name, tensor in tensors.items():
         try:
@@ -195,7 +196,9 @@ def body_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
         except BlobError as error:
             raise FaultyAnswerError(str(error)) from None
         if element.raw:
-            raise FaultyAnswerError(f"{name} is {element.name}, which safetensors cannot hold: ask for JSON")
+            raise FaultyAnswerError(
+                f"{name} is {element.name}, which safetensors does not support: request JSON"
+            )
         parts.append(stored_bytes(tensor, name))
         entries.append((name, element.code, tensor.shape, tensor.nbytes))
     return b"".join([safetensors_header(entries, metadata, 8), *parts])
@@ -205,28 +208,28 @@ Say = Callable[[str], None]
 
 
 class ServingHandler(Protocol):
-    """What stands around a model: from what clients send to samples, to results, to what they get.
+    """Protocol of handlers, which convert requests to samples and results to answers.
 
-    `--handler module:Class` names a class that is made with `(module, signature)`. `ValueError` and
-    `TypeError` of `decode` and `predict` refuse the sample and are told to the client.
+    `--handler module:Class` names a class that is created with `(module, signature)`. `ValueError` and
+    `TypeError` of `decode` and `predict` reject the sample and are sent to the client.
     """
 
     def decode(self, sent: Any) -> Any:
-        """A sample of what a client sent: JSON, or a dict of tensors where the body was binary."""
+        """Convert a client's value to a sample: JSON, or a dict of tensors of a binary body."""
 
     def alike(self, sample: Any) -> Hashable:
-        """Samples of which this is equal may be predicted in one batch."""
+        """Return a key; samples with equal keys may share a batch."""
 
     def predict(self, samples: Sequence[Any]) -> Sequence[Any]:
-        """A result for each; called in the one thread that computes, in inference mode."""
+        """Return a result per sample; called in the compute thread, in inference mode."""
 
     def encode(self, result: Any) -> Any:
-        """What a client gets: tensors, numbers, texts, None, and lists and dicts of these."""
+        """Convert a result for the client: tensors, numbers, texts, None, and lists and dicts of these."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """What answers requests now. `key` tells epochs apart; `signature` is None where none is known."""
+    """The served model. `key` identifies the epoch; `signature` is None if unknown."""
 
     name: str
     handler: ServingHandler = field(repr=False)
@@ -238,24 +241,24 @@ class Served:
     about: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> dict[str, Any]:
-        """What `/metadata` says."""
+        """Return the content of `/metadata`."""
         told = {"run": self.name, "epoch": self.epoch, "branch": self.branch, "code_id": self.code_id}
         signature = self.signature.to_json() if self.signature is not None else None
         return {**told, "signature": signature, **self.about}
 
 
 class ModelSource(Protocol):
-    """Where what is served comes from."""
+    """Source of served models."""
 
     def first(self) -> Served:
-        """Load it; raises the errors of opening and loading."""
+        """Load the first model; raises the errors of opening and loading."""
 
     def newer(self, served: Served) -> Served | None:
-        """What is to take its place, loaded; None where nothing is. Raises errors, also temporary ones."""
+        """Load a newer model; None if there is none. Raises errors, also temporary ones."""
 
 
 class ModelSlot:
-    """What is served now. Read by many threads, replaced by one; a reference is taken or replaced whole."""
+    """Holder of the served model: read by many threads, replaced atomically by one."""
 
     def __init__(self, served: Served) -> None:
         self.current = served
@@ -264,14 +267,14 @@ class ModelSlot:
 
 Sample = dict[str, torch.Tensor]
 _ONLY = ""
-"""The name of the only input of a module of which no signature is known."""
+"""Name of the single input of a module without a signature."""
 
 
 class TensorHandler:
-    """Every step can be overridden alone. With a signature samples are compared with it and converted to it.
+    """Handler of a module that takes and returns tensors; each step can be overridden.
 
-    Without one numbers become tensors of torch's default types, and what does not fit shows in `predict`.
-    The first dimension of the signature's inputs is that of the batch.
+    With a signature samples are checked and converted; its inputs' first dimension is the batch. Without one
+    numbers become tensors of torch's default types, and mismatches show in `predict`.
     """
 
     def __init__(self, module: torch.nn.Module, signature: Signature | None = None) -> None:
@@ -280,26 +283,26 @@ class TensorHandler:
         self.device = first.device if first is not None else torch.device("cpu")
 
     def decode(self, sent: Any) -> Sample:
-        """Tensors of one sample, by name; raises ValueError for what does not fit the signature."""
+        """Convert to tensors by name; raises ValueError if they do not fit the signature."""
         if self.signature is None:
             named = sent if isinstance(sent, Mapping) else {_ONLY: sent}
-            if len(named) == 1:  # of one input the name does not matter
+            if len(named) == 1:  # the name of a single input does not matter
                 named = {_ONLY: next(iter(named.values()))}
             return {name: tensor_of(one) for name, one in named.items()}
         specs = self.signature.inputs
         named = sent if isinstance(sent, Mapping) else {specs[0].name: sent}
         if isinstance(sent, Mapping) and len(specs) == 1 and specs[0].name not in named and len(named) == 1:
-            named = {specs[0].name: next(iter(named.values()))}  # of one input the name does not matter
+            named = {specs[0].name: next(iter(named.values()))}  # the name of a single input does not matter
         if named.keys() != {spec.name for spec in specs}:
-            raise ValueError(f"the inputs are {', '.join(spec.name for spec in specs)}: send these, by name")
+            raise ValueError(f"the inputs are {', '.join(spec.name for spec in specs)}: send them by name")
         return {spec.name: fitted(named[spec.name], spec) for spec in specs}
 
     def alike(self, sample: Sample) -> Hashable:
-        """Names, shapes and types."""
+        """Return names, shapes and types."""
         return shape_of(sample)
 
     def predict(self, samples: Sequence[Sample]) -> Sequence[Any]:
-        """One call of the module for all of them."""
+        """Call the module once for all samples."""
         inputs = {name: torch.stack([one[name] for one in samples]).to(self.device) for name in samples[0]}
         output = self.forward(inputs)
         try:
@@ -308,13 +311,13 @@ class TensorHandler:
             raise FaultyAnswerError(str(error)) from None
 
     def forward(self, inputs: Sample) -> Any:
-        """Call the module: in the order of its signature, else one input as it is, several by name."""
+        """Call the module with inputs in signature order; without one, a single input or several by name."""
         if self.signature is not None or _ONLY in inputs:
             return self.module(*inputs.values())
         return self.module(**inputs)
 
     def encode(self, result: Any) -> Any:
-        """Outputs by the signature's names, where there are several."""
+        """Return the outputs, several by the signature's names."""
         outputs = self.signature.outputs if self.signature is not None else ()
         if isinstance(result, (list, tuple)) and len(result) == len(outputs):
             return {spec.name: one for spec, one in zip(outputs, result, strict=True)}
@@ -322,17 +325,17 @@ class TensorHandler:
 
 
 def tensor_of(sent: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of nested lists of numbers, or the one that was sent; raises ValueError."""
+    """Convert nested lists to a tensor; raises ValueError."""
     if isinstance(sent, torch.Tensor):
         return sent
     try:
         return torch.tensor(sent, dtype=dtype)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"no tensor: {str(error)[:120]}") from None
+        raise ValueError(f"not a tensor: {str(error)[:120]}") from None
 
 
 def fitted(sent: Any, spec: TensorSpec) -> torch.Tensor:
-    """A sample's tensor of the type and shape that its input wants; raises ValueError."""
+    """Convert a sample's tensor to the type and shape of its input; raises ValueError."""
     try:
         found = converted(sent, spec)
     except ValueError as error:
@@ -341,13 +344,13 @@ def fitted(sent: Any, spec: TensorSpec) -> torch.Tensor:
     if found.ndim != len(wanted) or any(
         isinstance(size, int) and size != there for size, there in zip(wanted, found.shape, strict=True)
     ):
-        told = ", ".join(map(str, wanted))
-        raise ValueError(f"{spec.name}: a sample has the shape ({told}), this has {tuple(found.shape)}")
+        sizes = ", ".join(map(str, wanted))
+        raise ValueError(f"{spec.name}: expected a sample of shape ({sizes}), not {tuple(found.shape)}")
     return found
 
 
 def converted(sent: Any, spec: TensorSpec) -> torch.Tensor:
-    """As the wanted type, where no number changes but by rounding; raises ValueError."""
+    """Convert to a type without changing values except by rounding; raises ValueError."""
     wanted = dtype_of(spec)
     if not isinstance(sent, torch.Tensor) and wanted.is_floating_point:
         return tensor_of(sent, wanted)
@@ -355,7 +358,7 @@ def converted(sent: Any, spec: TensorSpec) -> torch.Tensor:
     if found.dtype == wanted or found.numel() == 0:
         return found.to(wanted)
     if not torch.can_cast(found.dtype, wanted):
-        raise ValueError(f"{_name(found.dtype)} is no {spec.dtype}")
+        raise ValueError(f"expected {spec.dtype}, not {_name(found.dtype)}")
     cast = found.to(wanted)
     if not (wanted.is_floating_point or wanted.is_complex) and not torch.equal(cast.to(found.dtype), found):
         raise ValueError(f"a number is out of the range of {spec.dtype}")
@@ -363,7 +366,7 @@ def converted(sent: Any, spec: TensorSpec) -> torch.Tensor:
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """The element type that a signature names; raises UsageError for one that torch does not know."""
+    """Return the torch type of a signature's element type; raises UsageError for unknown types."""
     try:
         return torch_dtype(by_name(spec.dtype))
     except FormatError as error:

@@ -1,4 +1,4 @@
-"""Where models come from: epochs of a run, functions that the user names, packages."""
+"""Sources of served models: epochs of a run, functions of the user, packages."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ Make = Callable[[Checkpoint], Served]
 
 
 class EpochModelSource:
-    """The epochs at a place, made into models by `make`, each tried once.
+    """Epochs of a run or checkpoint directory, loaded by `make`, each tried once.
 
-    `wish` is what `open_checkpoint` takes as an epoch. Of `last` and `best` epoch 0 is never meant: nothing
-    was trained by then.
+    `wish` is an epoch as in `open_checkpoint`. `last` and `best` never select epoch 0, which is untrained.
     """
 
     def __init__(self, where: str, wish: str, make: Make, say: Say) -> None:
@@ -52,22 +51,22 @@ class EpochModelSource:
 
     @property
     def follows(self) -> bool:
-        """Whether another epoch can come to be meant."""
+        """True if the selected epoch can change."""
         return not self._wish.explicit
 
     def first(self) -> Served:
-        """Load what is meant; raises the errors of `open_checkpoint` and its `load`."""
+        """Load the selected epoch; raises the errors of `open_checkpoint` and its `load`."""
         view = read_log(self._place)
         if self._wish.explicit:
             return self._made(named_entry(view, self._wish, self._place.url))
         found = self._newest(view, None)
         if found is None:
             why = "; ".join(self._damaged.values())
-            raise NoProvableEpochError(f"no epoch in {self._place.url} is whole: {why}")
+            raise NoProvableEpochError(f"no epoch in {self._place.url} is usable: {why}")
         return found
 
     def newer(self, served: Served) -> Served | None:
-        """Load what is meant now, if that is another epoch; a log that has not grown is not read again."""
+        """Load the selected epoch if it has changed; an unchanged log is not read again."""
         if not self.follows:
             return None
         storage = self._place.storage
@@ -82,7 +81,7 @@ class EpochModelSource:
         every = candidates(self._place, view, self._wish, None, self._say)
         entries = [one for one in every if one.position.epoch > 0]
         if not entries and served is None:
-            raise UsageError(f"{self._place.url} has no trained epoch yet: train it first")
+            raise UsageError(f"{self._place.url} has no trained epoch yet")
         for entry in entries:
             if served is not None and self._is_reached(entry, served):
                 return None
@@ -96,7 +95,7 @@ class EpochModelSource:
         return None
 
     def _is_reached(self, entry: CommittedPosition, served: Served) -> bool:
-        """Whether nothing is left that is newer, or better: going back to older epochs is nobody's wish."""
+        """Return True if no newer or better epoch is left; never goes back to older ones."""
         older = served.branch == entry.branch and entry.position.epoch <= (served.epoch or 0)
         return served.key == entry.try_name or (self._wish.word == "last" and older)
 
@@ -105,7 +104,7 @@ class EpochModelSource:
 
 
 def name_of(where: str) -> str:
-    """What a run is called: the name of its directory."""
+    """Return the name of a run, which is that of its directory."""
     return Path(where).resolve().name or where
 
 
@@ -115,7 +114,7 @@ _SIGNATURE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class PlainModel:
-    """A module of a function without arguments, filled with one blob of an epoch, and nothing else read."""
+    """Builds a module with a function and loads one blob of an epoch into it."""
 
     name: str
     factory: Callable[[], Any]
@@ -126,10 +125,10 @@ class PlainModel:
     code_id: str | None
 
     def __call__(self, opened: Checkpoint) -> Served:
-        """Load it; raises the errors of the function and of `Checkpoint.load`."""
+        """Build and load the module; raises the errors of the function and of `Checkpoint.load`."""
         module = self.factory()
         if not isinstance(module, torch.nn.Module):
-            raise UsageError(f"--model gave {module!r:.60}, which is no torch.nn.Module")
+            raise UsageError(f"--model returned {module!r:.60}, which is not a torch.nn.Module")
         module.to(checked_device(self.device) or torch.device("cpu"))
         if self.blob not in opened.blobs:
             there = ", ".join(opened.blobs)
@@ -146,14 +145,14 @@ def served_epoch(
     code_id: str | None,
     signature: Signature | None,
 ) -> Served:
-    """An epoch that `handler` answers for."""
+    """Return the served model of an epoch with a handler."""
     about = {"metrics": dict(opened.metrics)}
     key = opened.entry.try_name
     return Served(name, handler, opened.epoch, opened.branch, code_id, signature, key, about)
 
 
 def handler_of(text: str | None) -> MakeHandler:
-    """The class of `--handler`, the one for plain tensors without it."""
+    """Return the class of `--handler`, by default TensorHandler."""
     if text is None:
         return TensorHandler
     kind = named(text, "--handler")
@@ -166,7 +165,7 @@ def handler_of(text: str | None) -> MakeHandler:
 
 
 def read_signature(path: str | None) -> Signature | None:
-    """The signature in a JSON file; raises UsageError for anything else."""
+    """Read a signature from a JSON file; raises UsageError."""
     if path is None:
         return None
     try:
@@ -177,12 +176,12 @@ def read_signature(path: str | None) -> Signature | None:
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--signature {path}: {error}") from None
     if not signature.inputs or not all(spec.shape for spec in signature.inputs):
-        raise UsageError(f"--signature {path}: each input has a first dimension, that of the batch")
+        raise UsageError(f"--signature {path}: each input needs a first dimension for the batch")
     return signature
 
 
 def noted_signature(run: Path) -> Signature | None:
-    """What the run noted while it trained, for people: sizes other than the batch's may differ, too."""
+    """Return the signature recorded in training, for information: other sizes may also vary."""
     try:
         found = read_json(run / "signature.json")
         return None if found is None else Signature.from_json(found)
@@ -191,7 +190,7 @@ def noted_signature(run: Path) -> Signature | None:
 
 
 def code_id_of_run(run: Path) -> str | None:
-    """The code id of the run's newest start, where its source was archived."""
+    """Return the code id of the run's newest launch, if its source was archived."""
     try:
         known = [found for one in captures(run) if (found := code_id_of(one)) is not None]
     except RelayError:
@@ -200,9 +199,9 @@ def code_id_of_run(run: Path) -> str | None:
 
 
 class PackageHandler(TensorHandler):
-    """Samples are rows of the inputs; of the outputs those with the batch's size are shared out by rows.
+    """Handler of a package; samples are rows of the inputs and of outputs with the batch size.
 
-    Where the inputs' first size is 1 and no name, samples are computed one by one.
+    If the inputs' first size is fixed to 1, samples are computed one by one.
     """
 
     def __init__(self, module: Any, signature: Signature) -> None:
@@ -211,11 +210,11 @@ class PackageHandler(TensorHandler):
         self._batch = batch_size_of(signature)
 
     def alike(self, sample: Sample) -> Hashable:
-        """As for any tensors, unless the batch is of one alone."""
+        """Return the key of the sample, unique if the batch size is 1."""
         return object() if self._batch == 1 else shape_of(sample)
 
     def predict(self, samples: Sequence[Sample]) -> Sequence[Any]:
-        """One run of the program for all of them."""
+        """Run the program once for all samples."""
         inputs = [
             torch.stack([one[spec.name] for one in samples]).to(self.device) for spec in self._specs.inputs
         ]
@@ -233,25 +232,24 @@ class PackageHandler(TensorHandler):
         return isinstance(output, torch.Tensor) and bool(spec.shape) and spec.shape[0] == self._batch
 
     def encode(self, result: Any) -> Any:
-        """As it is: the names are those of the signature already."""
+        """Return the outputs, which already have the signature's names."""
         return result
 
 
 def batch_size_of(signature: Signature) -> int | str:
-    """The first size that all inputs share; raises UsageError where it is no batch's."""
+    """Return the first size shared by all inputs; raises UsageError if it cannot be a batch size."""
     sizes = {spec.shape[0] if spec.shape else None for spec in signature.inputs}
     size = next(iter(sizes), None)
     if len(sizes) != 1 or size is None or (isinstance(size, int) and size != 1):
-        told = ", ".join(f"{spec.name} {spec.shape}" for spec in signature.inputs)
+        given = ", ".join(f"{spec.name} {spec.shape}" for spec in signature.inputs)
         raise UsageError(
-            f"the inputs are {told}: to be served all have the same first size, of the batch, which is 1 "
-            "or free; save the package with inputs of that kind"
+            f"the inputs are {given}: expected the same first size of all, dynamic or 1, for the batch"
         )
     return size
 
 
 class PackageSource:
-    """One package; it never changes."""
+    """Source of one package, which never changes."""
 
     follows = False
 
@@ -259,7 +257,7 @@ class PackageSource:
         self._path, self._handler, self._device = path, handler, device
 
     def first(self) -> Served:
-        """Load it; raises the errors of `open_package` and of `Package.module`."""
+        """Load the package; raises the errors of `open_package` and `Package.module`."""
         package = open_package(self._path)
         module = package.module()
         if package.signature is None:
@@ -275,15 +273,15 @@ class PackageSource:
             known.get("code_id"),
             package.signature,
             self._path,
-            {"package": self._path, **_told(package)},
+            {"package": self._path, **_description(package)},
         )
 
     def newer(self, served: Served) -> Served | None:
-        """Nothing ever."""
+        """Return None: a package never changes."""
         return None
 
 
-def _told(package: Package) -> dict[str, Any]:
+def _description(package: Package) -> dict[str, Any]:
     labels = list(package.labels) if package.labels is not None else None
     text = package.preprocessing if isinstance(package.preprocessing, str) else None
     return {"labels": labels, "preprocessing": text}

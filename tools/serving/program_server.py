@@ -1,7 +1,6 @@
-"""The model of a program's or a configuration's run as a server: the verb `server`.
+"""The subcommand `server` for runs of programs and configurations.
 
-The archived code of the run makes the program before anything is served. Later epochs need it no more, so
-that `--watch` runs nothing of the user's beside requests.
+The archived code of the run builds the program once, before serving; `--watch` runs no user code.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _LOOK_SECS = 1.0
 
 
 def serve_program(scene: Scene) -> int:
-    """Serve, and return the exit code. Refuses what `eval` refuses, before anything listens."""
+    """Serve and return the exit code; checks everything that `eval` checks before listening."""
     check_installed()
     used = Used(**use(scene))
     if used.said:
@@ -67,17 +66,17 @@ def serve_program(scene: Scene) -> int:
 
 
 def followed(request: VerbRequest, used: Used) -> str:
-    """The epoch to serve: with `--watch` what is newest or best, else the very one that was found."""
+    """Return the epoch to serve: with `--watch` "last" or "best", else the resolved epoch."""
     wish = request.epoch or "last"
     if request.serve is None or not request.serve.watch:
         return used.name
     if wish not in ("last", "best"):
-        raise UsageError(f"--watch follows last or best: leave --epoch {wish:.40} out")
+        raise UsageError(f"--watch follows last or best: remove --epoch {wish:.40}")
     return wish
 
 
 def served_of(scene: Scene, used: Used, opened: Checkpoint) -> Served:
-    """An epoch in a new object of the program: one that is served is never written to."""
+    """Load an epoch into a new program object, because a served one is never modified."""
     program = scene.made()
     set_seed(program.seed)
     opened.load_saved({"model": program.model})
@@ -86,7 +85,7 @@ def served_of(scene: Scene, used: Used, opened: Checkpoint) -> Served:
 
 
 def leave_with_parent(stop: Callable[[], None]) -> None:
-    """Have this process leave when the one that started it is gone: nobody else knows of it."""
+    """End this process when its parent process ends."""
     parent = os.getppid()
 
     def look() -> None:
@@ -99,10 +98,9 @@ def leave_with_parent(stop: Callable[[], None]) -> None:
 
 
 class ProgramHandler:
-    """Batches are made where `prepare_sample` and `eval` are torchrelay's own, or `batches_samples` says so.
+    """Handler of a program; batches only with torchrelay's `prepare_sample` and `eval`, or `batches_samples`.
 
-    Of any other nobody knows which dimension is the batch's. `own_mode`: an `eval` of the user's chooses for
-    itself whether gradients are wanted.
+    For other programs the batch dimension is unknown. `own_mode`: the user's `eval` decides on gradients.
     """
 
     def __init__(self, program: Samples) -> None:
@@ -115,23 +113,23 @@ class ProgramHandler:
         program.model.eval()
 
     def decode(self, sent: Any) -> Any:
-        """What the program makes of it."""
+        """Prepare the sample with the program."""
         return self._program.decode_sample(sent)
 
     def alike(self, sample: Any) -> Hashable:
-        """Shapes and types; each sample for itself where no batches are made."""
+        """Return shapes and types, or a unique key without batching."""
         return shape_of(sample) if self._batches else object()
 
     def predict(self, samples: Sequence[Any]) -> Sequence[Any]:
-        """Results, one after the other or as one batch."""
+        """Return the results, computed one by one or as one batch."""
         if len(samples) > 1:
             return self._batch(samples)
         if isinstance(samples[0], (str, PathLike)) and self.own_mode:
-            raise ValueError("a text is no sample here: eval would take it for the name of a file")
+            raise ValueError("a text is not a valid sample: eval would treat it as a file name")
         return [self._program.eval(samples[0]) if self.own_mode else self._program.result_of(samples[0])]
 
     def encode(self, result: Any) -> Any:
-        """What the program says that clients get."""
+        """Convert the result with the program."""
         return self._program.encode_result(result)
 
     def _batch(self, samples: Sequence[Any]) -> list[Any]:
@@ -151,8 +149,8 @@ def serve_config(scene: ConfiguredScene) -> int:
     request = scene.request
     if request.ignore:
         raise UsageError(
-            f"server -m {scene.file} serves by the code archived with a run, so that --ignore does nothing: "
-            "leave it out, or name the run with --run"
+            f"server -m {scene.file} serves with the archived code of a run, so --ignore has no effect: "
+            "remove it"
         )
     used = Used(**use(scene))
     return serve_run(used.path, followed(request, used), request.serve or ServeOptions())
@@ -161,7 +159,7 @@ def serve_config(scene: ConfiguredScene) -> int:
 def serve_run(
     run: str, epoch: str, options: ServeOptions, blob: str | None = None, device: str | None = None
 ) -> int:
-    """Serve a program of the model that the run's archived source and configuration make."""
+    """Serve the traced model that the run's archived source and configuration build."""
 
     def source(scratch: Path) -> EpochModelSource:
         model = configured_model(Path(run).resolve(), scratch, blob, device)
@@ -172,20 +170,20 @@ def serve_run(
 
 
 def configured_model(run: Path, into: Path, blob: str | None = None, device: str | None = None) -> PlainModel:
-    """Make the program of a run's model by its archived code, in `into`, a folder that stays while it serves.
+    """Trace a run's model, built by its archived code in the folder `into`, which must exist while serving.
 
-    Inputs that no answer depends on, as the labels of a batch, are none of the program's. Raises UsageError
-    for a run that tells no model, and for one whose model gives no program; DamagedError.
+    Unused inputs, such as the labels of a batch, are removed. Raises UsageError for a run without a model,
+    and for a model that cannot be traced; DamagedError.
     """
     path = into / "program.zip"
     with rebuilt(run, None, blob) as found, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no program is told below, with its remedy
+        warnings.simplefilter("ignore")  # a missing program is reported below
         made = found.make()
         inputs = None if made.inputs is None else made.inputs()
         package = save(path, made.module, inputs, source=False, drop_unused=found.of_batches)
     if package.signature is None or not package.has_program:
         lacks = "; ".join(package.without)
-        raise UsageError(f"{run}: {lacks}; --model module:function serves it, by a function that makes it")
+        raise UsageError(f"{run}: {lacks}; use --model module:function")
     signature = package.signature
 
     def handler(module: nn.Module, _: Signature | None) -> PackageHandler:

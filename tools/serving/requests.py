@@ -1,11 +1,10 @@
-"""One `/predict`: read within bounds, understood, queued, answered. Whatever ends it, nothing of it stays.
+"""Handling of `/predict` requests: limited reading, parsing, queueing and answering.
 
     {"sample": S}          one sample      {"result": R, "epoch": 3}
     {"samples": [S, ...]}  several         {"results": [R, ...], "epoch": 3}
     safetensors            tensors with a row per sample, by name; the answer likewise
 
-S is a number, a list of S, a text, or an object of these by the names of a model's inputs: what becomes of it
-is the handler's business.
+S is a number, a list of S, a text, or an object of these by names of inputs; the handler converts it.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from torchrelay.tools.serving.serve import FaultyAnswerError, RefusedError, busy
 from torchrelay.tools.serving.web import done_by, settle
 
 SMALL_BYTES = 16 << 10
-"""What is shorter is done at once: handing it over would take longer."""
+"""Smaller bodies are parsed directly instead of in another thread."""
 SMALL_ELEMENTS = 2048
 
 
 class Body:
-    """A body that grows while it is read; `release` gives its bytes back to the budget.
+    """A request body; `release` returns its bytes to the budget.
 
-    `weight` is how many bytes of memory a byte of it comes to.
+    `weight` is the memory used per byte of the body.
     """
 
     def __init__(self, budget: Budget, weight: int = 1) -> None:
@@ -55,9 +54,9 @@ class Body:
         self._budget, self._weight, self._taken = budget, weight, 0
 
     async def read(self, request: Request, most: int) -> None:
-        """Read it whole. Raises RefusedError 413 where it is too long, 429 where all are; ClientDisconnect.
+        """Read the body; raises RefusedError 413 if it is too long, 429 if all are; ClientDisconnect.
 
-        What says itself that it is too long is refused before a byte is read.
+        A declared length beyond the limit is refused before reading.
         """
         said = request.headers.get("content-length", "0")
         if not said.isdecimal() or len(said) > 15 or int(said) > most:
@@ -72,7 +71,7 @@ class Body:
             self.data += chunk
 
     def release(self) -> None:
-        """It is not needed any more."""
+        """Release the memory."""
         self._budget.give_back(self._taken)
         self._taken = 0
 
@@ -87,7 +86,7 @@ BINARY = (MEDIA_TYPE, "application/octet-stream")
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """What was asked: samples as they were sent; `single` where they were sent as one."""
+    """The samples of a request; `single` for `{"sample": ...}`."""
 
     samples: tuple[Any, ...]
     single: bool = False
@@ -95,43 +94,43 @@ class PredictRequest:
 
 @dataclass(frozen=True)
 class ContentFormat:
-    """How a body is to be read, and its answer to be written."""
+    """Formats of the request body and the answer."""
 
     binary: bool
     binary_answer: bool
 
     def limit(self, limits: RequestLimits) -> int:
-        """The most bytes that its body may have."""
+        """Limit on the size of the body in bytes."""
         return limits.body_bytes if self.binary else limits.json_bytes
 
 
 def form_of(headers: Mapping[str, str]) -> ContentFormat:
-    """By Content-Type and Accept; raises RefusedError 415 or 406 for others than JSON and safetensors."""
+    """Choose formats by Content-Type and Accept; raises RefusedError 415 or 406 for unsupported ones."""
     if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise wrong("bodies are not unpacked here: send it without Content-Encoding", 415)
+        raise wrong("compressed bodies are not supported: send it without Content-Encoding", 415)
     kind, _, more = headers.get("content-type", "").partition(";")
     kind = kind.strip().lower()
     if kind != JSON and kind not in BINARY:
         raise wrong(f"Content-Type: send {JSON}, or tensors as {' or '.join(BINARY)}", 415)
     charset = more.strip().lower().removeprefix("charset=").strip('"')
     if kind == JSON and charset not in ("", "utf-8", "utf8", "us-ascii"):
-        raise wrong("JSON is read as UTF-8: send no other charset", 415)
+        raise wrong("JSON must be UTF-8", 415)
     return ContentFormat(kind in BINARY, _wants_binary(headers.get("accept", ""), kind in BINARY))
 
 
 def _wants_binary(accept: str, binary: bool) -> bool:
-    """The form that the client names first of those that there are; without one, that of the request."""
+    """Return the first supported format in Accept, else that of the request."""
     for text in accept.split(","):
         kind = text.partition(";")[0].strip().lower()
         if kind == JSON or kind in BINARY:
             return kind in BINARY
         if kind in ("*/*", "application/*", ""):
             return binary
-    raise wrong(f"Accept: there is {JSON} and {BINARY[0]}", 406)
+    raise wrong(f"Accept: supported are {JSON} and {BINARY[0]}", 406)
 
 
 def read_question(body: bytearray, form: ContentFormat, limits: RequestLimits) -> PredictRequest:
-    """Understand a body; raises RefusedError."""
+    """Parse a body; raises RefusedError."""
     found = _of_tensors(body, limits) if form.binary else _of_json(body, limits)
     if len(found.samples) > limits.samples:
         raise wrong(f"{len(found.samples)} samples at once: send at most {limits.samples}", 413)
@@ -142,7 +141,7 @@ def _of_tensors(body: bytearray, limits: RequestLimits) -> PredictRequest:
     tensors = tensors_of(body, limits.elements)
     counts = {tensor.shape[0] if tensor.ndim else -1 for tensor in tensors.values()}
     if len(counts) != 1 or min(counts) < 1:
-        raise wrong("tensors have a row per sample, all of them equally many, at least one")
+        raise wrong("expected tensors with a row per sample, all with the same number of rows, at least one")
     count = counts.pop()
     if count > limits.samples:
         raise wrong(f"{count} samples at once: send at most {limits.samples}", 413)
@@ -150,7 +149,7 @@ def _of_tensors(body: bytearray, limits: RequestLimits) -> PredictRequest:
 
 
 def _of_json(body: bytearray, limits: RequestLimits) -> PredictRequest:
-    if body.count(b",") > limits.elements:  # before anything is made of it: there are at least as many values
+    if body.count(b",") > limits.elements:  # before parsing: there are at least as many values
         raise wrong(f"the body has more than {limits.elements} elements", 413)
     try:
         value = canonical_json.loads(
@@ -169,7 +168,7 @@ def _of_json(body: bytearray, limits: RequestLimits) -> PredictRequest:
 def write_answer(
     results: Sequence[Any], question: PredictRequest, form: ContentFormat, about: Mapping[str, Any]
 ) -> bytes:
-    """The body of an answer; raises FaultyAnswerError for results that cannot be written in this form."""
+    """Encode an answer; raises FaultyAnswerError for results that do not fit the format."""
     if form.binary_answer:
         metadata = {name: str(value) for name, value in about.items() if value is not None}
         return body_of(_stacked(results), metadata)
@@ -178,11 +177,11 @@ def write_answer(
         content = {"result": told[0]} if question.single else {"results": told}
         return json_bytes({**content, **about})
     except TypeError as error:
-        raise FaultyAnswerError(f"{error}: write encode() of the handler so that it is") from None
+        raise FaultyAnswerError(f"{error}: fix encode() of the handler") from None
 
 
 def _stacked(results: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Results as tensors with a row for each, by name; one without a name is `result`."""
+    """Stack results to tensors by name, with a row each; a result without a name is `result`."""
     named = [one if isinstance(one, Mapping) else {"result": one} for one in results]
     try:
         return {
@@ -190,7 +189,7 @@ def _stacked(results: Sequence[Any]) -> dict[str, torch.Tensor]:
             for name in named[0]
         }
     except (ValueError, TypeError, RuntimeError, KeyError):
-        raise wrong("the results are no tensors of one shape: ask for application/json", 406) from None
+        raise wrong("the results are not tensors of equal shape: request application/json", 406) from None
 
 
 JSON_WEIGHT = 4
@@ -199,7 +198,7 @@ Answer = tuple[bytes, str, Served]
 
 
 class Predicting:
-    """Answers questions by a queue that one thread empties; used in one event loop."""
+    """Answers requests with the queue and compute thread; for one event loop."""
 
     def __init__(self, holder: ModelSlot, queue: Queue, limits: RequestLimits) -> None:
         self._holder, self._queue, self._limits = holder, queue, limits
@@ -208,11 +207,11 @@ class Predicting:
 
     @property
     def waiting(self) -> int:
-        """Samples that wait for a batch."""
+        """Number of samples waiting for a batch."""
         return len(self._queue)
 
     async def answer(self, request: Request) -> Answer:
-        """The body of the answer and its type. Raises RefusedError, ClientDisconnect, FaultyAnswerError."""
+        """Return body and type of the answer; raises RefusedError, ClientDisconnect, FaultyAnswerError."""
         form = form_of(request.headers)
         body = Body(self._budget, 1 if form.binary else JSON_WEIGHT)
         try:
@@ -222,7 +221,7 @@ class Predicting:
         finally:
             body.release()
         if scope.cancelled_caught:
-            raise unavailable(f"there was no answer within {self._limits.secs:g} s")
+            raise unavailable(f"no answer within {self._limits.secs:g} s")
         raise ClientDisconnect
 
     async def _answered(self, body: Body, form: ContentFormat, receive: Receive) -> Answer:
@@ -236,11 +235,11 @@ class Predicting:
         return text, MEDIA_TYPE if form.binary_answer else JSON, served
 
     async def _off(self, large: bool, work: Callable[[], Any]) -> Any:
-        """Do it here where it is small, else in the thread for that."""
+        """Run small work directly, else in a thread."""
         return await done_by(self._worker, work) if large else work()
 
     async def _computed(self, served: Served, samples: list[Any], receive: Receive) -> PendingRequest:
-        """Have it computed, while looking whether the client is still there."""
+        """Compute the answer while watching for a disconnect."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
@@ -250,7 +249,11 @@ class Predicting:
 
         asked = PendingRequest(served, samples, finish)
         if not self._queue.put(asked):
-            raise unavailable("the server is leaving") if self._holder.draining else busy("too much is asked")
+            raise (
+                unavailable("the server is leaving")
+                if self._holder.draining
+                else busy("too many samples are waiting")
+            )
         gone = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait((future, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -262,12 +265,12 @@ class Predicting:
                 self._queue.give_up(asked)
             gone.cancel()
             if future.done() and not future.cancelled():
-                future.exception()  # looked at, also where the client is gone
+                future.exception()  # retrieve the exception, even if the client has disconnected
         return asked
 
 
 async def _gone(receive: Receive) -> None:
-    """Return when the client has closed its connection."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -275,9 +278,9 @@ async def _gone(receive: Receive) -> None:
 def _understood(
     data: bytearray, form: ContentFormat, served: Served, limits: RequestLimits
 ) -> tuple[PredictRequest, list[Any]]:
-    """The question, and its samples as the handler wants them; raises RefusedError."""
+    """Parse the request and decode its samples; raises RefusedError."""
     question = read_question(data, form, limits)
     try:
         return question, [served.handler.decode(one) for one in question.samples]
-    except Exception as error:  # whatever the program's code says of what a client sent
+    except Exception as error:  # any error of the program's code on a client's value
         raise refusal_of(error, "the sample cannot be decoded") from None

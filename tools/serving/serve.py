@@ -1,4 +1,4 @@
-"""From a source and options to a server that runs until it is told to leave; refusals in words of HTTP."""
+"""Run the server until a signal; HTTP errors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 BUSY_SECS = 1
-"""When to come again where there is too much to do."""
+"""Value of Retry-After under load."""
 
 
 class RefusedError(Exception):
-    """A request that is not answered: a status and one sentence for the client.
+    """A refused request: a status and one sentence for the client.
 
-    Below 500 it is the client's; 429 and 503 say when to come again (`retry_secs`).
+    429 and 503 have `retry_secs` for Retry-After.
     """
 
     def __init__(self, status: int, text: str, retry_secs: int | None = None) -> None:
@@ -33,32 +33,32 @@ class RefusedError(Exception):
 
 
 def wrong(text: str, status: int = 400) -> RefusedError:
-    """A request that cannot be understood."""
+    """Return the error for an invalid request."""
     return RefusedError(status, text)
 
 
 def busy(text: str) -> RefusedError:
-    """Too much is asked at once: 429."""
+    """Return the error 429, too many requests."""
     return RefusedError(429, text, BUSY_SECS)
 
 
 def unavailable(text: str, retry_secs: int = BUSY_SECS) -> RefusedError:
-    """The server cannot answer now: 503."""
+    """Return the error 503, unavailable."""
     return RefusedError(503, text, retry_secs)
 
 
 class FaultyAnswerError(RuntimeError):
-    """What the model made of good samples is no answer: the fault is on this side, so that it is a 500."""
+    """The model returned an invalid answer for valid samples: 500."""
 
 
 _BYTES = 4096
-"""What a pipe that is ready takes at once (PIPE_BUF of Linux)."""
+"""Size of an atomic write to a pipe (PIPE_BUF of Linux)."""
 
 
 def tell(what: str, more: str) -> None:
-    """Write a line and the end of what belongs to it, at most 4096 bytes of ASCII.
+    """Write a line and the end of its details, at most 4096 bytes of ASCII.
 
-    Both are dropped where stderr is closed, or a pipe that nobody empties.
+    Dropped if stderr is closed, or a full pipe.
     """
     text = more.encode("ascii", "backslashreplace").decode()
     with suppress(OSError, ValueError):
@@ -68,7 +68,7 @@ def tell(what: str, more: str) -> None:
 
 
 def takes(stream: TextIO | None) -> bool:
-    """Whether a short write does not wait; what is no file of the system never does."""
+    """Return True if a short write does not block."""
     try:
         descriptor = stream.fileno()  # type: ignore[union-attr]
     except (OSError, ValueError, AttributeError):
@@ -79,7 +79,7 @@ def takes(stream: TextIO | None) -> bool:
 
 
 def check_installed(what: str = "serving") -> None:
-    """Raises UsageError where the extra is missing, or several ranks were started."""
+    """Raise UsageError if packages are missing, or several ranks were started."""
     missing = []
     for name in ("starlette", "uvicorn", "prometheus_client"):
         try:
@@ -89,7 +89,7 @@ def check_installed(what: str = "serving") -> None:
     if missing:
         raise UsageError(f"{what} needs {', '.join(missing)}: {install_command('serve')}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError("a server is one process: start it without torchrun")
+        raise UsageError("a server is a single process: start it without torchrun")
 
 
 def serve(
@@ -98,10 +98,9 @@ def serve(
     *,
     began: Callable[[Running], None] = lambda running: None,
 ) -> int:
-    """Take the address, load, serve, and return the exit code when it was told to leave.
+    """Bind the address, load the model, serve until a signal, and return the exit code.
 
-    The address is taken first, so that one that cannot be had costs no loading; nobody is answered before
-    the model is there.
+    Binding first reports an unusable address before loading; requests are answered only after loading.
     """
     from torchrelay.tools.serving.app import Running
     from torchrelay.tools.serving.batching import Watching
@@ -114,9 +113,7 @@ def serve(
         access = access_at(options.host, listening.getsockname()[1], token)
         found = source()
         if options.watch and not getattr(found, "follows", False):
-            raise UsageError(
-                "--watch follows last or best: an epoch by its number, or a package, never changes"
-            )
+            raise UsageError("--watch follows last or best, but a numbered epoch or a package never changes")
         holder = ModelSlot(found.first())
         watching = Watching(found, say) if options.watch else None
         running = Running(holder, listening, limits, access, watching)
@@ -131,13 +128,13 @@ def serve(
 
 
 def say(text: str) -> None:
-    """A line for whoever reads the log; dropped where that is a pipe which nobody empties."""
+    """Write a log line; dropped if stderr is a full pipe."""
     if takes(sys.stdout):
         print(text, file=sys.stdout, flush=True)
 
 
 def _leave_now() -> NoReturn:
-    """End the process with 0 while a thread is inside of torch: the interpreter's own end would abort it."""
+    """Exit with code 0 while a thread is inside torch, where a normal exit would abort."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -1,4 +1,4 @@
-"""What the server of models and the dashboard share: who is let in, the socket, uvicorn. Without torch."""
+"""Shared by the model server and the dashboard: access control, sockets, uvicorn. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _SHORTEST_TOKEN = 16
 
 @dataclass(frozen=True)
 class Access:
-    """Without a token only this machine is answered, under a name of itself; with one, whoever sends it."""
+    """Access rule: with a token, requests that send it; without one, only requests to localhost."""
 
     port: int
     token: str | None = None
 
     def refusal(self, headers: Mapping[str, str], *also: str) -> tuple[int, str] | None:
-        """Status and reason for who is not let in. The token comes as a bearer, or is one of `also`."""
+        """Return status and reason for a refused request; the token is a bearer token or one of `also`."""
         if self.token is None:
-            # A page of another site that was made to lead here sends that site's name (DNS rebinding).
+            # DNS rebinding: a page of another site sends that site's host name.
             here = self._names_here(headers.get("host", ""))
-            return None if here else (421, "this server answers to localhost alone")
+            return None if here else (421, "this server only answers to localhost")
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         said = [bearer.strip() if kind.lower() == "bearer" else "", *also]
-        # in a time that does not tell how much of it is right
+        # in constant time
         if any(hmac.compare_digest(one.encode(errors="replace"), self.token.encode()) for one in said):
             return None
         return 401, "send the header Authorization: Bearer TOKEN"
@@ -48,7 +48,7 @@ class Access:
 
 
 def access_at(host: str, port: int, token: str | None) -> Access:
-    """Who is let in at an address; raises UsageError where other machines could ask without a token."""
+    """Return the access rule of an address; raises UsageError for other machines without a token."""
     if token is None and not is_loopback(host.lower()):
         raise UsageError(
             f"--host {host} lets other machines ask: give --token-file, or --token, with a token that they "
@@ -58,7 +58,7 @@ def access_at(host: str, port: int, token: str | None) -> Access:
 
 
 def read_token(token: str | None, path: str | None) -> str | None:
-    """The token that was given, or stands in a file; raises UsageError for what is none."""
+    """Return the given token, or that of a file; raises UsageError for an invalid one."""
     where = "--token"
     if path is not None:
         where = f"--token-file {path}"
@@ -72,14 +72,14 @@ def read_token(token: str | None, path: str | None) -> str | None:
     good = token.isascii() and token.isprintable() and " " not in token
     if len(token) < _SHORTEST_TOKEN or not good:
         raise UsageError(
-            f"{where}: a token has at least {_SHORTEST_TOKEN} signs of ASCII and no spaces, for example what "
+            f"{where}: expected at least {_SHORTEST_TOKEN} ASCII characters without spaces, for example what "
             "openssl rand -hex 16 prints"
         )
     return token
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is this machine, for this machine alone."""
+    """Return True for a loopback name or address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -87,7 +87,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at an address, before anything is loaded; raises UsageError where it cannot be had."""
+    """Bind a socket before anything is loaded; raises UsageError if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -101,13 +101,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """Where it is asked."""
+    """Return the URL of a socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn for one application. A signal ends it and is not raised again; a second one ends it at once."""
+    """uvicorn server; a signal shuts it down without being raised again, a second one ends it at once."""
 
     def __init__(self, application: Any, **options: Any) -> None:
         fixed: dict[str, Any] = {
@@ -127,18 +127,18 @@ class HttpServer(uvicorn.Server):
         self.ready: Callable[[], None] = lambda: None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Listen and call `ready`."""
         await super().startup(sockets)
         self.ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Leave; leaving was what the signal asked for."""
+        """Shut down on a signal."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
 
 async def done_by(worker: Worker, work: Callable[[], T]) -> T:
-    """What `work` returns, or its error; it may go on when nobody waits for it any more."""
+    """Run `work` in a thread and return its result; it keeps running if the caller is cancelled."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -152,12 +152,12 @@ async def done_by(worker: Worker, work: Callable[[], T]) -> T:
             loop.call_soon_threadsafe(settle, future, result, failed)
 
     if worker.submit(run) is None:
-        raise RuntimeError("this process gets no more threads")
+        raise RuntimeError("cannot start another thread")
     return await future
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """Give a future what came of it, unless nobody waits any more."""
+    """Set the result of a future, unless it was cancelled."""
     if future.done():
         return
     if error is not None:

@@ -78,7 +78,7 @@ def test_find_bad_for_people(run: Path, capsys):
     assert lines[0].startswith(
         "epoch 20 is the first with NaN or Inf (6 of 32 epochs read, epoch 19 was read"
     )
-    assert "presumed is that bad stays bad" in lines[0]
+    assert "assumes that bad values stay" in lines[0]
     assert lines[2].split() == ["model.w", "float32", "1", "4", "[1,2]"]
     assert "--resume-from-epoch 19, or train(resume_from_epoch=19)" in lines[-1]
 
@@ -111,7 +111,7 @@ def test_epochs_that_the_log_calls_damaged_are_left_out(tmp_path: Path, capsys):
     with Writing(run / "checkpoints", "hello") as writing:
         writing.log.quarantine(Key(0, Position(1)), "rot")
     code, out, err = told(capsys, run)
-    assert (code, "epoch 1 is left out" in err, "epoch 3 is the first" in out) == (1, True, True)
+    assert (code, "epoch 1 is skipped" in err, "epoch 3 is the first" in out) == (1, True, True)
 
 
 def test_damage_is_named(tmp_path: Path, capsys):
@@ -132,9 +132,9 @@ def test_damage_is_named(tmp_path: Path, capsys):
         (["nowhere"], "nowhere does not exist"),
         (["RUN@99"], "no epoch 99"),
         (["RUN/checkpoints/data"], "is not a run and has no checkpoints"),
-        (["RUN", "--metric", "los"], "no epoch has a metric 'los'; there is loss, odd"),
-        (["RUN", "--metric", "loss", "--nan-only"], "give one of them"),
-        (["RUN", "--jump", "3"], "name it with --metric"),
+        (["RUN", "--metric", "los"], "no epoch has a metric 'los'; known are loss, odd"),
+        (["RUN", "--metric", "loss", "--nan-only"], "cannot be combined with --metric"),
+        (["RUN", "--jump", "3"], "--jump needs --metric"),
         (["RUN/checkpoints", "--metric", "loss"], "has checkpoints but no run"),
     ],
 )

@@ -163,7 +163,7 @@ def test_a_status_that_is_too_long_is_told(
     put(f"{url}/status.json", b'{"state": "' + b"x" * 20_000_000 + b'"}')
     code, text = said(capsys, "show", url)
     assert code == 0
-    assert f"{url}/status.json is not the JSON that was written: too large" in text
+    assert f"{url}/status.json is damaged: too large" in text
     assert said(capsys, "top", url, "--once")[0] == 0
 
 

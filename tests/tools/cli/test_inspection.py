@@ -366,7 +366,7 @@ def test_bad_input_is_one_line(
         assert found[0] == 0 and "never committed" in found[1]
         return
     if verb == ["show"] and case == "damaged":  # it shows what else is known
-        assert found[0] == 0 and "status.json is not the JSON that was written" in found[2]
+        assert found[0] == 0 and "status.json is damaged" in found[2]
         return
     assert found[0] == code and found[1] == "", found
     assert found[2].startswith("torchrelay: ") and found[2].count("\n") == 1

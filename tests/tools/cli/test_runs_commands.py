@@ -51,7 +51,7 @@ def test_nothing_is_written_through_links(run: Path, capsys: pytest.CaptureFixtu
         Path(folder).mkdir()
     Path("away/b.py").write_text("not ours")
     Path("out/pkg").symlink_to("../away")
-    assert "out/pkg is in the way" in said(capsys, 5, "code", "run", "-o", "out", "--force")
+    assert "out/pkg exists and is not a directory" in said(capsys, 5, "code", "run", "-o", "out", "--force")
     Path("out/pkg").unlink()
     Path("out/b.py").unlink(missing_ok=True)
     Path("out/b.py").symlink_to("../away/b.py")
@@ -63,10 +63,10 @@ def test_nothing_is_written_through_links(run: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("record", "code", "words"),
     [
-        (None, 2, "has no record of its starts"),
-        ("{", 5, "is not the JSON that was written"),
+        (None, 2, "has no records of its launches"),
+        ("{", 5, "is damaged"),
         ('{"code": 7}', 2, "was not archived"),
-        ('{"code": {"id": "../../x"}}', 5, "is no code id"),
+        ('{"code": {"id": "../../x"}}', 5, "is not a code id"),
         (json.dumps({"code": {"id": "0" * 64}}), 5, f"code/{'0' * 64}.zip: cannot be read"),
     ],
 )

@@ -158,6 +158,6 @@ def test_flm_6_the_verb_serves_the_newest_run_of_a_configuration(tmp_path: Path)
         "last",
     )
     assert answer["result"] == approx(json.loads((tmp_path / "out.jsonl").read_text())["prediction"])
-    assert "--ignore does nothing" in typed("serve", "--ignore").stderr
+    assert "--ignore has no effect" in typed("serve", "--ignore").stderr
     (tmp_path / "model.py").write_text(lifecycle_cases.MODEL + "# changed\n")
     assert typed("serve").returncode == 2

@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ((*MODEL, "--host", "0.0.0.0"), "--token-file"),
         ((*MODEL, "--handler", "served:linear"), "has no decode"),
         ((*MODEL, "--signature", "nothing.json"), "--signature nothing.json"),
-        ((*MODEL, "--max-delay-ms", "60000"), "let it wait less"),
+        ((*MODEL, "--max-delay-ms", "60000"), "expected less than the timeout"),
         ((*MODEL, "--device", "nonsense"), "nonsense"),
     ],
 )
@@ -82,7 +82,7 @@ def test_places_that_are_none_and_options_for_others(run: Path, capsys: pytest.C
     assert code(str(run.parent / "file"), *MODEL) == 2
     assert "a package has its own" in capsys.readouterr().err
     assert code(f"{run.parent / 'file'}@best") == 2
-    assert "leave what is behind @ out" in capsys.readouterr().err
+    assert "remove the @ and what follows" in capsys.readouterr().err
 
 
 def test_the_run_of_a_job_needs_its_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -91,7 +91,7 @@ def test_the_run_of_a_job_needs_its_model(run: Path, tmp_path: Path, capsys: pyt
     assert code(f"{tmp_path}/checkpoints@best") == 2
     assert "give --model module:function" in capsys.readouterr().err
     assert code(f"{run}@last", "--signature", "x.json") == 2
-    assert "--signature: the program of the run's model" in capsys.readouterr().err
+    assert "--signature: the traced model of the run" in capsys.readouterr().err
 
 
 def test_options_are_typed_again_for_the_archived_code():

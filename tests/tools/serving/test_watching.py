@@ -73,8 +73,8 @@ def test_flm_6_watch_takes_new_epochs_without_a_failed_request(tmp_path: Path):
         assert here.metric("torchrelay_swaps_total") == 4 and here.metric("torchrelay_model_epoch") == 5
     assert not wrong, wrong[:3]
     assert seen >= {2, 3, 4, 5}
-    assert [text for text in said if "is served now" in text] == [
-        f"epoch {number} of a run is served now" for number in (2, 3, 4, 5)
+    assert [text for text in said if "now serving" in text] == [
+        f"now serving epoch {number} of a run" for number in (2, 3, 4, 5)
     ]
 
 
@@ -105,7 +105,7 @@ def test_a_damaged_newest_epoch_at_the_start_gives_way_to_an_older_one(tmp_path:
     assert source(tmp_path / "run", said=said).first().epoch == 1
     assert len(said) == 1 and "an older one is tried" in said[0]
     damage(tmp_path / "run", 1)
-    with pytest.raises(NoProvableEpochError, match="is whole"):
+    with pytest.raises(NoProvableEpochError, match="is usable"):
         source(tmp_path / "run").first()
 
 
@@ -125,7 +125,7 @@ def test_storage_that_fails_for_a_while_changes_nothing(tmp_path: Path, monkeypa
         patch.setattr(epochs, "_made", fail)
         for _ in range(3):
             watching.look(holder, meters)
-    assert holder.current.epoch == 1 and said == ["the epoch that is served stays: the disk is away"]
+    assert holder.current.epoch == 1 and said == ["keeping the current epoch: the disk is away"]
     watching.look(holder, meters)
     assert holder.current.epoch == 2
 

@@ -99,7 +99,7 @@ class EpochVerdict:
 
     @property
     def reason(self) -> str:
-        """Why the epoch is damaged, or cannot be used although it is intact."""
+        """Reason why the epoch is damaged, or cannot be used although it is intact."""
         if self.proof.proved and not self.proof.entry.healthy:
             return "(was quarantined, so automatic resume never uses it)"
         return self.proof.reason
