@@ -77,9 +77,7 @@ SENTENCE_ENDS = re.compile(
     r"|\|"  # cells of tables
 )
 CEILINGS: dict[str, int] = {
-    "metadata": 105,
     "runners": 1,
-    "tools": 47,
 }
 """How many findings a folder may have: they only shrink, and a folder without an entry has none."""
 CEILING_OF_DOCS = 45_000

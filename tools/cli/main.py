@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = "Run PyTorch jobs; inspect, verify, convert and clean up their checkpoints."
 _CODES = (
-    "exit codes: 0 success; 1 a program failed, or a check found something; 2 usage error or unknown run; "
-    "3 no epoch left to resume from; 4 in use by a job; 5 damaged or unreadable; 6 a rank was lost; "
-    "75 preempted, run the same command again"
+    "exit codes: 0 success, 1 failed or found something, 2 usage error or unknown run, 3 no epoch to resume "
+    "from, 4 in use, 5 damaged or unreadable, 6 a rank was lost, 75 preempted (run it again)"
 )
 _VERBS = {
     "train": ".programs:add_train",
