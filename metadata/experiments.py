@@ -223,7 +223,7 @@ def carry_evaluated(before: Path, run: Path) -> None:
 
 ASIDE = ".retrained"
 """Directory for earlier contents of runs that were retrained."""
-_TRIES = 20
+_ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class RunStore:
 
     def create(self, note: ProgramRecord, best: tuple[str, str] | None, world_size: int) -> ProgramRun:
         """Create a run with a new id and its identity; raises StorageError."""
-        for _ in range(_TRIES):
+        for _ in range(_ATTEMPTS):
             path = self.directory / _new_id(note.created)
             try:
                 path.mkdir(parents=True)

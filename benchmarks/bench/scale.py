@@ -108,14 +108,14 @@ class Save:
             self._posts = [{"value": [row]} for row in self._rows(plan, made.name, epoch)]
         return self._posts[rank]
 
-    def _rows(self, plan: SavePlan, try_name: str, epoch: int) -> Iterator[Json]:
+    def _rows(self, plan: SavePlan, attempt_name: str, epoch: int) -> Iterator[Json]:
         groups: dict[int, list[str]] = {}
         for node, group in sorted(plan.writers):
             groups.setdefault(node, []).append(group)
         for rank in range(self.everybody.nodes):
             if rank in self.written and rank:
                 job = self._job(rank, RankPeers(rank, self.everybody.nodes, self.everybody), epoch)
-                yield saving._write_node(job, plan, try_name, job.states[0], {}).row()
+                yield saving._write_node(job, plan, attempt_name, job.states[0], {}).row()
             else:
                 yield Coordinator.report(rank, groups.get(rank, []), plan.largest_share)
 

@@ -63,7 +63,7 @@ class Lasting:
         """
         found: list[Proof] = []
         for entry in view.candidates(boundary=True):
-            if entry.try_name in unseen:
+            if entry.attempt_name in unseen:
                 continue
             proof = self._look(storage, entry)
             if proof.proved:
@@ -103,13 +103,15 @@ class KnownMetrics:
     def look(self, storage: Storage, view: LogView) -> None:
         """Read metrics that are not cached yet; unreadable ones are retried the next time."""
         line = [entry for entry in view.line() if entry.position.boundary and entry.healthy]
-        self._known = {one.try_name: self._known[one.try_name] for one in line if one.try_name in self._known}
+        self._known = {
+            one.attempt_name: self._known[one.attempt_name] for one in line if one.attempt_name in self._known
+        }
         self._unread = {}
         for entry in line:
-            if entry.try_name in self._known:
+            if entry.attempt_name in self._known:
                 continue
             try:
-                self._known[entry.try_name] = codec.read(storage, entry).facts.metrics
+                self._known[entry.attempt_name] = codec.read(storage, entry).facts.metrics
             except OSError as error:
                 self._unread[entry] = error
 
@@ -117,7 +119,7 @@ class KnownMetrics:
         """The same rules with the scores that they need."""
         if keeping.best is None:
             return keeping
-        unread = frozenset(entry.try_name for entry in self._unread)
+        unread = frozenset(entry.attempt_name for entry in self._unread)
         return replace(keeping, scores=Scores(self._values(keeping.best), unread))
 
     def missing(self, best: Best) -> str:
@@ -327,7 +329,7 @@ def _check_named(view: LogView, epochs: Collection[int]) -> None:
             raise UsageError(f"epoch {number} is tagged or pinned: remove the mark first")
         if entry.key in protected(view.state):
             raise UsageError(f"epoch {number} is the newest that can be resumed from, which always stays")
-        needing = [one for one in view.entries if entry.try_name in one.needs and one.key not in going]
+        needing = [one for one in view.entries if entry.attempt_name in one.needs and one.key not in going]
         if needing:
             more = ", ".join(str(one.position) for one in needing[:4])
             raise UsageError(f"epoch {number} stays: epoch {more} uses files of it; delete that one first")
@@ -362,7 +364,7 @@ def _decided(
 
 def _losses(storage: Storage, before: LogView, after: State) -> Iterator[Loss]:
     """Deletions between two states of a log."""
-    entries = {entry.try_name: entry for entry in before.entries}
-    for one in sorted(after.retiring, key=lambda one: (one.try_name, one.groups or ())):
-        entry = None if one in before.retiring else entries.get(one.try_name)
+    entries = {entry.attempt_name: entry for entry in before.entries}
+    for one in sorted(after.retiring, key=lambda one: (one.attempt_name, one.groups or ())):
+        entry = None if one in before.retiring else entries.get(one.attempt_name)
         yield Loss(one, entry, sum(storage.stat(path) or 0 for path in files_of(storage, one)))

@@ -148,7 +148,7 @@ class Ledger:
     def may_name(self, entry: CommittedPosition) -> bool:
         """Whether the log on disk has an entry's attempt; True if it cannot be read. Rank 0 only."""
         try:
-            return entry.try_name in open_log(self.storage, self.job_name).state.tries
+            return entry.attempt_name in open_log(self.storage, self.job_name).state.tries
         except OSError:
             return True
 

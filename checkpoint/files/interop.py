@@ -35,7 +35,7 @@ from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.dtypes import by_name, memory_of
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest, ShardRow
-from torchrelay.checkpoint.format.names import manifest_path, try_directory
+from torchrelay.checkpoint.format.names import attempt_directory, manifest_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
@@ -444,7 +444,7 @@ def _write_epoch(root: Path, leaves: Sequence[Leaf]) -> None:
             str(view.job_uuid), str(view.job_name), position, view.state.current,
             log.generation, position.directory(secrets.token_hex(6)),
         )  # fmt: skip
-        storage.mkdir(try_directory(identity.try_name))
+        storage.mkdir(attempt_directory(identity.attempt_name))
         place = NodePlace("imported", 0, 1, socket.gethostname(), 0)
         shards = _shards(storage, plan, identity, place, {leaf.name: leaf for leaf in leaves})
         inline = {leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)}
@@ -468,8 +468,8 @@ def _shards(
             else:
                 tensors.append(content)
         entries = plan.tensors(place.rank, group).of(tensors)
-        name = ShardIdentity(identity.job_name, identity.position, place.name, group, identity.try_name)
-        directory = try_directory(identity.try_name)
+        name = ShardIdentity(identity.job_name, identity.position, place.name, group, identity.attempt_name)
+        directory = attempt_directory(identity.attempt_name)
         for part, report in enumerate(write_shard(storage, directory, name, entries, values=values), 1):
             rows.append(
                 ShardRow(place.rank, group, part, report.bytes, report.header_bytes, report.header_sha256)
@@ -481,7 +481,7 @@ def _shards(
 def _commit(storage: LocalStorage, log: LogWriter, manifest: Manifest) -> None:
     data = manifest.encode()
     storage.link_exclusive(manifest_path(manifest.tries[0]), data)
-    storage.sync_dir(try_directory(manifest.tries[0]))
+    storage.sync_dir(attempt_directory(manifest.tries[0]))
     log.commit(
         CommittedPosition(
             manifest.branch,

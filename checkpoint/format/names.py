@@ -30,7 +30,7 @@ from torchrelay.records import Json, dataclass
 
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}", re.ASCII)
 GROUP = re.compile(r"[a-z][a-z_]*", re.ASCII)
-TRY = re.compile(r"e[0-9]{8}(?:s[0-9]{6,9})?-[0-9a-f]{6,32}", re.ASCII)
+ATTEMPT_NAME = re.compile(r"e[0-9]{8}(?:s[0-9]{6,9})?-[0-9a-f]{6,32}", re.ASCII)
 _MARK = re.compile(r"[^\s-]\S{0,62}")
 SHARD_SUFFIX = ".safetensors"
 
@@ -258,9 +258,9 @@ def check_group(name: str) -> str:
     return name
 
 
-def check_try(name: str) -> str:
+def check_attempt(name: str) -> str:
     """Return a valid name of an attempt's directory; raises DamagedError for any other."""
-    if TRY.fullmatch(name) is None:
+    if ATTEMPT_NAME.fullmatch(name) is None:
         raise DamagedError(f"invalid attempt name {name!r}: expected e<epoch>[s<step>]-<nonce>")
     return name
 
@@ -297,24 +297,24 @@ STATS = "stats.json"
 _STAMP = re.compile(r"e([0-9]{8})(?:s([0-9]{6,9}))?-.*", re.ASCII)
 
 
-def try_directory(try_name: str) -> str:
+def attempt_directory(attempt_name: str) -> str:
     """The directory of an attempt; raises DamagedError for an invalid name."""
-    return f"{DATA}/{check_try(try_name)}"
+    return f"{DATA}/{check_attempt(attempt_name)}"
 
 
-def manifest_path(try_name: str) -> str:
+def manifest_path(attempt_name: str) -> str:
     """The path of an attempt's manifest."""
-    return f"{try_directory(try_name)}/{MANIFEST}"
+    return f"{attempt_directory(attempt_name)}/{MANIFEST}"
 
 
-def stats_path(try_name: str) -> str:
+def stats_path(attempt_name: str) -> str:
     """The path of an attempt's timings."""
-    return f"{try_directory(try_name)}/{STATS}"
+    return f"{attempt_directory(attempt_name)}/{STATS}"
 
 
-def position_of(try_name: str) -> Position:
+def position_of(attempt_name: str) -> Position:
     """The position of an attempt."""
-    match = _STAMP.fullmatch(check_try(try_name))
+    match = _STAMP.fullmatch(check_attempt(attempt_name))
     epoch, step = match.groups() if match else ("0", None)
     return Position(int(epoch), int(step or 0))
 

@@ -266,7 +266,7 @@ class CommittedPosition:
 
     branch: int
     position: Position
-    try_name: str
+    attempt_name: str
     manifest_bytes: int
     manifest_sha256: str
     needs: tuple[str, ...] = ()
@@ -284,7 +284,7 @@ class CommittedPosition:
     @property
     def tries(self) -> tuple[str, ...]:
         """All attempts whose files this entry needs, its own first."""
-        return (self.try_name, *self.needs)
+        return (self.attempt_name, *self.needs)
 
     @property
     def healthy(self) -> bool:
@@ -319,7 +319,7 @@ class TagOrPin:
 class Retirement:
     """An attempt (`groups` None), or some groups of its files, that may be deleted."""
 
-    try_name: str
+    attempt_name: str
     groups: tuple[str, ...] | None = None
 
 

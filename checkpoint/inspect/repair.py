@@ -15,12 +15,12 @@ from typing import Literal
 
 from torchrelay.checkpoint.format.canonical_json import sealed_bytes
 from torchrelay.checkpoint.format.names import (
+    ATTEMPT_NAME,
     DATA,
     MANIFEST,
     STATS,
-    TRY,
+    attempt_directory,
     parse_shard_file_name,
-    try_directory,
 )
 from torchrelay.checkpoint.format.position import CommittedPosition, Retirement
 from torchrelay.checkpoint.log import lease
@@ -142,12 +142,12 @@ def _gone(storage: Storage, view: LogView) -> Iterator[Finding]:
     healthy = [one for one in view.entries if one.healthy]
     needed = {name for one in healthy for name in one.tries}
     for name in sorted(needed - set(storage.list(DATA))):
-        if storage.stat(f"{try_directory(name)}/{MANIFEST}") is not None:
+        if storage.stat(f"{attempt_directory(name)}/{MANIFEST}") is not None:
             continue  # listings of an object store may be outdated
         needing = [f"{one.position} (branch {one.branch})" for one in healthy if name in one.tries]
         text = f"gone, and needed by epoch {', '.join(needing[:8])}{' and others' * (len(needing) > 8)}"
         remedy = "restore it from a copy, or torchrelay ckpt verify --quarantine"
-        yield Finding("keep", "lost epoch", try_directory(name), f"{text}: {remedy}")
+        yield Finding("keep", "lost epoch", attempt_directory(name), f"{text}: {remedy}")
 
 
 def _undeleted(storage: Storage, view: LogView) -> Iterator[Finding]:
@@ -155,15 +155,15 @@ def _undeleted(storage: Storage, view: LogView) -> Iterator[Finding]:
     there = set(storage.list(DATA))
     for one in view.retiring:
         files = list(files_of(storage, one))
-        if files or (one.groups is None and one.try_name in there):
+        if files or (one.groups is None and one.attempt_name in there):
             what = "all of it" if one.groups is None else f"the files of {', '.join(one.groups)}"
             text = f"retired ({what}), but not deleted completely: {_size(storage, files)} left"
-            yield Finding("mend", "deletion", try_directory(one.try_name), text)
+            yield Finding("mend", "deletion", attempt_directory(one.attempt_name), text)
 
 
 def files_of(storage: Storage, one: Retirement) -> Iterator[str]:
     """The existing files of an attempt, or of some groups of it."""
-    directory = try_directory(one.try_name)
+    directory = attempt_directory(one.attempt_name)
     for name in storage.list(directory):
         if one.groups is None or _group_of(name) in one.groups:
             yield f"{directory}/{name}"
@@ -179,20 +179,20 @@ def _group_of(name: str) -> str | None:
 def _unneeded(storage: Storage, view: LogView, history: History, job: str) -> Iterator[Finding]:
     """Files that no record refers to; while damage hides a part of the log they may be committed."""
     busy = "" if view.released else "; or a save in flight, if its writer is alive"
-    known = view.state.tries | {one.try_name for one in view.retiring}
+    known = view.state.tries | {one.attempt_name for one in view.retiring}
     for name in storage.list(DATA):
-        if TRY.fullmatch(name) and name not in known:
+        if ATTEMPT_NAME.fullmatch(name) and name not in known:
             files = list(files_of(storage, Retirement(name)))
             size = _size(storage, files)
             text = f"no record refers to it ({size}): a save that did not end{busy}"
             if not view.certain:
                 text = f"no record that can be read refers to it ({size}); kept, because others are damaged"
-            yield Finding("delete" if view.certain else "keep", "orphan", try_directory(name), text)
+            yield Finding("delete" if view.certain else "keep", "orphan", attempt_directory(name), text)
     if view.certain and (referred := _referred(storage, history, job)) is not None:
         for name in storage.list(LOG):
             if _BASE.fullmatch(name) and name not in referred:
                 yield Finding("delete", "unused base", f"{LOG}/{name}", f"no record refers to it{busy}")
-    for directory in ("", LOG, DATA, *map(try_directory, sorted(view.state.tries))):
+    for directory in ("", LOG, DATA, *map(attempt_directory, sorted(view.state.tries))):
         for name in storage.leftovers(directory) if isinstance(storage, Leftovers) else ():
             path = f"{directory}/{name}" if directory else name
             yield Finding("delete", "temporary", path, f"a write that a crash cut off{busy}")
@@ -218,9 +218,9 @@ def _foreign(storage: Storage, view: LogView) -> Iterator[Finding]:
     yield from _strangers("", (name for name in storage.list("") if name not in _TOP))
     strange = (name for name in storage.list(LOG) if not (_SLOT.fullmatch(name) or _BASE.fullmatch(name)))
     yield from _strangers(LOG, (name for name in strange if f"{LOG}/{name}" != HINT))
-    yield from _strangers(DATA, (name for name in storage.list(DATA) if not TRY.fullmatch(name)))
-    for try_name in sorted(view.state.tries):
-        directory = try_directory(try_name)
+    yield from _strangers(DATA, (name for name in storage.list(DATA) if not ATTEMPT_NAME.fullmatch(name)))
+    for attempt_name in sorted(view.state.tries):
+        directory = attempt_directory(attempt_name)
         names = storage.list(directory)
         yield from _strangers(
             directory, (name for name in names if name not in (MANIFEST, STATS) and _group_of(name) is None)
@@ -355,9 +355,9 @@ class Usage:
 
 def usage_of(storage: Storage, view: LogView) -> Usage:
     """List all attempts; raises StorageError if that fails."""
-    entries = {entry.try_name: entry for entry in view.entries}
+    entries = {entry.attempt_name: entry for entry in view.entries}
     needs = Counter(name for entry in view.entries for name in set(entry.needs))
-    retired = {one.try_name for one in view.retiring}
+    retired = {one.attempt_name for one in view.retiring}
 
     def standing(name: str) -> Standing:
         if name in entries or needs[name]:
@@ -367,16 +367,16 @@ def usage_of(storage: Storage, view: LogView) -> Usage:
     tries = tuple(
         TryUse(name, standing(name), entries.get(name), _groups(storage, name), needs[name])
         for name in storage.list(DATA)
-        if TRY.fullmatch(name)
+        if ATTEMPT_NAME.fullmatch(name)
     )
-    going = {one.try_name for one in Keeping(last=1).chosen(view)}
+    going = {one.attempt_name for one in Keeping(last=1).chosen(view)}
     return Usage(tries, sum(one.bytes for one in tries if one.name in going))
 
 
-def _groups(storage: Storage, try_name: str) -> Mapping[str, int]:
+def _groups(storage: Storage, attempt_name: str) -> Mapping[str, int]:
     """Bytes of an attempt by group."""
     found: Counter[str] = Counter()
-    directory = try_directory(try_name)
+    directory = attempt_directory(attempt_name)
     for name in storage.list(directory):
         found[_group_of(name) or NOTES] += storage.stat(f"{directory}/{name}") or 0
     return dict(found)

@@ -71,7 +71,7 @@ class Glance:
 def glance(storage: Storage, entry: CommittedPosition) -> Glance:
     """Read the summary of the manifest of a log entry; raises DamagedError if its digest differs."""
     data = codec.read_bytes(storage, entry)
-    return _seen_in(data.decode("utf-8", "replace"), f"manifest of {entry.try_name}")
+    return _seen_in(data.decode("utf-8", "replace"), f"manifest of {entry.attempt_name}")
 
 
 def glance_or_notes(storage: Storage, entry: CommittedPosition) -> Glance:
@@ -88,7 +88,7 @@ def glance_or_notes(storage: Storage, entry: CommittedPosition) -> Glance:
 def _noted(storage: Storage, entry: CommittedPosition) -> Glance | None:
     """The summary in the notes of a save; None without notes."""
     try:
-        data = storage.read_range(stats_path(entry.try_name), 0, LARGE_BYTES + 1)
+        data = storage.read_range(stats_path(entry.attempt_name), 0, LARGE_BYTES + 1)
         said: Any = json.loads(data) if len(data) <= LARGE_BYTES else None
         metrics = {str(name): float(value) for name, value in said["metrics"].items()}
         return Glance(len(said["nodes"]), int(said["bytes"]), Facts(metrics=metrics))
@@ -230,7 +230,7 @@ def largest(sizes: Mapping[str, int], names: Sequence[str], count: int) -> set[s
 
 def read_table(storage: Storage, entry: CommittedPosition) -> EpochTable:
     """Read the table of a log entry; raises DamagedError if the manifest's digest differs."""
-    data, what = codec.read_bytes(storage, entry), manifest_path(entry.try_name)
+    data, what = codec.read_bytes(storage, entry), manifest_path(entry.attempt_name)
     try:
         with undisturbed():
             return _table(Fields(json.loads(data), what), what)

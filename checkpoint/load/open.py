@@ -165,7 +165,7 @@ def _by_metric(
             continue
         known.update(metrics)
         if name in metrics:
-            found[entry.try_name] = metrics[name]
+            found[entry.attempt_name] = metrics[name]
     ordered = best_first(line, found, mode)
     if not ordered:
         there = ", ".join(sorted(known)) or "no metric"

@@ -115,9 +115,9 @@ class ShardSet:
         path = shard_path(self.manifest, row)
         expected = ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
         header = read_header(self.storage, path, expected, vouched=vouched)
-        try_name = self.manifest.tries[row.source]
+        attempt_name = self.manifest.tries[row.source]
         node, job = self.manifest.world.names[row.node], self.manifest.job_name
-        identity = ShardIdentity(job, position_of(try_name), node, row.group, try_name)
+        identity = ShardIdentity(job, position_of(attempt_name), node, row.group, attempt_name)
         if (header.content.identity, header.content.part) != (identity, row.part):
             raise DamagedError(f"{path} is another shard: {header.content.identity}")
         return header

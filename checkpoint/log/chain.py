@@ -26,7 +26,7 @@ from datetime import datetime, timezone
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import read_sealed, sealed_bytes
-from torchrelay.checkpoint.format.names import DATA, TRY, manifest_path
+from torchrelay.checkpoint.format.names import ATTEMPT_NAME, DATA, manifest_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Key, State
 from torchrelay.checkpoint.log.record import (
     JOB_PATH,
@@ -123,7 +123,7 @@ def _outvoted(storage: Storage, job: JobFile) -> JobFile | None:
         return None
     entries = record.state.entries
     if not any(_is_there(storage, one) for one in reversed(entries)) and (
-        entries or any(map(TRY.fullmatch, storage.list(DATA)))
+        entries or any(map(ATTEMPT_NAME.fullmatch, storage.list(DATA)))
     ):
         return None
     damage = f"{JOB_PATH} belongs to another job ({job.name!r}, uuid {job.uuid}) than log and epochs"
@@ -132,7 +132,7 @@ def _outvoted(storage: Storage, job: JobFile) -> JobFile | None:
 
 def _is_there(storage: Storage, entry: CommittedPosition) -> bool:
     with suppress(FileNotFoundError):
-        path = manifest_path(entry.try_name)
+        path = manifest_path(entry.attempt_name)
         found = canonical_json.sha256(storage.read_range(path, 0, storage.stat(path) or 0))
         return found == entry.manifest_sha256
     return False

@@ -291,12 +291,12 @@ _REMEDY = "stop that job, or wait until it has ended"
 class AcquiredLog:
     """A log that this process holds.
 
-    `older_tries` are the attempts that existed before our record. Those that the log does not know can never
-    be committed any more.
+    `older_attempts` are the attempts that existed before our record. Those that the log does not know can
+    never be committed any more.
     """
 
     tail: Tail
-    older_tries: frozenset[str]
+    older_attempts: frozenset[str]
 
 
 def take_over(
@@ -327,7 +327,7 @@ def take_over(
         storage.mkdir(LOG)
         storage.mkdir(DATA)
         storage.sync_dir("")
-        older_tries = frozenset(storage.list(DATA))
+        older_attempts = frozenset(storage.list(DATA))
         cut_off, begun = _temporaries(storage), _begun(storage)
         storage.sync_dir(LOG)  # a name must survive a power cut before it is acted on
         try:
@@ -336,7 +336,7 @@ def take_over(
             continue
         _delete(storage, cut_off)
         _give_up(storage, begun)
-        return AcquiredLog(_mended(storage, tail, appended.tail), older_tries)
+        return AcquiredLog(_mended(storage, tail, appended.tail), older_attempts)
     raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
 
 

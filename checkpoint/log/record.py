@@ -30,7 +30,7 @@ from torchrelay.checkpoint.format.canonical_json import (
     stamp,
     unseal,
 )
-from torchrelay.checkpoint.format.names import TRY
+from torchrelay.checkpoint.format.names import ATTEMPT_NAME
 from torchrelay.checkpoint.format.position import (
     Branch,
     CommittedPosition,
@@ -248,7 +248,7 @@ def entry_json(entry: CommittedPosition) -> dict[str, Json]:
     return {
         **entry.extra,
         **key_json(entry.key),
-        "try": entry.try_name,
+        "try": entry.attempt_name,
         "manifest_bytes": entry.manifest_bytes,
         "manifest_sha256": entry.manifest_sha256,
         "needs": list(entry.needs),
@@ -266,12 +266,12 @@ def entry_of(value: Json, what: str) -> CommittedPosition:
 def _entry(fields: Fields) -> CommittedPosition:
     branch, position = key_of(fields)
     needs = fields.texts("needs")
-    if not all(TRY.fullmatch(name) for name in needs):
+    if not all(ATTEMPT_NAME.fullmatch(name) for name in needs):
         raise fields.wrong("needs")
     return CommittedPosition(
         branch=branch,
         position=position,
-        try_name=_try_name(fields),
+        attempt_name=_attempt_name(fields),
         manifest_bytes=fields.integer("manifest_bytes"),
         manifest_sha256=fields.text("manifest_sha256"),
         needs=needs,
@@ -282,9 +282,9 @@ def _entry(fields: Fields) -> CommittedPosition:
     )
 
 
-def _try_name(fields: Fields) -> str:
+def _attempt_name(fields: Fields) -> str:
     name = fields.text("try")
-    if TRY.fullmatch(name) is None:
+    if ATTEMPT_NAME.fullmatch(name) is None:
         raise fields.wrong("try")
     return name
 
@@ -321,12 +321,12 @@ def _mark(fields: Fields) -> TagOrPin:
 
 def retirement_json(one: Retirement) -> dict[str, Json]:
     """A retirement as stored in records."""
-    return {"try": one.try_name, "groups": None if one.groups is None else list(one.groups)}
+    return {"try": one.attempt_name, "groups": None if one.groups is None else list(one.groups)}
 
 
 def retirement_of(fields: Fields) -> Retirement:
     """Read what `retirement_json` made."""
-    return Retirement(_try_name(fields), fields.optional("groups", fields.texts))
+    return Retirement(_attempt_name(fields), fields.optional("groups", fields.texts))
 
 
 def _base_json(ref: BaseRef) -> dict[str, Json]:

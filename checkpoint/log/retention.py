@@ -18,7 +18,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from torchrelay.checkpoint.format.names import DATA, TRY, parse_shard_file_name, try_directory
+from torchrelay.checkpoint.format.names import ATTEMPT_NAME, DATA, attempt_directory, parse_shard_file_name
 from torchrelay.checkpoint.format.position import DAMAGED, CommittedPosition, Key, Retirement, State
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.state import protected
@@ -75,7 +75,7 @@ class _KeepBest(RetentionPolicy):
         best = best_first([entry for entry in line if entry.healthy], self.scores.values, self.mode)
         if not best:
             return keep_all().keep(line)
-        unread = [entry for entry in line if entry.healthy and entry.try_name in self.scores.unread]
+        unread = [entry for entry in line if entry.healthy and entry.attempt_name in self.scores.unread]
         return frozenset(entry.key for entry in (*best[: self.count], *unread))
 
 
@@ -134,8 +134,10 @@ def to_retire(
         running = [entry for entry in running if entry.position >= places[-inside].position]
     kept |= {entry.key for entry in running}
     kept |= {entry.key for entry in view.abandoned() if not _passed(entry, view)}
-    needed = needed_by(view, {entry.try_name for entry in view.entries if entry.key in kept} | set(in_flight))
-    return tuple(Retirement(entry.try_name) for entry in view.entries if entry.try_name not in needed)
+    needed = needed_by(
+        view, {entry.attempt_name for entry in view.entries if entry.key in kept} | set(in_flight)
+    )
+    return tuple(Retirement(entry.attempt_name) for entry in view.entries if entry.attempt_name not in needed)
 
 
 def whole_epochs(view: LogView) -> tuple[CommittedPosition, ...]:
@@ -265,7 +267,7 @@ class Keeping:
         if not self.without:
             return to_retire(_suspecting(view, suspects), self.policy, needed, self.last)
         named = [entry for entry in whole_epochs(view) if entry.position.epoch in self.without]
-        return tuple(Retirement(entry.try_name) for entry in named if entry.try_name not in needed)
+        return tuple(Retirement(entry.attempt_name) for entry in named if entry.attempt_name not in needed)
 
     def chosen_optimizers(
         self, view: LogView, suspects: Collection[Key] = (), needed: Collection[str] = ()
@@ -274,7 +276,7 @@ class Keeping:
         if self.optimizer_last is None:
             return ()
         found = optimizers_to_retire(_suspecting(view, suspects), self.optimizer_last)
-        return tuple(one for one in found if one.try_name not in needed)
+        return tuple(one for one in found if one.attempt_name not in needed)
 
     def after(self, view: LogView, suspects: Collection[Key] = (), needed: Collection[str] = ()) -> State:
         """The state of a log after `retire`; changes nothing."""
@@ -323,10 +325,10 @@ def optimizers_to_retire(view: LogView, count: int) -> tuple[Retirement, ...]:
     spared = protected(view.state) | {entry.key for entry in resumable[-count:]}
     needed = {name for entry in view.entries for name in entry.needs}
     return tuple(
-        Retirement(entry.try_name, (OPTIMIZER,))
+        Retirement(entry.attempt_name, (OPTIMIZER,))
         for entry in resumable
         if entry.key not in spared
-        and entry.try_name not in needed
+        and entry.attempt_name not in needed
         and OPTIMIZER in entry.groups
         and len(entry.groups) > 1
     )
@@ -361,7 +363,7 @@ def delete_retired(
     """Finish the deletion of everything that the log lists as retired; `deleted` is called after each."""
     retiring = writer.undeleted
     for one in retiring:
-        delete_try(writer.storage, one)
+        delete_attempt(writer.storage, one)
         if deleted is not None:
             deleted(one)
     if retiring:
@@ -379,17 +381,17 @@ def delete_orphans(writer: LogWriter) -> tuple[str, ...]:
     if not writer.certain:
         return ()
     view = writer.view
-    known = view.state.tries | {one.try_name for one in view.retiring}
-    orphans = tuple(sorted(name for name in writer.older_tries - known if TRY.fullmatch(name)))
+    known = view.state.tries | {one.attempt_name for one in view.retiring}
+    orphans = tuple(sorted(name for name in writer.older_attempts - known if ATTEMPT_NAME.fullmatch(name)))
     failed: dict[str, StorageError] = {}
     for name in orphans:
         try:
-            delete_try(writer.storage, Retirement(name))
+            delete_attempt(writer.storage, Retirement(name))
         except StorageError as error:  # one failure must not prevent the others
             failed[name] = error
     if orphans:
         writer.storage.sync_dir(DATA)
-    writer.older_tries = frozenset(failed)
+    writer.older_attempts = frozenset(failed)
     for failure in failed.values():
         raise failure
     return orphans
@@ -405,16 +407,16 @@ def _group_of(file_name: str) -> str | None:
 
 def files_of(storage: Storage, one: Retirement) -> tuple[str, ...]:
     """The existing files that a retirement deletes."""
-    directory = try_directory(one.try_name)
+    directory = attempt_directory(one.attempt_name)
     names = storage.list(directory)
     return tuple(
         f"{directory}/{name}" for name in names if one.groups is None or _group_of(name) in one.groups
     )
 
 
-def delete_try(storage: Storage, one: Retirement) -> None:
+def delete_attempt(storage: Storage, one: Retirement) -> None:
     """Delete the files of a retirement. Raises StorageError."""
     for path in files_of(storage, one):
         storage.delete(path)
     if one.groups is None:
-        storage.delete(try_directory(one.try_name))
+        storage.delete(attempt_directory(one.attempt_name))

@@ -18,12 +18,12 @@ from torchrelay.checkpoint.format.canonical_json import Fields, sealed_bytes
 from torchrelay.checkpoint.format.manifest.codec import HINT_LIMIT_BYTES, decode
 from torchrelay.checkpoint.format.manifest.schema import Manifest
 from torchrelay.checkpoint.format.names import (
+    ATTEMPT_NAME,
     DATA,
-    TRY,
+    attempt_directory,
     manifest_path,
     parse_shard_file_name,
     position_of,
-    try_directory,
 )
 from torchrelay.checkpoint.format.position import (
     DAMAGED,
@@ -124,10 +124,10 @@ def read_history(storage: Storage, job: str, newest: int) -> History:
 
 def happened_to(history: History, wanted: Position, branch: int | None = None) -> Iterator[Happening]:
     """Records about a position (on one branch, or on any), oldest first."""
-    before, branch_of_try = State(), dict[str, int]()
+    before, branch_of_attempt = State(), dict[str, int]()
     for record in history.records:
-        branch_of_try.update((entry.try_name, entry.branch) for entry in record.state.entries)
-        text = _said(_Step(before, record, wanted, branch, branch_of_try))
+        branch_of_attempt.update((entry.attempt_name, entry.branch) for entry in record.state.entries)
+        text = _said(_Step(before, record, wanted, branch, branch_of_attempt))
         if text:
             yield Happening(record.slot, record.written, record.kind, text)
         before = record.state
@@ -141,7 +141,7 @@ class _Step:
     record: Record
     wanted: Position
     branch: int | None
-    branch_of_try: dict[str, int]
+    branch_of_attempt: dict[str, int]
 
     def means(self, key: Key | None) -> bool:
         """Whether a key is the requested one."""
@@ -189,9 +189,9 @@ def _retired(step: _Step) -> str:
     retired = payload.get("retired")
     for one in retired if isinstance(retired, list) else []:
         name = one.get("try") if isinstance(one, dict) else None
-        if not isinstance(name, str) or not TRY.fullmatch(name) or position_of(name) != step.wanted:
+        if not isinstance(name, str) or not ATTEMPT_NAME.fullmatch(name) or position_of(name) != step.wanted:
             continue
-        on = step.branch_of_try.get(name)
+        on = step.branch_of_attempt.get(name)
         if step.branch is not None and on is not None and on != step.branch:
             continue
         groups = one.get("groups")
@@ -232,11 +232,11 @@ def committed(state: State, entry: CommittedPosition) -> State:
     """
     if entry.branch != state.current:
         raise UsageError(f"epoch {entry.key} is not on the current branch {state.current}: rewind first")
-    if not all(TRY.fullmatch(name) for name in entry.tries):
+    if not all(ATTEMPT_NAME.fullmatch(name) for name in entry.tries):
         raise UsageError(f"epoch {entry.key} has invalid attempt names: {', '.join(entry.tries)}")
-    if entry.try_name in state.tries:
+    if entry.attempt_name in state.tries:
         raise UsageError(
-            f"epoch {entry.key}: {entry.try_name} is in the log already; each save needs a new attempt"
+            f"epoch {entry.key}: {entry.attempt_name} is in the log already; each save needs a new attempt"
         )
     line = line_of(state, state.current)
     if line and line[-1].position >= entry.position:
@@ -297,7 +297,7 @@ def retired(state: State, retirements: Iterable[Retirement]) -> tuple[State, tup
     while left:
         later: list[Retirement] = []
         for one in reversed(left):  # they come oldest first, and newer ones need older ones
-            entry = next((e for e in state.entries if e.try_name == one.try_name), None)
+            entry = next((e for e in state.entries if e.attempt_name == one.attempt_name), None)
             if entry is None or entry.key in protected(state) or _needed_by_others(state, entry):
                 later.append(one)
                 continue
@@ -316,14 +316,14 @@ def protected(state: State) -> frozenset[Key]:
 
 
 def _needed_by_others(state: State, entry: CommittedPosition) -> bool:
-    return any(entry.try_name in other.needs for other in state.entries if other.key != entry.key)
+    return any(entry.attempt_name in other.needs for other in state.entries if other.key != entry.key)
 
 
 def _less_groups(state: State, entry: CommittedPosition, groups: tuple[str, ...]) -> State:
     left = tuple(group for group in entry.groups if group not in groups)
     thinner = replace(entry, groups=left, resumable=False)
     entries = tuple(thinner if one.key == entry.key else one for one in state.entries)
-    return replace(state, entries=entries, retiring=(*state.retiring, Retirement(entry.try_name, groups)))
+    return replace(state, entries=entries, retiring=(*state.retiring, Retirement(entry.attempt_name, groups)))
 
 
 def marked(state: State, mark: TagOrPin) -> State:
@@ -355,8 +355,8 @@ def without(state: State, gone: Iterable[CommittedPosition]) -> State:
     before = state.tries
     state = replace(state, entries=tuple(entry for entry in state.entries if entry.key not in keys))
     unneeded = [Retirement(name) for name in sorted(before - state.tries)]
-    superseded = {one.try_name for one in unneeded}
-    still = tuple(one for one in state.retiring if one.try_name not in superseded)
+    superseded = {one.attempt_name for one in unneeded}
+    still = tuple(one for one in state.retiring if one.attempt_name not in superseded)
     return _pruned(replace(state, retiring=(*still, *unneeded)))
 
 
@@ -463,7 +463,7 @@ def _applied(state: State, record: Record) -> State:
 
 
 def _from_manifests(storage: Storage, record: Record) -> Iterator[CommittedPosition]:
-    for name in filter(TRY.fullmatch, storage.list(DATA)):
+    for name in filter(ATTEMPT_NAME.fullmatch, storage.list(DATA)):
         with suppress(StorageError, FileNotFoundError):
             data = storage.read_range(manifest_path(name), 0, HINT_LIMIT_BYTES)
             manifest: Manifest = decode(data, what=manifest_path(name))
@@ -477,7 +477,7 @@ def _from_manifests(storage: Storage, record: Record) -> Iterator[CommittedPosit
 def _thinned(storage: Storage, entry: CommittedPosition) -> CommittedPosition:
     """The entry after groups of its files were retired, by the files that exist."""
     there = set()
-    for name in storage.list(try_directory(entry.try_name)):
+    for name in storage.list(attempt_directory(entry.attempt_name)):
         with suppress(DamagedError):
             there.add(parse_shard_file_name(name).group)
     left = tuple(group for group in entry.groups if group in there)

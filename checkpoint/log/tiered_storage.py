@@ -49,15 +49,15 @@ class TierStorage(LocalStorage):
         """Read these attempts locally again."""
         self._from_far -= frozenset(tries)
 
-    def prefers_remote(self, try_name: str) -> bool:
+    def prefers_remote(self, attempt_name: str) -> bool:
         """Whether an attempt is read remotely only."""
-        return try_name in self._from_far
+        return attempt_name in self._from_far
 
     def stat(self, path: str) -> int | None:
         """The local size, else the remote one."""
         if self._reads_locally(path):
             size = super().stat(path)
-            if size is not None or not _in_try(path):
+            if size is not None or not _in_attempt(path):
                 return size
         return self.far.stat(path)
 
@@ -67,7 +67,7 @@ class TierStorage(LocalStorage):
             try:
                 return self.near.read_range(path, offset, length)
             except FileNotFoundError:
-                if not _in_try(path):
+                if not _in_attempt(path):
                     raise
         return self.far.read_range(path, offset, length)
 
@@ -77,7 +77,7 @@ class TierStorage(LocalStorage):
             try:
                 return self.near.read_into(path, offset, destination)
             except FileNotFoundError:
-                if not _in_try(path):
+                if not _in_attempt(path):
                     raise
         return self.far.read_into(path, offset, destination)
 
@@ -87,7 +87,7 @@ class TierStorage(LocalStorage):
             try:
                 return super().open_read(path)
             except FileNotFoundError:
-                if not _in_try(path):
+                if not _in_attempt(path):
                     raise
         far: ReadHandle
         far = self.far.open_read(path) if isinstance(self.far, LongReads) else reads_of(self.far, path)
@@ -95,10 +95,10 @@ class TierStorage(LocalStorage):
 
     def _reads_locally(self, path: str) -> bool:
         """Whether a path is read locally first."""
-        return not (_in_try(path) and path.split("/")[1] in self._from_far)
+        return not (_in_attempt(path) and path.split("/")[1] in self._from_far)
 
 
-def _in_try(path: str) -> bool:
+def _in_attempt(path: str) -> bool:
     """Whether a path is inside an attempt."""
     return path.startswith(f"{DATA}/") and path.count("/") == 2
 
@@ -181,8 +181,8 @@ def only_local(near: Storage, view: LogView) -> frozenset[str]:
     if near.stat(PATH) is None:
         return frozenset()
     notes, line = read_notes(near) or Notes(), view.line()
-    known = [number for number, entry in enumerate(line) if entry.try_name in notes.replicated]
-    return frozenset(entry.try_name for entry in line[known[-1] if known else 0 :])
+    known = [number for number, entry in enumerate(line) if entry.attempt_name in notes.replicated]
+    return frozenset(entry.attempt_name for entry in line[known[-1] if known else 0 :])
 
 
 def forgotten(near: Storage, notes: Notes, path: str) -> Notes:

@@ -346,8 +346,8 @@ def best_first(
 ) -> list[CommittedPosition]:
     """Entries with a finite value of a metric, best first; the earlier one wins a tie."""
     sign = -1.0 if mode == "max" else 1.0
-    scored = [entry for entry in line if math.isfinite(metrics.get(entry.try_name, math.nan))]
-    return sorted(scored, key=lambda entry: (sign * metrics[entry.try_name], entry.position))
+    scored = [entry for entry in line if math.isfinite(metrics.get(entry.attempt_name, math.nan))]
+    return sorted(scored, key=lambda entry: (sign * metrics[entry.attempt_name], entry.position))
 
 
 def _there_is(view: LogView, line: Sequence[CommittedPosition], wish: int | None) -> str:
@@ -427,14 +427,14 @@ class LeaseInfo:
     generation: int
 
 
-def kept_with(view: LogView, try_name: str) -> frozenset[str]:
+def kept_with(view: LogView, attempt_name: str) -> frozenset[str]:
     """An attempt and all attempts that its entry references, recursively: needed as long as it is."""
-    return frozenset(needed_by(view, {try_name}))
+    return frozenset(needed_by(view, {attempt_name}))
 
 
 def needed_by(view: LogView, kept: set[str]) -> set[str]:
     """The kept attempts and all attempts that their entries reference, recursively."""
-    entries = {entry.try_name: entry for entry in view.entries}
+    entries = {entry.attempt_name: entry for entry in view.entries}
     needed, pending = set(kept), list(kept)
     while pending:
         entry = entries.get(pending.pop())

@@ -139,7 +139,7 @@ class LogWriter:
         self.storage = storage
         self.identity = identity
         self.nonce = secrets.token_hex(8)
-        self.older_tries: frozenset[str] = frozenset()
+        self.older_attempts: frozenset[str] = frozenset()
         """Attempts that existed before the takeover (see `lease.AcquiredLog`)."""
         self.generation = -1
         """The slot of the takeover."""
@@ -338,7 +338,7 @@ class LogWriter:
 
     def _begin(self, taken: AcquiredLog, period_secs: float) -> None:
         """Keep the takeover, tidy the log, and start the counter."""
-        self._tail, self.older_tries = taken.tail, taken.older_tries
+        self._tail, self.older_attempts = taken.tail, taken.older_attempts
         self.generation = taken.tail.view.generation
         move(self.storage, self.generation, self.nonce, 1)
         self._tidy()
@@ -436,4 +436,4 @@ def _beat_once(mine: weakref.ref[LogWriter], count: int) -> bool:
 
 def is_left(writer: LogWriter) -> bool:
     """Whether there may be anything to delete. Sends no request."""
-    return bool(writer.undeleted or (writer.certain and writer.older_tries - writer.view.state.tries))
+    return bool(writer.undeleted or (writer.certain and writer.older_attempts - writer.view.state.tries))

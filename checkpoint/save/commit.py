@@ -23,7 +23,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
     in_order,
     table,
 )
-from torchrelay.checkpoint.format.names import Recent, manifest_path, try_directory
+from torchrelay.checkpoint.format.names import Recent, attempt_directory, manifest_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.save.assignments import PlannedLeaf, SavePlan
 from torchrelay.checkpoint.state.leaf import Value
@@ -46,7 +46,7 @@ class TryIdentity:
     position: Position
     branch: int
     generation: int
-    try_name: str
+    attempt_name: str
 
 
 def world_of(places: Sequence[NodePlace]) -> EpochNodes:
@@ -92,7 +92,7 @@ def compose(
         position=identity.position,
         branch=identity.branch,
         generation=identity.generation,
-        tries=(identity.try_name,),
+        tries=(identity.attempt_name,),
         world=world,
         blobs=_with_said(plan.blob_rows, blobs) if blobs else plan.blob_rows,
         leaves=plan.rows_with(sizes or {}),
@@ -220,48 +220,48 @@ def prepare(job: SaveJob, plan: SavePlan) -> None:
     _ = plan.writers  # cached there
 
 
-def commit(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row]) -> CommittedPosition:
+def commit(job: SaveJob, plan: SavePlan, attempt_name: str, rows: list[Row]) -> CommittedPosition:
     """Write the manifest, then append the record. Rank 0 only."""
     try:
         with undisturbed():
-            entry = _write_manifest(job, plan, try_name, rows)
+            entry = _write_manifest(job, plan, attempt_name, rows)
     except Exception:
-        discard(job, try_name)  # no record can name it yet
+        discard(job, attempt_name)  # no record can name it yet
         raise
     try:
         job.commit(entry)
     except StorageError as error:
         if is_full(error) and not job.known(entry):
-            discard(job, try_name)  # else a full disk would fail all later saves
+            discard(job, attempt_name)  # else a full disk would fail all later saves
         raise
     return entry
 
 
-def discard(job: SaveJob, try_name: str) -> None:
+def discard(job: SaveJob, attempt_name: str) -> None:
     """Delete the files of an attempt that failed. Every process has reported, so none writes there."""
     if job.leads:
         with suppress(StorageError):
-            for name in job.storage.list(try_directory(try_name)):
-                job.storage.delete(f"{try_directory(try_name)}/{name}")
-            job.storage.delete(try_directory(try_name))
+            for name in job.storage.list(attempt_directory(attempt_name)):
+                job.storage.delete(f"{attempt_directory(attempt_name)}/{name}")
+            job.storage.delete(attempt_directory(attempt_name))
 
 
-def _write_manifest(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row]) -> CommittedPosition:
+def _write_manifest(job: SaveJob, plan: SavePlan, attempt_name: str, rows: list[Row]) -> CommittedPosition:
     """Check that the set of shards is exact, and write the manifest durably."""
     shards = shards_in(rows)
     _check_exact(job, plan, len(rows), shards)
-    manifest = _manifest(job, plan, try_name, shards, values_in(rows))
+    manifest = _manifest(job, plan, attempt_name, shards, values_in(rows))
     if job.reuse is not None:
         manifest = job.reuse.completed(manifest)
     data = codec.encode(manifest)
-    with closing(job.storage.open_exclusive(manifest_path(try_name))) as handle:
+    with closing(job.storage.open_exclusive(manifest_path(attempt_name))) as handle:
         handle.write_at(0, memoryview(data))
         handle.sync_file()
-    job.storage.sync_dir(try_directory(try_name))
+    job.storage.sync_dir(attempt_directory(attempt_name))
     return CommittedPosition(
         branch=manifest.branch,
         position=job.position,
-        try_name=try_name,
+        attempt_name=attempt_name,
         manifest_bytes=len(data),
         manifest_sha256=sha256(data),
         needs=manifest.needs,
@@ -270,12 +270,12 @@ def _write_manifest(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row]
 
 
 def _manifest(
-    job: SaveJob, plan: SavePlan, try_name: str, shards: Sequence[ShardRow], values: Mapping[str, Any]
+    job: SaveJob, plan: SavePlan, attempt_name: str, shards: Sequence[ShardRow], values: Mapping[str, Any]
 ) -> Manifest:
     """The manifest of an attempt from all reports."""
     holding = job.holding
     identity = TryIdentity(
-        holding.uuid, holding.job, job.position, holding.branch, holding.generation, try_name
+        holding.uuid, holding.job, job.position, holding.branch, holding.generation, attempt_name
     )
     world, sizes = world_of(job.places), _value_sizes(job, plan)
     return compose(plan, identity, world, shards, values, job.facts, sizes=sizes)

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.save.pipeline import SaveJob
 
 
-MAX_EARLIER_TRIES = 8
+MAX_EARLIER_ATTEMPTS = 8
 MIN_FILE_BYTES = 4096
 _SCOPES = ("replicated", "rank", "sharded")
 _Holder = tuple[int, int, str]
@@ -170,14 +170,14 @@ def _worth_it(
     for place, leaves in Counter(place for name in names for place in lying[name]).items():
         for holder, nbytes in place.stored:
             by_file[holder] += nbytes * leaves
-    by_try: Counter[str] = Counter()
+    by_attempt: Counter[str] = Counter()
     for (source, _, _), nbytes in by_file.items():
-        by_try[manifest.tries[source]] += nbytes
-    enough = {one: used for one, used in by_try.items() if one in known and used * 2 >= known[one].nbytes}
+        by_attempt[manifest.tries[source]] += nbytes
+    enough = {one: used for one, used in by_attempt.items() if one in known and used * 2 >= known[one].nbytes}
     tries: set[str] = set()
     along: frozenset[str] = frozenset()
     for one in sorted(enough, key=lambda one: (-enough[one], one)):
-        if len(along | known[one].kept_with) <= MAX_EARLIER_TRIES:
+        if len(along | known[one].kept_with) <= MAX_EARLIER_ATTEMPTS:
             tries.add(one)
             along |= known[one].kept_with
     sources = {number for number, one in enumerate(manifest.tries) if one in tries}
@@ -263,7 +263,7 @@ _Table = tuple[Sequence[Assignment], dict[str, LeafRange]]
 class _Base:
     """The epoch that a save is compared with. Only rank 0 needs the manifest."""
 
-    try_name: str
+    attempt_name: str
     world: _World
     known: OwnFiles
     manifest: Manifest | None
@@ -351,7 +351,7 @@ class Reuse:
         surprising = self._surprising
         assume_unchanged = (lambda leaf: leaf not in surprising) if job.assume_unchanged else None
         found = self._current.found = look(there, _tensors(job, plan), self._turn, assume_unchanged)
-        return [base.try_name, in_bits(found.changed | gone | base.known.lost, order)]
+        return [base.attempt_name, in_bits(found.changed | gone | base.known.lost, order)]
 
     def _base_now(self) -> _Base | None:
         """The epoch to compare with; None without one, or if the nodes have changed."""
@@ -367,11 +367,11 @@ class Reuse:
         base, view = self._base, self._view()
         if base is None or base.manifest is None:
             return ""
-        seen = {entry.try_name for entry in view.line() if entry.healthy and entry.resumable}
-        if base.try_name not in seen:
+        seen = {entry.attempt_name for entry in view.line() if entry.healthy and entry.resumable}
+        if base.attempt_name not in seen:
             return ""
         manifest = base.manifest
-        bad = {entry.try_name for entry in view.entries if not entry.healthy}
+        bad = {entry.attempt_name for entry in view.entries if not entry.healthy}
         tries = {number for number, name in enumerate(manifest.tries) if name not in bad}
         names = {
             name
@@ -389,7 +389,7 @@ class Reuse:
         for name in manifest.tries:
             if name not in self._written:
                 try:
-                    self._written[name] = own_bytes(codec.read_of_try(self._storage, name))
+                    self._written[name] = own_bytes(codec.read_of_attempt(self._storage, name))
                 except (RelayError, OSError):
                     continue
         self._written = {name: self._written[name] for name in manifest.tries if name in self._written}
@@ -453,13 +453,13 @@ class Reuse:
         current.manifest = manifest
         return manifest
 
-    def committed(self, try_name: str) -> None:
+    def committed(self, attempt_name: str) -> None:
         """Note the commit: the next save is compared with this attempt."""
         current = self._current
         kept = self._base.known.files if self._base is not None and current.referenced else ()
         files = [file for one in kept if (file := one.of(current.referenced, current.found.probes)).parts]
         known = OwnFiles((*files, *current.written))
-        self._base = _Base(try_name, current.world, known, current.manifest)
+        self._base = _Base(attempt_name, current.world, known, current.manifest)
         self._tables = current.tables
         self._current = _Current()
 

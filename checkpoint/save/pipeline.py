@@ -20,7 +20,7 @@ import torch
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests
 from torchrelay.checkpoint.format.manifest.schema import ShardRow
-from torchrelay.checkpoint.format.names import DATA, stats_path, try_directory
+from torchrelay.checkpoint.format.names import DATA, attempt_directory, stats_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.shard import writer
 from torchrelay.checkpoint.format.shard.entries import Entries
@@ -176,28 +176,28 @@ def carry_out(job: SaveJob, plan: SavePlan, clock: Clock, whole: WholeBytes | No
     committed then.
     """
     with clock.spent("plan"):
-        try_name = _make_try(job, plan)
+        attempt_name = _make_attempt(job, plan)
     try:
         with progress(f"saving epoch {job.position}", plan.largest_share * len(job.states)):
-            rows = [row for part in _write_all(job, plan, try_name, clock, whole) for row in part or ()]
+            rows = [row for part in _write_all(job, plan, attempt_name, clock, whole) for row in part or ()]
         if job.reuse is not None and job.assume_unchanged:
             job.reuse.check_assumed(job.peers, job.position)
         if whole is not None:
             whole.compare(job.peers)
     except Exception as error:
         if is_told(error):  # else another process may still write there
-            discard(job, try_name)
+            discard(job, attempt_name)
         raise
     begin = time.monotonic()
-    entry = decide(job.peers, "save: commit", lambda: _commit_and_tell(job, plan, try_name, rows))
+    entry = decide(job.peers, "save: commit", lambda: _commit_and_tell(job, plan, attempt_name, rows))
     if job.apart is not None:
         job.apart.committed(entry_of(entry, "the commit"))
     if job.reuse is not None:
-        job.reuse.committed(try_name)
+        job.reuse.committed(attempt_name)
     took = {"commit": time.monotonic() - begin}
     stats = NodeStats(_times(job, row, took if index == 0 else {}) for index, row in enumerate(rows))
     if job.peers.rank == 0:
-        _write_stats(job, stats_path(try_name), stats)
+        _write_stats(job, stats_path(attempt_name), stats)
     return stats
 
 
@@ -213,13 +213,13 @@ def _write_stats(job: SaveJob, path: str, stats: NodeStats) -> None:
         warn(f"the epoch is saved, its timings are not: {error}", stacklevel=2)
 
 
-def _make_try(job: SaveJob, plan: SavePlan) -> str:
+def _make_attempt(job: SaveJob, plan: SavePlan) -> str:
     """Create the directory of an attempt; returns its name."""
 
     def make(name: str) -> str:
         job.make_room()
         check_room(job.storage, plan, job.position, None if job.apart is None else job.apart.ranks)
-        job.storage.mkdir(try_directory(name))
+        job.storage.mkdir(attempt_directory(name))
         job.storage.sync_dir(DATA)
         job.storage.sync_dir("")
         return name
@@ -243,13 +243,13 @@ def _make_others(job: SaveJob, made: str, make: Callable[[str], str]) -> None:
 
 
 def _write_all(
-    job: SaveJob, plan: SavePlan, try_name: str, clock: Clock, whole: WholeBytes | None
+    job: SaveJob, plan: SavePlan, attempt_name: str, clock: Clock, whole: WholeBytes | None
 ) -> list[list[Row] | None]:
     """Write and sync the shards of this process's nodes and their directory, and report to rank 0."""
 
     def store() -> list[Row]:
-        rows = [_write_node(job, plan, try_name, state, dict(clock.secs)).row() for state in job.states]
-        job.storage.sync_dir(try_directory(try_name))
+        rows = [_write_node(job, plan, attempt_name, state, dict(clock.secs)).row() for state in job.states]
+        job.storage.sync_dir(attempt_directory(attempt_name))
         return rows
 
     def write() -> list[Row]:
@@ -277,14 +277,14 @@ def _patience_secs(plan: SavePlan) -> float:
 
 
 def _write_node(
-    job: SaveJob, plan: SavePlan, try_name: str, state: NodeState, before: dict[str, float]
+    job: SaveJob, plan: SavePlan, attempt_name: str, state: NodeState, before: dict[str, float]
 ) -> NodeReport:
     """Write the files of one node."""
     secs = {**before, "hash": 0.0, "write": 0.0, "fsync": 0.0}
     shards: list[ShardRow] = []
-    where = try_directory(try_name)
+    where = attempt_directory(attempt_name)
     for group, assignments in plan.files(state.rank).items():
-        identity = ShardIdentity(job.holding.job, job.position, state.place.name, group, try_name)
+        identity = ShardIdentity(job.holding.job, job.position, state.place.name, group, attempt_name)
         entries, values = _contents(job, plan, state, group)
         for part, report in enumerate(
             write_shard(job.storage, where, identity, entries, values=values, writers=job.writers), 1
@@ -329,9 +329,9 @@ def _json(leaf: Leaf) -> Any:
     return leaf.content.json if isinstance(leaf.content, Value) else None
 
 
-def _commit_and_tell(job: SaveJob, plan: SavePlan, try_name: str, rows: list[Row]) -> Any:
+def _commit_and_tell(job: SaveJob, plan: SavePlan, attempt_name: str, rows: list[Row]) -> Any:
     """Commit; returns the entry if other hosts need it. Rank 0 only."""
-    entry = commit(job, plan, try_name, rows)
+    entry = commit(job, plan, attempt_name, rows)
     return None if job.apart is None else entry_json(entry)
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.position import Branch, CommittedPosition, Retirement, State
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.retention import delete_try
+from torchrelay.checkpoint.log.retention import delete_attempt
 from torchrelay.checkpoint.log.state import without
 from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, read_notes, same_job
 from torchrelay.checkpoint.log.view import LogView
@@ -200,14 +200,18 @@ def _has_all(near: LogView, far: LogView) -> bool:
 def _knows(view: LogView, entry: CommittedPosition) -> bool:
     """Whether a log knows an entry."""
     own = view.entry(entry.key)
-    return own is not None and own.try_name == entry.try_name and own.manifest_sha256 == entry.manifest_sha256
+    return (
+        own is not None
+        and own.attempt_name == entry.attempt_name
+        and own.manifest_sha256 == entry.manifest_sha256
+    )
 
 
 def anchor(far: LogView) -> frozenset[str]:
     """Attempts that show that a local log is ahead of this one: they stay in it."""
     line = far.line()
     whole = [entry for entry in line if entry.position.boundary]
-    return frozenset(entry.try_name for entry in (*line[-1:], *whole[-1:]))
+    return frozenset(entry.attempt_name for entry in (*line[-1:], *whole[-1:]))
 
 
 def adopted(near: State, far: State) -> State:
@@ -219,7 +223,7 @@ def adopted(near: State, far: State) -> State:
     live = {entry.key for entry in far.entries}
     names = {(mark.kind, mark.name) for mark in far.marks}
     own = (mark for mark in near.marks if mark.target in live and (mark.kind, mark.name) not in names)
-    still = tuple(one for one in near.retiring if one.try_name not in gone)
+    still = tuple(one for one in near.retiring if one.attempt_name not in gone)
     return replace(
         near,
         entries=far.entries,
@@ -236,9 +240,9 @@ def to_send(near: LogView, far: LogView) -> tuple[CommittedPosition, ...]:
 
     Entries older than the newest remote one of this line are not missing: retention has deleted them.
     """
-    there = {entry.try_name for entry in far.entries}
+    there = {entry.attempt_name for entry in far.entries}
     line = near.line()
-    known = [number for number, entry in enumerate(line) if entry.try_name in there]
+    known = [number for number, entry in enumerate(line) if entry.attempt_name in there]
     rest = line[known[-1] + 1 :] if known else line
     return tuple(entry for entry in rest if entry.healthy and entry.resumable)
 
@@ -273,7 +277,7 @@ def mirrored(far: State, entry: CommittedPosition) -> State | None:
     As a commit does, it retires mid-epoch positions that this completes. The caller ensures that all attempts
     of the entry are complete on the remote.
     """
-    if any(one.try_name == entry.try_name for one in far.entries):
+    if any(one.attempt_name == entry.attempt_name for one in far.entries):
         return None
     if any(one.key == entry.key for one in far.entries):
         raise StorageError(f"the remote log has another epoch {entry.key}: it has another history")
@@ -283,7 +287,7 @@ def mirrored(far: State, entry: CommittedPosition) -> State | None:
         if one.branch == entry.branch and entry.position.boundary and not one.position.boundary
         if one.position < entry.position
     ]
-    still = tuple(one for one in far.retiring if one.try_name not in entry.tries)
+    still = tuple(one for one in far.retiring if one.attempt_name not in entry.tries)
     entries = tuple(sorted((*far.entries, entry), key=lambda one: one.key))
     return without(replace(far, entries=entries, retiring=still), over)
 
@@ -344,7 +348,7 @@ def claim(storage: TierStorage, job_name: str | None, rank: int) -> LocalLogStat
         mine.generation,
         is_ahead(near, far, untouched=mine.made(far)),
         bool(lacks) or branches_differ(near, far),
-        tuple(str(entry.position) for entry in lacks if entry.try_name not in mine.replicated),
+        tuple(str(entry.position) for entry in lacks if entry.attempt_name not in mine.replicated),
     )
 
 
@@ -361,7 +365,7 @@ def given_up(claims: Iterable[LocalLogStatus | None], counts: LocalLogStatus | N
 
 def gone_between(before: State, now: State) -> tuple[Retirement, ...]:
     """Attempts, or groups of their files, that the log needed before and does not need any more."""
-    old, new = _groups_by_try(before), _groups_by_try(now)
+    old, new = _groups_by_attempt(before), _groups_by_attempt(now)
     whole = (Retirement(name) for name in sorted(old.keys() - new.keys()))
     less = (
         Retirement(name, tuple(group for group in groups if group not in (new[name] or ())))
@@ -371,15 +375,15 @@ def gone_between(before: State, now: State) -> tuple[Retirement, ...]:
     return (*whole, *(one for one in less if one.groups))
 
 
-def _groups_by_try(state: State) -> dict[str, tuple[str, ...] | None]:
+def _groups_by_attempt(state: State) -> dict[str, tuple[str, ...] | None]:
     """All attempts that the log needs; None: with all of their files."""
-    groups = {entry.try_name: entry.groups or None for entry in state.entries}
+    groups = {entry.attempt_name: entry.groups or None for entry in state.entries}
     return {name: groups.get(name) for name in state.tries}
 
 
 def row(one: Retirement) -> list[Json]:
     """A retirement as JSON."""
-    return [one.try_name, None if one.groups is None else list(one.groups)]
+    return [one.attempt_name, None if one.groups is None else list(one.groups)]
 
 
 def retirement_of(told: list[Json]) -> Retirement:
@@ -393,7 +397,7 @@ def delete(near: Storage, gone: Iterable[Retirement]) -> None:
     failed: StorageError | None = None
     for one in gone:
         try:
-            delete_try(near, one)
+            delete_attempt(near, one)
         except StorageError as error:
             failed = error
     if failed is not None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.names import DATA, TRY
+from torchrelay.checkpoint.format.names import ATTEMPT_NAME, DATA
 from torchrelay.checkpoint.format.position import CommittedPosition, Position, Retirement, State
 from torchrelay.checkpoint.load.verify import (
     FULL_PROOF_SECS,
@@ -211,7 +211,7 @@ class HostsLedger(TierLedger):
             self._sender = sender
             if told["live"] is not None and by == 0:
                 names = self.storage.near.list(DATA)
-                gone = (name for name in names if TRY.fullmatch(name) and name not in told["live"])
+                gone = (name for name in names if ATTEMPT_NAME.fullmatch(name) and name not in told["live"])
                 self._leftovers = tuple(map(Retirement, gone))
 
         together(peers, "local directories of the job", begin)
@@ -274,7 +274,7 @@ class HostsLedger(TierLedger):
     def unseen(self) -> frozenset[str]:
         """Attempts that are only local are on several hosts."""
         pending = () if self.replicator is None or not self.places.many else self.replicator.pending
-        return frozenset(entry.try_name for entry in pending)
+        return frozenset(entry.attempt_name for entry in pending)
 
     def wait_for_room(self, peers: Peers) -> None:
         """As `TierLedger.wait_for_room`; leaders receive what to upload and what to delete."""
@@ -343,11 +343,11 @@ class HostsLedger(TierLedger):
     def _is_local_only(self, epoch: int) -> bool:
         """Whether an epoch is not uploaded."""
         entry, far = self.view().find(epoch), open_log(self.storage.far, self.job_name)
-        return entry is not None and entry.try_name not in {one.try_name for one in far.entries}
+        return entry is not None and entry.attempt_name not in {one.attempt_name for one in far.entries}
 
     def _joint_proof(self, peers: Peers, entry: CommittedPosition, *, level: Level = "headers") -> JointProof:
         """Each place verifies its local files, then all verify the whole; remotely if that fails."""
-        if not self.places.many or self.storage.prefers_remote(entry.try_name):
+        if not self.places.many or self.storage.prefers_remote(entry.attempt_name):
             return super()._joint_proof(peers, entry, level=level)
         deadline_secs = FULL_PROOF_SECS if level == "full" else None
         topic = f"local files of epoch {entry.position}"

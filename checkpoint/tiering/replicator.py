@@ -127,7 +127,7 @@ class Replicator(TierUploader):
     def needed(self) -> frozenset[str]:
         """Attempts that must stay local under any retention rule."""
         far = self._far.view
-        return frozenset(entry.try_name for entry in self.pending) | hosts.anchor(far)
+        return frozenset(entry.attempt_name for entry in self.pending) | hosts.anchor(far)
 
     def check(self) -> None:
         """Raise FencedError if another job has the remote log. Sends no request."""
@@ -223,7 +223,7 @@ class Replicator(TierUploader):
         self.send_manifest(entry)
         mine = present(self._near, manifest)
         self.send_shards(manifest, mine, kept)
-        self.send_stats(entry.try_name)
+        self.send_stats(entry.attempt_name)
         self.sync_directories(manifest)
         parts = self._gathered(entry, others)
         if parts is None:
@@ -248,7 +248,7 @@ class Replicator(TierUploader):
     def _delete_parts(self, entry: CommittedPosition) -> None:
         """Delete reports, so that leaders report again, unless the remote log has the epoch by now."""
         if self._others is not None:
-            delete_parts(self.far, entry.try_name, self._others.run, self._others.leaders)
+            delete_parts(self.far, entry.attempt_name, self._others.run, self._others.leaders)
 
     def _gathered(self, entry: CommittedPosition, others: Others) -> Mapping[int, PlaceReport] | None:
         """Reports of the other leaders about an epoch; None if it is not needed any more."""
@@ -259,7 +259,7 @@ class Replicator(TierUploader):
             looks += 1
             for leader in others.leaders:
                 if leader not in found:
-                    part = read_part(self.far, part_path(entry.try_name, others.run, leader))
+                    part = read_part(self.far, part_path(entry.attempt_name, others.run, leader))
                     if part is not None:
                         found[leader] = part
             if len(found) == len(others.leaders):
@@ -297,9 +297,9 @@ class Replicator(TierUploader):
         """Raise FencedError if another job has taken the remote log."""
         self._far.ask()
 
-    def _named(self, try_name: str) -> bool:
+    def _named(self, attempt_name: str) -> bool:
         """Whether the remote log needs an attempt."""
-        return try_name in self._far.view.state.tries
+        return attempt_name in self._far.view.state.tries
 
     def _check_going_on(self) -> None:
         """Raise if the upload must stop."""
@@ -312,7 +312,7 @@ class Replicator(TierUploader):
         self._notes = replace(
             self._notes,
             holder=nonce if isinstance(nonce, str) else None,
-            replicated=frozenset(entry.try_name for entry in far.entries),
+            replicated=frozenset(entry.attempt_name for entry in far.entries),
             generation=self._far.generation,
             part=False,
         )
@@ -368,11 +368,11 @@ class PartSender(TierUploader):
     def _step(self) -> bool:
         """Upload one epoch; False if nothing is left to do."""
         self._forget()
-        for name in [entry.try_name for entry in self._wanted]:
+        for name in [entry.attempt_name for entry in self._wanted]:
             if name in self._told - self._over and read_part(self.far, self._part(name)) is None:
                 self._told.discard(name)  # lost in a power cut, or deleted by rank 0, which asks again
                 self._doubted.add(name)
-        while entry := next((one for one in self._wanted if one.try_name not in self._told), None):
+        while entry := next((one for one in self._wanted if one.attempt_name not in self._told), None):
             with progress(f"replicating epoch {entry.position}"):
                 self._send(entry)
         return False
@@ -382,7 +382,7 @@ class PartSender(TierUploader):
         manifest = self._manifest(entry)
         if manifest is None:
             return
-        needed, name = self._far_log().state.tries, entry.try_name
+        needed, name = self._far_log().state.tries, entry.attempt_name
         if name in needed:
             self._over.add(name)
         else:
@@ -428,12 +428,12 @@ class PartSender(TierUploader):
             raise StorageError(f"{self.far.url} was taken over by another job")
         return view
 
-    def _part(self, try_name: str) -> str:
-        return part_path(try_name, self._run_nonce, self._leader)
+    def _part(self, attempt_name: str) -> str:
+        return part_path(attempt_name, self._run_nonce, self._leader)
 
-    def _named(self, try_name: str) -> bool:
+    def _named(self, attempt_name: str) -> bool:
         """Whether the remote log needs an attempt."""
-        return try_name in self._far_log().state.tries  # sends a request
+        return attempt_name in self._far_log().state.tries  # sends a request
 
     def _forget(self) -> None:
         """Forget everything that is not in flight."""

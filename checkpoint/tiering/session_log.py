@@ -136,7 +136,7 @@ class TierLedger(Ledger):
             return hosts.adopted(state, far.state), dict(hosts.branch_payload(far.current))
 
         there = far.state.tries | hosts.notes_of(self.storage).replicated
-        lost = [str(entry.position) for entry in near.line() if entry.try_name not in there]
+        lost = [str(entry.position) for entry in near.line() if entry.attempt_name not in there]
         writer.change("rewind", adopt)
         if lost:
             warn(
@@ -271,10 +271,10 @@ class TierLedger(Ledger):
 
     def instead_of(self, peers: Peers, failed: Target, error: RelayError, say: Any) -> Target:
         """The same position from the remote, if only its local blocks are damaged; else an older one."""
-        if not self.storage.prefers_remote(failed.entry.try_name):
+        if not self.storage.prefers_remote(failed.entry.attempt_name):
             proof = self._joint_proof(peers, failed.entry, level="full")
             if proof.outcome is VerificationStatus.PROVED and self.storage.prefers_remote(
-                failed.entry.try_name
+                failed.entry.attempt_name
             ):
                 return self._target(failed.entry, proof)
         return super().instead_of(peers, failed, error, say)
@@ -282,7 +282,7 @@ class TierLedger(Ledger):
     def _joint_proof(self, peers: Peers, entry: CommittedPosition, *, level: Level = "headers") -> JointProof:
         """If only local files are damaged, the remote ones are verified and used instead."""
         proof = verify_together(peers, self.storage, entry, level=level)
-        if proof.outcome is not VerificationStatus.DAMAGED or self.storage.prefers_remote(entry.try_name):
+        if proof.outcome is not VerificationStatus.DAMAGED or self.storage.prefers_remote(entry.attempt_name):
             return proof
         second = self._remote_proof(peers, entry, level, proof.reason)
         return proof if second.outcome is VerificationStatus.DAMAGED else second

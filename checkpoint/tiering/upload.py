@@ -26,7 +26,7 @@ from typing import TypeVar
 from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, sha256, unseal
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, shard_path
-from torchrelay.checkpoint.format.names import DATA, manifest_path, stats_path, try_directory
+from torchrelay.checkpoint.format.names import DATA, attempt_directory, manifest_path, stats_path
 from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest
@@ -192,7 +192,7 @@ class TierUploader(Uploader):
         does not have the files afterwards.
         """
         manifest = codec.read(self._near, entry)
-        own = entry.try_name
+        own = entry.attempt_name
         self.make_directories(manifest)
         self.send_shards(manifest, manifest.shards, kept)
         self.send_manifest(entry)
@@ -202,13 +202,13 @@ class TierUploader(Uploader):
 
     def make_directories(self, manifest: Manifest) -> None:
         """Create the directories of all attempts that an epoch needs."""
-        for name in _tries(manifest):
-            self.far.mkdir(try_directory(name))
+        for name in _attempts(manifest):
+            self.far.mkdir(attempt_directory(name))
 
     def sync_directories(self, manifest: Manifest) -> None:
         """Make the names of uploaded files durable."""
-        for name in _tries(manifest):
-            self.far.sync_dir(try_directory(name))
+        for name in _attempts(manifest):
+            self.far.sync_dir(attempt_directory(name))
         self.far.sync_dir(DATA)
 
     def prove(self, entry: CommittedPosition, manifest: Manifest) -> None:
@@ -218,7 +218,7 @@ class TierUploader(Uploader):
         if proof.proved:
             return
         if proof.outcome is VerificationStatus.DAMAGED:
-            self._forget_sent(manifest_path(entry.try_name))
+            self._forget_sent(manifest_path(entry.attempt_name))
             self.doubt(manifest, manifest.shards)
         raise StorageError(f"{self.far.url} does not have what was sent: {proof.told}")
 
@@ -236,7 +236,7 @@ class TierUploader(Uploader):
         try:
             codec.read(self.far, entry)
         except (FileNotFoundError, DamagedError) as error:
-            self._forget_sent(manifest_path(entry.try_name))
+            self._forget_sent(manifest_path(entry.attempt_name))
             raise StorageError(f"{self.far.url} does not have what was sent: {error}") from None
 
     def send_shards(self, manifest: Manifest, rows: Sequence[ShardRow], kept: frozenset[str]) -> None:
@@ -257,7 +257,7 @@ class TierUploader(Uploader):
 
     def send_manifest(self, entry: CommittedPosition) -> None:
         """Upload the manifest, which is not used before a record names it."""
-        path = manifest_path(entry.try_name)
+        path = manifest_path(entry.attempt_name)
         data = self._near.read_range(path, 0, entry.manifest_bytes)
         if not self._was_sent(path, len(data), sha256(data)):
             self._create(path, lambda handle: handle.write_at(0, memoryview(data)))
@@ -284,10 +284,10 @@ class TierUploader(Uploader):
         self._create(path, write)
         self._note_sent(path, row.nbytes, row.header_sha256)
 
-    def send_stats(self, try_name: str) -> None:
+    def send_stats(self, attempt_name: str) -> None:
         """Upload timings, which are not part of the epoch."""
         with suppress(OSError):
-            path = stats_path(try_name)
+            path = stats_path(attempt_name)
             self.far.replace(path, self._near.read_range(path, 0, self._near.stat(path) or 0))
 
     def _was_sent(self, path: str, nbytes: int, digest: str) -> bool:
@@ -320,7 +320,7 @@ class TierUploader(Uploader):
         meanwhile.
         """
 
-    def _named(self, try_name: str) -> bool:
+    def _named(self, attempt_name: str) -> bool:
         """Called before a deletion: whether the remote log needs that attempt meanwhile."""
         raise NotImplementedError
 
@@ -370,7 +370,7 @@ def _expected(row: ShardRow) -> ShardExpectation:
     return ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
 
 
-def _tries(manifest: Manifest) -> list[str]:
+def _attempts(manifest: Manifest) -> list[str]:
     """The attempts of a manifest."""
     return sorted({manifest.tries[0], *(manifest.tries[row.source] for row in manifest.shards)})
 
@@ -409,9 +409,9 @@ class PlaceReport:
     damage: str | None = None
 
 
-def part_path(try_name: str, run: str, leader: int) -> str:
+def part_path(attempt_name: str, run: str, leader: int) -> str:
     """Path of a leader's report."""
-    return f"{try_directory(try_name)}/sent.{run}-{leader}.json"
+    return f"{attempt_directory(attempt_name)}/sent.{run}-{leader}.json"
 
 
 def write_part(far: Storage, path: str, part: PlaceReport) -> None:
@@ -431,8 +431,8 @@ def read_part(far: Storage, path: str) -> PlaceReport | None:
     return PlaceReport(names, None if damage is None else str(damage))
 
 
-def delete_parts(far: Storage, try_name: str, run: str, leaders: tuple[int, ...]) -> None:
+def delete_parts(far: Storage, attempt_name: str, run: str, leaders: tuple[int, ...]) -> None:
     """Delete reports; those that cannot be deleted go with the attempt."""
     for leader in leaders:
         with suppress(RelayError):
-            far.delete(part_path(try_name, run, leader))
+            far.delete(part_path(attempt_name, run, leader))

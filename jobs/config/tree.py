@@ -240,7 +240,7 @@ def _known(here: Any) -> tuple[str, ...]:
     return ()
 
 
-_TRIES = 4
+_ATTEMPTS = 4
 _NEAR = 10
 """Lines above a syntax error that are searched for an unclosed quote."""
 
@@ -278,7 +278,7 @@ def _without_bad_lines(data: bytes) -> tuple[ParseResult, list[Problem]]:
     lines = data.split(b"\n")
     first = found = _with_remedy(read_findings(data), lines)
     left_out: list[Problem] = []
-    for _ in range(_TRIES):
+    for _ in range(_ATTEMPTS):
         if found.ended is None:
             return found, left_out
         at = found.ended.line - 1

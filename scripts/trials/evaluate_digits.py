@@ -28,7 +28,7 @@ def main(run: str) -> None:
         "bytes_of_model": checkpoint.blobs["model"].bytes,
         "bytes_read_by_load": result.bytes_read,
         "bytes_read_in_all": checkpoint.bytes_read,
-        "directory": checkpoint.entry.try_name,
+        "directory": checkpoint.entry.attempt_name,
     }
     print(json.dumps(found))
 

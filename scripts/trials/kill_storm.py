@@ -223,7 +223,7 @@ def _saving(watched: Watched, epoch: int, before: set[str]) -> Callable[[], bool
 def moment_of(watched: Watched, tries_before: set[str], *, trained: bool) -> str:
     """What the job was doing when it was killed, from its files."""
     view = watched.view()
-    committed = {entry.try_name for entry in view.entries}
+    committed = {entry.attempt_name for entry in view.entries}
     newest = max(view.epochs(), default=None)
     if watched.tries() - tries_before - committed:
         return "in a save"

@@ -31,7 +31,7 @@ from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, spec_of
 from torchrelay.jobs.cluster import NodePlace
 
-TRY = "e00000001-abcdef"
+ATTEMPT_NAME = "e00000001-abcdef"
 
 
 def random_mesh(rng: random.Random, shape: Sequence[int], most: int = 8) -> Mesh:
@@ -147,7 +147,7 @@ class Saved:
         specs = tuple(self._spec(name) for name in self.wholes)
         plan = plan_classes([NodeClass(tuple(range(self.world)), specs)])
         rows = [row for place in places for row in self._write(plan, place)]
-        identity = TryIdentity("uuid", "job", Position(1), 0, 0, TRY)
+        identity = TryIdentity("uuid", "job", Position(1), 0, 0, ATTEMPT_NAME)
         return compose(plan, identity, world_of(places), rows, {}, Facts())
 
     def _spec(self, name: str) -> LeafSpec:
@@ -163,9 +163,9 @@ class Saved:
         found = []
         for group in plan.files(place.rank):
             entries, _ = pipeline._contents(job, plan, state, group)
-            identity = ShardIdentity("job", Position(1), place.name, group, TRY)
+            identity = ShardIdentity("job", Position(1), place.name, group, ATTEMPT_NAME)
             storage: Any = self.storage
-            for part, report in enumerate(write_shard(storage, f"data/{TRY}", identity, entries), 1):
+            for part, report in enumerate(write_shard(storage, f"data/{ATTEMPT_NAME}", identity, entries), 1):
                 size, head, digest = report.bytes, report.header_bytes, report.header_sha256
                 found.append(ShardRow(place.rank, group, part, size, head, digest))
         return found

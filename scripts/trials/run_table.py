@@ -35,6 +35,6 @@ def rows_of(run: Path, name: str, how: str, since: int) -> list[list[str]]:
 
 def save_secs(run: Path, checkpoint: Checkpoint) -> float:
     """How long the slowest node needed to save an epoch, all phases together."""
-    path = run / "checkpoints" / "data" / checkpoint.entry.try_name / "stats.json"
+    path = run / "checkpoints" / "data" / checkpoint.entry.attempt_name / "stats.json"
     nodes = json.loads(path.read_text())["nodes"]
     return max(float(sum(node["secs"].values())) for node in nodes)

@@ -43,7 +43,7 @@ def _durability() -> Iterator[Bug]:
     yield Bug(
         "the directory of a try is not synced",
         "checkpoint/save/commit.py",
-        "    job.storage.sync_dir(try_directory(try_name))\n    return CommittedPosition(",
+        "    job.storage.sync_dir(attempt_directory(attempt_name))\n    return CommittedPosition(",
         "    return CommittedPosition(",
         ["tests/protocol/test_crash_states.py", "-k", "plain"],
     )
@@ -205,14 +205,14 @@ def _retention() -> Iterator[Bug]:
     yield Bug(
         "a metric of zero is none",
         "checkpoint/log/view.py",
-        "math.isfinite(metrics.get(entry.try_name, math.nan))",
-        "metrics.get(entry.try_name)",
+        "math.isfinite(metrics.get(entry.attempt_name, math.nan))",
+        "metrics.get(entry.attempt_name)",
         ["tests/checkpoint/test_keeping.py"],
     )
     yield Bug(
         "an epoch whose metrics cannot be read is not the best",
         retention,
-        "entry.healthy and entry.try_name in self.scores.unread]",
+        "entry.healthy and entry.attempt_name in self.scores.unread]",
         "False]",
         ["tests/checkpoint/test_keeping.py"],
     )
@@ -220,9 +220,9 @@ def _retention() -> Iterator[Bug]:
         "prune deletes before the log says so",
         "checkpoint/coordinator/retention.py",
         "    keeping.retire(writer, suspects, only_local(storage, before))\n",
-        "    from torchrelay.checkpoint.log.retention import delete_try\n\n"
+        "    from torchrelay.checkpoint.log.retention import delete_attempt\n\n"
         "    for one in tuple(keeping.chosen(before, suspects)):\n"
-        "        delete_try(writer.storage, one)\n"
+        "        delete_attempt(writer.storage, one)\n"
         "    keeping.retire(writer, suspects, only_local(storage, before))\n",
         ["tests/tools/cli/test_prune.py", "-k", "killed"],
     )
@@ -230,9 +230,9 @@ def _retention() -> Iterator[Bug]:
         "files are deleted before the log says so",
         "checkpoint/coordinator/retention.py",
         "            keeping.retire(writer, suspects, self.ledger.needed())\n",
-        "            from torchrelay.checkpoint.log.retention import delete_try\n\n"
+        "            from torchrelay.checkpoint.log.retention import delete_attempt\n\n"
         "            for one in tuple(keeping.chosen(view, suspects)):\n"
-        "                delete_try(writer.storage, one)\n"
+        "                delete_attempt(writer.storage, one)\n"
         "            keeping.retire(writer, suspects, self.ledger.needed())\n",
         ["tests/protocol/test_crash_states.py", "-k", "plain"],
     )

@@ -93,13 +93,13 @@ def check_disk(watched: Watched, reference: dict[int, str], findings: Findings, 
     missing = [epoch for epoch in range(-1 if told is None else told + 1) if epoch not in committed]
     if missing:
         findings.lost.append(f"{watched.run.name}: acknowledged up to {told}, not in the log: {missing}")
-    for gone in proved - {entry.try_name for entry in view.entries}:
+    for gone in proved - {entry.attempt_name for entry in view.entries}:
         findings.lost.append(f"{watched.run.name}: {gone} was committed and is no longer in the log")
     for entry in view.entries:
-        if entry.try_name not in proved or entry is view.entries[-1]:
+        if entry.attempt_name not in proved or entry is view.entries[-1]:
             findings.mixed += [f"{watched.run.name}: {text}" for text in _wrong_in(watched, entry, reference)]
             findings.epochs_proved += 1
-            proved.add(entry.try_name)
+            proved.add(entry.attempt_name)
 
 
 def _wrong_in(watched: Watched, entry: CommittedPosition, reference: dict[int, str]) -> list[str]:

@@ -100,7 +100,7 @@ def _switch_off(host: Host, running: dict[str, Launch], after: int) -> None:
 def written_by(run: Path, checkpoint: Checkpoint, blob: str = "model") -> dict[str, int]:
     """How many bytes of a blob's tensors lie in the files that each node has written."""
     found = dict.fromkeys(checkpoint.nodes, 0)
-    directory = run / "checkpoints" / "data" / checkpoint.entry.try_name
+    directory = run / "checkpoints" / "data" / checkpoint.entry.attempt_name
     for path in directory.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             tensors = [file.get_tensor(key) for key in file.keys() if key.startswith(f"{blob}.")]  # noqa: SIM118

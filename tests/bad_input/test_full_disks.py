@@ -88,7 +88,7 @@ def test_a_disk_that_is_full_when_the_record_is_due(tmp_path: Path, monkeypatch:
             entry = write(job, *rest)
             if job.position.epoch == 2:
                 fill(disk)
-                filled.append(entry.try_name)
+                filled.append(entry.attempt_name)
             return entry
 
         monkeypatch.setattr(commit, "_write_manifest", write_then_fill)

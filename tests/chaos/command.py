@@ -216,7 +216,7 @@ def is_noticed(run: Path, path: str) -> bool:
         return True
     if view.notices or not all(proof.proved for proof in proofs):
         return True
-    tries = {name for entry in view.entries for name in (entry.try_name, *entry.needs)}
+    tries = {name for entry in view.entries for name in (entry.attempt_name, *entry.needs)}
     live = any(f"data/{name}/" in path for name in tries)
     return not (live and path.endswith(_PROVED))
 

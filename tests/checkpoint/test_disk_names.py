@@ -14,7 +14,7 @@ from torchrelay.checkpoint.format.names import (
     Flat,
     ShardName,
     Whole,
-    check_try,
+    check_attempt,
     format_key,
     parse_key,
     parse_shard_file_name,
@@ -114,7 +114,7 @@ def test_other_file_names_are_no_shards(text):
 
 def test_tries_are_checked():
     """A try's name is its position and a nonce."""
-    assert check_try(Position(3, 1200).directory("7f3a9c")) == "e00000003s001200-7f3a9c"
+    assert check_attempt(Position(3, 1200).directory("7f3a9c")) == "e00000003s001200-7f3a9c"
     for text in ("e4-7f3a9c", "..", "e00000004-", "e00000004-7f3a9c/x"):
         with pytest.raises(DamagedError):
-            check_try(text)
+            check_attempt(text)

@@ -112,7 +112,7 @@ def committed(storage: MemoryStorage) -> MemoryStorage:
     manifest = b"{}"
     one = entry(0)
     writer = take(storage)
-    storage.files[f"data/{one.try_name}/manifest.json"] = manifest
+    storage.files[f"data/{one.attempt_name}/manifest.json"] = manifest
     writer.commit(type(one)(**{**vars(one), "manifest_bytes": 2, "manifest_sha256": sha256(manifest)}))
     writer.release()
     return storage

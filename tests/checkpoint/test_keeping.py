@@ -34,7 +34,7 @@ def views(draw: st.DrawFn) -> LogView:
     for epoch in range(draw(st.integers(1, 10))):
         needs = draw(st.lists(st.sampled_from(entries), max_size=2, unique=True)) if entries else []
         health, stripped = draw(st.sampled_from(["ok", "ok", "ok", DAMAGED])), draw(st.integers(0, 4)) == 0
-        made = replace(entry(epoch, needs=tuple(one.try_name for one in needs)), health=health)
+        made = replace(entry(epoch, needs=tuple(one.attempt_name for one in needs)), health=health)
         entries.append(replace(made, resumable=False, groups=("main",)) if stripped else made)
     marked = draw(st.lists(st.sampled_from(entries), max_size=2, unique=True))
     marks = tuple(TagOrPin("pin", f"p{number}", one.key) for number, one in enumerate(marked))
@@ -45,8 +45,8 @@ def views(draw: st.DrawFn) -> LogView:
 def scored(draw: st.DrawFn) -> tuple[LogView, Scores]:
     """A line and the metric of some of its epochs; of some it could not be read."""
     view = draw(views())
-    values = {one.try_name: draw(SCORES) for one in view.entries if draw(st.integers(0, 3))}
-    missing = [one.try_name for one in view.entries if one.try_name not in values]
+    values = {one.attempt_name: draw(SCORES) for one in view.entries if draw(st.integers(0, 3))}
+    missing = [one.attempt_name for one in view.entries if one.attempt_name not in values]
     unread = draw(st.lists(st.sampled_from(missing), unique=True)) if missing else []
     return view, Scores(values, frozenset(unread))
 
@@ -63,7 +63,7 @@ def rules(draw: st.DrawFn) -> tuple[LogView, Keeping]:
 def best_of(values: list[float | None], mode: str, count: int = 1) -> list[int]:
     """The epochs that are kept of a healthy line with these scores."""
     line = tuple(map(entry, range(len(values))))
-    known = {line[epoch].try_name: value for epoch, value in enumerate(values) if value is not None}
+    known = {line[epoch].attempt_name: value for epoch, value in enumerate(values) if value is not None}
     return sorted(key.position.epoch for key in keep_best(Scores(known), mode, count).keep(line))
 
 
@@ -91,7 +91,7 @@ def test_the_best_are_those_with_the_best_finite_scores(
 def test_an_epoch_whose_metrics_cannot_be_read_stays() -> None:
     """It may be the best; a damaged one is not, whatever its score was."""
     line = (entry(0), entry(1), replace(entry(2), health=DAMAGED), entry(3))
-    scores = Scores({line[0].try_name: 0.1, line[2].try_name: 0.9}, frozenset({line[1].try_name}))
+    scores = Scores({line[0].attempt_name: 0.1, line[2].attempt_name: 0.9}, frozenset({line[1].attempt_name}))
     assert {key.position.epoch for key in keep_best(scores, "max").keep(line)} == {0, 1}
 
 
@@ -120,9 +120,9 @@ def test_whatever_the_rules_a_run_can_go_on(story: tuple[LogView, Keeping]) -> N
     assert newest is None or newest in after.entries
     assert {view.entry(mark.target) for mark in view.marks} <= set(after.entries)
     assert after.tries <= view.state.tries
-    assert not after.tries & {one.try_name for one in after.retiring if one.groups is None}
-    stripped = {one.try_name for one in after.retiring if one.groups is not None}
-    assert stripped <= {one.try_name for one in after.entries if not one.resumable}
+    assert not after.tries & {one.attempt_name for one in after.retiring if one.groups is None}
+    stripped = {one.attempt_name for one in after.retiring if one.groups is not None}
+    assert stripped <= {one.attempt_name for one in after.entries if not one.resumable}
 
 
 @settings(deadline=None, max_examples=50)

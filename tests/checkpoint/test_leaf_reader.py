@@ -141,7 +141,7 @@ def test_damage_is_noticed_on_arrival_and_only_when_seen_twice(tmp_path):
     content = torch.zeros(500_000)
     with Writing(tmp_path) as run:
         entry = run.save(1, [parameter("m.w", content)])
-        (path,) = (tmp_path / "data" / entry.try_name).glob("*.safetensors")
+        (path,) = (tmp_path / "data" / entry.attempt_name).glob("*.safetensors")
         reader, _ = reader_of(run)
         good = path.read_bytes()
 

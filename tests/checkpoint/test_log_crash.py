@@ -14,7 +14,7 @@ from torchrelay.errors import StorageError
 def fill(storage, epochs):
     """Tries with a manifest each, as an engine would have made them."""
     for epoch in range(epochs):
-        path = f"data/{entry(epoch).try_name}/manifest.json"
+        path = f"data/{entry(epoch).attempt_name}/manifest.json"
         storage.files[path] = storage.durable[path] = b"{}"
 
 
@@ -80,11 +80,11 @@ def test_a_crash_anywhere_leaves_the_old_state_or_the_new_one(how, power_cut):
         allowed = STATES[STATES.index(acknowledged) :][:3]
         assert found.state.entries in allowed, (at, how)
         for one in found.entries:
-            assert f"data/{one.try_name}/manifest.json" in after.files or one.branch == 1
+            assert f"data/{one.attempt_name}/manifest.json" in after.files or one.branch == 1
         writer = take(after)
         assert writer.view.state.entries == found.state.entries
         swept = sweep(writer, keep_last(10))
-        assert not {one.try_name for one in swept.deleted} & {one.try_name for one in found.entries}
+        assert not {one.attempt_name for one in swept.deleted} & {one.attempt_name for one in found.entries}
         assert writer.undeleted == ()
         writer.close()
     assert fired == changing_verbs()
@@ -97,14 +97,14 @@ def test_an_interrupted_deletion_is_finished_by_the_next_sweep():
     for epoch in range(2):
         writer.commit(entry(epoch))
         for name in ("manifest.json", "trainer_0.0.main.safetensors"):
-            storage.files[f"data/{entry(epoch).try_name}/{name}"] = b"x"
-    writer.retire([Retirement(entry(0).try_name)])
+            storage.files[f"data/{entry(epoch).attempt_name}/{name}"] = b"x"
+    writer.retire([Retirement(entry(0).attempt_name)])
     storage.fault = Fault(storage.changes + 1, "before")
     with pytest.raises(CrashError):
         sweep(writer, keep_last(1))
     writer.close()
     assert storage.fault.fired
     again = take(storage)
-    assert sweep(again, keep_last(1)).deleted == (Retirement(entry(0).try_name),)
-    assert storage.list("data") == [entry(1).try_name]
+    assert sweep(again, keep_last(1)).deleted == (Retirement(entry(0).attempt_name),)
+    assert storage.list("data") == [entry(1).attempt_name]
     assert again.commit(entry(2)).retiring == ()

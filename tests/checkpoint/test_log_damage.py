@@ -82,7 +82,7 @@ def test_a_writer_goes_on_behind_a_damaged_record():
     assert record.previous_sha256 == sha256(bytes_as_they_are)
     assert storage.files[slot_path(3)] == bytes_as_they_are
     view = open_log(storage)
-    assert view.newest().try_name.endswith("abcdef")
+    assert view.newest().attempt_name.endswith("abcdef")
     assert any(slot_path(3) in notice for notice in view.notices)
 
 
@@ -90,10 +90,10 @@ def test_no_orphan_is_deleted_while_damage_hides_commits():
     """A try whose commit record is damaged looks like an orphan and is kept."""
     storage = held(3)
     for epoch in range(3):
-        storage.files[f"data/{entry(epoch).try_name}/manifest.json"] = b"{}"
+        storage.files[f"data/{entry(epoch).attempt_name}/manifest.json"] = b"{}"
     writer = take(damaged(storage, 3))
     assert sweep(writer, keep_last(5)).orphans == ()
-    assert f"data/{entry(2).try_name}/manifest.json" in storage.files
+    assert f"data/{entry(2).attempt_name}/manifest.json" in storage.files
 
 
 def test_a_record_damaged_later_is_noticed_below_the_tail():

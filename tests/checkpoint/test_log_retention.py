@@ -24,7 +24,7 @@ def view_of(*entries, marks=()):
 
 
 def going(view, policy, in_flight=()):
-    return [int(one.try_name[1:9]) for one in to_retire(view, policy, in_flight)]
+    return [int(one.attempt_name[1:9]) for one in to_retire(view, policy, in_flight)]
 
 
 def test_keep_last_keeps_the_newest():
@@ -36,12 +36,12 @@ def test_places_inside_the_running_epoch_obey_keep_last():
     """Of positions inside the running epoch the newest N stay, and a damaged one behind them is evidence."""
     places = [entry(2, step=step) for step in range(1, 6)]
     view = view_of(*map(entry, range(3)), *places)
-    gone = {one.try_name for one in to_retire(view, keep_last(9), inside=2)}
-    assert gone == {one.try_name for one in places[:3]}
+    gone = {one.attempt_name for one in to_retire(view, keep_last(9), inside=2)}
+    assert gone == {one.attempt_name for one in places[:3]}
     assert not to_retire(view, keep_last(9), inside=5) and not to_retire(view, keep_last(9))
     damaged = view_of(*map(entry, range(3)), *places[:4], replace(places[4], health=DAMAGED))
-    gone = {one.try_name for one in to_retire(damaged, keep_last(9), inside=1)}
-    assert gone == {one.try_name for one in places[:3]}
+    gone = {one.attempt_name for one in to_retire(damaged, keep_last(9), inside=1)}
+    assert gone == {one.attempt_name for one in places[:3]}
 
 
 def test_policies_compose():
@@ -58,14 +58,14 @@ def test_tagged_and_pinned_epochs_stay():
 
 def test_needed_tries_stay():
     """A try that a kept entry or a save in flight refers to stays."""
-    newest = entry(5, needs=(entry(2).try_name,))
+    newest = entry(5, needs=(entry(2).attempt_name,))
     view = view_of(*map(entry, range(5)), newest)
-    assert going(view, keep_last(1), [entry(3).try_name]) == [0, 1, 4]
+    assert going(view, keep_last(1), [entry(3).attempt_name]) == [0, 1, 4]
 
 
 def test_what_only_epochs_need_that_go_too_goes_with_them():
     """Epochs 1 and 2 refer to 0 and nobody else does: all three go at once, whoever is named first."""
-    base = (entry(0).try_name,)
+    base = (entry(0).attempt_name,)
     view = view_of(entry(0), entry(1, needs=base), entry(2, needs=base), *map(entry, (3, 4)))
     chosen = to_retire(view, keep_last(2))
     for order in (chosen, chosen[::-1]):
@@ -117,12 +117,12 @@ def test_the_newest_provable_epoch_always_stays(data, count, keep):
     for epoch in range(count):
         needs = data.draw(st.lists(st.sampled_from(entries), max_size=2, unique=True)) if entries else []
         health = data.draw(st.sampled_from(["ok", DAMAGED]))
-        entries.append(replace(entry(epoch, needs=tuple(one.try_name for one in needs)), health=health))
+        entries.append(replace(entry(epoch, needs=tuple(one.attempt_name for one in needs)), health=health))
     view = view_of(*entries)
-    gone = {one.try_name for one in to_retire(view, keep_last(keep))}
+    gone = {one.attempt_name for one in to_retire(view, keep_last(keep))}
     newest = view.newest()
     assert newest is None or not gone & set(newest.tries)
-    left = [one for one in entries if one.try_name not in gone]
+    left = [one for one in entries if one.attempt_name not in gone]
     assert not gone & {name for one in left for name in one.tries}
 
 
@@ -139,8 +139,8 @@ def test_a_pin_that_comes_first_is_respected():
     storage = run_of(range(4))
     writer = take(storage)
     append_as_guest(storage, pin_draft("paper", Key(0, Position(1))))
-    retired = writer.retire([Retirement(entry(epoch).try_name) for epoch in range(3)])
-    assert [one.try_name for one in retired] == [entry(0).try_name, entry(2).try_name]
+    retired = writer.retire([Retirement(entry(epoch).attempt_name) for epoch in range(3)])
+    assert [one.attempt_name for one in retired] == [entry(0).attempt_name, entry(2).attempt_name]
     assert open_log(storage).epochs() == (1, 3)
 
 
@@ -148,11 +148,11 @@ def test_a_group_can_be_retired_alone():
     """Without its optimizer files an epoch stays loadable and is no longer resumed from."""
     storage = run_of(range(3))
     writer = take(storage)
-    directory = f"data/{entry(1).try_name}"
+    directory = f"data/{entry(1).attempt_name}"
     names = ["a.2.optim.1.main.safetensors", "a.1.main.safetensors", "a.1.optim.safetensors"]
     names += ["a.1.optim.2.safetensors", "manifest.json"]
     storage.files.update({f"{directory}/{name}": b"x" for name in names})
-    writer.retire([Retirement(entry(1).try_name, ("optim",))])
+    writer.retire([Retirement(entry(1).attempt_name, ("optim",))])
     sweep(writer, keep_all())
     assert storage.list(directory) == [
         "a.1.main.safetensors",
@@ -168,7 +168,7 @@ def test_the_newest_epoch_is_not_retired_by_hand():
     """Asking for it explicitly changes nothing."""
     writer = take(run_of(range(2)))
     slot = writer.view.slot
-    assert writer.retire([Retirement(entry(1).try_name), Retirement("e00000009-ffffff")]) == ()
+    assert writer.retire([Retirement(entry(1).attempt_name), Retirement("e00000009-ffffff")]) == ()
     assert writer.view.slot == slot
 
 
@@ -177,8 +177,8 @@ def test_sweeping_deletes_files_and_orphans_of_older_generations(tmp_path):
     storage = LocalStorage(tmp_path)
     writer = take(storage)
     for epoch in range(3):
-        storage.mkdir(f"data/{entry(epoch).try_name}")
-        storage.link_exclusive(f"data/{entry(epoch).try_name}/manifest.json", b"{}")
+        storage.mkdir(f"data/{entry(epoch).attempt_name}")
+        storage.link_exclusive(f"data/{entry(epoch).attempt_name}/manifest.json", b"{}")
         writer.commit(entry(epoch))
     storage.mkdir("data/e00000003-0bad00")
     storage.link_exclusive("data/e00000003-0bad00/trainer_0.3.main.safetensors", b"torn")
@@ -188,9 +188,9 @@ def test_sweeping_deletes_files_and_orphans_of_older_generations(tmp_path):
     storage.mkdir("data/e00000003-0f00d0")
     swept = sweep(writer, keep_last(1))
     assert swept.orphans == ("e00000003-0bad00",)
-    assert [one.try_name for one in swept.retired] == [entry(0).try_name, entry(1).try_name]
+    assert [one.attempt_name for one in swept.retired] == [entry(0).attempt_name, entry(1).attempt_name]
     assert set(swept.deleted) == set(swept.retired)
-    assert storage.list("data") == [entry(2).try_name, "e00000003-0f00d0", "notes-of-a-person"]
+    assert storage.list("data") == [entry(2).attempt_name, "e00000003-0f00d0", "notes-of-a-person"]
     writer.release()
 
 

@@ -114,7 +114,7 @@ def test_a_reference_to_a_try_that_is_gone_fails_the_save():
     writer = take(run_of(range(2)))
     with pytest.raises(SaveFailedError, match="not live"):
         writer.commit(entry(2, needs=("e00000009-00ff00",)))
-    assert writer.commit(entry(2, needs=(entry(1).try_name,))).newest().needs == (entry(1).try_name,)
+    assert writer.commit(entry(2, needs=(entry(1).attempt_name,))).newest().needs == (entry(1).attempt_name,)
 
 
 def test_lookups_after_a_rewind():
@@ -171,7 +171,7 @@ def test_a_mid_epoch_entry_is_retired_when_its_epoch_commits():
     assert writer.view.epochs() == (0, 1, 2, 3)
     view = writer.commit(entry(4))
     assert view.find(3, step=1200) is None
-    assert view.retiring == (Retirement(middle.try_name),)
+    assert view.retiring == (Retirement(middle.attempt_name),)
 
 
 def test_a_mid_epoch_try_stays_while_its_epoch_needs_it():
@@ -179,11 +179,11 @@ def test_a_mid_epoch_try_stays_while_its_epoch_needs_it():
     writer = take(run_of(range(4)))
     middle = entry(3, step=1200)
     writer.commit(middle)
-    writer.commit(entry(4, needs=(middle.try_name,)))
+    writer.commit(entry(4, needs=(middle.attempt_name,)))
     assert writer.view.retiring == ()
     writer.commit(entry(5))
-    writer.retire([Retirement(entry(4).try_name)])
-    assert {one.try_name for one in writer.view.retiring} == {middle.try_name, entry(4).try_name}
+    writer.retire([Retirement(entry(4).attempt_name)])
+    assert {one.attempt_name for one in writer.view.retiring} == {middle.attempt_name, entry(4).attempt_name}
 
 
 def test_a_quarantined_entry_is_not_chosen():
@@ -423,7 +423,7 @@ class LogWalk(RuleBasedStateMachine):
         self.made += 1
         new = replace(
             entry(position.epoch, step=position.step, branch=self.current),
-            try_name=position.directory(f"{self.made:06x}"),
+            attempt_name=position.directory(f"{self.made:06x}"),
         )
         self.writer.commit(new)
         if new.position.boundary:

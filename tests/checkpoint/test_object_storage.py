@@ -94,7 +94,7 @@ def story(storage):
             if epoch > 1:
                 gone = Retirement(f"e{epoch - 2:08d}-{epoch - 2:06x}")
                 writer.retire([gone])
-                storage.delete(f"data/{gone.try_name}/f")
+                storage.delete(f"data/{gone.attempt_name}/f")
                 writer.forget([gone])
         writer.release()
     view = open_log(storage)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshes import TRY, Saved, load, local_part, target
+from meshes import ATTEMPT_NAME, Saved, load, local_part, target
 
 from torchrelay.checkpoint.format.dtypes import memory_of
 from torchrelay.checkpoint.format.mesh import Mesh
@@ -128,7 +128,7 @@ def test_damage_is_found_in_what_passes(at):
 def _on_disk(folder):
     """Four tensors in rows on two nodes, in files, and a read of the columns of one of two."""
     storage = LocalStorage(folder)
-    storage.mkdir(f"data/{TRY}")
+    storage.mkdir(f"data/{ATTEMPT_NAME}")
     wholes = {f"m{number}": torch.rand(64, 4096) for number in range(4)}
     saved = Saved(wholes, {name: Mesh((0, 1), (2,), (Sharded(0),)) for name in wholes}, 2, storage)
     reader = saved.run()
@@ -194,7 +194,7 @@ def test_slabs_that_come_wrong_once_are_read_again(tmp_path, rows, wrong_at):
     """A byte of one read is wrong, of small entries or large ones: the file is opened for a second look."""
     wholes = {f"m{number}": torch.rand(rows, 4096) for number in range(4)}
     storage = Once(tmp_path)
-    storage.mkdir(f"data/{TRY}")
+    storage.mkdir(f"data/{ATTEMPT_NAME}")
     reader = Saved(wholes, dict.fromkeys(wholes, Mesh((0,), (1,), (Replicated(),))), 1, storage).run()
     columns = target(COLUMNS, (rows, 4096), 0)
     found = {name: torch.empty(columns.shape) for name in wholes}

@@ -48,14 +48,14 @@ Changes = dict[int, dict[str, int]]
 def tries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The epochs of which somebody began to write shards, as often as that was."""
     found: list[int] = []
-    make = saving._make_try
+    make = saving._make_attempt
 
     def noted(job: Any, plan: Any) -> str:
         if job.peers.rank == 0:
             found.append(job.position.epoch)
         return make(job, plan)
 
-    monkeypatch.setattr(saving, "_make_try", noted)
+    monkeypatch.setattr(saving, "_make_attempt", noted)
     return found
 
 
@@ -121,11 +121,11 @@ def test_what_is_unchanged_is_hashed_between_the_try_and_the_commit(
         monkeypatch.setattr(module, name, called)
 
     note(change_detection._Long, "hash")
-    note(saving, "_make_try")
+    note(saving, "_make_attempt")
     note(saving, "commit")
     check(tmp_path, train(tmp_path, 1, {1: {"first": 0}}))
     hashed = ["hash"] * 4  # a block, and the other two, of each leaf that is as it was
-    assert events == ["_make_try", "commit", "_make_try", *hashed, "commit"]
+    assert events == ["_make_attempt", "commit", "_make_attempt", *hashed, "commit"]
 
 
 @settings(max_examples=12, deadline=None)
@@ -201,7 +201,7 @@ def test_who_resumes_presumes_from_the_second_save_on(
     """Headers do not tell of first bytes; whoever has hashed the whole part knows them."""
     train(tmp_path, 2, {})
     hashed, before = [0], list[int]()
-    make, commit, blocks = saving._make_try, saving.commit, change_detection._Long.hash
+    make, commit, blocks = saving._make_attempt, saving.commit, change_detection._Long.hash
 
     def trying(*given: Any) -> str:
         before.append(hashed[0])
@@ -215,7 +215,7 @@ def test_who_resumes_presumes_from_the_second_save_on(
         hashed[0] += 1
         blocks(*given)
 
-    monkeypatch.setattr(saving, "_make_try", trying)
+    monkeypatch.setattr(saving, "_make_attempt", trying)
     monkeypatch.setattr(saving, "commit", committing)
     monkeypatch.setattr(change_detection._Long, "hash", hashing)
     check(tmp_path, train(tmp_path, 4, {4: {"second": 0}}))

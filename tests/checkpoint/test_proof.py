@@ -26,7 +26,7 @@ SCOPES = {"mine": "rank"}
 def epoch(tmp_path):
     with Writing(tmp_path) as run:
         entry = run.save(1, LEAVES, 2, scopes=SCOPES)
-    return LocalStorage(tmp_path), entry, tmp_path / "data" / entry.try_name
+    return LocalStorage(tmp_path), entry, tmp_path / "data" / entry.attempt_name
 
 
 def flip(path, offset):
@@ -192,10 +192,10 @@ def test_references_to_earlier_tries_are_written_and_proved(tmp_path):
             1,
             referenced=(run.manifests[second.position], ["model.weight", "model.count", "mine"]),
         )
-    assert second.needs == (first.try_name,)
-    assert set(third.needs) == {first.try_name, second.try_name}
+    assert second.needs == (first.attempt_name,)
+    assert set(third.needs) == {first.attempt_name, second.attempt_name}
     for entry in (second, third):
         assert prove(run.storage, entry, level="full").proved
-    next((tmp_path / "data" / first.try_name).glob("trainer_1*main*")).unlink()
+    next((tmp_path / "data" / first.attempt_name).glob("trainer_1*main*")).unlink()
     assert prove(run.storage, third).outcome is VerificationStatus.DAMAGED
     assert prove(run.storage, third, want=["model.bias"]).proved

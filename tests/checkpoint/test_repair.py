@@ -38,13 +38,13 @@ def make(root: Path) -> Path:
             run.save(epoch, [*LEAVES, moment("m", torch.arange(3.0))] if epoch == 3 else LEAVES)
         thin = run.log.view.find(3)
         assert thin is not None
-        run.log.retire([Retirement(thin.try_name, ("optim",))], "a test")
+        run.log.retire([Retirement(thin.attempt_name, ("optim",))], "a test")
         run.log.rewind(Position(10), {"epoch": 10})
         for epoch in range(11, EPOCHS):
             run.save(epoch, LEAVES)
         gone = run.log.view.find(4)
         assert gone is not None
-        run.log.retire([Retirement(gone.try_name)], "a test")
+        run.log.retire([Retirement(gone.attempt_name)], "a test")
     append_as_guest(LocalStorage(root), pin_draft("paper", Key(0, Position(7))))
     return root
 

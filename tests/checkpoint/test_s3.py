@@ -112,7 +112,7 @@ def test_a_run_on_s3(asynchronous):
     storage = storage_of(url, "the place")
     view = open_log(storage)
     assert {2, 3, 4} <= set(view.epochs()), "others only where these refer to them"
-    needed = {name for one in view.entries for name in (one.try_name, *one.needs)}
+    needed = {name for one in view.entries for name in (one.attempt_name, *one.needs)}
     assert storage.list("data") == sorted(needed)
 
 

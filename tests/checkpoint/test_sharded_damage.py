@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from meshes import TRY, MemoryStorage, Saved, load, local_part, target
+from meshes import ATTEMPT_NAME, MemoryStorage, Saved, load, local_part, target
 
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.manifest.schema import Manifest
@@ -38,10 +38,17 @@ class Epoch:
         self.wholes = {name: torch.arange(63.0).reshape(9, 7) + fill + n for n, name in enumerate(MESHES)}
         saved = Saved(self.wholes, MESHES, len(NODES))
         data = saved.run().manifest.encode()
-        self.manifest = manifest_path(TRY)
+        self.manifest = manifest_path(ATTEMPT_NAME)
         self.files = {**saved.storage.files, self.manifest: bytearray(data)}
         self.entry = CommittedPosition(
-            0, Position(1), TRY, len(data), sha256(data), (), Manifest.decode(data).groups, resumable=True
+            0,
+            Position(1),
+            ATTEMPT_NAME,
+            len(data),
+            sha256(data),
+            (),
+            Manifest.decode(data).groups,
+            resumable=True,
         )
 
     @property

@@ -344,7 +344,7 @@ def test_damage_near_costs_nothing(near: Path, far: Path) -> None:
     entry = places.save(1, 1)
     places.replicate()
     places.close()
-    shard = next((near / "data" / entry.try_name).glob("trainer_1*.safetensors"))
+    shard = next((near / "data" / entry.attempt_name).glob("trainer_1*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
     again = Places(near, far)
     with pytest.warns(UserWarning, match="the local files of epoch 1 are damaged"):
@@ -361,7 +361,7 @@ def test_damage_is_never_sent(near: Path, far: Path) -> None:
     places.replicate()
     gate.open.clear()
     entry = places.save(1, 1)
-    shard = next((near / "data" / entry.try_name).glob("trainer_0*.safetensors"))
+    shard = next((near / "data" / entry.attempt_name).glob("trainer_0*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)

@@ -108,7 +108,7 @@ def test_random_histories(tmp_path: Path, seed: int) -> None:
             shutil.rmtree(near, ignore_errors=True)
         down = Away(far)
         places = _begun(near, down)
-        line = {str(entry.position): entry.try_name for entry in places.ledger.view().line()}
+        line = {str(entry.position): entry.attempt_name for entry in places.ledger.view().line()}
         assert all(line.get(position) in saved for position in line)
         assert set(promised) <= set(line), "a replicated epoch is lost"
         assert all(saved[line[position]] == promised[position] for position in promised)
@@ -127,11 +127,11 @@ def test_random_histories(tmp_path: Path, seed: int) -> None:
                 places.replicate()
             else:
                 entry = places.save(epochs[-1] + 1 if epochs else 0, number)
-                saved[entry.try_name] = number
+                saved[entry.attempt_name] = number
         if rng.random() < 0.5 and not down.away:
             places.replicate()
         far_line = open_log(LocalStorage(far), "test").line()
-        promised = {str(entry.position): saved[entry.try_name] for entry in far_line}
+        promised = {str(entry.position): saved[entry.attempt_name] for entry in far_line}
         places.close() if rng.random() < 0.5 else places.crash()
         there = numbers_in(far)
         assert all(there[position] == one for position, one in promised.items())

@@ -56,7 +56,7 @@ def test_each_host_sends_what_it_has(disks: list[Path], far: Path) -> None:
     assert len(files(far)) == 3 * 3 and files(far) == files(disks[0]) | files(disks[1])
     for disk in disks:
         assert all((disk / path).read_bytes() == (far / path).read_bytes() for path in files(disk))
-    assert all(len(list((disks[1] / "data" / entry.try_name).iterdir())) == 1 for entry in entries)
+    assert all(len(list((disks[1] / "data" / entry.attempt_name).iterdir())) == 1 for entry in entries)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -112,7 +112,7 @@ def test_damage_on_another_host_is_never_sent(disks: list[Path], far: Path) -> N
     places.save(0, 0)
     places.replicate()
     gate.open.clear()
-    damage(disks[1], places.save(1, 1).try_name)
+    damage(disks[1], places.save(1, 1).attempt_name)
     places.save(2, 2)
     gate.open.set()
     places.replicate()
@@ -131,7 +131,7 @@ def test_a_manifest_that_is_damaged_far_is_sent_again(disks: list[Path], far: Pa
         assert threading.current_thread().name != "torchrelay tier part" or go.wait(WAIT_SECS)
 
     places = NearPlaces(disks, Scheduled(LocalStorage(far), held))  # type: ignore[arg-type]
-    manifest = far / "data" / places.save(0, 0).try_name / "manifest.json"
+    manifest = far / "data" / places.save(0, 0).attempt_name / "manifest.json"
     replicator = places.first.replicator
     assert replicator is not None
     until(lambda: any(path.endswith("manifest.json") for path in replicator._notes.sent))
@@ -178,7 +178,7 @@ def test_damage_near_costs_nothing(disks: list[Path], far: Path, host: int) -> N
     entry = places.save(1, 1)
     places.replicate()
     places.close()
-    (shard,) = (disks[host] / "data" / entry.try_name).glob("*.safetensors")
+    (shard,) = (disks[host] / "data" / entry.attempt_name).glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1])
     again = NearPlaces(disks, far)
     with pytest.warns(UserWarning, match="the local files of epoch 1 are damaged"):
@@ -193,7 +193,7 @@ def test_blocks_damaged_near_are_read_far(disks: list[Path], far: Path) -> None:
     entry = places.save(1, 1)
     places.replicate()
     places.close()
-    damage(disks[1], entry.try_name)
+    damage(disks[1], entry.attempt_name)
     again = NearPlaces(disks, far)
 
     def load(ledger: HostsLedger, peers: Any) -> Position:
@@ -203,7 +203,7 @@ def test_blocks_damaged_near_are_read_far(disks: list[Path], far: Path) -> None:
 
     with pytest.warns(UserWarning, match="the local files of epoch 1 are damaged"):
         assert again.all(load) == [Position(1)] * 2
-    assert all(ledger.storage.prefers_remote(entry.try_name) for ledger in again.ledgers)
+    assert all(ledger.storage.prefers_remote(entry.attempt_name) for ledger in again.ledgers)
     again.close()
 
 
@@ -272,7 +272,7 @@ def test_retention_near_on_every_host(disks: list[Path], far: Path) -> None:
     down.away = True
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        local = [places.save(epoch, epoch).try_name for epoch in (3, 4)]
+        local = [places.save(epoch, epoch).attempt_name for epoch in (3, 4)]
         places.all(lambda ledger, peers: ledger._tell_places(peers))
     assert not [str(one.message) for one in told if "older ones stay" in str(one.message)]
     for ledger in places.ledgers:
@@ -283,7 +283,7 @@ def test_retention_near_on_every_host(disks: list[Path], far: Path) -> None:
     places.stop()
     (disks[1] / "data" / "e00000009-0123456789ab").mkdir()
     again = NearPlaces(disks, far, keeping=keeping)
-    last = again.save(5, 5).try_name
+    last = again.save(5, 5).attempt_name
     again.replicate()
     again.all(lambda ledger, peers: again.retaining[peers.rank].now(peers))
     again.all(lambda ledger, peers: ledger.drain(peers))
@@ -426,7 +426,7 @@ def test_random_histories(tmp_path: Path, seed: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             places = NearPlaces(order, down.storage, nodes=disks)  # type: ignore[arg-type]
-        line = {str(one.position): one.try_name for one in places.first.view().line() if one.healthy}
+        line = {str(one.position): one.attempt_name for one in places.first.view().line() if one.healthy}
         assert set(promised) <= set(line), "a replicated epoch is lost"
         assert all(saved[line[position]] == promised[position] for position in promised)
         there = numbers_in(far)
@@ -439,13 +439,13 @@ def test_random_histories(tmp_path: Path, seed: int) -> None:
             places.all(lambda ledger, peers, base=base: ledger.rewind(peers, base, {}))
         for _ in range(rng.randrange(4)):
             number, last = number + 1, last + 1
-            saved[places.save(last, number).try_name] = number
+            saved[places.save(last, number).attempt_name] = number
             if rng.random() < 0.3:
                 down.away = True
             elif not down.away and rng.random() < 0.5:
                 places.replicate()
         promised = {
-            str(one.position): saved[one.try_name] for one in open_log(LocalStorage(far), "test").line()
+            str(one.position): saved[one.attempt_name] for one in open_log(LocalStorage(far), "test").line()
         }
         places.close() if rng.random() < 0.3 and not down.away else places.stop()
         assert all(numbers_in(far)[position] == one for position, one in promised.items())

@@ -29,7 +29,7 @@ from torchrelay.checkpoint.tiering.upload import (
 )
 from torchrelay.errors import StorageError, UsageError
 
-TRY = "e00000001-0123456789ab"
+ATTEMPT_NAME = "e00000001-0123456789ab"
 
 
 def test_the_log_that_held_the_far_one_last_counts() -> None:
@@ -72,27 +72,31 @@ def test_nothing_needed_ever_goes() -> None:
 
     for _ in range(500):
         made = [state(*map(entry, rng.sample(names, rng.randrange(6)))) for _ in range(2)]
-        groups = {entry.try_name: set(entry.groups) for entry in made[1].entries}
+        groups = {entry.attempt_name: set(entry.groups) for entry in made[1].entries}
         for one in hosts.gone_between(made[0], made[1]):
             if one.groups is None:
-                assert one.try_name not in made[1].tries and one.try_name in made[0].tries
+                assert one.attempt_name not in made[1].tries and one.attempt_name in made[0].tries
             else:
-                assert not groups[one.try_name] & set(one.groups)
+                assert not groups[one.attempt_name] & set(one.groups)
 
 
 def test_parts_are_believed_whole_only(tmp_path: Path) -> None:
     """Half of what a host tells is nothing yet; that of another start or host is somewhere else."""
-    far, path = LocalStorage(tmp_path), part_path(TRY, "run", 3)
-    far.mkdir(f"data/{TRY}")
+    far, path = LocalStorage(tmp_path), part_path(ATTEMPT_NAME, "run", 3)
+    far.mkdir(f"data/{ATTEMPT_NAME}")
     assert read_part(far, path) is None
     for part in (PlaceReport(("data/x",)), PlaceReport(damage="a flipped bit")):
         write_part(far, path, part)
         assert read_part(far, path) == part
-    assert read_part(far, part_path(TRY, "other", 3)) is None is read_part(far, part_path(TRY, "run", 2))
+    assert (
+        read_part(far, part_path(ATTEMPT_NAME, "other", 3))
+        is None
+        is read_part(far, part_path(ATTEMPT_NAME, "run", 2))
+    )
     whole = (tmp_path / path).read_bytes()
     (tmp_path / path).write_bytes(whole[: len(whole) // 2])
     assert read_part(far, path) is None
-    delete_parts(far, TRY, "run", (2, 3))
+    delete_parts(far, ATTEMPT_NAME, "run", (2, 3))
     assert not list(tmp_path.rglob("sent.*"))
 
 
@@ -101,7 +105,7 @@ def test_a_store_that_fails_is_no_answer() -> None:
     faulty = Faulty(iter(["reset"] * 100))
     far = ObjectStorage(faulty, "/b/far", "memory://b/far", patience=RetryTimeouts(0.0, 0.0, 0.0))
     with pytest.raises(StorageError):
-        read_part(far, part_path(TRY, "run", 3))
+        read_part(far, part_path(ATTEMPT_NAME, "run", 3))
 
 
 def test_a_file_that_the_far_log_needs_is_left(tmp_path: Path) -> None:
@@ -112,7 +116,7 @@ def test_a_file_that_the_far_log_needs_is_left(tmp_path: Path) -> None:
     places.close()
     inodes = {path: path.stat().st_ino for path in (tmp_path / "far/data").rglob("*.safetensors")}
     sending = TierUploader(Tier(tmp_path / "near"), places.storage, "test")
-    sending._named = lambda try_name: try_name == entry.try_name  # type: ignore[method-assign]
+    sending._named = lambda attempt_name: attempt_name == entry.attempt_name  # type: ignore[method-assign]
     sending.send(entry, frozenset())
     assert inodes and all(path.stat().st_ino == inode for path, inode in inodes.items())
     assert numbers_in(tmp_path / "far") == {"0": 0}

@@ -65,7 +65,7 @@ def next_of(writer):
 ACTIONS = {
     "commit": lambda writer: writer.commit(next_of(writer)),
     "rewind": lambda writer: writer.rewind(entry(0).position, {"epoch": 0}),
-    "retire": lambda writer: writer.retire([Retirement(entry(0).try_name)]),
+    "retire": lambda writer: writer.retire([Retirement(entry(0).attempt_name)]),
     "tag": lambda writer: writer.tag("best", entry(0).key),
     "release": lambda writer: writer.release(),
 }

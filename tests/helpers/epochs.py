@@ -20,7 +20,7 @@ from given_entries import ShardEntry, write_shard
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
-from torchrelay.checkpoint.format.names import Flat, Whole, manifest_path, try_directory
+from torchrelay.checkpoint.format.names import Flat, Whole, attempt_directory, manifest_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.log.writer import LogWriter
@@ -106,7 +106,7 @@ class Writing:
             str(view.job_uuid), str(view.job_name), position, view.state.current,
             self.log.generation, position.directory(secrets.token_hex(6)),
         )  # fmt: skip
-        self.storage.mkdir(try_directory(identity.try_name))
+        self.storage.mkdir(attempt_directory(identity.attempt_name))
         shards = [row for place in world for row in self._shards(plan, identity, place, by_node[place.rank])]
         inline = {
             leaf.name: leaf.content.json
@@ -135,8 +135,10 @@ class Writing:
                 key = Whole(one.leaf.name) if one.whole else Flat(one.leaf.name, one.first, one.last)
                 data = found if one.whole else found.reshape(-1)[one.first : one.last]
                 entries.append(ShardEntry(key, str(one.leaf.dtype), one.leaf.shape, data))
-            name = ShardIdentity(identity.job_name, identity.position, place.name, group, identity.try_name)
-            directory = try_directory(identity.try_name)
+            name = ShardIdentity(
+                identity.job_name, identity.position, place.name, group, identity.attempt_name
+            )
+            directory = attempt_directory(identity.attempt_name)
             reports = write_shard(self.storage, directory, name, entries, values=shard_values)
             for part, report in enumerate(reports, 1):
                 rows.append(

@@ -100,10 +100,10 @@ class NearPlaces:
 
     def scatter(self, entry: CommittedPosition) -> None:
         """Put the files of a try that was written at rank 0's place where their hosts have them."""
-        there = self.nears[0] / "data" / entry.try_name
+        there = self.nears[0] / "data" / entry.attempt_name
         for number, near in enumerate(self.nodes):
             if near != self.nears[0]:
-                target = near / "data" / entry.try_name
+                target = near / "data" / entry.attempt_name
                 target.mkdir(parents=True, exist_ok=True)
                 for file in there.glob(f"trainer_{number}.*"):
                     shutil.move(file, target / file.name)
@@ -149,9 +149,9 @@ class _AsLog:
             ledger._committed(entry)
 
 
-def damage(near: Path, try_name: str) -> Path:
+def damage(near: Path, attempt_name: str) -> Path:
     """Flip a bit of the only shard that a host has of a try."""
-    (shard,) = (near / "data" / try_name).glob("*.safetensors")
+    (shard,) = (near / "data" / attempt_name).glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)

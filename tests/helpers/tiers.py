@@ -123,7 +123,7 @@ class Places:
     def _is_noted(self) -> bool:
         notes = read_notes(self.storage.near)
         far = self.replicator._far.view
-        return notes is not None and {entry.try_name for entry in far.entries} <= notes.replicated
+        return notes is not None and {entry.attempt_name for entry in far.entries} <= notes.replicated
 
     def crash(self) -> None:
         """Let go of everything without a word, as a process that is gone; nothing more is sent."""

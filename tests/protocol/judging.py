@@ -106,14 +106,14 @@ class Judge:
         newest = view.newest()
         if newest is None and not record.rotten and _had_newest(record, view):
             yield "something", "no epoch can be chosen"
-        by_try: dict[str, list[tuple[str, bytes | None]]] = {}
+        by_attempt: dict[str, list[tuple[str, bytes | None]]] = {}
         for path, data in tree.items():
             if path.startswith("data/") and "/.tmp-" not in path:
-                by_try.setdefault(path.split("/")[1], []).append((path, data))
+                by_attempt.setdefault(path.split("/")[1], []).append((path, data))
         for entry in view.entries:
             if not entry.healthy or record.rotten & set(entry.tries):
                 continue
-            files = frozenset(one for name in entry.tries for one in by_try.get(name, ()))
+            files = frozenset(one for name in entry.tries for one in by_attempt.get(name, ()))
             if (entry, files) not in self._proofs:
                 self._proofs[entry, files] = proved(WeakDisk.of(tree), entry, record)
             if self._proofs[entry, files]:

@@ -69,10 +69,10 @@ def writer(
             newest = log.view.newest()
             new = entry(newest.position.epoch + 1 if newest else 0, who)
             log.commit(new)
-            storage.tell("committed", log.view.slot, new.try_name)
+            storage.tell("committed", log.view.slot, new.attempt_name)
         if retires:
             for one in log.retire(lambda view: to_retire(view, keep_last(1))):
-                storage.tell("retired", log.view.slot, one.try_name)
+                storage.tell("retired", log.view.slot, one.attempt_name)
         if releases:
             log.release()
             storage.tell("released", log.view.slot)
@@ -187,7 +187,7 @@ class Rules:
             return problem
         committed = {one.payload["entry"]["try"] for _, one in records if one.kind == "commit"}
         retired = {gone["try"] for _, one in records for gone in one.payload.get("retired", ())}
-        missing = committed - retired - {one.try_name for one in view.entries}
+        missing = committed - retired - {one.attempt_name for one in view.entries}
         lost = {one.name for one in view.marks if view.entry(one.target) is None}
         return problem or (f"{missing or lost} got lost" if missing or lost else "")
 

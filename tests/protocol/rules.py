@@ -14,7 +14,7 @@ from torchrelay.checkpoint.log import chain, lease, retention
 from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.chain import Base, Tail
 from torchrelay.checkpoint.log.record import BaseRef, Record, encode_base
-from torchrelay.checkpoint.log.retention import Keeping, delete_try
+from torchrelay.checkpoint.log.retention import Keeping, delete_attempt
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save import commit, pipeline
 from torchrelay.checkpoint.storage.base import Storage
@@ -46,7 +46,7 @@ def _deleted_first(
 ) -> None:
     retirements = tuple(self.chosen(writer.view, suspects, needed))
     for one in retirements:
-        delete_try(writer.storage, one)
+        delete_attempt(writer.storage, one)
     writer.retire(retirements)
 
 
@@ -84,9 +84,9 @@ class _Later:
             work()
 
 
-def _record_first(job: pipeline.SaveJob, plan: Any, try_name: str, rows: Any) -> None:
+def _record_first(job: pipeline.SaveJob, plan: Any, attempt_name: str, rows: Any) -> None:
     later = _Later(job.storage)
-    entry = commit._write_manifest(replace(job, storage=later), plan, try_name, rows)
+    entry = commit._write_manifest(replace(job, storage=later), plan, attempt_name, rows)
     job.commit(entry)
     later.now()
 
@@ -134,7 +134,7 @@ def _unprotected() -> Iterator[None]:
 
 
 def _own_tries() -> AbstractContextManager[object]:
-    own = property(lambda self: frozenset(entry.try_name for entry in self.entries))
+    own = property(lambda self: frozenset(entry.attempt_name for entry in self.entries))
     return patch.object(State, "tries", own)
 
 

@@ -262,8 +262,8 @@ def damaged(disk: WeakDisk, record: Record) -> None:
         run.save(epoch)
     entry = run.writer.view.entries[-1]
     run.writer.close()
-    record.rotten.add(entry.try_name)
-    disk.rot(f"data/{entry.try_name}/a.2.main.safetensors")
+    record.rotten.add(entry.attempt_name)
+    disk.rot(f"data/{entry.attempt_name}/a.2.main.safetensors")
     again = Run(disk, record, keep_last=2)
     for epoch in range(again.resume() + 1, 4):
         again.save(epoch)
@@ -292,7 +292,7 @@ def greedy(disk: WeakDisk, record: Record) -> None:
     run = Run(disk, record)
     for epoch in range(3):
         run.save(epoch, change_all=True)
-        run.writer.retire([Retirement(entry.try_name) for entry in run.writer.view.entries])
+        run.writer.retire([Retirement(entry.attempt_name) for entry in run.writer.view.entries])
         delete_left(run.writer)
     run.close()
 

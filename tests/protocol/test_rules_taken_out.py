@@ -86,7 +86,7 @@ def deleted_behind_damage():
         for epoch in range(2):
             run.save(epoch, change_all=True)
         run.writer.close()
-    hidden = open_log(disk).newest().try_name
+    hidden = open_log(disk).newest().attempt_name
     disk.rot(f"log/{open_log(disk).slot:020d}.json")
     with still(LATER):
         writer = LogWriter.take(disk, "job", patience_secs=0.0)

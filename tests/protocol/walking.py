@@ -220,15 +220,15 @@ class Walk:
         if not view.entries or self.doubtful is not None:
             return
         entry = self.rng.choice((view.entries[-1], self.rng.choice(view.entries)))
-        shard = f"data/{entry.try_name}/a.{entry.position}.main.safetensors"
-        path = self.rng.choice((shard, f"data/{entry.try_name}/manifest.json"))
+        shard = f"data/{entry.attempt_name}/a.{entry.position}.main.safetensors"
+        path = self.rng.choice((shard, f"data/{entry.attempt_name}/manifest.json"))
         if entry.key in self.known.rotten or self._spoilt(entry) or path not in self.disk.seen:
             return
         self.disk.rot(path)
         self.known.rotten.add(entry.key)
         if path == shard and self.disk.stat(path) > 60_000:  # it holds the large tensor
-            self.known.spoilt.add(entry.try_name)
-            self.known.rotten.update(one.key for one in view.entries if entry.try_name in one.needs)
+            self.known.spoilt.add(entry.attempt_name)
+            self.known.rotten.update(one.key for one in view.entries if entry.attempt_name in one.needs)
 
     def _mark(self) -> None:
         """Tag, pin, and take either away, as the writer or as a guest."""

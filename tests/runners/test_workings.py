@@ -221,7 +221,7 @@ def test_export_import_and_prune_show_it(
     JobRunner(job(3), tmp_path / "run", best=None).train()
     slowly(monkeypatch, LocalReadHandle, "read_into")
     slowly(monkeypatch, LocalWriteHandle, "write_at")
-    slowly(monkeypatch, retention, "delete_try")
+    slowly(monkeypatch, retention, "delete_attempt")
     capsys.readouterr()
     run, out = str(tmp_path / "run"), str(tmp_path / "out.safetensors")
     commands = {

@@ -122,7 +122,7 @@ def rows_of(
         point = points.get((generations.get(entry.key, -1), epoch))
         if point is None and entry.key in on_line:
             point = current.get(epoch)
-        rows.append(_row(committed, entry, point, saves.get(entry.try_name)))
+        rows.append(_row(committed, entry, point, saves.get(entry.attempt_name)))
     return tuple(rows)
 
 
@@ -167,7 +167,7 @@ def _row(committed: Committed, entry: CommittedPosition, point: Point | None, sa
         account.standing if committed.start else "unknown",
         account.reason if committed.start else "what a start would choose is unknown",
         tuple(f"{mark.kind}: {mark.name}" for mark in marks),
-        entry.try_name,
+        entry.attempt_name,
         point.metrics if point else {},
         sum(one.bytes for one in save.nodes) if save else None,
     )
@@ -239,7 +239,7 @@ def saves_told(run: RunDirectory, troubles: Troubles) -> list[Save]:
     return troubles.tried(read, [])
 
 
-def saves_of_tries(
+def saves_of_attempts(
     storage: Storage, entries: Iterable[CommittedPosition], limits: ReadLimits, troubles: Troubles
 ) -> dict[str, Save]:
     """Try name to the save that made it; attempts without `stats.json` are left out."""
@@ -250,16 +250,16 @@ def saves_of_tries(
                 f"save times of {entry.position} and others: not read, {limits.stats_bytes} bytes were"
             )
             break
-        data = troubles.tried(partial(_bytes, storage, entry.try_name, left), b"")
+        data = troubles.tried(partial(_bytes, storage, entry.attempt_name, left), b"")
         left -= len(data)
         if nodes := tuple(times_of(_object(data).get("nodes"))):
-            found[entry.try_name] = Save("save", None, nodes)
+            found[entry.attempt_name] = Save("save", None, nodes)
     return found
 
 
-def _bytes(storage: Storage, try_name: str, limit: int) -> bytes:
+def _bytes(storage: Storage, attempt_name: str, limit: int) -> bytes:
     try:
-        return storage.read_range(stats_path(try_name), 0, limit)
+        return storage.read_range(stats_path(attempt_name), 0, limit)
     except FileNotFoundError:
         return b""
 

@@ -23,7 +23,7 @@ from torchrelay.tools.report.checkpoints import (
     norms_of,
     rewinds_of,
     rows_of,
-    saves_of_tries,
+    saves_of_attempts,
     saves_told,
     sizes_of,
 )
@@ -195,7 +195,7 @@ def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
     course = course_of(starts, rewinds_of(committed.history))
     stands = standing(run.path)
     manifests = manifests_of(storage, committed.view.line(), limits, troubles)
-    saves = saves_of_tries(storage, committed.entries, limits, troubles)
+    saves = saves_of_attempts(storage, committed.entries, limits, troubles)
     by_start = {(point.generation, point.epoch): point for _, points in starts for point in points}
     none: list[dict[str, Any]] = []
     events = troubles.tried(lambda: list(bounded(run.events(), "events", troubles)), none)
@@ -224,7 +224,9 @@ def gather(run: RunDirectory, limits: ReadLimits | None = None) -> RunFacts:
         start_now=committed.start.sentence if committed.start else "",
         branches=branches_of(committed),
         happened=happened(committed.history),
-        save_times=tuple(saves[entry.try_name] for entry in committed.entries if entry.try_name in saves),
+        save_times=tuple(
+            saves[entry.attempt_name] for entry in committed.entries if entry.attempt_name in saves
+        ),
         sizes=tuple(map(sizes_of, manifests)),
         norms=norms_of(storage, committed.view.line(), limits),
         upstream=_upstream(run.path / "lineage"),

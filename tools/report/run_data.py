@@ -182,7 +182,7 @@ class EpochRow:
     standing: str
     reason: str
     marks: tuple[str, ...]
-    try_name: str
+    attempt_name: str
     metrics: Mapping[str, float]
     nbytes: int | None
 

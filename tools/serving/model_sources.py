@@ -85,11 +85,11 @@ class EpochModelSource:
         for entry in entries:
             if served is not None and self._is_reached(entry, served):
                 return None
-            if entry.try_name not in self._damaged:
+            if entry.attempt_name not in self._damaged:
                 try:
                     return self._made(entry)
                 except DamagedError as error:
-                    self._damaged[entry.try_name] = f"{error}"
+                    self._damaged[entry.attempt_name] = f"{error}"
                     stays = f"epoch {served.epoch} is still served" if served else "an older one is tried"
                     self._say(f"epoch {entry.position.epoch} cannot be served, {stays}: {error}")
         return None
@@ -97,7 +97,7 @@ class EpochModelSource:
     def _is_reached(self, entry: CommittedPosition, served: Served) -> bool:
         """Return True if no newer or better epoch is left; never goes back to older ones."""
         older = served.branch == entry.branch and entry.position.epoch <= (served.epoch or 0)
-        return served.key == entry.try_name or (self._wish.word == "last" and older)
+        return served.key == entry.attempt_name or (self._wish.word == "last" and older)
 
     def _made(self, entry: CommittedPosition) -> Served:
         return self._make(open_checkpoint(self.where, f"{entry.position.epoch},branch={entry.branch}"))
@@ -147,7 +147,7 @@ def served_epoch(
 ) -> Served:
     """Return the served model of an epoch with a handler."""
     about = {"metrics": dict(opened.metrics)}
-    key = opened.entry.try_name
+    key = opened.entry.attempt_name
     return Served(name, handler, opened.epoch, opened.branch, code_id, signature, key, about)
 
 

@@ -179,7 +179,7 @@ def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
 
 def check_size(storage: Storage, entry: CommittedPosition) -> None:
     """Raise DamagedError unless a manifest of the size in a log entry exists."""
-    path = manifest_path(entry.try_name)
+    path = manifest_path(entry.attempt_name)
     size = storage.stat(path)
     if size is None:
         raise DamagedError(f"{path} is missing")
@@ -189,7 +189,7 @@ def check_size(storage: Storage, entry: CommittedPosition) -> None:
 
 def read_bytes(storage: Storage, entry: CommittedPosition) -> bytes:
     """The bytes of the manifest of a log entry; raises DamagedError if size or digest differ."""
-    path = manifest_path(entry.try_name)
+    path = manifest_path(entry.attempt_name)
     try:
         data = storage.read_range(path, 0, entry.manifest_bytes + 1)
     except FileNotFoundError:
@@ -204,7 +204,7 @@ def read_bytes(storage: Storage, entry: CommittedPosition) -> bytes:
 
 def read(storage: Storage, entry: CommittedPosition) -> Manifest:
     """Read the manifest of a log entry; raises DamagedError if size or digest differ."""
-    path = manifest_path(entry.try_name)
+    path = manifest_path(entry.attempt_name)
     data = read_bytes(storage, entry)
     manifest = decode(data, what=path)
     if (manifest.position, manifest.tries) != (entry.position, entry.tries):
@@ -214,9 +214,9 @@ def read(storage: Storage, entry: CommittedPosition) -> Manifest:
     return manifest
 
 
-def read_of_try(storage: Storage, try_name: str) -> Manifest:
+def read_of_attempt(storage: Storage, attempt_name: str) -> Manifest:
     """Read an attempt's own manifest without verification: for hints only."""
-    path = manifest_path(try_name)
+    path = manifest_path(attempt_name)
     size = storage.stat(path)
     if size is None or size > HINT_LIMIT_BYTES:
         raise DamagedError(f"{path} is {'missing' if size is None else 'too large'}")

@@ -25,12 +25,12 @@ from torchrelay.checkpoint.format.names import (
     Key,
     ShardName,
     Whole,
+    attempt_directory,
     encode_name,
     format_key,
     position_of,
     shard_file_name,
     suffix_of,
-    try_directory,
 )
 from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.records import Json, dataclass
@@ -485,9 +485,9 @@ class Manifest:
 
 def shard_path(manifest: Manifest, shard: ShardRow) -> str:
     """The path of a shard's file."""
-    try_name = manifest.tries[shard.source]
-    name = ShardName(manifest.world.names[shard.node], position_of(try_name), shard.group, shard.part)
-    return f"{try_directory(try_name)}/{shard_file_name(name)}"
+    attempt_name = manifest.tries[shard.source]
+    name = ShardName(manifest.world.names[shard.node], position_of(attempt_name), shard.group, shard.part)
+    return f"{attempt_directory(attempt_name)}/{shard_file_name(name)}"
 
 
 def shard_paths(manifest: Manifest, node: str) -> list[str]:

@@ -24,7 +24,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
 )
 from torchrelay.checkpoint.format.mesh import MAX_SPLIT_FACTOR, Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
-from torchrelay.checkpoint.format.names import GROUP, LONGEST_NAME, NODE, check_try, first_of_each
+from torchrelay.checkpoint.format.names import GROUP, LONGEST_NAME, NODE, check_attempt, first_of_each
 from torchrelay.checkpoint.format.position import MAX_EPOCH
 from torchrelay.errors import DamagedError
 from torchrelay.records import dataclass
@@ -79,7 +79,7 @@ def check_tables(manifest: Manifest, what: str) -> tuple[RequiredFiles, ...]:
 def check_files(manifest: Manifest, stored: Iterable[RequiredFiles], what: str) -> None:
     """Check the attempts and the shards, and that all required files exist."""
     demand = _demand(what)
-    _check_tries(manifest, demand)
+    _check_attempts(manifest, demand)
     _check_shards(manifest, demand)
     present: dict[tuple[int, str], set[int]] = defaultdict(set)
     for files, some in groupby(manifest.shards, _FILES):
@@ -102,11 +102,11 @@ def _demand(what: str) -> Demand:
     return demand
 
 
-def _check_tries(manifest: Manifest, demand: Demand) -> None:
+def _check_attempts(manifest: Manifest, demand: Demand) -> None:
     tries, position = manifest.tries, manifest.position
     demand(bool(tries) and len(set(tries)) == len(tries), f"its attempts are {tries}")
     for name in tries:
-        check_try(name)
+        check_attempt(name)
     demand(0 <= position.epoch <= MAX_EPOCH and 0 <= position.step < 10**9, f"its position is {position}")
     demand(
         tries[0].rpartition("-")[0] == position.directory("")[:-1], f"attempt {tries[0]} is not of {position}"

@@ -54,7 +54,7 @@ class ShardIdentity:
     position: Position
     node: str
     group: str
-    try_name: str
+    attempt_name: str
 
     def file(self, part: int) -> ShardName:
         """The name of one of its files."""
@@ -113,7 +113,7 @@ def _metadata(part: ShardPart) -> bytes:
         "position": [identity.position.epoch, identity.position.step],
         "node": identity.node,
         "group": identity.group,
-        "try": identity.try_name,
+        "try": identity.attempt_name,
         "part": part.number,
         "digest": dtypes.NAME,
         "block": dtypes.BLOCK,
@@ -236,7 +236,7 @@ def _aliases_by_target(entries: Entries, aliases: Mapping[str, Key]) -> dict[str
 
 def _fixed_cost(identity: ShardIdentity, values: bytes) -> int:
     """An upper bound of the header's bytes beside its entries."""
-    said = canonical_json.dumps([identity.job, identity.node, identity.group, identity.try_name])
+    said = canonical_json.dumps([identity.job, identity.node, identity.group, identity.attempt_name])
     return _quoted_bytes(said) + _quoted_bytes(values) + ALIGNMENT
 
 

@@ -70,7 +70,7 @@ def shard(run: Path, position: str, branch: int = 0) -> Path:
     view = open_log(LocalStorage(run / "checkpoints"))
     entry = view.entry(Key(branch, Position.parse(position)))
     assert entry is not None
-    return next((run / "checkpoints/data" / entry.try_name).glob("*.main.safetensors"))
+    return next((run / "checkpoints/data" / entry.attempt_name).glob("*.main.safetensors"))
 
 
 def spoil(file: Path, at: int = -1) -> None:

@@ -212,8 +212,8 @@ def test_verify_of_a_thinned_epoch(capsys: pytest.CaptureFixture[str], tmp_path:
     with Writing(tmp_path / "thin") as writing:
         entry = writing.save(1, [*leaves, moment("optimizer.m", torch.arange(6.0))])
         writing.save(2, leaves)
-        writing.log.retire([Retirement(entry.try_name, ("optim",))])
-        for file in (tmp_path / "thin/data" / entry.try_name).glob("*.optim.safetensors"):
+        writing.log.retire([Retirement(entry.attempt_name, ("optim",))])
+        for file in (tmp_path / "thin/data" / entry.attempt_name).glob("*.optim.safetensors"):
             file.unlink()
     code, out, _ = told(capsys, "verify", tmp_path / "thin")
     assert (code, out.splitlines()[-1]) == (0, "2 of 2 epochs verified")

@@ -156,7 +156,7 @@ def test_large_manifests_are_listed_by_the_notes_of_their_saves(
     monkeypatch.setattr(
         codec,
         "read_bytes",
-        lambda storage, entry: (read.append(entry.try_name), whole(storage, entry))[1],
+        lambda storage, entry: (read.append(entry.attempt_name), whole(storage, entry))[1],
     )
     assert told(capsys, "ls", runs / "one") == plain and not read
     notes = sorted((runs / "one/checkpoints/data").glob("*/stats.json"))

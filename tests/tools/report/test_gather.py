@@ -141,7 +141,7 @@ def remove_newest(story: RunDirectory) -> None:
     """Take a file of the epoch that a start would choose."""
     newest = open_log(LocalStorage(story.checkpoints)).newest()
     assert newest is not None
-    next((story.checkpoints / "data" / newest.try_name).glob("*.safetensors")).unlink()
+    next((story.checkpoints / "data" / newest.attempt_name).glob("*.safetensors")).unlink()
 
 
 def test_a_damaged_epoch_is_told_with_what_a_start_would_do(story: RunDirectory) -> None:

@@ -80,7 +80,7 @@ def _head(selected: Selected, table: EpochTable) -> list[str]:
     after = f"after {human_number(facts.elapsed_secs)} s  {metrics_text(facts.metrics)}"
     where = f"{len(table.nodes)} node{'s' * (len(table.nodes) > 1)} on {', '.join(table.hosts)}"
     return [
-        f"epoch {entry.position}  branch {entry.branch}  {entry.try_name}  {', '.join(states) or 'ok'}",
+        f"epoch {entry.position}  branch {entry.branch}  {entry.attempt_name}  {', '.join(states) or 'ok'}",
         f"{where}  step {facts.total_steps}  {after}".rstrip(),
         f"{len(table.blobs)} blobs, {human_bytes(sum(table.sizes.values()))} on one node",
     ]

@@ -174,7 +174,7 @@ def _cells(loss: Loss) -> tuple[str, ...]:
         "-" if entry is None else str(entry.branch),
         f"{what}, left by an earlier deletion" if entry is None else what,
         human_bytes(loss.nbytes),
-        loss.retirement.try_name,
+        loss.retirement.attempt_name,
     )
 
 
@@ -198,7 +198,7 @@ def _loss_json(loss: Loss) -> dict[str, Any]:
         "epoch": None if entry is None else entry.position.epoch,
         "step": None if entry is None else entry.position.step,
         "branch": None if entry is None else entry.branch,
-        "try": loss.retirement.try_name,
+        "try": loss.retirement.attempt_name,
         "groups": None if loss.groups is None else list(loss.groups),
         "bytes": loss.nbytes,
     }

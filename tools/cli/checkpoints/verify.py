@@ -131,7 +131,7 @@ def verify(chosen: argparse.Namespace, output: Output) -> int:
         output.notice(notice)
     entries = view.entries if selector.wish is None else (find_entry(place, view, selector.wish),)
     verdicts = list(_verdicts(place, view, entries, chosen.level, output))
-    retired = [one.try_name for one in view.retiring if one.groups is None] if whole else []
+    retired = [one.attempt_name for one in view.retiring if one.groups is None] if whole else []
     quarantined = _quarantine(place, verdicts, chosen.level, output) if chosen.quarantine else []
     _say(output, view, verdicts, retired, quarantined)
     return _code(view, [one.proof for one in verdicts], whole=whole)

@@ -279,7 +279,7 @@ def _notes_of_entry(source: _Source, entry: CommittedPosition) -> Iterator[Handl
     with suppress(OSError):
         manifest = codec.read(source.storage, entry)
         holder = source.holder(entry.branch, manifest.generation)
-        time = (source.directory / manifest_path(entry.try_name)).stat().st_mtime
+        time = (source.directory / manifest_path(entry.attempt_name)).stat().st_mtime
         yield HandlerEvent(
             holder, source.prefix, EPOCH, entry.position.epoch, time, len(manifest.world.nodes)
         )
@@ -289,7 +289,7 @@ def _notes_of_entry(source: _Source, entry: CommittedPosition) -> Iterator[Handl
 def _saving(source: _Source, holder: Holder, entry: CommittedPosition, time: float) -> list[HandlerEvent]:
     """Return the durations of the save; empty if `stats.json`, which is never synced, was lost."""
     try:
-        stats = read_json(source.directory / stats_path(entry.try_name)) or {}
+        stats = read_json(source.directory / stats_path(entry.attempt_name)) or {}
     except StorageError:
         return []
     return report_notes(holder, source.prefix, "checkpoint_save", times_of(stats.get("nodes")), time)

@@ -32,7 +32,7 @@ def entry_json(entry: CommittedPosition) -> dict[str, Any]:
         "epoch": entry.position.epoch,
         "step": entry.position.step,
         "branch": entry.branch,
-        "try": entry.try_name,
+        "try": entry.attempt_name,
     }
 
 
@@ -196,7 +196,7 @@ class EpochLine:
             human_bytes(self.nbytes),
             ", ".join((*self.states, *self.tags)) or "ok",
             metrics_text(self.metrics),
-            self.entry.try_name,
+            self.entry.attempt_name,
         )
 
 
@@ -240,7 +240,7 @@ def _line(
     seen = _seen(storage, entry)
     states = states_of(entry, current)
     if notes is not None:
-        states.append("replicated" if entry.try_name in notes.replicated else "local")
+        states.append("replicated" if entry.attempt_name in notes.replicated else "local")
     if seen is None and entry.healthy:
         states.append("manifest unreadable")
     return EpochLine(

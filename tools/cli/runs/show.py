@@ -214,7 +214,7 @@ def stats(chosen: argparse.Namespace, output: Output) -> int:
 
 def _noted(storage: Storage, entry: CommittedPosition) -> list[NodeTimes]:
     """Read the durations of an epoch's save (unverified); empty if unreadable."""
-    path = stats_path(entry.try_name)
+    path = stats_path(entry.attempt_name)
     try:
         found = read_note(storage.read_range(path, 0, storage.stat(path) or 0))
     except (OSError, ValueError):
