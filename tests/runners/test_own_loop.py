@@ -238,10 +238,10 @@ def test_misuse_is_said(tmp_path: Path) -> None:
         list(run.epochs(1))
         with pytest.raises(NotAllowedNowError, match="one loop"):
             run.epochs(1)
-    with pytest.raises(NotAllowedNowError, match="create a new one"):
+    with pytest.raises(NotAllowedNowError, match="make a new one"):
         run.__enter__()
     with (
-        pytest.raises(UsageError, match="plays 2 nodes"),
+        pytest.raises(UsageError, match="has 2 nodes"),
         Run(tmp_path / "two", {"n": lambda ctx: [1]}, session=LocalSession(["a", "b"])) as two,
     ):
         list(two.epochs(1))
