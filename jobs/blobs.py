@@ -162,7 +162,7 @@ class LoopBlobs:
     """The blobs of a program with its own training loop, which holds them in its own variables.
 
     A load reaches such a program only through objects that are filled in place, and a save sees only the
-    registered objects. So immutable values, and entries that are replaced later, are refused.
+    registered objects. So immutable values, and entries that are replaced or added later, are refused.
 
     Args:
         given: The objects by name.
@@ -185,7 +185,13 @@ class LoopBlobs:
                 raise UsageError(f"blob {name!r} is a function: register the object that it returns")
 
     def check_registered(self) -> None:
-        """Raise UsageError if an entry of the mapping is no longer the registered object."""
+        """Raise UsageError if the mapping has another object for a name, or a new name."""
+        for name in self._live:
+            if name not in self._registered:
+                raise UsageError(
+                    f"blobs[{name!r}] was added after the blobs were registered, and it is not saved: "
+                    "add it before, or keep it in another dict"
+                )
         for name, value in self._registered.items():
             if self._live.get(name, value) is not value:
                 raise UsageError(

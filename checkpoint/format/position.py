@@ -19,6 +19,7 @@ from torchrelay.records import Json, dataclass
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,7})(?:\+([1-9][0-9]{0,8}))?")
 MAX_EPOCH = 10**8 - 1
 """Eight decimal digits, as in the name of an attempt's directory."""
+MAX_STEP = 10**9 - 1
 
 
 @dataclass(frozen=True, order=True)

@@ -71,7 +71,7 @@ def params_of(given: Any) -> dict[str, Any] | None:
             support are stored as text, and passwords in URLs are masked.
 
     Raises:
-        UsageError: It is none of these, or its JSON is longer than 256 kB.
+        UsageError: It is none of these, a value cannot be written, or its JSON is longer than 256 kB.
     """
     if given is None:
         return None
@@ -83,8 +83,14 @@ def params_of(given: Any) -> dict[str, Any] | None:
         raise UsageError(
             f"invalid params {given!r:.80}: expected a mapping, the Namespace of argparse, or a dataclass"
         )
-    found: dict[str, Any] = _plain_value(given)
-    if len(json.dumps(found)) > _PARAMS_BYTES:
+    try:
+        found: dict[str, Any] = _plain_value(given)
+        text = json.dumps(found)
+    except Exception as error:  # a cycle, or a value whose own code fails
+        raise UsageError(
+            f"params cannot be recorded: {type(error).__name__}: {error}; pass names with plain values"
+        ) from error
+    if len(text) > _PARAMS_BYTES:
         raise UsageError("params are larger than 256 kB: pass hyper-parameters only, without data")
     return found
 

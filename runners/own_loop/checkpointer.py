@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpoint.format.position import Facts, Position
+from torchrelay.checkpoint.format.position import MAX_EPOCH, MAX_STEP, Facts, Position
 from torchrelay.checkpoint.log.record import LOG
 from torchrelay.checkpoint.manager.checkpoint_manager import MultiNodeCheckpointManager, check_options
 from torchrelay.errors import NotAllowedNowError, PartiallyLoadedError, StorageError, UsageError
@@ -176,7 +176,7 @@ class Checkpointer:
         """
         if asynchronous and self._background is None:
             raise UsageError("this Checkpointer was made with asynchronous=False: leave that out")
-        position = Position(_whole(epoch, "epoch"), _whole(step, "step"))
+        position = Position(_whole(epoch, "epoch", MAX_EPOCH), _whole(step, "step", MAX_STEP))
         measured = {name: _number(name, value) for name, value in dict(metrics or {}).items()}
         self._blobs.check_registered()
         session = self._bound()
@@ -285,8 +285,8 @@ class Checkpointer:
             self._open = True
 
 
-def _whole(value: Any, name: str) -> int:
-    checked = check_epoch(value, name)
+def _whole(value: Any, name: str, most: int) -> int:
+    checked = check_epoch(value, name, most)
     if checked is None:
         raise UsageError(f"{name} is None: give the number of {name}s that are done")
     return checked

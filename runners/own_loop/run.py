@@ -82,8 +82,10 @@ class Run:
         self._life: Life | None = None
         self._ctx: Context | None = None
         self._has_ended = False
+        self._loops: list[Iterator[Any]] = []
+        """The loops over steps of this epoch that are running, the outermost first."""
         self._inside = False
-        """Whether a loop over steps has begun in this epoch and was not run to its end."""
+        """Whether the last loop over steps was left before its end, or one around it is running."""
         self._process = os.getpid()
 
     def __enter__(self) -> Run:
@@ -161,7 +163,7 @@ class Run:
         try:
             for epoch in life.epochs():
                 with life.session.block(self.job.epoch_group, self._task) as self._ctx:
-                    self._inside = False
+                    self._loops, self._inside = [], False
                     yield epoch
                     self._blobs.check_registered()
         finally:
@@ -174,18 +176,23 @@ class Run:
         return self._followed(self.ctx.steps(loader, count=count, accumulate=accumulate), self._ctx)
 
     def _followed(self, batches: Iterator[Any], epoch: Context | None) -> Iterator[Any]:
-        self._inside = True
-        while True:
-            if self._ctx is not epoch:
-                raise NotAllowedNowError(
-                    "this iterator of run.steps is from an epoch that is over: call it again"
-                )
-            try:
-                batch = next(batches)
-            except StopIteration:
-                break
-            yield batch
-        self._inside = False
+        running, self._inside = self._loops, True
+        running.append(batches)
+        try:
+            while True:
+                if self._ctx is not epoch:
+                    raise NotAllowedNowError(
+                        "this iterator of run.steps is from an epoch that is over: call it again"
+                    )
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    break
+                yield batch
+            del running[running.index(batches) :]  # with those in its body that are suspended, as in zip()
+            self._inside = bool(running)
+        finally:  # left by break, too
+            running[:] = [one for one in running if one is not batches]
 
     def stop(self, reason: str) -> None:
         """Finish the run after this epoch; it is enough if one rank calls it."""

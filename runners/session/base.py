@@ -245,13 +245,13 @@ class SessionBase(Managed):
                     raise failure
                 if isinstance(failure, Exception):
                     raise task_failed(place, task, task.steps[0], failure) from failure
-            if cursor is not None and not failures:
-                cursor.end(None)
             return self.loops.note(over=True) if self.peers.size > 1 else None
 
         with self._in_group(group):
             try:
                 yield ctx
+                if cursor is not None:
+                    cursor.end(None)
             except BaseException as failure:
                 failures.append(failure)
             self._check_loops(self._met(f"group {group.name}", self._announced(group.name, end)))

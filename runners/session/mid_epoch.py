@@ -18,6 +18,7 @@ from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.records import Json, dataclass
 from torchrelay.runners.session.metrics import MetricSummary, joined_summaries
+from torchrelay.runners.session.stop_requests import Interrupted
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.state.restore.gradients import Gradients
@@ -156,6 +157,7 @@ class Cursor:
         self._streams_before: RandomStreams | None = None
         self._private: Workspace | None = None
         self._obstacle: str | None = None
+        self._is_left = False
         if resumed is not None:
             log.restore(resumed.metrics)
             if resumed.task is None:
@@ -181,7 +183,14 @@ class Cursor:
             self._obstacle = f"{names} of earlier tasks would be lost: register it, or create it in init"
 
     def end(self, result: object) -> None:
-        """Finish the task; its result is not part of checkpoints."""
+        """Finish the task; its result is not part of checkpoints.
+
+        Raises Interrupted if a loop of this epoch did and the program caught it, because the remaining
+        batches are missing.
+        """
+        if self._is_left:
+            self.refuse("the program caught the exception that ends run.steps")
+            raise Interrupted
         if self._task is not None:
             self._done.append(self._task.full_name)
             if result is not None:
@@ -219,6 +228,11 @@ class Cursor:
         return self._task is not None and self._task.node is None and self._task.on == "all"
 
     # Interruption
+
+    def leave(self) -> None:
+        """Raise Interrupted in the running loop; `end` raises it again if the program catches it."""
+        self._is_left = True
+        raise Interrupted
 
     def refuse(self, reason: str) -> None:
         """Record a reason why the node cannot be resumed here."""

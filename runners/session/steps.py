@@ -392,6 +392,8 @@ class StepLoop:
         if urgency == PREEMPT:
             if loop is not None and loop.exhausted:
                 return False
+            if self.cursor is not None:
+                self.cursor.leave()
             raise Interrupted
         if not self.counted:
             return False

@@ -110,8 +110,8 @@ def choose(wish: ResumeRequest, past: Past) -> Choice:
     return Choice("newest", reason="the newest one")
 
 
-def check_epoch(value: object, name: str = "resume_from_epoch") -> int | None:
-    """Accept None or an integer from 0, numpy's too. Raises UsageError otherwise."""
+def check_epoch(value: object, name: str = "resume_from_epoch", most: int = MAX_EPOCH) -> int | None:
+    """Accept None or an integer from 0 to `most`, numpy's too. Raises UsageError otherwise."""
     if value is None:
         return None
     try:
@@ -120,8 +120,8 @@ def check_epoch(value: object, name: str = "resume_from_epoch") -> int | None:
         raise UsageError(f"invalid {name}={value!r:.80}: expected a whole number or None") from None
     if isinstance(value, bool):
         raise UsageError(f"invalid {name}={value}: expected a whole number or None")
-    if abs(epoch) > MAX_EPOCH:  # not shown: Python refuses to write out very long numbers
-        raise UsageError(f"invalid {name}: epochs are numbered from 0 to {MAX_EPOCH}")
+    if abs(epoch) > most:  # not shown: Python refuses to write out very long numbers
+        raise UsageError(f"invalid {name}: expected 0 to {most}")
     if epoch < 0:
         raise UsageError(f"invalid {name}={epoch}: epochs start at 0, the state after init")
     return epoch

@@ -59,7 +59,28 @@ def test_each_start_records_its_own(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run/captured.1.json").read_text())["params"] == {"lr": 0.2}
 
 
-@pytest.mark.parametrize("given", ["lr=0.1", [1], Settings, {"data": "x" * (256 << 10)}])
+class Unprintable:
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+CYCLE: dict[str, Any] = {}
+CYCLE["itself"] = CYCLE
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "lr=0.1",
+        [1],
+        Settings,
+        {"data": "x" * (256 << 10)},
+        {"lr": Unprintable()},
+        {"n": 10**5000},
+        pytest.param(CYCLE, id="cycle"),
+    ],
+    ids=lambda given: type(given).__name__,
+)
 def test_other_params_are_refused(tmp_path: Path, given: Any) -> None:
     """What has no names, or is data, is refused before the run begins."""
     with pytest.raises(UsageError, match="params"):

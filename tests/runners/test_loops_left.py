@@ -1,0 +1,112 @@
+"""Loops of a program that end in unusual ways: what is saved, and what a later launch repeats."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_loops import EPOCHS, Training, nothing, run_face
+
+import torchrelay
+from torchrelay import Checkpointer, Job, JobRunner, Run, max_epochs
+from torchrelay.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest that an undisturbed run leaves."""
+    training = Training()
+    run_face(training, tmp_path_factory.mktemp("whole"), nothing)
+    return training.digest
+
+
+def finish(where: Path) -> tuple[str, str]:
+    """Launch again; return the status and the digest."""
+    training = Training()
+    return run_face(training, where, nothing).status, training.digest
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_loop_within_the_steps_does_not_end_them(nested: bool, tmp_path: Path, whole: str) -> None:
+    """A validation that has ended within the steps leaves the epoch unfinished; one behind them does not."""
+    training = Training()
+    with Run(tmp_path, training.blobs) as run:
+        for epoch in run.epochs(EPOCHS):
+            for batch in run.steps(training.loader):
+                training.step(batch)
+                if nested and epoch == 2 and run.ctx.step == 3:
+                    list(run.steps([1, 2], count=False))
+                    break
+            if not nested:
+                list(run.steps([1, 2], count=False))
+            if epoch == 2:
+                break
+    ended = ("PREEMPTED", 1) if nested else ("STOPPED", 2)
+    assert (run.result.status, int(run.result)) == ended
+    assert finish(tmp_path) == ("FINISHED", whole)
+
+
+@pytest.mark.parametrize("shorter", [False, True])
+def test_loops_side_by_side(shorter: bool, tmp_path: Path) -> None:
+    """Two loaders in zip() end with the first; a shorter second one leaves the first before its end."""
+    values = torch.zeros(1)
+    with Run(tmp_path, dict(values=values)) as run:
+        for _ in run.epochs(2):
+            second = run.steps([1, 2] if shorter else [1, 2, 3])
+            for one, other in zip(run.steps([1, 2, 3]), second, strict=False):
+                values += one + other
+            break
+    assert run.result.status == ("PREEMPTED" if shorter else "STOPPED")
+
+
+@pytest.mark.parametrize("face", ["job", "run"])
+def test_an_interruption_that_is_caught_still_ends_the_run(face: str, tmp_path: Path, whole: str) -> None:
+    """A program that catches everything within its loop does not make a shortened epoch a whole one."""
+    training = Training()
+
+    def body(steps: Any, epoch: int) -> None:
+        with suppress(BaseException):
+            for at, batch in enumerate(steps(training.loader), 1):
+                training.step(batch)
+                if (epoch, at) == (2, 3):
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    if face == "run":
+        with Run(tmp_path, training.blobs) as run:
+            for epoch in run.epochs(EPOCHS):
+                body(run.steps, epoch)
+        result = run.result
+    else:
+        job = Job(blobs=training.blobs)
+        job.epoch(lambda ctx: body(ctx.steps, ctx.epoch))
+        job.stop_when(max_epochs(EPOCHS))
+        result = JobRunner(job, tmp_path).train()
+    assert (result.status, int(result)) == ("PREEMPTED", 1)
+    assert torchrelay.open_checkpoint(tmp_path).epochs == (0, 1)
+    assert finish(tmp_path) == ("FINISHED", whole)
+
+
+@pytest.mark.parametrize("face", [Run, Checkpointer])
+def test_a_blob_that_is_added_later_is_refused(face: Any, tmp_path: Path) -> None:
+    """A new entry of the dictionary would not be saved, as one that is replaced is not."""
+    blobs: dict[str, Any] = dict(value=torch.zeros(1))
+    with pytest.raises(UsageError, match=r"blobs\['ema'\] was added after"), face(tmp_path, blobs) as opened:
+        blobs["ema"] = torch.zeros(1)
+        if face is Checkpointer:
+            opened.save(1)
+        else:
+            list(opened.epochs(1))
+
+
+def test_a_checkpointer_counts_steps_up_to_nine_digits(tmp_path: Path) -> None:
+    """As the format does; what is beyond is refused by its own name and limit."""
+    with Checkpointer(tmp_path, dict(value=torch.zeros(1))) as checkpointer:
+        checkpointer.save(1, 10**9 - 1)
+        assert str(checkpointer.resume()) == f"1+{10**9 - 1}"
+        with pytest.raises(UsageError, match="invalid step: expected 0 to 999999999"):
+            checkpointer.save(1, 10**9)
