@@ -320,8 +320,8 @@ def _check_copied(name: str, piece: memoryview, digests: bytes) -> None:
     """Raise SaveFailedError if a piece copied in the background differs from its earlier digests."""
     if block_digests(piece[: len(digests) // SIZE * BLOCK]) != digests:
         raise SaveFailedError(
-            f"{name!r} changed while being copied in the background: call ctx.before_mutation() before "
-            "such writes"
+            f"{name!r} changed while being copied in the background: before such writes call "
+            "ctx.before_mutation(), or the Checkpointer's wait()"
         )
 
 

@@ -335,8 +335,8 @@ class StagedCopies:
             more = f" and {len(self.changed) - 8} more" if len(self.changed) > 8 else ""
             raise SaveFailedError(
                 f"{names}{more} changed while being copied in the background: something other than a "
-                "registered optimizer wrote to them. Call ctx.before_mutation() before such writes; "
-                "these blobs are copied synchronously from now on"
+                "registered optimizer wrote to them. Before such writes call ctx.before_mutation(), or the "
+                "Checkpointer's wait(); these blobs are copied synchronously from now on"
             )
 
     def forget(self) -> None:

@@ -24,6 +24,7 @@ from torchrelay.runners.monitoring.text import LEVELS, level_wanted, stamped
 from torchrelay.runners.session.base import SessionBase, holding
 from torchrelay.runners.session.local import LocalSession, current_or_new_session, current_session
 from torchrelay.runners.session.mid_epoch import MidEpochPosition, places_json
+from torchrelay.runners.training.journal import SaveWarning
 from torchrelay.runners.training.plan import check_epoch
 from torchrelay.runners.training.startup import bind_blobs, check_blobs, this_process, warn_of_bare_ddp
 
@@ -167,8 +168,9 @@ class Checkpointer:
             step: How many steps of the next one are done.
             metrics: Values of this epoch, alike on all ranks; `open_checkpoint(..., epoch="best")` finds it
                 by them.
-            asynchronous: Return as soon as the objects may change again. The save before is waited for
-                first; `wait` and the next `save` raise what became of this one.
+            asynchronous: Return when a registered optimizer may step again, and write in the background.
+                Call `wait` before you write to its parameters yourself (clipping, `.data`). An earlier save
+                is waited for first. A failure is raised by the next `save`, `wait` or `close`.
 
         Raises:
             SaveFailedError: It could not be saved, on any rank. Nothing is committed then.
@@ -314,6 +316,13 @@ def _check_alike(peers: Peers, call: str, wish: dict[str, Any]) -> None:
 
 
 def _let_go(manager: MultiNodeCheckpointManager) -> None:
-    """Without the others: what is in flight ends, and the next writer need not wait."""
-    manager.engine.wait(unguarded=True)
-    manager.engine.ledger.close()
+    """Without the others: what is in flight ends, and the next writer need not wait.
+
+    Warns if it could not be saved, because no later call raises that.
+    """
+    engine = manager.engine
+    engine.wait(unguarded=True)
+    for outcome in engine.settle():
+        if outcome.error is not None:
+            warn(f"epoch {outcome.position} was NOT saved: {outcome.error}", SaveWarning)
+    engine.ledger.close()

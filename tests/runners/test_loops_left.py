@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from own_loops import EPOCHS, Training, nothing, run_face
+from torchrun import clean_environment
 
 import torchrelay
 from torchrelay import Checkpointer, Job, JobRunner, Run, max_epochs
@@ -110,3 +113,26 @@ def test_a_checkpointer_counts_steps_up_to_nine_digits(tmp_path: Path) -> None:
         assert str(checkpointer.resume()) == f"1+{10**9 - 1}"
         with pytest.raises(UsageError, match="invalid step: expected 0 to 999999999"):
             checkpointer.save(1, 10**9)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_failed_save_that_no_call_raises_is_warned_of(fails: bool, tmp_path: Path) -> None:
+    """A program that ends, or raises, after an asynchronous save sees no exception if that save fails."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch, torchrelay\n"
+        "from torchrelay.checkpoint.save import background\n"
+        "ckpt = torchrelay.Checkpointer('ckpt', dict(value=torch.zeros(1)))\n"
+        "ckpt.save(1)\n"
+        "def full(*_): raise OSError(28, 'No space left on device')\n"
+        "background.carry_out = full\n"
+        "with ckpt if sys.argv[1] == 'True' else __import__('contextlib').nullcontext():\n"
+        "    ckpt.save(2, asynchronous=True)\n"
+        "    if sys.argv[1] == 'True': raise RuntimeError('planned')\n"
+    )
+    command = [sys.executable, program.name, str(fails)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=clean_environment({}), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == fails, done.stderr
+    assert done.stderr.count("epoch 2 was NOT saved: [Errno 28] No space left on device") == 1
