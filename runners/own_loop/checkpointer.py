@@ -136,7 +136,7 @@ class Checkpointer:
         return target.position
 
     def _load(self, session: SessionBase, target: Target, *, older: bool) -> Target:
-        """Load the target; where its bytes prove damaged, an older one if `older`."""
+        """Load the target; if its bytes are damaged, load an older one if `older`."""
         while True:
             try:
                 session.run(self._manager.go_on_at(self._nodes, target))

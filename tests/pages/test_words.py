@@ -76,9 +76,7 @@ SENTENCE_ENDS = re.compile(
     r"|\n(?=[^\n]*\S {2,}\S)"  # columns
     r"|\|"  # cells of tables
 )
-CEILINGS: dict[str, int] = {
-    "runners": 1,
-}
+CEILINGS: dict[str, int] = {}
 """How many findings a folder may have: they only shrink, and a folder without an entry has none."""
 CEILING_OF_DOCS = 45_000
 """How many words the pages in docs/ may have, until they have at most MOST_WORDS_OF_DOCS."""
