@@ -14,7 +14,7 @@ from torch import nn
 
 from torchrelay.checkpoint.load.checkpoint import Checkpoint, open_checkpoint
 from torchrelay.checkpoint.load.open import place_of, read_log
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.errors import NotAllowedNowError, RelayError, UsageError, install_command
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import Peers, decide
@@ -116,7 +116,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc]  # a class of a libr
             entry = view.newest()
             if entry is None:
                 return None
-            return str(Checkpoint(place, prove(place.storage, entry), view).value("trainer.state"))
+            return str(Checkpoint(place, verify_epoch(place.storage, entry), view).value("trainer.state"))
         except RelayError:
             return None
 

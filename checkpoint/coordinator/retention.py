@@ -14,7 +14,7 @@ from dataclasses import field, replace
 from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.position import CommittedPosition, Key, Retirement, State
-from torchrelay.checkpoint.load.verify import Proof, Share, VerificationStatus, prove
+from torchrelay.checkpoint.load.verify import Share, Verification, VerificationStatus, verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import PATIENCE_SECS
 from torchrelay.checkpoint.log.retention import (
@@ -54,39 +54,39 @@ class Lasting:
 
     def unproved(
         self, storage: Storage, view: LogView, unseen: frozenset[str] = frozenset()
-    ) -> tuple[Proof, ...]:
+    ) -> tuple[Verification, ...]:
         """The newest resumable positions that are not verified, up to one that is.
 
         `unseen` are attempts that are not completely visible here; they are skipped. A position that cannot
         be read ends the search too, because an unavailable storage may delay each check, and all processes,
         for minutes.
         """
-        found: list[Proof] = []
+        found: list[Verification] = []
         for entry in view.candidates(boundary=True):
             if entry.attempt_name in unseen:
                 continue
-            proof = self._look(storage, entry)
-            if proof.proved:
+            result = self._look(storage, entry)
+            if result.verified:
                 break
-            found.append(proof)
-            if proof.outcome is VerificationStatus.UNKNOWN:
+            found.append(result)
+            if result.outcome is VerificationStatus.UNKNOWN:
                 break
         return tuple(found)
 
-    def _look(self, storage: Storage, entry: CommittedPosition) -> Proof:
+    def _look(self, storage: Storage, entry: CommittedPosition) -> Verification:
         """Verify a share of an epoch's headers, another one at each call."""
         if self._nodes is None:
-            self._remember(prove(storage, entry, want=()))
+            self._remember(verify_epoch(storage, entry, want=()))
         shares = max(1, -(-(self._nodes or 1) // LOOKED_AT))
         self._turn += 1
-        proof = prove(storage, entry, share=Share(self._turn % shares, shares))
-        self._remember(proof)
-        return proof
+        result = verify_epoch(storage, entry, share=Share(self._turn % shares, shares))
+        self._remember(result)
+        return result
 
-    def _remember(self, proof: Proof) -> None:
+    def _remember(self, result: Verification) -> None:
         """Note the epoch's number of nodes."""
-        if proof.manifest is not None:
-            self._nodes = len(proof.manifest.world.nodes)
+        if result.manifest is not None:
+            self._nodes = len(result.manifest.world.nodes)
 
 
 _EXPECTED = 3
@@ -215,11 +215,11 @@ class Retaining:
         if not (keeping.chosen(view) or keeping.chosen_optimizers(view)):
             return "; ".join(doubts)  # nothing is deleted, so nothing need be verified
         unproved = self.lasting.unproved(self.ledger.storage, view, self.ledger.unseen())
-        if not any(proof.outcome is VerificationStatus.UNKNOWN for proof in unproved):
-            suspects: frozenset[Key] = frozenset(proof.entry.key for proof in unproved)
+        if not any(result.outcome is VerificationStatus.UNKNOWN for result in unproved):
+            suspects: frozenset[Key] = frozenset(result.entry.key for result in unproved)
             keeping.retire(writer, suspects, self.ledger.needed())
         if unproved:
-            doubts.append(f"{'; '.join(proof.told for proof in unproved)}: older ones stay instead")
+            doubts.append(f"{'; '.join(result.summary for result in unproved)}: older ones stay instead")
         return "; ".join(doubts)
 
     def at_once(self, writer: LogWriter) -> str:
@@ -351,15 +351,15 @@ def _decided(
             raise UnknownEpochError(f"{missing}: nothing is deleted")
         doubts += metrics.doubts(keeping.best)
         keeping = metrics.told(keeping)
-    proofs = Lasting().unproved(storage, view)
-    for proof in proofs:
-        if proof.outcome is VerificationStatus.UNKNOWN:
+    results = Lasting().unproved(storage, view)
+    for result in results:
+        if result.outcome is VerificationStatus.UNKNOWN:
             raise StorageError(
-                f"{proof.told}: older epochs are deleted only if a newer one is verified, so nothing is "
+                f"{result.summary}: older epochs are deleted only if a newer one is verified, so nothing is "
                 "deleted; try again when the storage answers"
             )
-    doubts += [f"{proof.told}: older ones stay instead" for proof in proofs]
-    return keeping, frozenset(proof.entry.key for proof in proofs), tuple(doubts)
+    doubts += [f"{result.summary}: older ones stay instead" for result in results]
+    return keeping, frozenset(result.entry.key for result in results), tuple(doubts)
 
 
 def _losses(storage: Storage, before: LogView, after: State) -> Iterator[Loss]:

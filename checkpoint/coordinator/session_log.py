@@ -14,7 +14,7 @@ from typing import Any
 from torchrelay.checkpoint.format import position
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.position import CommittedPosition, Position
-from torchrelay.checkpoint.load.verify import JointProof, Target, VerificationStatus, verify_together
+from torchrelay.checkpoint.load.verify import JointResult, Target, VerificationStatus, verify_together
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.log.view import LeaseInfo, LogView, Look
@@ -98,7 +98,7 @@ class Ledger:
         self.deletions = Deletions()
         """Background deletions, on rank 0."""
         self._pending_rewind: tuple[Position | None, dict[str, Any]] | None = None
-        self._proved: Target | None = None
+        self._verified: Target | None = None
         self._exclusive = False
 
     # Reading
@@ -339,21 +339,21 @@ class Ledger:
 
     # Verification
 
-    def prove(self, peers: Peers, epoch: int, *, whole: bool = True) -> Target:
+    def verify_epoch(self, peers: Peers, epoch: int, *, whole: bool = True) -> Target:
         """Verify exactly this epoch of the current branch; raises DamagedError, without a fallback.
 
         `whole`: UsageError for an epoch that lost its optimizer to retention.
         """
         entry = self._asked_for(peers, epoch) if whole else self.find(peers, epoch)
-        if self._proved is not None and self._proved.entry == entry:
-            return self._proved
-        proof = self._joint_proof(peers, entry)
-        if proof.outcome is VerificationStatus.DAMAGED:
+        if self._verified is not None and self._verified.entry == entry:
+            return self._verified
+        result = self._verify_jointly(peers, entry)
+        if result.outcome is VerificationStatus.DAMAGED:
             raise DamagedError(
-                f"epoch {epoch} in {self.storage.url} is damaged: {proof.reason}; an explicit epoch is "
+                f"epoch {epoch} in {self.storage.url} is damaged: {result.reason}; an explicit epoch is "
                 "never replaced by another: choose another one"
             )
-        return self._target(entry, proof)
+        return self._target(entry, result)
 
     def _asked_for(self, peers: Peers, epoch: int) -> CommittedPosition:
         """The entry of an explicit epoch; raises UsageError if it cannot be resumed from."""
@@ -367,8 +367,8 @@ class Ledger:
         return entry
 
     def check(self, peers: Peers, epoch: int) -> None:
-        """Raise the errors of `prove` that are known before the log is taken."""
-        self.prove(peers, epoch)
+        """Raise the errors of `verify_epoch` that are known before the log is taken."""
+        self.verify_epoch(peers, epoch)
 
     def newest(self, peers: Peers, say: Callable[[str], None]) -> Target:
         """The newest position of the current branch that all processes can verify.
@@ -386,10 +386,10 @@ class Ledger:
 
         Every byte of it is read again first: raises `error` if none is damaged.
         """
-        proof = verify_together(peers, self.storage, failed.entry, level="full")
-        if proof.outcome is not VerificationStatus.DAMAGED:
+        result = verify_together(peers, self.storage, failed.entry, level="full")
+        if result.outcome is not VerificationStatus.DAMAGED:
             raise error
-        return self._newest_after(peers, say, [self._give_up(peers, failed.entry, proof.reason, say)])
+        return self._newest_after(peers, say, [self._give_up(peers, failed.entry, result.reason, say)])
 
     def _newest_after(self, peers: Peers, say: Callable[[str], None], tried: list[str]) -> Target:
         """The newest verified position; `tried` are reasons so far."""
@@ -402,16 +402,16 @@ class Ledger:
                     "again with resume='never'"
                 )
             entry = entry_of(told["entry"], "the log")
-            proof = self._joint_proof(peers, entry)
-            if proof.outcome is not VerificationStatus.DAMAGED:
-                target = self._target(entry, proof)
+            result = self._verify_jointly(peers, entry)
+            if result.outcome is not VerificationStatus.DAMAGED:
+                target = self._target(entry, result)
                 if told["passed"]:  # the new branch keeps the request, so that the same command continues
                     request = decide(peers, "fallback", lambda: dict(self.required().view.begun_by or {}))
                     self.rewind(peers, entry.position, {**request, "fallback": True})
                 return target
-            tried.append(self._give_up(peers, entry, proof.reason, say))
+            tried.append(self._give_up(peers, entry, result.reason, say))
 
-    def _joint_proof(self, peers: Peers, entry: CommittedPosition) -> JointProof:
+    def _verify_jointly(self, peers: Peers, entry: CommittedPosition) -> JointResult:
         """Verify an epoch in all processes."""
         return verify_together(peers, self.storage, entry)
 
@@ -438,12 +438,12 @@ class Ledger:
         """Quarantine an entry, on rank 0."""
         self.required().quarantine(entry.key, reason)
 
-    def _target(self, entry: CommittedPosition, proof: JointProof) -> Target:
+    def _target(self, entry: CommittedPosition, result: JointResult) -> Target:
         """The verified position with its manifest: a second read could fail on one rank alone."""
-        if proof.manifest is None:
+        if result.manifest is None:
             raise StorageError(
-                f"epoch {entry.position} in {self.storage.url} cannot be read now: {proof.reason}; nothing "
+                f"epoch {entry.position} in {self.storage.url} cannot be read now: {result.reason}; nothing "
                 "was changed: try again when the storage answers"
             )
-        self._proved = Target(entry, proof.manifest, proof.shards)
-        return self._proved
+        self._verified = Target(entry, result.manifest, result.shards)
+        return self._verified

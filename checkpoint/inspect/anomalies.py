@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 
 from torchrelay.checkpoint.format.position import CommittedPosition, Position
-from torchrelay.checkpoint.load.verify import Proof, VerificationStatus, prove
+from torchrelay.checkpoint.load.verify import Verification, VerificationStatus, verify_epoch
 from torchrelay.checkpoint.log.state import Happening, History, happened_to
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
@@ -119,7 +119,7 @@ class ResumePreview:
     chosen: CommittedPosition | None
     sentence: str
     exit_code: int
-    passed: tuple[Proof, ...] = ()
+    passed: tuple[Verification, ...] = ()
     over: bool = False
 
 
@@ -130,12 +130,12 @@ def start_now(storage: Storage, view: LogView) -> ResumePreview:
     """
     if view.empty:
         return ResumePreview(None, "the next launch would begin from scratch: nothing is committed", 0)
-    passed: list[Proof] = []
+    passed: list[Verification] = []
     for entry in view.candidates():
-        proof = prove(storage, entry)
-        if proof.proved:
+        result = verify_epoch(storage, entry)
+        if result.verified:
             after = f", after {len(passed)} newer that are damaged" if passed else ""
-            if entry.position.boundary and proof.check()[0].facts.over:
+            if entry.position.boundary and result.check()[0].facts.over:
                 text = (
                     f"the next launch would train nothing: the run finished at epoch {entry.position} of "
                     f"branch {entry.branch}{after}; with more epochs or patience it would resume there"
@@ -143,11 +143,11 @@ def start_now(storage: Storage, view: LogView) -> ResumePreview:
                 return ResumePreview(entry, text, 0, tuple(passed), over=True)
             text = f"the next launch would resume from epoch {entry.position} of branch {entry.branch}{after}"
             return ResumePreview(entry, text, 0, tuple(passed))
-        passed.append(proof)
-        if proof.outcome is VerificationStatus.UNKNOWN:
+        passed.append(result)
+        if result.outcome is VerificationStatus.UNKNOWN:
             text = (
                 f"the next launch would end with an error: epoch {entry.position} cannot be read "
-                f"({proof.reason}); it is not skipped, because it may be intact"
+                f"({result.reason}); it is not skipped, because it may be intact"
             )
             return ResumePreview(None, text, StorageError.exit_code, tuple(passed))
     text = (

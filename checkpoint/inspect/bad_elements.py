@@ -40,7 +40,7 @@ class BadLeaf:
         return tuple(reversed(found))
 
 
-class Looker:
+class BadElementSearch:
     """Searches epochs of one run; blocks that were good are not read again.
 
     With `nan_only` Inf is ignored, because masks contain some on purpose. `loads` counts the epochs.

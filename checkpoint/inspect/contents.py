@@ -14,7 +14,7 @@ from torchrelay.checkpoint.format.position import CommittedPosition, matches
 from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.format.shard.reads import ReadRequest
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
-from torchrelay.checkpoint.load.verify import prove, seen_twice
+from torchrelay.checkpoint.load.verify import seen_twice, verify_epoch
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import UsageError
 from torchrelay.records import Json, dataclass
@@ -97,7 +97,7 @@ def open_epoch(storage: Storage, entry: CommittedPosition) -> Epoch:
 
     Raises DamagedError or StorageError.
     """
-    manifest, shards = prove(storage, entry, want=()).check()
+    manifest, shards = verify_epoch(storage, entry, want=()).check()
     return Epoch(LeafReader(storage, manifest, shards), tuple(entry.groups))
 
 

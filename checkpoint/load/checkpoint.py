@@ -40,7 +40,7 @@ from torchrelay.checkpoint.load.tensors import (
     checked_cast,
     checked_device,
 )
-from torchrelay.checkpoint.load.verify import Proof
+from torchrelay.checkpoint.load.verify import Verification
 from torchrelay.checkpoint.log.retention import whole_epochs
 from torchrelay.checkpoint.log.view import LogView, wanted
 from torchrelay.checkpoint.state.flatten import leaves_of
@@ -92,8 +92,8 @@ def open_checkpoint(
     notices: list[str] = []
     with undisturbed():
         view = read_log(place)
-        proof = verified_entry(place, view, wish, best, notices.append)
-        opened = Checkpoint(place, proof, view, tuple(notices), verify=verifying)
+        result = verified_entry(place, view, wish, best, notices.append)
+        opened = Checkpoint(place, result, view, tuple(notices), verify=verifying)
     for notice in notices:
         warnings.warn(notice, stacklevel=2)
     return opened
@@ -105,15 +105,15 @@ class Checkpoint:
     def __init__(
         self,
         place: CheckpointLocation,
-        proof: Proof,
+        result: Verification,
         view: LogView,
         notices: tuple[str, ...] = (),
         *,
         verify: bool = True,
     ) -> None:
         self.manifest: Manifest
-        self.manifest, shards = proof.check()
-        self.entry = proof.entry
+        self.manifest, shards = result.check()
+        self.entry = result.entry
         self.notices = (*view.notices, *notices)
         self._storage = place.storage
         self._view = view

@@ -10,7 +10,7 @@ from pathlib import Path
 from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.load.info import glance
 from torchrelay.checkpoint.load.lookup import nearest_directory
-from torchrelay.checkpoint.load.verify import Proof, VerificationStatus, prove
+from torchrelay.checkpoint.load.verify import Verification, VerificationStatus, verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import has_job, holds_job
 from torchrelay.checkpoint.log.view import EpochQuery, LogView, best_first, named_entry, whole_epochs
@@ -102,7 +102,7 @@ def best_of_run(run: Path) -> Best | None:
 
 def verified_entry(
     place: CheckpointLocation, view: LogView, wish: EpochQuery, best: Best | None, say: Say
-) -> Proof:
+) -> Verification:
     """The chosen epoch, with its manifest verified.
 
     A number is never replaced: it raises DamagedError, StorageError or UnknownEpochError; its files are
@@ -111,17 +111,17 @@ def verified_entry(
     epoch that cannot be checked, because an older one would hide that.
     """
     if wish.explicit:
-        return prove(place.storage, named_entry(view, wish, place.url), want=())
+        return verify_epoch(place.storage, named_entry(view, wish, place.url), want=())
     reasons: list[str] = []
     for entry in candidates(place, view, wish, best, say):
-        proof = prove(place.storage, entry, level="sizes")
-        if proof.outcome is VerificationStatus.UNKNOWN:
-            raise StorageError(f"epoch {entry.position} in {place.url} cannot be read now: {proof.reason}")
-        if proof.proved:
+        result = verify_epoch(place.storage, entry, level="sizes")
+        if result.outcome is VerificationStatus.UNKNOWN:
+            raise StorageError(f"epoch {entry.position} in {place.url} cannot be read now: {result.reason}")
+        if result.verified:
             if reasons:
                 say(f"{'; '.join(reasons)}. Epoch {entry.position} is used instead")
-            return proof
-        reasons.append(f"epoch {entry.position} is damaged: {proof.reason}")
+            return result
+        reasons.append(f"epoch {entry.position} is damaged: {result.reason}")
     if reasons:
         raise NoProvableEpochError(
             f"no epoch in {place.url} is undamaged: {'; '.join(reasons)}. Give an epoch's number to "

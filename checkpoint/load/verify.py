@@ -226,7 +226,7 @@ Level = Literal["sizes", "headers", "full"]
 class VerificationStatus(Enum):
     """Result of a verification."""
 
-    PROVED = "proved"
+    VERIFIED = "proved"
     DAMAGED = "damaged"
     UNKNOWN = "unknown"
 
@@ -251,8 +251,8 @@ ALL = Share()
 
 
 @dataclass(frozen=True)
-class Proof:
-    """Result of verifying one entry, the reason unless `proved`, and the files opened on the way.
+class Verification:
+    """Result of verifying one entry, the reason unless `verified`, and the files opened on the way.
 
     `holders` are those whose headers are opened by all shares of the verification together.
     """
@@ -265,35 +265,35 @@ class Proof:
     holders: frozenset[Holder] = frozenset()
 
     @property
-    def proved(self) -> bool:
+    def verified(self) -> bool:
         """Whether the epoch may be loaded."""
-        return self.outcome is VerificationStatus.PROVED
+        return self.outcome is VerificationStatus.VERIFIED
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Result and reason, for messages."""
         return f"epoch {self.entry.position} is {self.outcome.value} ({self.reason})"
 
     def check(self) -> tuple[Manifest, ShardSet]:
         """The manifest and the opened shards; raises DamagedError or StorageError unless verified."""
-        if self.manifest is not None and self.shards is not None and self.proved:
+        if self.manifest is not None and self.shards is not None and self.verified:
             return self.manifest, self.shards
         kind = DamagedError if self.outcome is VerificationStatus.DAMAGED else StorageError
         raise kind(f"epoch {self.entry.position} cannot be loaded: {self.reason}")
 
 
-def prove(
+def verify_epoch(
     storage: Storage,
     entry: CommittedPosition,
     *,
     want: Collection[str] | None = None,
     level: Level = "headers",
     share: Share = ALL,
-) -> Proof:
+) -> Verification:
     """Verify a log entry's epoch, or the part of it that holds the leaves `want`.
 
-    Damage does not raise: see `Proof.outcome`. Names in `want` that the epoch lacks, and groups of files that
-    retention has deleted, are ignored here; the caller reports them.
+    Damage does not raise: see `Verification.outcome`. Names in `want` that the epoch lacks, and groups of
+    files that retention has deleted, are ignored here; the caller reports them.
     """
     try:
         manifest = seen_twice(lambda: codec.read(storage, entry))
@@ -307,13 +307,13 @@ def prove(
             for holder in share.taken(holders):
                 _look_at(shards, holder, level)
     except FormatError as error:
-        return Proof(entry, VerificationStatus.UNKNOWN, str(error))
+        return Verification(entry, VerificationStatus.UNKNOWN, str(error))
     except DamagedError as error:
-        return Proof(entry, VerificationStatus.DAMAGED, str(error))
+        return Verification(entry, VerificationStatus.DAMAGED, str(error))
     except OSError as error:
-        return Proof(entry, VerificationStatus.UNKNOWN, str(error))
-    return Proof(
-        entry, VerificationStatus.PROVED, "", manifest, shards, frozenset() if level == "sizes" else holders
+        return Verification(entry, VerificationStatus.UNKNOWN, str(error))
+    return Verification(
+        entry, VerificationStatus.VERIFIED, "", manifest, shards, frozenset() if level == "sizes" else holders
     )
 
 
@@ -335,12 +335,12 @@ def _wanted_rows(manifest: Manifest, want: Collection[str] | None) -> list[int]:
     return [row for name in sorted(names | targets) for row in manifest.rows.get(name, ())]
 
 
-FULL_PROOF_SECS = 24 * 3600.0
+FULL_VERIFICATION_SECS = 24 * 3600.0
 """Seconds that ranks wait for others that still read all bytes of their share."""
 
 
 @dataclass(frozen=True)
-class JointProof:
+class JointResult:
     """Result that all processes agree on; `manifest` is set if the epoch is verified.
 
     `shards` are the files that this process opened for its share; a load need not open them again.
@@ -372,17 +372,17 @@ def verify_together(
     *,
     level: Level = "headers",
     host: str | None = None,
-) -> JointProof:
+) -> JointResult:
     """Verify an entry's manifest and shards to a level; all processes get the worst result and its reason.
 
     Damage counts for all, so that all fall back together. What a rank could not read, or what only one of
     several hosts misses, is unknown for all, unless another saw damage. `host` is this machine's name.
     """
-    deadline_secs = FULL_PROOF_SECS if level == "full" else None
-    proof = prove(storage, entry, level=level, share=Share(peers.rank, peers.size))
+    deadline_secs = FULL_VERIFICATION_SECS if level == "full" else None
+    result = verify_epoch(storage, entry, level=level, share=Share(peers.rank, peers.size))
     told = peers.exchange(
         f"verify epoch {entry.position}",
-        [proof.outcome.value, proof.reason, host or socket.gethostname()],
+        [result.outcome.value, result.reason, host or socket.gethostname()],
         deadline_secs=deadline_secs,
     )
     seen = [_Seen(rank, VerificationStatus(one[0]), one[1], one[2]) for rank, one in enumerate(told)]
@@ -395,18 +395,18 @@ def verify_together(
             deadline_secs=deadline_secs,
         )
         return _judged(seen, damaged, {rank: answer for part in answers for rank, *answer in part})
-    return _worst(peers, seen, proof)
+    return _worst(peers, seen, result)
 
 
-def _worst(peers: Peers, seen: Sequence[_Seen], proof: Proof) -> JointProof:
+def _worst(peers: Peers, seen: Sequence[_Seen], result: Verification) -> JointResult:
     """Make the joint result from what all ranks found."""
     for outcome in (VerificationStatus.DAMAGED, VerificationStatus.UNKNOWN):
         for one in seen:
             if one.outcome is outcome:
-                return JointProof(outcome, one.reason if peers.size == 1 else str(one))
-    if proof.shards is not None:
-        proof.shards.vouch(proof.holders)  # each share was opened by one of the ranks
-    return JointProof(VerificationStatus.PROVED, "", proof.manifest, proof.shards)
+                return JointResult(outcome, one.reason if peers.size == 1 else str(one))
+    if result.shards is not None:
+        result.shards.vouch(result.holders)  # each share was opened by one of the ranks
+    return JointResult(VerificationStatus.VERIFIED, "", result.manifest, result.shards)
 
 
 def _witness(seen: Sequence[_Seen], damaged: _Seen) -> int:
@@ -420,29 +420,29 @@ def _look_again(
     """Verify the shares of others, until one is damaged."""
     found: list[list[Any]] = []
     for rank in shares:
-        proof = prove(storage, entry, level=level, share=Share(rank, size))
-        found.append([rank, proof.outcome.value, proof.reason])
-        if proof.outcome is VerificationStatus.DAMAGED:
+        result = verify_epoch(storage, entry, level=level, share=Share(rank, size))
+        found.append([rank, result.outcome.value, result.reason])
+        if result.outcome is VerificationStatus.DAMAGED:
             break
     return found
 
 
-def _judged(seen: Sequence[_Seen], damaged: Sequence[_Seen], again: dict[int, Any]) -> JointProof:
+def _judged(seen: Sequence[_Seen], damaged: Sequence[_Seen], again: dict[int, Any]) -> JointResult:
     """Combine the first results with those of the second look."""
     for one in damaged:
         outcome, _ = again.get(one.rank, (None, ""))
         if outcome == VerificationStatus.DAMAGED.value:
             witness = seen[_witness(seen, one)]
-            return JointProof(
+            return JointResult(
                 VerificationStatus.DAMAGED, f"{one}, and by rank {witness.rank} on {witness.host} too"
             )
     first = damaged[0]
     witness = seen[_witness(seen, first)]
     outcome, reason = again[first.rank]
     what = (
-        "sees no damage" if outcome == VerificationStatus.PROVED.value else f"could not verify it: {reason}"
+        "sees no damage" if outcome == VerificationStatus.VERIFIED.value else f"could not verify it: {reason}"
     )
-    return JointProof(
+    return JointResult(
         VerificationStatus.UNKNOWN, f"{first}, but rank {witness.rank} on {witness.host} {what}"
     )
 

@@ -214,7 +214,7 @@ class Engine:
     def seal_like(self, session: Session, epoch: int, prefix: str | None = None) -> None:
         """Fix the set to what an epoch holds, of another directory if given, and what is registered now."""
         ledger = self.ledger if prefix is None else self.reading_from(prefix).ledger
-        self._seal_like(session, ledger.prove(session.peers, epoch).manifest)
+        self._seal_like(session, ledger.verify_epoch(session.peers, epoch).manifest)
 
     def _seal_like(self, session: Session, manifest: Manifest) -> None:
         """Fix the set to the blobs of a manifest and those registered now."""
@@ -395,7 +395,7 @@ class Engine:
     @undisturbed()
     def load_epoch(self, session: Session, epoch: int) -> None:
         """Load an epoch of the current branch into the workspaces of the hosted nodes."""
-        self.load(session, self.ledger.prove(session.peers, epoch))
+        self.load(session, self.ledger.verify_epoch(session.peers, epoch))
 
     @undisturbed()
     def load(self, session: Session, target: Target) -> None:

@@ -15,8 +15,8 @@ from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.names import ATTEMPT_NAME, DATA
 from torchrelay.checkpoint.format.position import CommittedPosition, Position, Retirement, State
 from torchrelay.checkpoint.load.verify import (
-    FULL_PROOF_SECS,
-    JointProof,
+    FULL_VERIFICATION_SECS,
+    JointResult,
     Level,
     Target,
     VerificationStatus,
@@ -329,8 +329,8 @@ class HostsLedger(TierLedger):
 
     # Verification
 
-    def prove(self, peers: Peers, epoch: int, *, whole: bool = True) -> Target:
-        """As `Ledger.prove`; StorageError outside of a run for an epoch divided between hosts."""
+    def verify_epoch(self, peers: Peers, epoch: int, *, whole: bool = True) -> Target:
+        """As `Ledger.verify_epoch`; StorageError outside of a run for an epoch divided between hosts."""
         self._know(peers)
         outside = self.places.many and self.holding is None
         if outside and decide(peers, "near only", lambda: self._is_local_only(epoch), by=self.reader):
@@ -338,27 +338,29 @@ class HostsLedger(TierLedger):
                 f"epoch {epoch} is in the local directories of several hosts only, and none of them has "
                 "all of it: start the run, which sends it first, and load it then"
             )
-        return super().prove(peers, epoch, whole=whole)
+        return super().verify_epoch(peers, epoch, whole=whole)
 
     def _is_local_only(self, epoch: int) -> bool:
         """Whether an epoch is not uploaded."""
         entry, far = self.view().find(epoch), open_log(self.storage.far, self.job_name)
         return entry is not None and entry.attempt_name not in {one.attempt_name for one in far.entries}
 
-    def _joint_proof(self, peers: Peers, entry: CommittedPosition, *, level: Level = "headers") -> JointProof:
+    def _verify_jointly(
+        self, peers: Peers, entry: CommittedPosition, *, level: Level = "headers"
+    ) -> JointResult:
         """Each place verifies its local files, then all verify the whole; remotely if that fails."""
         if not self.places.many or self.storage.prefers_remote(entry.attempt_name):
-            return super()._joint_proof(peers, entry, level=level)
-        deadline_secs = FULL_PROOF_SECS if level == "full" else None
+            return super()._verify_jointly(peers, entry, level=level)
+        deadline_secs = FULL_VERIFICATION_SECS if level == "full" else None
         topic = f"local files of epoch {entry.position}"
         reasons = peers.exchange(topic, self._local_damage(entry, level), deadline_secs=deadline_secs)
         reason = next((one for one in reasons if one is not None), None)
         if reason is None:
-            proof = verify_together(peers, self.storage, entry, level=level)
-            if proof.outcome is VerificationStatus.PROVED:
-                return proof
-            reason = proof.reason
-        return self._remote_proof(peers, entry, level, reason)
+            result = verify_together(peers, self.storage, entry, level=level)
+            if result.outcome is VerificationStatus.VERIFIED:
+                return result
+            reason = result.reason
+        return self._verify_remote(peers, entry, level, reason)
 
     def _local_damage(self, entry: CommittedPosition, level: Level) -> str | None:
         """Damage of the local files here; each rank of this place checks its share."""

@@ -17,7 +17,7 @@ from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, shard_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Position, State
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
-from torchrelay.checkpoint.load.verify import VerificationStatus, prove, seen_twice
+from torchrelay.checkpoint.load.verify import VerificationStatus, seen_twice, verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import entry_json
 from torchrelay.checkpoint.log.tiered_storage import TierStorage
@@ -196,8 +196,8 @@ class Replicator(TierUploader):
             elif isinstance(error, DamagedError) and self._others is not None:
                 reason = damage_of(self._near, entry)  # the rest may be remote, or on another host
             elif isinstance(error, DamagedError):
-                proof = prove(self._storage, entry, level="full")
-                reason = proof.reason if proof.outcome is VerificationStatus.DAMAGED else None
+                result = verify_epoch(self._storage, entry, level="full")
+                reason = result.reason if result.outcome is VerificationStatus.DAMAGED else None
             if reason is None:
                 raise
             self._writer.quarantine(entry.key, reason)
@@ -239,7 +239,7 @@ class Replicator(TierUploader):
                 f"{shard_path(manifest, lost[0])} for one: its host is not here, or its disk was lost"
             )
         try:
-            self.prove(entry, manifest)
+            self.verify_epoch(entry, manifest)
         except StorageError:
             self._delete_parts(entry)
             raise

@@ -12,7 +12,13 @@ from typing import Any
 from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.format.position import CommittedPosition, Position, State
-from torchrelay.checkpoint.load.verify import JointProof, Level, Target, VerificationStatus, verify_together
+from torchrelay.checkpoint.load.verify import (
+    JointResult,
+    Level,
+    Target,
+    VerificationStatus,
+    verify_together,
+)
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.tiered_storage import TierStorage, refuse_to_begin, same_job, share_job
@@ -272,31 +278,37 @@ class TierLedger(Ledger):
     def instead_of(self, peers: Peers, failed: Target, error: RelayError, say: Any) -> Target:
         """The same position from the remote, if only its local blocks are damaged; else an older one."""
         if not self.storage.prefers_remote(failed.entry.attempt_name):
-            proof = self._joint_proof(peers, failed.entry, level="full")
-            if proof.outcome is VerificationStatus.PROVED and self.storage.prefers_remote(
+            result = self._verify_jointly(peers, failed.entry, level="full")
+            if result.outcome is VerificationStatus.VERIFIED and self.storage.prefers_remote(
                 failed.entry.attempt_name
             ):
-                return self._target(failed.entry, proof)
+                return self._target(failed.entry, result)
         return super().instead_of(peers, failed, error, say)
 
-    def _joint_proof(self, peers: Peers, entry: CommittedPosition, *, level: Level = "headers") -> JointProof:
+    def _verify_jointly(
+        self, peers: Peers, entry: CommittedPosition, *, level: Level = "headers"
+    ) -> JointResult:
         """If only local files are damaged, the remote ones are verified and used instead."""
-        proof = verify_together(peers, self.storage, entry, level=level)
-        if proof.outcome is not VerificationStatus.DAMAGED or self.storage.prefers_remote(entry.attempt_name):
-            return proof
-        second = self._remote_proof(peers, entry, level, proof.reason)
-        return proof if second.outcome is VerificationStatus.DAMAGED else second
+        result = verify_together(peers, self.storage, entry, level=level)
+        if result.outcome is not VerificationStatus.DAMAGED or self.storage.prefers_remote(
+            entry.attempt_name
+        ):
+            return result
+        second = self._verify_remote(peers, entry, level, result.reason)
+        return result if second.outcome is VerificationStatus.DAMAGED else second
 
-    def _remote_proof(self, peers: Peers, entry: CommittedPosition, level: Level, reason: str) -> JointProof:
+    def _verify_remote(
+        self, peers: Peers, entry: CommittedPosition, level: Level, reason: str
+    ) -> JointResult:
         """Verify an epoch at the remote, and read it there from now on if that succeeds."""
         self.storage.prefer_remote(entry.tries)
-        proof = verify_together(peers, self.storage, entry, level=level)
-        if proof.outcome is not VerificationStatus.PROVED:
+        result = verify_together(peers, self.storage, entry, level=level)
+        if result.outcome is not VerificationStatus.VERIFIED:
             self.storage.prefer_local(entry.tries)
         elif peers.rank == 0:
             text = f"the local files of epoch {entry.position} are damaged ({reason}): it is read from"
             warn(f"{text} {self.storage.far.url}", stacklevel=3)
-        return proof
+        return result
 
 
 def let_go(writer: LogWriter) -> None:

@@ -30,7 +30,7 @@ from torchrelay.checkpoint.format.names import DATA, attempt_directory, manifest
 from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, ShardHeader, read_header
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest
-from torchrelay.checkpoint.load.verify import VerificationStatus, prove
+from torchrelay.checkpoint.load.verify import VerificationStatus, verify_epoch
 from torchrelay.checkpoint.log.tiered_storage import TierStorage, forgotten, write_notes
 from torchrelay.checkpoint.storage.base import Storage, WriteHandle
 from torchrelay.checkpoint.storage.open import Tier
@@ -198,7 +198,7 @@ class TierUploader(Uploader):
         self.send_manifest(entry)
         self.send_stats(own)
         self.sync_directories(manifest)
-        self.prove(entry, manifest)
+        self.verify_epoch(entry, manifest)
 
     def make_directories(self, manifest: Manifest) -> None:
         """Create the directories of all attempts that an epoch needs."""
@@ -211,16 +211,16 @@ class TierUploader(Uploader):
             self.far.sync_dir(attempt_directory(name))
         self.far.sync_dir(DATA)
 
-    def prove(self, entry: CommittedPosition, manifest: Manifest) -> None:
+    def verify_epoch(self, entry: CommittedPosition, manifest: Manifest) -> None:
         """Raise StorageError unless the remote alone verifies the epoch; damaged files are uploaded again."""
         self._check_going_on()
-        proof = prove(self.far, entry)
-        if proof.proved:
+        result = verify_epoch(self.far, entry)
+        if result.verified:
             return
-        if proof.outcome is VerificationStatus.DAMAGED:
+        if result.outcome is VerificationStatus.DAMAGED:
             self._forget_sent(manifest_path(entry.attempt_name))
             self.doubt(manifest, manifest.shards)
-        raise StorageError(f"{self.far.url} does not have what was sent: {proof.told}")
+        raise StorageError(f"{self.far.url} does not have what was sent: {result.summary}")
 
     def doubt(self, manifest: Manifest, rows: Sequence[ShardRow]) -> None:
         """Find those of these files that are not correct at the remote: they are uploaded again."""

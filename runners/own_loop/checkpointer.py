@@ -129,7 +129,7 @@ class Checkpointer:
         if epoch is None and not look.commits:
             session.run(self._manager.init(self._nodes))
             return None
-        target = ledger.newest(peers, warn) if epoch is None else ledger.prove(peers, epoch)
+        target = ledger.newest(peers, warn) if epoch is None else ledger.verify_epoch(peers, epoch)
         target = self._load(session, target, older=epoch is None)
         if epoch is not None and look.epoch != epoch:
             ledger.rewind(peers, target.position, {"epoch": epoch, "process": this_process(), "by": "user"})

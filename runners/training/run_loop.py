@@ -212,7 +212,7 @@ class Life:
         if result is None or manager is None:
             return False
         try:
-            target = manager.engine.ledger.prove(self.peers, int(result))
+            target = manager.engine.ledger.verify_epoch(self.peers, int(result))
             self.set_up(target)
             manager.engine.say = self.journal.say
             self.session.run(manager.go_on_at(self.nodes, target))
@@ -265,7 +265,7 @@ class Life:
         if self.manager is None or choice.start == "fresh":
             return None
         if choice.start == "explicit" and choice.epoch is not None:
-            return self.manager.engine.ledger.prove(self.peers, choice.epoch)
+            return self.manager.engine.ledger.verify_epoch(self.peers, choice.epoch)
         return self.manager.engine.ledger.newest(self.peers, self.journal.warn)
 
     def _place_of_start(self, choice: Choice, target: Target | None) -> list[Any]:

@@ -272,12 +272,12 @@ def load_best(life: Life, manager: Manager) -> int:
 
     def choose() -> int:
         place = place_of(engine.storage)
-        proof = verified_entry(place, engine.ledger.view(), wanted("best"), best, life.journal.warn)
-        return proof.entry.position.epoch
+        result = verified_entry(place, engine.ledger.view(), wanted("best"), best, life.journal.warn)
+        return result.entry.position.epoch
 
     engine.ledger.look(session.peers)  # with local logs per host this finds the authoritative one
     epoch = int(decide(session.peers, "best epoch", choose, by=engine.ledger.reader))
-    target = engine.ledger.prove(session.peers, epoch, whole=False)
+    target = engine.ledger.verify_epoch(session.peers, epoch, whole=False)
     engine.say = life.journal.say
     session.begin(life.state)
     try:

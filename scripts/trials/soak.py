@@ -19,7 +19,7 @@ from screen import Screen
 from soak_job import EVERY, KEPT, read
 from storm_checks import Watched, lines_of
 
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 JOB = Path(__file__).with_name("soak_job.py")
@@ -100,7 +100,7 @@ def violations(watched: Watched, lines: Sequence[dict[str, int]], epochs: int) -
     wrong += [
         f"epoch {one.position}: {proof.reason}"
         for one in view.entries
-        if not (proof := prove(storage, one, level="full")).proved
+        if not (proof := verify_epoch(storage, one, level="full")).verified
     ]
     return wrong
 

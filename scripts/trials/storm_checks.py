@@ -12,7 +12,7 @@ from storm_job import MARKS, STEPS
 import torchrelay
 from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.load.checkpoint import Checkpoint
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.local import LocalStorage
@@ -104,9 +104,9 @@ def check_disk(watched: Watched, reference: dict[int, str], findings: Findings, 
 
 def _wrong_in(watched: Watched, entry: CommittedPosition, reference: dict[int, str]) -> list[str]:
     """What is wrong with one epoch; its bytes are read and compared with their digests."""
-    proof = prove(LocalStorage(watched.run / "checkpoints"), entry, level="full")
+    proof = verify_epoch(LocalStorage(watched.run / "checkpoints"), entry, level="full")
     epoch = entry.position.epoch
-    if not proof.proved:
+    if not proof.verified:
         return [f"epoch {epoch} is {proof.outcome.value}: {proof.reason}"]
     checkpoint = torchrelay.open_checkpoint(watched.run, epoch=epoch)
     wrong = _foreign(checkpoint, epoch)

@@ -23,7 +23,7 @@ from torchrelay.chaos.faults import CHANGING, VARIABLE, Call, Fault, PlanFile, f
 from torchrelay.chaos.processes import await_stillness, members, scratch
 from torchrelay.chaos.scenarios import files_below
 from torchrelay.chaos.strikes import Outcome, Tally, Verdict
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import STRIDE, LogView
@@ -190,9 +190,9 @@ def judge_left(run: Path, before: Kept, newest: int, branch: int) -> tuple[Verdi
             continue
         if not data or not file.exists() or file.read_bytes() != data:
             return Verdict.LOST, f"record {slot} of the log was durable and is not there any more"
-    proofs = [prove(storage, entry, level="full") for entry in view.entries]
+    proofs = [verify_epoch(storage, entry, level="full") for entry in view.entries]
     for proof in proofs:
-        if not proof.proved:
+        if not proof.verified:
             return Verdict.LOST, f"epoch {proof.entry.position} is {proof.outcome.value}: {proof.reason}"
     return _judge_end(view, newest, branch)
 
@@ -211,10 +211,10 @@ def is_noticed(run: Path, path: str) -> bool:
     storage = _storage_of(run)
     try:
         view = open_log(storage)
-        proofs = [prove(storage, entry, level="full") for entry in view.entries]
+        proofs = [verify_epoch(storage, entry, level="full") for entry in view.entries]
     except RelayError:
         return True
-    if view.notices or not all(proof.proved for proof in proofs):
+    if view.notices or not all(proof.verified for proof in proofs):
         return True
     tries = {name for entry in view.entries for name in (entry.attempt_name, *entry.needs)}
     live = any(f"data/{name}/" in path for name in tries)

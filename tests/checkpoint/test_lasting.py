@@ -26,7 +26,7 @@ from torchrelay import (
 from torchrelay.checkpoint.coordinator import retention
 from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.coordinator.session_log import Ledger
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.writer import LogWriter
@@ -68,7 +68,7 @@ def provable(root: Path) -> list[int]:
     """Whole epochs that a job could resume from."""
     storage = LocalStorage(root)
     candidates = open_log(storage).candidates(boundary=True)
-    return [entry.position.epoch for entry in candidates if prove(storage, entry).proved]
+    return [entry.position.epoch for entry in candidates if verify_epoch(storage, entry).verified]
 
 
 def retain(root: Path, keeping: Keeping) -> list[str]:

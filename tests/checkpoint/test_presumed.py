@@ -26,7 +26,7 @@ from torchrelay import (
     max_epochs,
     open_checkpoint,
 )
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.save import change_detection, dedup
 from torchrelay.checkpoint.save import pipeline as saving
@@ -86,7 +86,9 @@ def check(run: Path, seen: dict[int, dict[str, torch.Tensor]]) -> None:
         found = open_checkpoint(run, epoch=epoch).load_tensors(list(NAMES))
         assert all(found[name].equal(one) for name, one in wanted.items()), epoch
     storage = LocalStorage(run / "checkpoints")
-    outcomes = {prove(storage, entry, level="full").outcome.value for entry in open_log(storage).entries}
+    outcomes = {
+        verify_epoch(storage, entry, level="full").outcome.value for entry in open_log(storage).entries
+    }
     assert outcomes == {"proved"}
 
 

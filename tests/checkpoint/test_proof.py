@@ -6,7 +6,7 @@ import pytest
 import torch
 from epochs import Writing, buffer, moment, parameter, value
 
-from torchrelay.checkpoint.load.verify import ShardSet, Share, VerificationStatus, prove
+from torchrelay.checkpoint.load.verify import ShardSet, Share, VerificationStatus, verify_epoch
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.errors import StorageError
 
@@ -39,8 +39,8 @@ def flip(path, offset):
 def test_a_whole_epoch_is_proved_at_every_level(epoch, level):
     """What was committed and not touched since is proved."""
     storage, entry, _ = epoch
-    proof = prove(storage, entry, level=level)
-    assert (proof.outcome, proof.reason) == (VerificationStatus.PROVED, "")
+    proof = verify_epoch(storage, entry, level=level)
+    assert (proof.outcome, proof.reason) == (VerificationStatus.VERIFIED, "")
     assert proof.manifest.position == entry.position
 
 
@@ -54,11 +54,11 @@ def test_a_flipped_bit_is_found_in_manifest_header_and_block(epoch):
         ("trainer_0.1.optim.safetensors", -1, "full"),
     ]:
         flip(directory / name, offset)
-        proof = prove(storage, entry, level=level)
+        proof = verify_epoch(storage, entry, level=level)
         assert proof.outcome is VerificationStatus.DAMAGED
         assert name in proof.reason
         flip(directory / name, offset)
-    assert prove(storage, entry, level="full").proved
+    assert verify_epoch(storage, entry, level="full").verified
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_missing_or_shortened_file_is_damage(epoch, name, level):
     storage, entry, directory = epoch
     data = (directory / name).read_bytes()
     (directory / name).write_bytes(data[:-1])
-    assert prove(storage, entry, level=level).outcome is VerificationStatus.DAMAGED
+    assert verify_epoch(storage, entry, level=level).outcome is VerificationStatus.DAMAGED
     (directory / name).unlink()
-    proof = prove(storage, entry, level=level)
+    proof = verify_epoch(storage, entry, level=level)
     assert proof.outcome is VerificationStatus.DAMAGED
     assert name in proof.reason
     assert "missing" in proof.reason
@@ -85,15 +85,15 @@ def test_shards_that_are_swapped_are_damage(epoch):
     a, b = one.read_bytes(), other.read_bytes()
     one.write_bytes(b)
     other.write_bytes(a)
-    assert prove(storage, entry).outcome is VerificationStatus.DAMAGED
+    assert verify_epoch(storage, entry).outcome is VerificationStatus.DAMAGED
 
 
 def test_only_what_is_wanted_is_proved(epoch):
     """A damaged optimizer does not keep an evaluation from the model."""
     storage, entry, directory = epoch
     (directory / "trainer_0.1.optim.safetensors").unlink()
-    assert prove(storage, entry, want=["model.weight", "total", "nothing"]).proved
-    assert prove(storage, entry).outcome is VerificationStatus.DAMAGED
+    assert verify_epoch(storage, entry, want=["model.weight", "total", "nothing"]).verified
+    assert verify_epoch(storage, entry).outcome is VerificationStatus.DAMAGED
 
 
 def test_the_work_is_shared_without_a_gap(epoch):
@@ -101,7 +101,7 @@ def test_the_work_is_shared_without_a_gap(epoch):
     storage, entry, directory = epoch
     for path in directory.glob("*.safetensors"):
         flip(path, 30)
-        outcomes = [prove(storage, entry, share=Share(rank, 3)).outcome for rank in range(3)]
+        outcomes = [verify_epoch(storage, entry, share=Share(rank, 3)).outcome for rank in range(3)]
         assert sorted(o.value for o in outcomes) == ["damaged", "proved", "proved"]
         flip(path, 30)
 
@@ -129,10 +129,10 @@ def test_a_fault_that_is_gone_at_the_second_look_is_no_damage(epoch, part, kind)
     """A mismatch or an I/O error must be seen twice; then it is damage, or unknown."""
     storage, entry, _ = epoch
     once = Flaky(storage.root, part, 1, kind)
-    assert prove(once, entry).proved
+    assert verify_epoch(once, entry).verified
     assert once.fired == 1
     twice = Flaky(storage.root, part, 2, kind)
-    assert prove(twice, entry).outcome is (
+    assert verify_epoch(twice, entry).outcome is (
         VerificationStatus.UNKNOWN if kind == "io" else VerificationStatus.DAMAGED
     )
     assert twice.fired == 2
@@ -149,7 +149,7 @@ def test_a_format_of_a_later_version_is_unknown_and_not_damage(tmp_path, monkeyp
         monkeypatch.setattr(canonical_json, "stamp", lambda *features: stamped)
         entry = run.save(1, LEAVES[:2])
         monkeypatch.undo()
-        proof = prove(run.storage, entry)
+        proof = verify_epoch(run.storage, entry)
     assert proof.outcome is VerificationStatus.UNKNOWN
     assert "version" in proof.reason
 
@@ -195,7 +195,7 @@ def test_references_to_earlier_tries_are_written_and_proved(tmp_path):
     assert second.needs == (first.attempt_name,)
     assert set(third.needs) == {first.attempt_name, second.attempt_name}
     for entry in (second, third):
-        assert prove(run.storage, entry, level="full").proved
+        assert verify_epoch(run.storage, entry, level="full").verified
     next((tmp_path / "data" / first.attempt_name).glob("trainer_1*main*")).unlink()
-    assert prove(run.storage, third).outcome is VerificationStatus.DAMAGED
-    assert prove(run.storage, third, want=["model.bias"]).proved
+    assert verify_epoch(run.storage, third).outcome is VerificationStatus.DAMAGED
+    assert verify_epoch(run.storage, third, want=["model.bias"]).verified

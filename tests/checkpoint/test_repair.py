@@ -15,7 +15,7 @@ from stage import warned
 
 from torchrelay.checkpoint.format.position import Key, Position, Retirement
 from torchrelay.checkpoint.inspect.repair import repair, take_inventory
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log import chain
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import decode, read_job, slot_path
@@ -93,8 +93,8 @@ def proved(root: Path) -> list[str]:
     storage = LocalStorage(root)
     found = []
     for entry in open_log(storage).entries:
-        proof = prove(storage, entry, level="full")
-        assert proof.proved, proof.reason
+        proof = verify_epoch(storage, entry, level="full")
+        assert proof.verified, proof.reason
         found.append(f"{entry.key} {entry.resumable} {entry.health}")
     return found
 

@@ -22,7 +22,7 @@ from torchrelay import (
     max_epochs,
     open_checkpoint,
 )
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.tools.cli.main import main
@@ -39,7 +39,7 @@ def check_all(run: Path, epochs: list[int], changes: dict, nodes: int = 1) -> No
 def prove_all(run: Path) -> list[str]:
     """Prove every byte of every live epoch; returns the outcomes."""
     storage = LocalStorage(run / "checkpoints")
-    return [prove(storage, entry, level="full").outcome.value for entry in open_log(storage).entries]
+    return [verify_epoch(storage, entry, level="full").outcome.value for entry in open_log(storage).entries]
 
 
 @pytest.mark.parametrize("nodes", [1, 3])

@@ -17,7 +17,7 @@ from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.format.names import manifest_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
-from torchrelay.checkpoint.load.verify import VerificationStatus, prove
+from torchrelay.checkpoint.load.verify import VerificationStatus, verify_epoch
 from torchrelay.errors import RelayError
 
 NODES = (0, 1, 2, 3)
@@ -56,7 +56,7 @@ class Epoch:
         return sorted(path for path in self.files if path != self.manifest)
 
     def outcome(self, files: dict[str, bytearray]) -> VerificationStatus:
-        return prove(storage_of(files), self.entry, level="full").outcome
+        return verify_epoch(storage_of(files), self.entry, level="full").outcome
 
     def check_reads(self, files: dict[str, bytearray]) -> int:
         """Whatever can be read is what was saved, whole and for every node; returns how many reads failed."""
@@ -93,7 +93,7 @@ def with_file(epoch: Epoch, path: str, data: bytearray) -> dict[str, bytearray]:
 def test_an_undamaged_epoch_is_proved_and_read(epoch):
     """All four nodes wrote a file; without damage nothing fails."""
     assert len(epoch.shards) == 4
-    assert epoch.outcome(epoch.files) is VerificationStatus.PROVED
+    assert epoch.outcome(epoch.files) is VerificationStatus.VERIFIED
     assert epoch.check_reads(epoch.files) == 0
 
 
@@ -117,7 +117,7 @@ def test_a_changed_bit_of_any_file_is_damage(epoch):
             data = bytearray(epoch.files[path])
             data[offset] ^= 1 << rng.randrange(8)
             files = with_file(epoch, path, data)
-            assert epoch.outcome(files) is not VerificationStatus.PROVED, (path, offset)
+            assert epoch.outcome(files) is not VerificationStatus.VERIFIED, (path, offset)
             if offset % 97 == 0 and path != epoch.manifest:  # the log's entry guards the manifest
                 assert epoch.check_reads(files) > 0
 
@@ -164,7 +164,7 @@ def test_shards_in_each_others_place_are_damage(epoch):
 def test_a_shard_of_another_epoch_is_damage(epoch):
     """The same name, layout, position and length with other content, valid in itself, is not this epoch's."""
     other = Epoch(1000.0)
-    assert other.outcome(other.files) is VerificationStatus.PROVED
+    assert other.outcome(other.files) is VerificationStatus.VERIFIED
     for path in epoch.files:
         files = with_file(epoch, path, other.files[path])
         assert epoch.outcome(files) is VerificationStatus.DAMAGED, path

@@ -402,12 +402,12 @@ def test_loads_outside_of_a_run(disks: list[Path], far: Path) -> None:
     places.save(1, 1)
     places.stop()
     again = NearPlaces(disks, far, opened=False)
-    assert again.all(lambda ledger, peers: ledger.prove(peers, 0).position) == [Position(0)] * 2
+    assert again.all(lambda ledger, peers: ledger.verify_epoch(peers, 0).position) == [Position(0)] * 2
     with pytest.raises(StorageError, match="epoch 1 is in the local directories of several hosts only"):
-        again.all(lambda ledger, peers: ledger.prove(peers, 1))
+        again.all(lambda ledger, peers: ledger.verify_epoch(peers, 1))
     again.all(lambda ledger, peers: ledger.check(peers, 1))  # a run sends it first
     again.all(lambda ledger, peers: ledger.open(peers))
-    assert again.all(lambda ledger, peers: ledger.prove(peers, 1).position) == [Position(1)] * 2
+    assert again.all(lambda ledger, peers: ledger.verify_epoch(peers, 1).position) == [Position(1)] * 2
     again.close()
 
 

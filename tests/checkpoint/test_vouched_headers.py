@@ -20,11 +20,11 @@ from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.format.shard.reader import ShardExpectation, read_header
 from torchrelay.checkpoint.load.verify import (
     Holder,
-    JointProof,
+    JointResult,
     ShardSet,
     VerificationStatus,
     holders_of,
-    prove,
+    verify_epoch,
     verify_together,
 )
 from torchrelay.checkpoint.storage.local import LocalStorage
@@ -46,7 +46,7 @@ def committed(tmp_path: Path) -> tuple[Path, Any]:
         return tmp_path, run.save(1, leaves, nodes=4)
 
 
-def joint(epoch: tuple[Path, Any], ranks: int) -> list[JointProof]:
+def joint(epoch: tuple[Path, Any], ranks: int) -> list[JointResult]:
     """What so many ranks prove together."""
     meeting = Meeting(ranks)
 
@@ -78,7 +78,7 @@ def compared(storage: Any, shards: ShardSet) -> tuple[int, int]:
 def test_entries_are_the_same_in_whatever_order_they_are_asked_for(committed: tuple[Path, Any]) -> None:
     """A header that is vouched for says of every key what one says that was looked at whole."""
     storage = LocalStorage(committed[0])
-    count, odd = compared(storage, prove(storage, committed[1]).check()[1])
+    count, odd = compared(storage, verify_epoch(storage, committed[1]).check()[1])
     assert count > odd > 0
 
 
@@ -106,7 +106,7 @@ def test_ranks_check_each_file_once(committed: tuple[Path, Any], monkeypatch: py
 
     monkeypatch.setattr(ShardSet, "_check_content", noted)
     for proof in joint(committed, 4):
-        assert proof.outcome is VerificationStatus.PROVED and proof.manifest and proof.shards
+        assert proof.outcome is VerificationStatus.VERIFIED and proof.manifest and proof.shards
         for holder in holders_of(proof.manifest, range(len(proof.manifest.leaves))):
             proof.shards.open(holder)
     assert len(checked) == len(set(checked)) == 4
@@ -147,8 +147,8 @@ def test_what_no_share_holds_is_checked(committed: tuple[Path, Any], monkeypatch
 
 def test_sizes_alone_vouch_for_nothing(committed: tuple[Path, Any]) -> None:
     """A proof that looked at sizes alone names nobody whose header was opened."""
-    assert prove(LocalStorage(committed[0]), committed[1], level="sizes").holders == frozenset()
-    assert len(prove(LocalStorage(committed[0]), committed[1]).holders) == 4
+    assert verify_epoch(LocalStorage(committed[0]), committed[1], level="sizes").holders == frozenset()
+    assert len(verify_epoch(LocalStorage(committed[0]), committed[1]).holders) == 4
 
 
 def test_a_vouched_header_takes_no_more_memory(tmp_path: Path) -> None:

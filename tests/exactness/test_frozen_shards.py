@@ -12,7 +12,7 @@ from frozen_job import tries_of, written
 from torchrun import REPOSITORY, torchrun
 
 from torchrelay import LocalSession, open_checkpoint
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 
@@ -64,7 +64,9 @@ def test_retention_keeps_what_is_needed_and_no_more(folder: Path) -> None:
     for run in (folder / "sync", folder / "async"):
         storage = LocalStorage(run / "checkpoints")
         assert len(list((run / "checkpoints/data").iterdir())) == 3
-        outcomes = [prove(storage, entry, level="full").outcome.value for entry in open_log(storage).entries]
+        outcomes = [
+            verify_epoch(storage, entry, level="full").outcome.value for entry in open_log(storage).entries
+        ]
         assert outcomes == ["proved"] * 3
 
 

@@ -12,7 +12,7 @@ import torch
 from epochs import Writing, parameter, tensor, value
 
 from torchrelay.checkpoint.format.position import CommittedPosition
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
 from torchrelay.checkpoint.log.tiered_storage import TierStorage, read_notes
@@ -156,8 +156,8 @@ def numbers_in(place: Storage | Path) -> dict[str, float]:
     storage = LocalStorage(place) if isinstance(place, Path) else place
     found = {}
     for entry in open_log(storage, "test").line():
-        proof = prove(storage, entry, level="full")
-        assert proof.proved, proof.told
+        proof = verify_epoch(storage, entry, level="full")
+        assert proof.verified, proof.summary
         manifest, shards = proof.check()
         values = {
             torch.frombuffer(header.read(key), dtype=torch.float32)[0].item()

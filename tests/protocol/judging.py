@@ -19,7 +19,7 @@ from weak_disk import Tree, WeakDisk
 
 from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import HINT, open_log, read_hint
 from torchrelay.checkpoint.log.retention import keep_all, sweep
 from torchrelay.checkpoint.log.view import LogView
@@ -147,8 +147,8 @@ def _opened(tree: Tree) -> LogView | str:
 
 def proved(disk: WeakDisk, entry: CommittedPosition, record: Record) -> str:
     """What is wrong with an epoch: its proof, or a content that is not all of one save."""
-    proof = prove(disk, entry, level="full")
-    if not proof.proved or proof.manifest is None:
+    proof = verify_epoch(disk, entry, level="full")
+    if not proof.verified or proof.manifest is None:
         return proof.reason
     reader = LeafReader(disk, proof.manifest, proof.shards)
     rows = [_tensor(reader, "own", 2, torch.int64, node) for node in NODES]

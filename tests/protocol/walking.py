@@ -254,7 +254,7 @@ class Walk:
         if not good:
             return
         key, engine, session = self.rng.choice(good), self._run.engine, self._run.session
-        target = engine.ledger.prove(session.peers, key.position.epoch)
+        target = engine.ledger.verify_epoch(session.peers, key.position.epoch)
         self._run.fill(0, 0)
         engine.load(session, target)
         self.record.frozen = int(session.workspace("a")["frozen"][0])

@@ -13,7 +13,7 @@ from paired_sessions import Meeting, PairedPeers
 from ranks import on_ranks
 
 from torchrelay.checkpoint.format.position import CommittedPosition
-from torchrelay.checkpoint.load.verify import JointProof, VerificationStatus, verify_together
+from torchrelay.checkpoint.load.verify import JointResult, VerificationStatus, verify_together
 from torchrelay.checkpoint.storage.local import LocalStorage
 
 HOSTS = ("gpu00", "gpu00", "gpu01", "gpu01")
@@ -43,7 +43,7 @@ def proofs(
     epoch: tuple[Path, CommittedPosition],
     storage_of: Callable[[int], LocalStorage],
     hosts: tuple[str, ...] = HOSTS,
-) -> list[JointProof]:
+) -> list[JointResult]:
     """What four ranks agree on; every one has its own view of the storage."""
     meeting = Meeting(len(hosts))
 

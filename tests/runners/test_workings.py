@@ -22,7 +22,7 @@ from torchrun import clean_environment
 
 import torchrelay.runners.monitoring.progress_bar as workings
 from torchrelay import Checkpointer, Job, JobRunner, max_epochs
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log import retention
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage, LocalWriteHandle
@@ -69,7 +69,7 @@ def test_saves_loads_and_proofs_say_how_far_they_are(tmp_path: Path, seen: list[
     JobRunner(job(2), tmp_path / "run", best=None).train()
     storage = LocalStorage(tmp_path / "run/checkpoints")
     (entry,) = [one for one in open_log(storage).line() if one.position.epoch == 2]
-    assert prove(storage, entry, level="full").proved
+    assert verify_epoch(storage, entry, level="full").verified
     for what in ("saving epoch 1", "saving epoch 2", "loading epoch 1", "verifying epoch 2"):
         done = [work for work in seen if work.what == what]
         assert done, what

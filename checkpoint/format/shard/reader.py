@@ -88,12 +88,12 @@ def read_header(
     size = storage.stat(path)
     if size is None:
         raise MissingShardError(f"{path} is missing")
-    header = _proved(storage, path, size, expect) if expect else _consistent(storage, path, size)
+    header = _verified(storage, path, size, expect) if expect else _consistent(storage, path, size)
     content = parse(header, size, what=path, vouched=vouched and expect is not None)
     return ShardHeader(storage, path, content, block_digests(memoryview(header)))
 
 
-def _proved(storage: Storage, path: str, size: int, expect: ShardExpectation) -> bytes:
+def _verified(storage: Storage, path: str, size: int, expect: ShardExpectation) -> bytes:
     if size != expect.bytes:
         raise DamagedError(f"{path} has {size} bytes instead of {expect.bytes}")
     if not 8 <= expect.header_bytes <= size:

@@ -23,7 +23,7 @@ from torchrelay.chaos.child.store_faults import strike_calls
 from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.load.checkpoint import Checkpoint
 from torchrelay.checkpoint.load.open import place_of
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import JOB_PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import has_job, holds_job
@@ -255,8 +255,8 @@ def _check_log(run: str, known: int) -> int:
         raise Lost(f"the log is damaged: {view.notices}")
     newest = -1
     for entry in view.entries:
-        proof = prove(place.storage, entry, level="full")
-        if not proof.proved or not entry.healthy:
+        proof = verify_epoch(place.storage, entry, level="full")
+        if not proof.verified or not entry.healthy:
             raise Lost(f"epoch {entry.position} is committed and {proof.outcome.value}: {proof.reason}")
         epoch = entry.position.epoch
         newest = max(newest, epoch)

@@ -15,7 +15,7 @@ from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.format.position import Key, Position
-from torchrelay.checkpoint.inspect.bad_elements import Looker
+from torchrelay.checkpoint.inspect.bad_elements import BadElementSearch
 from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.metadata.run_directory import RunDirectory
@@ -169,7 +169,7 @@ def test_blocks_that_are_known_to_be_good_are_read_once(tmp_path: Path):
             run.save(epoch, leaves, 1)
         storage = CountingStorage(run.storage)
         epochs = [open_epoch(storage, entry) for entry in run.log.view.entries]
-        looker, read = Looker(), []
+        looker, read = BadElementSearch(), []
         for one in epochs:
             before = storage.bytes_read
             assert looker.bad_leaves(one) == []
@@ -183,7 +183,7 @@ def test_the_first_index_in_a_sharded_tensor():
     whole = torch.zeros(6, 8)
     whole[1, 7], whole[2, 0], whole[5, 3] = NAN, INF, NAN
     epoch = Epoch(Saved({"m": whole}, {"m": Mesh((0, 1), (2,), (Sharded(1),))}, 2).run())
-    (bad,) = Looker().bad_leaves(epoch)
+    (bad,) = BadElementSearch().bad_leaves(epoch)
     assert (bad.nan, bad.inf, bad.index) == (2, 1, (1, 7))
 
 
@@ -193,5 +193,5 @@ def test_a_bad_element_behind_many_good_ones(tmp_path: Path):
     whole[1024, 4000] = -INF
     with Writing(tmp_path) as run:
         entry = run.save(1, [parameter("m.w", whole.to(torch.bfloat16))], 3)
-        (bad,) = Looker().bad_leaves(open_epoch(run.storage, entry))
+        (bad,) = BadElementSearch().bad_leaves(open_epoch(run.storage, entry))
     assert (bad.inf, bad.index) == (1, (1024, 4000))

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from torchrelay.checkpoint.coordinator.retention import prune
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Best, Keeping
 from torchrelay.checkpoint.storage.local import LocalStorage
@@ -23,7 +23,7 @@ def whole(run: Path) -> list[int]:
     """The live epochs, all of them proved to the last byte."""
     storage = LocalStorage(run / "checkpoints")
     entries = open_log(storage).entries
-    assert all(prove(storage, one, level="full").proved for one in entries)
+    assert all(verify_epoch(storage, one, level="full").verified for one in entries)
     return [one.position.epoch for one in entries]
 
 

@@ -15,7 +15,7 @@ import pytest
 from kept_job import train
 
 from torchrelay import open_checkpoint
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage.local import LocalStorage
 
@@ -128,5 +128,5 @@ def test_a_running_job_is_not_disturbed(tmp_path: Path, told: Told) -> None:
     view = open_log(storage)
     tagged = [view.entry(mark.target) for mark in view.marks]
     assert [mark.name for mark in view.marks] == [f"t{number}" for number in range(6)]
-    assert all(one is not None and prove(storage, one, level="full").proved for one in tagged)
+    assert all(one is not None and verify_epoch(storage, one, level="full").verified for one in tagged)
     assert view.generation == 0 and view.released, "it was the only writer from its first record to its last"

@@ -19,7 +19,7 @@ from struck_prune import copied, pruned, pruned_again, tries, whole
 from torchrelay.chaos.pytest_plugin import Chaos
 from torchrelay.checkpoint.format.position import Facts, Key, Position
 from torchrelay.checkpoint.load.checkpoint import open_checkpoint
-from torchrelay.checkpoint.load.verify import prove
+from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.local import LocalStorage
@@ -139,7 +139,7 @@ def test_damage_that_nobody_has_met_costs_no_older_epoch(run: Path, told: Told) 
     assert "epoch 6 is damaged" in err and "older ones stay instead" in err
     storage = LocalStorage(run / "checkpoints")
     candidates = open_log(storage).candidates()
-    assert [one.position.epoch for one in candidates if prove(storage, one).proved] == [4, 3]
+    assert [one.position.epoch for one in candidates if verify_epoch(storage, one).verified] == [4, 3]
 
 
 def test_metrics_that_cannot_be_read_keep_their_epoch(run: Path, told: Told) -> None:

@@ -22,7 +22,7 @@ from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate
 from torchrelay.tools.cli.arguments import Add, add_blobs, add_epoch
 
 if TYPE_CHECKING:
-    from torchrelay.checkpoint.inspect.bad_elements import BadLeaf, Looker
+    from torchrelay.checkpoint.inspect.bad_elements import BadElementSearch, BadLeaf
 
 
 @dataclass(frozen=True)
@@ -184,18 +184,18 @@ def find_bad(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _find_nan(chosen: argparse.Namespace, output: Output) -> int:
-    from torchrelay.checkpoint.inspect.bad_elements import Looker
+    from torchrelay.checkpoint.inspect.bad_elements import BadElementSearch
 
     selected = select(chosen.path)
     entries = _whole_epochs(selected, output)
-    looker = Looker(tuple(chosen.blobs or ()), nan_only=chosen.nan_only)
+    search = BadElementSearch(tuple(chosen.blobs or ()), nan_only=chosen.nan_only)
     check_chosen([open_epoch(selected.place.storage, entries[-1])], chosen.blobs or ())
     seen: dict[int, list[BadLeaf]] = {}
 
     def is_bad(number: int) -> bool:
         entry = entries[number]
-        output.progress(f"reading epoch {entry.position}, {looker.loads + 1} of {len(entries)}")
-        seen[number] = _look(looker, selected.place, entry)
+        output.progress(f"reading epoch {entry.position}, {search.loads + 1} of {len(entries)}")
+        seen[number] = _look(search, selected.place, entry)
         output.progress("")
         return bool(seen[number])
 
@@ -225,9 +225,9 @@ def _whole_epochs(selected: Selected, output: Output) -> Sequence[CommittedPosit
     return [one for one in line if one.healthy] or [selected.entry]
 
 
-def _look(looker: Looker, place: RunLocation, entry: CommittedPosition) -> list[BadLeaf]:
+def _look(search: BadElementSearch, place: RunLocation, entry: CommittedPosition) -> list[BadLeaf]:
     try:
-        return looker.bad_leaves(open_epoch(place.storage, entry))
+        return search.bad_leaves(open_epoch(place.storage, entry))
     except DamagedError as error:
         raise DamagedError(f"cannot read epoch {entry.position}: {error}") from error
 

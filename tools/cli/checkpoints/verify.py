@@ -20,7 +20,7 @@ from torchrelay.checkpoint.inspect.anomalies import (
     newest_and_chosen,
     start_now,
 )
-from torchrelay.checkpoint.load.verify import Level, Proof, VerificationStatus, prove
+from torchrelay.checkpoint.load.verify import Level, Verification, VerificationStatus, verify_epoch
 from torchrelay.checkpoint.log.state import History, read_history
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import check_exclusion
@@ -39,7 +39,7 @@ from torchrelay.runners.remote_runs.resolve import (
 from torchrelay.tools.cli.arguments import Add, add_epoch, add_single_writer
 from torchrelay.tools.cli.runs.ls import current_keys, entry_json, states_of
 
-NOT_PROVED = StorageError.exit_code
+NOT_VERIFIED = StorageError.exit_code
 NONE_LEFT = NoProvableEpochError.exit_code
 
 
@@ -94,27 +94,27 @@ def _replay(path: str, output: Output) -> int:
 class EpochVerdict:
     """Result of verifying one epoch; `states` are its states in the log."""
 
-    proof: Proof
+    result: Verification
     states: tuple[str, ...]
 
     @property
     def reason(self) -> str:
         """Reason why the epoch is damaged, or cannot be used although it is intact."""
-        if self.proof.proved and not self.proof.entry.healthy:
+        if self.result.verified and not self.result.entry.healthy:
             return "(was quarantined, so automatic resume never uses it)"
-        return self.proof.reason
+        return self.result.reason
 
     def line(self) -> str:
         """Describe the result, as one line."""
-        entry, states = self.proof.entry, f" ({', '.join(self.states)})" if self.states else ""
-        outcome = "verified" if self.proof.proved else self.proof.outcome.value  # `--json` keeps "proved"
+        entry, states = self.result.entry, f" ({', '.join(self.states)})" if self.states else ""
+        outcome = "verified" if self.result.verified else self.result.outcome.value  # `--json` keeps "proved"
         return f"epoch {entry.position}  branch {entry.branch}  {outcome}{states}  {self.reason}".rstrip()
 
     def json(self) -> dict[str, Any]:
         """Return the object of `verify --json`."""
         return {
-            **entry_json(self.proof.entry),
-            "outcome": self.proof.outcome.value,
+            **entry_json(self.result.entry),
+            "outcome": self.result.outcome.value,
             "states": list(self.states),
             "reason": self.reason,
         }
@@ -134,7 +134,7 @@ def verify(chosen: argparse.Namespace, output: Output) -> int:
     retired = [one.attempt_name for one in view.retiring if one.groups is None] if whole else []
     quarantined = _quarantine(place, verdicts, chosen.level, output) if chosen.quarantine else []
     _say(output, view, verdicts, retired, quarantined)
-    return _code(view, [one.proof for one in verdicts], whole=whole)
+    return _code(view, [one.result for one in verdicts], whole=whole)
 
 
 def _verdicts(
@@ -145,9 +145,11 @@ def _verdicts(
         count = f"{number} of {len(entries)}"
         output.progress(f"epoch {entry.position}, {count}")
         with output.works(f" ({count})"):
-            verdict = EpochVerdict(prove(place.storage, entry, level=level), tuple(states_of(entry, current)))
+            verdict = EpochVerdict(
+                verify_epoch(place.storage, entry, level=level), tuple(states_of(entry, current))
+            )
         if not output.json:
-            output.line(verdict.line(), verdict.proof.outcome.value)
+            output.line(verdict.line(), verdict.result.outcome.value)
         yield verdict
 
 
@@ -158,9 +160,9 @@ def _quarantine(
     from torchrelay.checkpoint.log.writer import LogWriter
 
     found = [
-        one.proof
+        one.result
         for one in verdicts
-        if one.proof.outcome is VerificationStatus.DAMAGED and one.proof.entry.healthy
+        if one.result.outcome is VerificationStatus.DAMAGED and one.result.entry.healthy
     ]
     if not found:
         return []
@@ -168,14 +170,14 @@ def _quarantine(
     check_exclusion(place.storage)
     writer = LogWriter.take(place.storage, place.log().job_name)
     try:
-        for proof in found:
-            if proof.entry not in writer.view.entries:
+        for result in found:
+            if result.entry not in writer.view.entries:
                 continue  # deleted or changed in the meantime
-            again = prove(place.storage, proof.entry, level=level)
+            again = verify_epoch(place.storage, result.entry, level=level)
             if again.outcome is VerificationStatus.DAMAGED:
-                writer.quarantine(proof.entry.key, again.reason)
-                done.append(str(proof.entry.key))
-                output.notice(f"epoch {proof.entry.key} is quarantined: {again.reason}")
+                writer.quarantine(result.entry.key, again.reason)
+                done.append(str(result.entry.key))
+                output.notice(f"epoch {result.entry.key} is quarantined: {again.reason}")
     finally:
         writer.release()
     return done
@@ -188,7 +190,7 @@ def _say(
     retired: Sequence[str],
     quarantined: Sequence[str],
 ) -> None:
-    proved = sum(one.proof.proved for one in verdicts)
+    proved = sum(one.result.verified for one in verdicts)
     if output.json:
         output.value(
             {
@@ -207,13 +209,13 @@ def _say(
     output.line(f"{proved} of {len(verdicts)} epoch{'s' * (len(verdicts) != 1)} verified{damaged}")
 
 
-def _code(view: LogView, proofs: Sequence[Proof], *, whole: bool) -> int:
-    if all(proof.proved for proof in proofs) and not view.notices:
+def _code(view: LogView, results: Sequence[Verification], *, whole: bool) -> int:
+    if all(result.verified for result in results) and not view.notices:
         return 0
     usable = {entry.key for entry in view.candidates()}
-    found = [proof.outcome for proof in proofs if proof.entry.key in usable]
-    none_left = whole and bool(proofs) and all(one is VerificationStatus.DAMAGED for one in found)
-    return NONE_LEFT if none_left else NOT_PROVED
+    found = [result.outcome for result in results if result.entry.key in usable]
+    none_left = whole and bool(results) and all(one is VerificationStatus.DAMAGED for one in found)
+    return NONE_LEFT if none_left else NOT_VERIFIED
 
 
 _WANTED = re.compile(r"(\d+(?:\+\d+)?)(?:,branch=(\d{1,9}))?", re.ASCII)
