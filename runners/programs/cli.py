@@ -17,8 +17,8 @@ from pathlib import Path
 from torchrelay.errors import UsageError
 from torchrelay.runners.programs.command_context import status
 from torchrelay.runners.programs.eval import evaluate, package
-from torchrelay.runners.programs.perform import perform_scene
-from torchrelay.runners.programs.program import Program, Scene
+from torchrelay.runners.programs.perform import perform_command
+from torchrelay.runners.programs.program import Program, ProgramCommand
 from torchrelay.runners.programs.request import VerbRequest, read_request
 from torchrelay.runners.programs.run_selection import imported
 from torchrelay.runners.programs.test import test
@@ -26,20 +26,20 @@ from torchrelay.runners.programs.train import amend, train
 from torchrelay.runners.training.exit import hand_over, run_and_leave, taken
 
 
-def _server(scene: Scene) -> int:
+def _server(command: ProgramCommand) -> int:
     """Serve a run. The only call of a higher package, therefore imported lazily."""
     from torchrelay.tools.serving.program_server import serve_program
 
-    return serve_program(scene)
+    return serve_program(command)
 
 
-_VERBS: dict[str, Callable[[Scene], int]] = {
+_VERBS: dict[str, Callable[[ProgramCommand], int]] = {
     "train": train,
     "test": test,
     "eval": evaluate,
     "server": _server,
     "status": status,
-    "amend": lambda scene: amend(scene, scene.fit),
+    "amend": lambda command: amend(command, command.fit),
     "package": package,
 }
 
@@ -70,8 +70,8 @@ def main(program: type[Program], module: str | None = None, argv: Sequence[str] 
 
 def perform(program: type[Program], request: VerbRequest) -> int:
     """Run a subcommand in this process, or in one on archived code; returns the exit code."""
-    return perform_scene(
-        request, lambda archived, _: Scene(program, request, archived), lambda: _VERBS[request.verb]
+    return perform_command(
+        request, lambda archived, _: ProgramCommand(program, request, archived), lambda: _VERBS[request.verb]
     )
 
 

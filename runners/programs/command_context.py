@@ -60,7 +60,7 @@ from torchrelay.runners.programs.run_selection import (
 from torchrelay.runners.remote_runs.names import refuse_remote
 
 
-class BaseScene:
+class BaseCommand:
     """A request and its runs; `archived` is the run whose archived code this process runs."""
 
     request: VerbRequest
@@ -250,7 +250,7 @@ def say(text: str, *, to: TextIO | None = None) -> None:
 
 
 @dataclass(frozen=True)
-class ConfiguredScene(BaseScene):
+class ConfigCommand(BaseCommand):
     """A configuration and a request; `source` is the unpacked archive if its code is used."""
 
     request: VerbRequest
@@ -376,12 +376,12 @@ def _the_one(file: str, config: Config) -> RunnerSection:
     )
 
 
-def status(scene: BaseScene) -> int:
+def status(command: BaseCommand) -> int:
     """Print the status; with `--check` the exit code is 1 if `train` would train, else 0."""
-    runs = scene.runs()
-    run = scene.store.find(scene.request.run_id) if scene.request.run_id else runs[-1] if runs else None
+    runs = command.runs()
+    run = command.store.find(command.request.run_id) if command.request.run_id else runs[-1] if runs else None
     found: dict[str, Any] = {
-        "experiment": scene.origin.name,
+        "experiment": command.origin.name,
         "runs": len(runs),
         "run": None,
     }
@@ -393,13 +393,13 @@ def status(scene: BaseScene) -> int:
             **run_facts(run.path, str(run.path), run.note, lambda: open_log(checkpoints).newest()),
             **codes,
         }
-    found |= {"changed": _changed(scene, run), "train": _would(scene)}
-    if scene.request.json:
+    found |= {"changed": _changed(command, run), "train": _would(command)}
+    if command.request.json:
         say(json.dumps(found, indent=1))
     else:
-        for line in _lines(scene, found):
+        for line in _lines(command, found):
             say(line)
-    return 1 if scene.request.check and found["train"]["trains"] else 0
+    return 1 if command.request.check and found["train"]["trains"] else 0
 
 
 def run_facts(
@@ -429,37 +429,37 @@ def run_line(facts: Mapping[str, Any]) -> str:
     return f"run {facts['id']}: {facts['state']}{why}, {epoch}{message}"
 
 
-def _changed(scene: BaseScene, run: ProgramRun | None) -> dict[str, Any] | None:
+def _changed(command: BaseCommand, run: ProgramRun | None) -> dict[str, Any] | None:
     """Return what changed since a run; None without a run, `files` is None without its source."""
     if run is None:
         return None
-    files, code = scene.changed(run), scene.identity_of(run).code_id
+    files, code = command.changed(run), command.identity_of(run).code_id
     told = None
     if files is not None:
         told = {"added": files.added, "changed": files.changed, "removed": files.removed}
     return {
-        "code": code is None or code != scene.identity.code_id,
-        "config": scene.identity.config_id != run.note.config_id,
+        "code": code is None or code != command.identity.code_id,
+        "config": command.identity.config_id != run.note.config_id,
         "files": told,
     }
 
 
-def _would(scene: BaseScene) -> dict[str, Any]:
+def _would(command: BaseCommand) -> dict[str, Any]:
     """Return what `train` would do now."""
-    known = scene.known()
-    same = [one for one in known if one.identity.same(scene.identity)]
-    limits = scene.limits()
+    known = command.known()
+    same = [one for one in known if one.identity.same(command.identity)]
+    limits = command.limits()
     with suppress(RelayError):
-        chosen = choose_to_train(TrainRequest(scene.identity, limits), known)
+        chosen = choose_to_train(TrainRequest(command.identity, limits), known)
         return {"trains": True, "what": chosen.action, "run": chosen.run, "why": chosen.reason}
     return {"trains": False, "what": "refused", "run": newest_of(same).id, "why": "trained already"}
 
 
-def _lines(scene: BaseScene, found: dict[str, Any]) -> list[str]:
+def _lines(command: BaseCommand, found: dict[str, Any]) -> list[str]:
     """Format the status for the console."""
     run, changed, would = found["run"], found["changed"], found["train"]
     runs = f"{found['runs']} run{'' if found['runs'] == 1 else 's'}"
-    lines = [f"experiment {found['experiment']}: {runs} in {scene.store.directory}"]
+    lines = [f"experiment {found['experiment']}: {runs} in {command.store.directory}"]
     if run is not None:
         lines.append(run_line(run))
         amended = "".join(f", amended from {(one or '?')[:SHORT]}" for one in run["amended"])

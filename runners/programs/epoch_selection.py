@@ -18,7 +18,7 @@ from torchrelay.metadata.code.archive import SHORT
 from torchrelay.metadata.experiments import ProgramRun
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.status import standing
-from torchrelay.runners.programs.command_context import BaseScene
+from torchrelay.runners.programs.command_context import BaseCommand
 from torchrelay.runners.programs.run_selection import choose_to_use
 
 
@@ -42,31 +42,31 @@ class Used:
         return f"{self.epoch},branch={self.branch}"
 
 
-def use(scene: BaseScene) -> dict[str, Any]:
+def use(command: BaseCommand) -> dict[str, Any]:
     """On rank 0: choose run and epoch, as a dict for other ranks. Raises errors of choosing and opening."""
-    wanted = scene.archived or scene.request.run_id
+    wanted = command.archived or command.request.run_id
     if wanted is not None:
-        run = scene.store.find(wanted)
+        run = command.store.find(wanted)
     else:
-        runs = scene.known()
+        runs = command.known()
         try:
-            run = scene.store.find(choose_to_use(scene.identity, runs, ignore=scene.request.ignore).id)
+            run = command.store.find(choose_to_use(command.identity, runs, ignore=command.request.ignore).id)
         except NotAllowedNowError as error:
-            raise NotAllowedNowError(f"{error}{_what(scene, scene.store.find(runs[-1].id))}") from None
+            raise NotAllowedNowError(f"{error}{_what(command, command.store.find(runs[-1].id))}") from None
     said, code, config = "", run.note.code_id, run.note.config_id
-    own = scene.archived is not None or scene.identity_of(run).same(scene.identity)
-    if scene.archived is not None:
+    own = command.archived is not None or command.identity_of(run).same(command.identity)
+    if command.archived is not None:
         said = f"runs the archived code {(code or '')[:SHORT]} of {run.id}"
     elif not own:
-        code, config = scene.identity.code_id, scene.identity.config_id
-        said = f"--ignore: runs the current code instead of that of {run.id}{_what(scene, run)}"
-    epoch, branch = _newest(run, scene.request.epoch)
+        code, config = command.identity.code_id, command.identity.config_id
+        said = f"--ignore: runs the current code instead of that of {run.id}{_what(command, run)}"
+    epoch, branch = _newest(run, command.request.epoch)
     return vars(Used(run.id, str(run.path), epoch, branch, code, config, own, said))
 
 
-def _what(scene: BaseScene, run: ProgramRun) -> str:
+def _what(command: BaseCommand, run: ProgramRun) -> str:
     """Describe what changed since a run, in brackets."""
-    found = scene.changed(run)
+    found = command.changed(run)
     return f" (changed: {found})" if found else ""
 
 

@@ -37,9 +37,9 @@ from torchrelay.runners.config_runs.profiles import call_step
 from torchrelay.runners.config_runs.selection import phases_of
 from torchrelay.runners.config_runs.steps import Network
 from torchrelay.runners.distributed.environment import PLACE
-from torchrelay.runners.programs.command_context import BaseScene, ConfiguredScene, say
+from torchrelay.runners.programs.command_context import BaseCommand, ConfigCommand, say
 from torchrelay.runners.programs.epoch_selection import Used, load_what_is_there, use
-from torchrelay.runners.programs.program import Program, Scene
+from torchrelay.runners.programs.program import Program, ProgramCommand
 from torchrelay.runners.programs.train import CannotBuildError
 from torchrelay.runners.session.local import current_or_new_session
 
@@ -47,14 +47,14 @@ Work = Sequence[tuple[Path, Path]]
 """Files to read, each with the path of its result."""
 
 
-def evaluate(scene: Scene) -> int:
+def evaluate(command: ProgramCommand) -> int:
     """Check all paths, then load the model and evaluate; ranks share the files."""
     with current_or_new_session() as session:
         peers = session.peers
-        work = planned(scene.request.paths, scene.program.result_suffix)
-        refuse_to_replace(work, [scene.origin.file], ())
-        used = _chosen(scene, work, peers)
-        program = scene.made()
+        work = planned(command.request.paths, command.program.result_suffix)
+        refuse_to_replace(work, [command.origin.file], ())
+        used = _chosen(command, work, peers)
+        program = command.made()
         set_seed(program.seed)
         program.load_weights(used.path, used.name)
         own = work[peers.rank :: peers.size]
@@ -64,38 +64,38 @@ def evaluate(scene: Scene) -> int:
                 _one(program, path, out)
 
         together(peers, "evaluation", evaluate_own)
-        _finish(scene, used, work, own)
+        _finish(command, used, work, own)
     return 0
 
 
-def _chosen(scene: BaseScene, work: Work, peers: Peers) -> Used:
+def _chosen(command: BaseCommand, work: Work, peers: Peers) -> Used:
     """Choose the epoch, identical on all ranks, after checking that results can be written."""
     together(peers, "paths", lambda: check_writable([out for _, out in work]))
-    used = Used(**decide(peers, "run to evaluate", lambda: used_for(scene, work)))
+    used = Used(**decide(peers, "run to evaluate", lambda: used_for(command, work)))
     if used.said:
         say(used.said)
     return used
 
 
-def _finish(scene: BaseScene, used: Used, work: Work, own: Work) -> None:
+def _finish(command: BaseCommand, used: Used, work: Work, own: Work) -> None:
     """Record the written files and report the result."""
-    _note(used.path, scene.contents_of((out for _, out in own), written=True))
-    say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {scene.request.paths[-1]}")
+    _note(used.path, command.contents_of((out for _, out in own), written=True))
+    say(f"{len(work)} evaluated with epoch {used.epoch} of {used.run}: {command.request.paths[-1]}")
 
 
-def used_for(scene: BaseScene, work: Work) -> dict[str, Any]:
+def used_for(command: BaseCommand, work: Work) -> dict[str, Any]:
     """On rank 0: choose run and epoch as `use` does, ignoring the input files as source, and record these.
 
     Raises UsageError for a result that would replace the run's source.
     """
-    read = scene.contents_of((path for path, _ in work), written=False)
-    scene.take_evaluated(read)
-    used = use(scene)
-    run = scene.store.find(used["path"])
-    source = scene.archived_source(run) or {}
+    read = command.contents_of((path for path, _ in work), written=False)
+    command.take_evaluated(read)
+    used = use(command)
+    run = command.store.find(used["path"])
+    source = command.archived_source(run) or {}
     for out in sorted({out for _, out in work}):
-        name = scene.source_name(run, out)
-        if name in source and not scene.evaluated.get(place_of(out), {}).get(source[str(name)], False):
+        name = command.source_name(run, out)
+        if name in source and not command.evaluated.get(place_of(out), {}).get(source[str(name)], False):
             raise _refused(out, f"is part of the source of {used['run']}")
     _note(used["path"], read)
     return used
@@ -182,19 +182,19 @@ SUFFIX = ".jsonl"
 _NO_WARM_START: dict[str, Any] = {"init_model_path": None, "init_prefix": None, "init_rename": None}
 
 
-def evaluate_configuration(scene: ConfiguredScene) -> int:
+def evaluate_configuration(command: ConfigCommand) -> int:
     """Check all paths, then build the model and evaluate; ranks share the files."""
-    runner, dataset = _profile(scene)
-    work = planned(scene.request.paths, SUFFIX)
-    settings = scene.config.settings
+    runner, dataset = _profile(command)
+    work = planned(command.request.paths, SUFFIX)
+    settings = command.config.settings
     data = [Path(path) for one in settings.dataset for path in one.data_path if not is_url(path)]
-    refuse_to_replace(work, [Path(scene.file)], data)
-    with scene.processes(runner) as peers:
-        used = _chosen(scene, work, peers)
+    refuse_to_replace(work, [Path(command.file)], data)
+    with command.processes(runner) as peers:
+        used = _chosen(command, work, peers)
     with apart(), ExitStack() as stack:
         first = _of(dataset, work[0][0])
         datasets = tuple(first if one.name == dataset.name else one for one in settings.dataset)
-        context = _built(scene.config, replace(settings, dataset=datasets), runner, used.path, stack)
+        context = _built(command.config, replace(settings, dataset=datasets), runner, used.path, stack)
         (phase,) = context.phases.values()
         peers = context.session.peers
         together(peers, "load", lambda: load_weights(phase, context.settings, runner, used.path, used.name))
@@ -206,19 +206,19 @@ def evaluate_configuration(scene: ConfiguredScene) -> int:
                 _rows_of_one(context, phase, _of(dataset, path), out)
 
         together(peers, "evaluation", evaluate_own)
-        _finish(scene, used, work, own)
+        _finish(command, used, work, own)
     return 0
 
 
-def fit_configuration(scene: ConfiguredScene, run: Path, epoch: str) -> None:
+def fit_configuration(command: ConfigCommand, run: Path, epoch: str) -> None:
     """Load an epoch into what the current code builds, in this process only."""
-    runner, keys = replace(scene.runner, **_NO_WARM_START), scene.runner.checkpoint
+    runner, keys = replace(command.runner, **_NO_WARM_START), command.runner.checkpoint
     left_out = ((), ()) if keys is None else (keys.resume_exclude or (), keys.exclude or ())
     with apart(), ExitStack() as stack:
         for name in PLACE:
             os.environ.pop(name, None)
         try:
-            context = _built(scene.config, scene.config.settings, runner, str(run), stack)
+            context = _built(command.config, command.config.settings, runner, str(run), stack)
         except (DamagedError, StorageError):
             raise
         except Exception as error:
@@ -230,11 +230,11 @@ def fit_configuration(scene: ConfiguredScene, run: Path, epoch: str) -> None:
         load_what_is_there(context.job, run, epoch, *left_out)
 
 
-def _profile(scene: ConfiguredScene) -> tuple[RunnerSection, Dataset]:
+def _profile(command: ConfigCommand) -> tuple[RunnerSection, Dataset]:
     """Return the first profile of the mode that infers, else the training one; and its dataset."""
-    found = scene.inferring()
-    runner = found[0] if found else replace(scene.runner, kind="infer", **_NO_WARM_START)
-    pairs = phases_of(scene.config.settings, runner)
+    found = command.inferring()
+    runner = found[0] if found else replace(command.runner, kind="infer", **_NO_WARM_START)
+    pairs = phases_of(command.config.settings, runner)
     if len(pairs) != 1:
         names = ", ".join(phase.name for phase, _ in pairs) or "none"
         raise UsageError(
@@ -277,19 +277,24 @@ def _rows_of_one(context: StepContext, phase: PhaseState, dataset: Dataset, out:
     result.close()
 
 
-def package(scene: Scene) -> int:
+def package(command: ProgramCommand) -> int:
     """Load the weights of the selected epoch, write the package, and report what it lacks."""
-    request = scene.request
+    request = command.request
     if request.out is None:
         raise UsageError("package needs an output file: pass --out FILE")
     with current_or_new_session():
-        used = Used(**use(scene))
+        used = Used(**use(command))
         if used.said:
             say(used.said)
-        program = scene.made()
+        program = command.made()
         set_seed(program.seed)
         program.load_weights(used.path, used.name)
-        known = {"run": used.run, "epoch": used.epoch, "code_id": used.code_id, "program": scene.origin.name}
+        known = {
+            "run": used.run,
+            "epoch": used.epoch,
+            "code_id": used.code_id,
+            "program": command.origin.name,
+        }
         metadata = {key: value for key, value in known.items() if value is not None}
         made = program.package(request.out, metadata=metadata, overwrite=request.overwrite)
         say(f"epoch {used.epoch} of {used.run}: {made.where}{lacking(made)}")

@@ -20,7 +20,7 @@ from torchrelay.errors import UsageError
 from torchrelay.metadata.code.archive import open_archive, unpack_source
 from torchrelay.metadata.experiments import ProgramRun
 from torchrelay.runners.config_runs.processes import signals_to
-from torchrelay.runners.programs.command_context import BaseScene, ConfiguredScene, status
+from torchrelay.runners.programs.command_context import BaseCommand, ConfigCommand, status
 from torchrelay.runners.programs.request import VerbRequest
 from torchrelay.runners.programs.run_selection import captured_code
 
@@ -44,11 +44,11 @@ def run_process(run: ProgramRun, verb: str, words: Sequence[str], target: str | 
         source = Path(scratch) / "source"
         with open_archive(run.path / "code" / f"{run.note.code_id}.zip") as archive:
             unpack_source(archive, source)
-        command = [sys.executable, *_program(run, captured, verb, source, target), *words]
+        argv = [sys.executable, *_program(run, captured, verb, source, target), *words]
         if isinstance(folder, str) and run.note.config_id is not None:
-            command += ["-m", str(run.path / folder / RESOLVED)]
+            argv += ["-m", str(run.path / folder / RESOLVED)]
         environment = _environment(run, captured["code"], source)
-        process = subprocess.Popen(command, env=environment)  # noqa: S603 - the user's own program, as it was
+        process = subprocess.Popen(argv, env=environment)  # noqa: S603 - the user's own program, as it was
         with signals_to(process, (signal.SIGTERM,)):
             try:
                 return process.wait()
@@ -90,37 +90,37 @@ def _environment(run: ProgramRun, code: Mapping[str, Any], source: Path) -> dict
     }
 
 
-S = TypeVar("S", bound=BaseScene)
+S = TypeVar("S", bound=BaseCommand)
 
 
-def perform_scene(
+def perform_command(
     request: VerbRequest,
-    scene_of: Callable[[str | None, Path | None], S],
+    command_of: Callable[[str | None, Path | None], S],
     verb: Callable[[], Callable[[S], int]],
 ) -> int:
     """Run a subcommand in this process, or in one on archived code; returns the exit code.
 
-    `scene_of` gets the run whose archived code this process runs, and its unpacked source. `verb` imports the
-    function when called.
+    `command_of` gets the run whose archived code this process runs, and its unpacked source. `verb` imports
+    the function when called.
     """
     archived, source = os.environ.pop(MARK, None), os.environ.pop(SOURCE, None)
     if request.verb in _ON_ONE_RANK and os.environ.get("RANK", "0") != "0":
         return 0
-    scene = scene_of(archived, None if source is None else Path(source))
-    if request.run_id is not None and archived is None and request.verb in scene.with_archived_code:
-        code = _run_archived(scene)
+    command = command_of(archived, None if source is None else Path(source))
+    if request.run_id is not None and archived is None and request.verb in command.with_archived_code:
+        code = _run_archived(command)
         if code is not None:
             return code
-    return verb()(scene)
+    return verb()(command)
 
 
-def _run_archived(scene: BaseScene) -> int | None:
+def _run_archived(command: BaseCommand) -> int | None:
     """Run the subcommand with archived code and return its exit code; None if nothing has changed.
 
     Raises UsageError for a run whose source or configuration was not archived.
     """
-    request, program = scene.request, scene.program
-    run = scene.store.find(request.run_id or "")
+    request, program = command.request, command.program
+    run = command.store.find(request.run_id or "")
     option, given = ("-o", request.overrides) if program is None else ("-m", request.config)
     if given:
         raise UsageError(f"--run uses the configuration of the run: remove {option}")
@@ -128,7 +128,7 @@ def _run_archived(scene: BaseScene) -> int | None:
     workspace = (captured["code"].get("roots") or {}).get("")
     if program is None and not (isinstance(captured.get("config"), str) and isinstance(workspace, str)):
         raise UsageError(f"the configuration of {run.id} was not recorded, so it cannot be run")
-    if scene.identity_of(run).same(scene.identity):
+    if command.identity_of(run).same(command.identity):
         return None
     if program is not None:
         return perform_archived(run, request, request.epoch, f"{program.__module__}:{program.__qualname__}")
@@ -155,14 +155,14 @@ def _options(runs: Path, request: VerbRequest, epoch: str | None) -> list[str]:
 
 def perform_configuration(request: VerbRequest) -> int:
     """Run a subcommand of a configuration; returns the exit code."""
-    return perform_scene(
+    return perform_command(
         request,
-        lambda archived, source: ConfiguredScene(request, archived, source),
+        lambda archived, source: ConfigCommand(request, archived, source),
         lambda: _verb(request.verb),
     )
 
 
-def _verb(name: str) -> Callable[[ConfiguredScene], int]:
+def _verb(name: str) -> Callable[[ConfigCommand], int]:
     """Return the function of a subcommand, importing torch only if needed."""
     if name == "train":
         from torchrelay.runners.programs.train import train_configuration
@@ -184,5 +184,5 @@ def _verb(name: str) -> Callable[[ConfiguredScene], int]:
         from torchrelay.runners.programs.eval import fit_configuration
         from torchrelay.runners.programs.train import amend
 
-        return lambda scene: amend(scene, partial(fit_configuration, scene))
+        return lambda command: amend(command, partial(fit_configuration, command))
     return status

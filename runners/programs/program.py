@@ -23,7 +23,7 @@ from torchrelay.metadata.experiments import metric_rows
 from torchrelay.models.package.reader import Package
 from torchrelay.records import dataclass
 from torchrelay.runners.config_runs.user_objects import on_device
-from torchrelay.runners.programs.command_context import BaseScene
+from torchrelay.runners.programs.command_context import BaseCommand
 from torchrelay.runners.programs.epoch_selection import load_what_is_there
 from torchrelay.runners.programs.request import VerbRequest
 from torchrelay.runners.programs.run_selection import ProgramOrigin, origin_of
@@ -378,7 +378,7 @@ def made_program(kind: type[P], config: Config | None) -> P:
 
 
 @dataclass(frozen=True)
-class Scene(BaseScene):
+class ProgramCommand(BaseCommand):
     """A program and a request."""
 
     program: type[Program]

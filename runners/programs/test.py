@@ -18,18 +18,18 @@ from torchrelay.metadata.experiments import read_result, write_result
 from torchrelay.metadata.fs import finite
 from torchrelay.runners.config_runs.profiles import ConfigResult, run_config
 from torchrelay.runners.config_runs.selection import weights_place
-from torchrelay.runners.programs.command_context import ConfiguredScene, say
+from torchrelay.runners.programs.command_context import ConfigCommand, say
 from torchrelay.runners.programs.epoch_selection import Used, use
-from torchrelay.runners.programs.program import Scene
+from torchrelay.runners.programs.program import ProgramCommand
 from torchrelay.runners.session.local import current_or_new_session
 
 
-def test(scene: Scene) -> int:
+def test(command: ProgramCommand) -> int:
     """Measure an epoch unless this code already did; returns the exit code."""
-    request = scene.request
+    request = command.request
     with current_or_new_session() as session:
         peers = session.peers
-        used = Used(**decide(peers, "run to test", lambda: use(scene)))
+        used = Used(**decide(peers, "run to test", lambda: use(command)))
         if used.said and not request.json:
             say(used.said)
 
@@ -40,7 +40,7 @@ def test(scene: Scene) -> int:
 
         result, remark = decide(peers, "stored result", stored), " (tested before; --retest measures again)"
         if result is None:
-            program = scene.made()
+            program = command.made()
             set_seed(program.seed)
             program.load_weights(used.path, used.name)
             found, remark = program.test(), ""
@@ -81,20 +81,20 @@ def _store(used: Used, results: Sequence[Mapping[str, Any]]) -> None:
 Rows = dict[int, dict[str, Any]]
 
 
-def test_configuration(scene: ConfiguredScene) -> int:
+def test_configuration(command: ConfigCommand) -> int:
     """Measure the epochs unless this code already did; returns the exit code.
 
     Epochs are those of `--epoch`, else of the profile's `epoch`, else the newest. A profile that writes files
     always runs.
     """
-    profiles, request = scene.inferring(), scene.request
+    profiles, request = command.inferring(), command.request
     if not profiles:
-        raise UsageError(f"{scene.file}: no runner of its mode infers, so there is nothing to test with")
+        raise UsageError(f"{command.file}: no runner of its mode infers, so there is nothing to test with")
     # Identity of each profile with its data, which are not part of the tested run.
-    ids = {one.name: scene.config.id_of(one.name) for one in profiles}
-    with scene.processes() as peers:
-        used = Used(**decide(peers, "run to test", lambda: use(scene)))
-        stored = decide(peers, "stored result", lambda: _stored(scene, used, profiles, ids))
+    ids = {one.name: command.config.id_of(one.name) for one in profiles}
+    with command.processes() as peers:
+        used = Used(**decide(peers, "run to test", lambda: use(command)))
+        stored = decide(peers, "stored result", lambda: _stored(command, used, profiles, ids))
     if used.said:
         say(used.said, to=sys.stderr)
 
@@ -107,20 +107,20 @@ def test_configuration(scene: ConfiguredScene) -> int:
         text = f"epoch {stored['epoch']} of {stored['run']}: {measured} {remark}"
         show([stored], text)
         return 0
-    config = scene.with_overrides(list(_epochs(scene, used, profiles)))
+    config = command.with_overrides(list(_epochs(command, used, profiles)))
     with redirect_stdout(sys.stderr) if request.json else nullcontext():
         done = run_config(config, list(ids), run_dir=used.path, strict=request.strict_config)
-    more = {"config_id": scene.config.id, "profiles": ids}
+    more = {"config_id": command.config.id, "profiles": ids}
     results = [_result(used, epoch, row, **more) for epoch, row in sorted(_rows(done, profiles).items())]
-    with scene.processes() as peers:
+    with command.processes() as peers:
         decide(peers, "store the results", lambda: _store(used, results))
     show(results, f"stored in {used.path}")
     return done.exit_code
 
 
-def _epochs(scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerSection]) -> list[str]:
+def _epochs(command: ConfigCommand, used: Used, profiles: Sequence[RunnerSection]) -> list[str]:
     """Return overrides that select the epochs of each profile."""
-    asked = scene.request.epoch is not None
+    asked = command.request.epoch is not None
     fixed = [one for one in profiles if asked or not _chooses(one)]
     cleared = [
         f"runner.{one.name}.{key}=null"
@@ -143,14 +143,14 @@ def _chooses(runner: RunnerSection) -> bool:
 
 
 def _stored(
-    scene: ConfiguredScene, used: Used, profiles: Sequence[RunnerSection], ids: Mapping[str, str]
+    command: ConfigCommand, used: Used, profiles: Sequence[RunnerSection], ids: Mapping[str, str]
 ) -> dict[str, Any] | None:
     """Return earlier results if they cover everything."""
     writes = any(one.predictions_path or one.metrics_path for one in profiles)
-    several = scene.request.epoch is None and any(map(_chooses, profiles))
-    if scene.request.retest or writes or several:
+    several = command.request.epoch is None and any(map(_chooses, profiles))
+    if command.request.retest or writes or several:
         return None
-    found = read_result(Path(used.path), used.epoch, used.code_id, scene.config.id, own=used.own)
+    found = read_result(Path(used.path), used.epoch, used.code_id, command.config.id, own=used.own)
     if found is None or found.get("profiles") != ids or found.get("branch") != used.branch:
         return None
     return found

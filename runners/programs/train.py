@@ -21,7 +21,8 @@ from torchrelay.jobs.config.runner_schema import LOCAL_TRAIN
 from torchrelay.jobs.random import seed as set_seed
 from torchrelay.jobs.session import Peers, decide
 from torchrelay.metadata.code.archive import SHORT
-from torchrelay.metadata.code.capture import captures, command, surroundings, write_capture
+from torchrelay.metadata.code.capture import captures, surroundings, write_capture
+from torchrelay.metadata.code.capture import command as command_line
 from torchrelay.metadata.code.snapshot import Snapshot
 from torchrelay.metadata.experiments import Identity, ProgramRecord, ProgramRun, update_note
 from torchrelay.metadata.run_directory import RunDirectory
@@ -30,8 +31,8 @@ from torchrelay.runners.config_runs.profiles import run_config
 from torchrelay.runners.config_runs.selection import recorded
 from torchrelay.runners.distributed.environment import read_launch_env
 from torchrelay.runners.monitoring.status import standing
-from torchrelay.runners.programs.command_context import BaseScene, ConfiguredScene, say
-from torchrelay.runners.programs.program import Program, Scene
+from torchrelay.runners.programs.command_context import BaseCommand, ConfigCommand, say
+from torchrelay.runners.programs.program import Program, ProgramCommand
 from torchrelay.runners.programs.request import rewind_of
 from torchrelay.runners.programs.run_selection import (
     Chosen,
@@ -49,36 +50,36 @@ from torchrelay.runners.training.plan import RunResult
 _NAMED_RANKS = 8
 
 
-def train(scene: Scene) -> int:
+def train(command: ProgramCommand) -> int:
     """Train and return the exit code. Raises errors of the choice and of the training."""
-    epoch = rewind_of(scene.request)
+    epoch = rewind_of(command.request)
     with current_or_new_session() as session:
-        program = scene.made()
-        choice = _choose(scene, scene.limits(program), session.peers)
+        program = command.made()
+        choice = _choose(command, command.limits(program), session.peers)
         if choice is None:
             return 0
 
         def make() -> str:
-            name = program.name or scene.origin.name
-            return _make(scene, choice, name, program.best, session.peers, len(session.nodes))
+            name = program.name or command.origin.name
+            return _make(command, choice, name, program.best, session.peers, len(session.nodes))
 
         if type(program).train is not Program.train:
-            return _trained_by_itself(scene, program, make(), epoch)
+            return _trained_by_itself(command, program, make(), epoch)
         set_seed(program.seed)
-        job = program.job(epochs=scene.limits(program)["max_epochs"])
-        job.name = program.name or scene.origin.name
-        if scene.config is not None:
-            Unread(scene.config, scene.request.strict_config).report_all(session.peers)
+        job = program.job(epochs=command.limits(program)["max_epochs"])
+        job.name = program.name or command.origin.name
+        if command.config is not None:
+            Unread(command.config, command.request.strict_config).report_all(session.peers)
         # Only now: a program that cannot be built leaves no run behind.
-        runner = program.runner(job, make(), **_options(scene))
+        runner = program.runner(job, make(), **_options(command))
         return code_of_result(runner.train(session, epoch))
 
 
-def _trained_by_itself(scene: Scene, program: Program, where: str, epoch: int | None) -> int:
+def _trained_by_itself(command: ProgramCommand, program: Program, where: str, epoch: int | None) -> int:
     """Call the program's own `train` in the run directory, with the options of the command line."""
-    program.name = program.name or scene.origin.name
-    program.max_epochs = scene.limits(program)["max_epochs"]
-    program.options_of_verb = _options(scene)
+    program.name = program.name or command.origin.name
+    program.max_epochs = command.limits(program)["max_epochs"]
+    program.options_of_verb = _options(command)
     given: dict[str, Any] = {"where": where, "resume_from_epoch": epoch}
     taken = inspect.signature(program.train).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in taken):  # an overridden `train` may accept none of them
@@ -87,13 +88,13 @@ def _trained_by_itself(scene: Scene, program: Program, where: str, epoch: int | 
     return code_of_result(result) if isinstance(result, RunResult) else 0
 
 
-def train_configuration(scene: ConfiguredScene) -> int:
+def train_configuration(command: ConfigCommand) -> int:
     """Train and return the exit code. Raises errors of the choice and of the training."""
-    runner, epoch = scene.runner, rewind_of(scene.request)
+    runner, epoch = command.runner, rewind_of(command.request)
     if epoch is not None and runner.kind == LOCAL_TRAIN and not read_launch_env().launched:
         raise UsageError(f"--epoch is not supported with {LOCAL_TRAIN}: start the processes with torchrun")
-    with scene.processes() as peers:
-        choice = _choose(scene, scene.limits(), peers)
+    with command.processes() as peers:
+        choice = _choose(command, command.limits(), peers)
     if choice is None:
         return 0
     new: list[Path] = []
@@ -101,15 +102,15 @@ def train_configuration(scene: ConfiguredScene) -> int:
     def make() -> str:
         """Create the run after all checks have passed."""
         best = None if runner.keep_best is None else (runner.keep_best.metric, runner.keep_best.mode)
-        with scene.processes() as peers:
-            path = _make(scene, choice, runner.name, best, peers, peers.size)
+        with command.processes() as peers:
+            path = _make(command, choice, runner.name, best, peers, peers.size)
             new.extend([Path(path)] if choice[1].action == "new" and peers.rank == 0 else [])
         return path
 
     options: dict[str, Any] = {} if epoch is None else {"resume_from_epoch": epoch}
-    strict = scene.request.strict_config
+    strict = command.request.strict_config
     try:
-        done = run_config(scene.config, [runner.name], run_dir=make, job_options=options, strict=strict)
+        done = run_config(command.config, [runner.name], run_dir=make, job_options=options, strict=strict)
     except BaseException:
         for run in new:  # delete a new run in which nothing has begun
             if standing(run).word == "created":
@@ -123,12 +124,12 @@ def train_configuration(scene: ConfiguredScene) -> int:
 _Choice = tuple[TrainRequest, Chosen]
 
 
-def _choose(scene: BaseScene, limits: Mapping[str, Any], peers: Peers) -> _Choice | None:
+def _choose(command: BaseCommand, limits: Mapping[str, Any], peers: Peers) -> _Choice | None:
     """Choose the run on rank 0 for all ranks; None, after a message, if it is finished."""
-    check_alike(scene.identity, peers)
-    request = scene.request
+    check_alike(command.identity, peers)
+    request = command.request
     start = TrainRequest(
-        scene.identity,
+        command.identity,
         limits,
         request.force,
         request.retrain,
@@ -137,7 +138,7 @@ def _choose(scene: BaseScene, limits: Mapping[str, Any], peers: Peers) -> _Choic
         launch_of(),
         is_restart(),
     )
-    chosen = Chosen(**decide(peers, "run", lambda: asdict(choose_to_train(start, scene.known()))))
+    chosen = Chosen(**decide(peers, "run", lambda: asdict(choose_to_train(start, command.known()))))
     if chosen.action == "over":
         say(f"run {chosen.run}: already finished ({chosen.reason})")
         return None
@@ -145,21 +146,21 @@ def _choose(scene: BaseScene, limits: Mapping[str, Any], peers: Peers) -> _Choic
 
 
 def _make(
-    scene: BaseScene, choice: _Choice, name: str, best: tuple[str, str] | None, peers: Peers, ranks: int
+    command: BaseCommand, choice: _Choice, name: str, best: tuple[str, str] | None, peers: Peers, ranks: int
 ) -> str:
     """On rank 0: create the run, or record that this launch continues it; returns its path on all ranks."""
     start, chosen = choice
     note = ProgramRecord(
         program=name,
-        origin=str(scene.origin.file),
-        code_id=scene.identity.code_id,
-        config_id=scene.identity.config_id,
+        origin=str(command.origin.file),
+        code_id=command.identity.code_id,
+        config_id=command.identity.config_id,
         created=round(time.time(), 3),
-        message=scene.request.message,
+        message=command.request.message,
         launch=start.launch,
         limits=start.limits,
     )
-    made = decide(peers, "make the run", lambda: made_run(scene.store, note, chosen, best, ranks))
+    made = decide(peers, "make the run", lambda: made_run(command.store, note, chosen, best, ranks))
     say(made["said"])
     return str(made["path"])
 
@@ -181,16 +182,16 @@ def check_alike(identity: Identity, peers: Peers) -> None:
         )
 
 
-def _options(scene: Scene) -> dict[str, Any]:
+def _options(command: ProgramCommand) -> dict[str, Any]:
     """Return options of JobRunner besides those of the class."""
-    options: dict[str, Any] = {"code": scene.origin.code_option}
-    limit = scene.request.time_limit
-    if limit is None and scene.profile is not None:
-        limit = scene.profile.time_limit
+    options: dict[str, Any] = {"code": command.origin.code_option}
+    limit = command.request.time_limit
+    if limit is None and command.profile is not None:
+        limit = command.profile.time_limit
     if limit is not None:
         options["time_limit"] = limit
-    if scene.config is not None:
-        options["configuration"] = recorded(scene.config)
+    if command.config is not None:
+        options["configuration"] = recorded(command.config)
     return options
 
 
@@ -205,32 +206,32 @@ class CannotBuildError(UsageError):
 _OF_THE_CONFIGURATION = ("config", "config_files", "config_id", "overrides")
 
 
-def amend(scene: BaseScene, fit: Fit) -> int:
+def amend(command: BaseCommand, fit: Fit) -> int:
     """Record the changed code in the run and print both ids.
 
     `fit` raises if the epoch cannot be loaded. Raises UsageError, DirectoryInUseError, StorageError.
     """
-    runs = scene.runs()
+    runs = command.runs()
     if not runs:
         raise UsageError("no run exists yet to amend: train first")
-    run = scene.store.find(scene.request.run_id) if scene.request.run_id else runs[-1]
+    run = command.store.find(command.request.run_id) if command.request.run_id else runs[-1]
     stands = standing(run.path)
     if stands.word == "running":
         raise DirectoryInUseError(f"{run.id} is running: amend its code after it has ended")
-    old, new = run.note.code_id, scene.identity.code_id
-    snapshot = scene.snapshot
+    old, new = run.note.code_id, command.identity.code_id
+    snapshot = command.snapshot
     if snapshot is None or new is None:
-        title = scene.request.config if scene.program is None else scene.program.__name__
+        title = command.request.config if command.program is None else command.program.__name__
         raise UsageError(f"{title} has no source to record (code = False)")
-    if scene.identity.config_id != run.note.config_id:
+    if command.identity.config_id != run.note.config_id:
         raise UsageError(
             f"the configuration differs from that of {run.id}, and only code can be amended: train a new run"
         )
-    if scene.identity_of(run).code_id == new:
+    if command.identity_of(run).code_id == new:
         raise UsageError(f"nothing to amend: the code is that of {run.id}, {new[:SHORT]}")
     _check_fit(run, fit)
-    attempt = _record(run, scene, snapshot)
-    past = {"code_id": old, "time": round(time.time(), 3), "message": scene.request.message}
+    attempt = _record(run, command, snapshot)
+    past = {"code_id": old, "time": round(time.time(), 3), "message": command.request.message}
     update_note(run, code_id=new, amended=(*run.note.amended, past))
     say(
         f"{run.id} ({stands.word}): code {(old or 'none')[:SHORT]} amended to {new[:SHORT]}; "
@@ -257,18 +258,18 @@ def _check_fit(run: ProgramRun, fit: Fit) -> None:
         ) from error
 
 
-def _record(run: ProgramRun, scene: BaseScene, snapshot: Snapshot) -> int:
+def _record(run: ProgramRun, command: BaseCommand, snapshot: Snapshot) -> int:
     """Archive the source as that of another attempt that trained nothing; returns its number."""
     before = captures(run.path)
-    code = Capturing(RunDirectory(run.path), scene.origin.code_option, None).record_code(snapshot, say)
+    code = Capturing(RunDirectory(run.path), command.origin.code_option, None).record_code(snapshot, say)
     attempt = before[-1]["number"] + 1 if before else 0
     same = {name: before[-1].get(name) for name in _OF_THE_CONFIGURATION} if before else {}
     content = {
-        **command(),
+        **command_line(),
         **surroundings(),
         **same,
         "code": code,
         "amended": True,
-        "message": scene.request.message,
+        "message": command.request.message,
     }
     return int(write_capture(run.path, attempt, content).name.split(".")[1])

@@ -24,7 +24,7 @@ from torchrelay.models.package.api import save
 from torchrelay.runners.artifacts.rebuild import rebuilt
 from torchrelay.runners.programs.command_context import say
 from torchrelay.runners.programs.epoch_selection import Used, use
-from torchrelay.runners.programs.program import Samples, Scene
+from torchrelay.runners.programs.program import ProgramCommand, Samples
 from torchrelay.runners.programs.request import ServeOptions, VerbRequest
 from torchrelay.tools.serving.handlers import joined, rows, shape_of
 from torchrelay.tools.serving.model_sources import (
@@ -39,7 +39,7 @@ from torchrelay.tools.serving.serve import FaultyAnswerError, check_installed, s
 from torchrelay.tools.serving.serve import say as log_line
 
 if TYPE_CHECKING:
-    from torchrelay.runners.programs.command_context import ConfiguredScene
+    from torchrelay.runners.programs.command_context import ConfigCommand
     from torchrelay.tools.serving.app import Running
     from torchrelay.tools.serving.handlers import Served
 
@@ -47,22 +47,22 @@ if TYPE_CHECKING:
 _LOOK_SECS = 1.0
 
 
-def serve_program(scene: Scene) -> int:
+def serve_program(command: ProgramCommand) -> int:
     """Serve and return the exit code; checks everything that `eval` checks before listening."""
     check_installed()
-    used = Used(**use(scene))
+    used = Used(**use(command))
     if used.said:
         say(used.said)
 
     def began(running: Running) -> None:
-        if scene.archived is not None:
+        if command.archived is not None:
             leave_with_parent(running.stop)
 
     def source() -> EpochModelSource:
-        where = followed(scene.request, used)
-        return EpochModelSource(used.path, where, lambda opened: served_of(scene, used, opened), say)
+        where = followed(command.request, used)
+        return EpochModelSource(used.path, where, lambda opened: served_of(command, used, opened), say)
 
-    return serve(scene.request.serve or ServeOptions(), source, began=began)
+    return serve(command.request.serve or ServeOptions(), source, began=began)
 
 
 def followed(request: VerbRequest, used: Used) -> str:
@@ -75,9 +75,9 @@ def followed(request: VerbRequest, used: Used) -> str:
     return wish
 
 
-def served_of(scene: Scene, used: Used, opened: Checkpoint) -> Served:
+def served_of(command: ProgramCommand, used: Used, opened: Checkpoint) -> Served:
     """Load an epoch into a new program object, because a served one is never modified."""
-    program = scene.made()
+    program = command.made()
     set_seed(program.seed)
     opened.load_saved({"model": program.model})
     signature = noted_signature(Path(used.path))
@@ -143,16 +143,16 @@ class ProgramHandler:
             return [program.postprocess(part) for part in parts]
 
 
-def serve_config(scene: ConfiguredScene) -> int:
+def serve_config(command: ConfigCommand) -> int:
     """`server -m config.yaml`: serve the run that `eval` would use; returns the exit code."""
     check_installed()
-    request = scene.request
+    request = command.request
     if request.ignore:
         raise UsageError(
-            f"server -m {scene.file} serves with the archived code of a run, so --ignore has no effect: "
+            f"server -m {command.file} serves with the archived code of a run, so --ignore has no effect: "
             "remove it"
         )
-    used = Used(**use(scene))
+    used = Used(**use(command))
     return serve_run(used.path, followed(request, used), request.serve or ServeOptions())
 
 
