@@ -221,7 +221,12 @@ class _Encoder:
                 return tagged("dataclass", self._record(value, path))
         if self._blob is not None and (name := self._blob(path, value)) is not None:
             return tagged("blob", name)
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        if kind == "torch.utils.data.dataloader.DataLoader":
+            raise BlobError(
+                f"{path} is a DataLoader, which has no state to save: leave it out, or use an EpochLoader, "
+                "which can be resumed within an epoch"
+            )
         elements = f" of {value.dtype}" if hasattr(value, "dtype") else ""
         raise BlobError(
             f"{path} is a {kind}{elements}, which cannot be stored: use tensors, numbers, text, bytes or "

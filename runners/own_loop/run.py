@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.checkpoint.manager.checkpoint_manager import check_options
-from torchrelay.errors import NotAllowedNowError, UsageError
+from torchrelay.errors import LeftByInterrupt, NotAllowedNowError, TaskFailedError, UsageError
 from torchrelay.jobs.blobs import LoopBlobs, Step
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.stop import StopAnswer, max_epochs
@@ -73,7 +73,7 @@ class Run:
         self.job = Job(blobs=blobs)
         self._stop = _StopAsked()
         self.job.stop_when(self._stop, *stop_when)
-        self._task = Task(_body, name="epoch", group=self.job.epoch_group)
+        self._task = Task(loop_body, name="epoch", group=self.job.epoch_group)
         check_options("Run", options, inspect.signature(JobRunner).parameters)
         self._runner = JobRunner(self.job, where, **options)
         self._session = session
@@ -122,7 +122,12 @@ class Run:
             elif loop is not None and inspect.getgeneratorstate(loop) == inspect.GEN_SUSPENDED:
                 self._left_by_break(self._running, loop)
         except BaseException as failure:
-            left = self._stack.__exit__(type(failure), failure, failure.__traceback__)
+            try:
+                left = self._stack.__exit__(type(failure), failure, failure.__traceback__)
+            except LeftByInterrupt as stopped:  # without the lines of torchrelay, here and below
+                raise stopped.with_traceback(None) from None
+            except TaskFailedError as failed:
+                raise failed.with_traceback(None) from failed.__cause__
             self._has_ended |= bool(left)
             if failure is error or left:
                 return bool(left)
@@ -274,5 +279,6 @@ class _StopAsked:
         return StopAnswer(self.reason is not None, self.reason or "")
 
 
-def _body(ctx: Context) -> Step:
+def loop_body(ctx: Context) -> Step:
+    """Stand for the body of the loop, by a name that users see in messages."""
     raise UsageError("the epochs of this job are those of a loop: train it by `for epoch in run.epochs()`")

@@ -251,7 +251,7 @@ class Cursor:
             return None if _holds(workspace, last.loader) else "its EpochLoader is not registered as a blob"
         if isinstance(last.loader, Sequence):
             return _DRAWN if last.drawn else None
-        return f"a {type(last.loader).__name__} cannot be resumed in its middle: use EpochLoader"
+        return f"a {type(last.loader).__name__} cannot be resumed mid-epoch: use EpochLoader"
 
     def place(self, steps: int) -> MidEpochPosition:
         """Return the position of the node, `steps` into the epoch."""

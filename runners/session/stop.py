@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field, replace
+from difflib import get_close_matches
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,10 @@ from torchrelay.runners.session.steps import naming
 
 WAITS_EPOCHS = 3
 """Epochs that a stop condition may wait for its metric without a warning."""
+DEFAULT_BEST = ("val/acc", "max")
+"""Metric and direction by which the best epoch is chosen unless the program names another one."""
+_SIMILAR = 0.85
+"""Similarity of names from which one is taken for a misspelling of the other."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +140,19 @@ def ended_before(job: Job, facts: Facts) -> list[str]:
     for name, verdict in facts.stop.items():
         condition = conditions.get(name)
         if verdict["stop"] and condition is None:
-            said.append(f"{verdict['reason']}: the program no longer has the condition {name}")
+            said.append(f"continuing although {verdict['reason']}: the program no longer has {name}")
         elif verdict["stop"] and condition is not None and not condition.limit:
             changed = not verdict_holds(condition, verdict.get("settings"))
-            why = "has changed since" if changed else "is evaluated again because of the rewind"
-            said.append(f"{verdict['reason']}: {name} {why}")
+            why = "has other settings now" if changed else "is evaluated again because of the rewind"
+            said.append(f"continuing although {verdict['reason']}: {name} {why}")
     return said
+
+
+def early_reasons(job: Job, by_condition: Mapping[str, Mapping[str, Any]]) -> str:
+    """Join the reasons of the conditions that end the run before its limits; empty if none does."""
+    limits = {condition.name for condition in job.stop_conditions if condition.limit}
+    ended = [one["reason"] for name, one in by_condition.items() if one["stop"] and name not in limits]
+    return ", ".join(ended)
 
 
 def only_time_is_up(job: Job, verdict: StopVerdict) -> bool:
@@ -167,11 +179,17 @@ def last_epoch_of(conditions: Sequence[StopCondition]) -> int | None:
     return min((n for n in epochs if n is not None), default=None)
 
 
-def warn_of_waiting(state: RunState, verdict: StopVerdict, warn: Callable[[str], None]) -> None:
-    """Warn once, after some epochs, of a metric that was never logged: it may be misspelt."""
-    for condition, metric in verdict.waiting.items():
-        if state.epoch >= WAITS_EPOCHS and state.first_time(f"{condition} waits"):
-            warn(
-                f"the stop condition {condition} waits for the metric {metric!r}, which no epoch has logged"
-                f"{nearest(metric, state.metrics)}"
-            )
+def warn_of_waiting(
+    state: RunState, verdict: StopVerdict, best: tuple[str, str] | None, warn: Callable[[str], None]
+) -> None:
+    """Warn once of a metric that was never logged, because it may be misspelt.
+
+    Where no similar name was logged it has `WAITS_EPOCHS` epochs. The default of `best` is only a suggestion.
+    """
+    waiting = {f"the stop condition {name} waits for": metric for name, metric in verdict.waiting.items()}
+    if best is not None and best != DEFAULT_BEST and best[0] not in state.metrics:
+        waiting["best= names"] = best[0]
+    for what, metric in waiting.items():
+        similar = get_close_matches(metric, state.metrics, n=1, cutoff=_SIMILAR)
+        if (similar or verdict.stop or state.epoch >= WAITS_EPOCHS) and state.first_time(what):
+            warn(f"{what} the metric {metric!r}, which no epoch has logged{nearest(metric, state.metrics)}")

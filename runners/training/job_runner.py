@@ -34,6 +34,7 @@ from torchrelay.runners.monitoring.text import interval_secs
 from torchrelay.runners.remote_runs.names import canonical, is_remote
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.local import current_or_new_session
+from torchrelay.runners.session.stop import DEFAULT_BEST
 from torchrelay.runners.session.stop_requests import TimeLimit, save_signal_of, seconds_of
 from torchrelay.runners.training.capture import Capturing
 from torchrelay.runners.training.exit import refuse_before_main
@@ -122,7 +123,7 @@ class JobRunner:
         upload_task_group_builder: UploadTaskGroupBuilder | None = None,
         *,
         resume: Resume = "auto",
-        best: tuple[str, str] | None = ("val/acc", "max"),
+        best: tuple[str, str] | None = DEFAULT_BEST,
         save_initial: bool = True,
         max_failed_saves: int | None = None,
         agree_every: int = 1,
@@ -288,7 +289,7 @@ class JobRunner:
                     life.__dict__.clear()  # its parts refer to it: releases what they hold now
                     life.result = result
             if result.status == "PREEMPTED" and signal.SIGINT.name in result.stop:
-                raise LeftByInterrupt
+                raise LeftByInterrupt("stopped by Ctrl-C; the same command resumes") from None
 
     def load_best(self, session: SessionBase | None = None) -> int:
         """Load the best saved epoch, by `best=`, into the job's objects.

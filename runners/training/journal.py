@@ -28,7 +28,7 @@ from torchrelay.runners.distributed.launcher_status import notes, write_run
 from torchrelay.runners.monitoring.progress import Progress
 from torchrelay.runners.session.base import SessionBase
 from torchrelay.runners.session.run_state import RunState
-from torchrelay.runners.session.stop import StopVerdict
+from torchrelay.runners.session.stop import StopVerdict, early_reasons
 from torchrelay.runners.training.plan import Choice, RunResult
 
 TAIL_PARTS = ("upload", "download", "exit")
@@ -295,8 +295,14 @@ class Journal:
         beyond = f"; the running epoch could not be saved: {lost}" if lost is not None else ""
         self.say(f"preempted ({reason}): the same command resumes {where}{beyond}")
 
-    def finished(self, result: RunResult) -> None:
-        """Record the end of the run."""
+    def already_finished(self, result: RunResult, job: Job, look: Look) -> None:
+        """Log that this launch trains nothing, and why if the run ended before its limits."""
+        early = early_reasons(job, {} if look.facts is None else look.facts.stop)
+        why = f" ({early})" if early else ""
+        self.say(f"already finished at epoch {int(result)}{why}: its state is loaded, nothing to do")
+
+    def finished(self, result: RunResult, job: Job, answers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Record the end of the run, and log why if it ended before its limits."""
         with self._last_note() as first:
             if not first:
                 return
@@ -309,6 +315,9 @@ class Journal:
                 committed=result.committed,
                 metrics={name: finite(value) for name, value in result.metrics.items()},
             )
+        early = early_reasons(job, answers)
+        if early and result.status == "FINISHED":
+            self.say(f"finished at epoch {int(result)}: {early}")
         if result.status == "STOPPED":
             reason = ", ".join(result.stop)
             self.say(

@@ -65,6 +65,8 @@ class _Node:
     groups: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """Entries of groups by optimizer."""
     optimizers: dict[str, Any] = field(default_factory=dict)
+    others: bool = False
+    """True if another object holds a schedule, which it may save."""
 
 
 class FromProgram:
@@ -76,8 +78,11 @@ class FromProgram:
         self._before: Mapping[str, Any] | None = None
         """The record in the loaded checkpoint; None for a new run."""
 
-    def note(self, session: SessionBase) -> None:
-        """Record what `setup` has built; raises UsageError for a name that cannot be taken."""
+    def note(self, session: SessionBase, warn: Callable[[str], None]) -> None:
+        """Record what `setup` has built, and warn of a scheduler of torch that is not saved.
+
+        Raises UsageError for a name that cannot be taken.
+        """
 
         def look() -> None:
             for place in session.local_nodes:
@@ -88,6 +93,19 @@ class FromProgram:
                 self._check(node)
 
         together(session.peers, "from_program", look)
+        self._warn_of_unsaved(warn)
+
+    def _warn_of_unsaved(self, warn: Callable[[str], None]) -> None:
+        """Warn of an optimizer whose rate follows a scheduler of torch that is not saved."""
+        for node in self._nodes.values():
+            scheduled = [id(_optimizer_of(one)) for one in node.schedules.values()]
+            for name, optimizer in node.optimizers.items():
+                follows = hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
+                if follows and id(optimizer) not in scheduled and not node.others:
+                    warn(
+                        f"{name} has a learning-rate scheduler that is not among the blobs: a resumed run "
+                        "would start its schedule over; add scheduler=scheduler"
+                    )
 
     @property
     def built(self) -> dict[str, list[Any]]:
@@ -177,11 +195,19 @@ def _note(node: _Node, name: str, value: Any) -> None:
         value = _optimizer_of(value)
     elif hasattr(value, "param_groups"):
         node.optimizers[name] = value
+    elif _holds_schedule(value):
+        node.others = True
     groups = getattr(value, "param_groups", None)
     if isinstance(groups, list) and id(value) not in node.groups:
         node.groups[id(value)] = [
             {key: _copied(one) for key, one in group.items() if key not in _NOT_SHOWN} for group in groups
         ]
+
+
+def _holds_schedule(value: Any) -> bool:
+    inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    ones = value if isinstance(value, (list, tuple)) else list(inside.values())
+    return any(isinstance(one, LRScheduler) for one in ones)
 
 
 def _optimizer_of(schedule: Any) -> Any:

@@ -200,7 +200,7 @@ class Life:
         self._run_tail()
         saved, epoch = self.saver.newest_saved, self.state.epoch
         self.result = self._result(epoch, self.status, verdict.reasons, saved, warm_starts=self.stages.warmed)
-        self.journal.finished(self.result)
+        self.journal.finished(self.result, self.job, verdict.by_condition)
 
     def _has_ended(self, choice: Choice) -> bool:
         """Return True if the run has ended; then its objects are loaded and its result is set.
@@ -222,7 +222,7 @@ class Life:
         self.resumed.take(manager, target)
         self.resumed.restore()
         self.stored.finish_over()
-        self.journal.say(f"already finished at epoch {int(result)}: its state is loaded, nothing to do")
+        self.journal.already_finished(result, self.job, self.look)
         self.result = result
         return True
 
@@ -286,7 +286,7 @@ class Life:
         self.session.run(self.job.setup_group)
         bind_blobs(self.job, self.session, before_setup=False)
         self.session.after_setup()
-        self.from_program.note(self.session)
+        self.from_program.note(self.session, self.journal.warn)
         self.recorder.watch(self.session.workspace(), self.session.local_nodes[0].rank)
         if self.manager is not None:
             self.manager.engine.prepare(self.session)
@@ -361,7 +361,7 @@ class Life:
         metrics = self.session.reduce_metrics()
         self.onlookers.reduced(self.state, metrics)
         verdict = ask_all(self.job, self.session)
-        warn_of_waiting(self.state, verdict, self.journal.warn)
+        warn_of_waiting(self.state, verdict, self.plan.best, self.journal.warn)
         self.recorder.record(self.state.epoch)
         saved = None
         if self.manager is not None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from stage import warned
+from torch.utils.data import DataLoader
 
-from torchrelay import Job, JobRunner, LocalSession, max_epochs
-from torchrelay.errors import BlobError, SaveFailedError
+from torchrelay import Job, JobRunner, LocalSession, Run, early_stopping, max_epochs
+from torchrelay.errors import BlobError, LeftByInterrupt, SaveFailedError, TaskFailedError
 
 
 def job_with(optimizer: type[torch.optim.Optimizer], epochs: int, **options: Any) -> Job:
@@ -43,12 +47,13 @@ def test_options_of_schedulers_are_no_other_kind(tmp_path: Path) -> None:
     """An optimizer whose scheduler is gone is still of the same kind."""
     job = job_with(torch.optim.SGD, 1)
     torch.optim.lr_scheduler.StepLR(job.blobs["optimizer"].source, 1)
-    JobRunner(job, tmp_path / "run").train(LocalSession())
+    with warned():
+        JobRunner(job, tmp_path / "run").train(LocalSession())
     assert JobRunner(job_with(torch.optim.SGD, 2), tmp_path / "run").train(LocalSession()) == 2
 
 
 def test_a_run_whose_last_epoch_is_not_saved_is_not_finished(tmp_path: Path) -> None:
-    """The last epoch is tried once more; then the run fails, and the same command goes on when it can."""
+    """The last epoch is tried once more; then the run fails, and the same command resumes when it can."""
     job, run = job_with(torch.optim.SGD, 2), tmp_path / "run"
 
     @job.epoch
@@ -82,3 +87,74 @@ def test_a_run_directory_with_other_things_in_it_is_told(tmp_path: Path) -> None
     (tmp_path / "setup.py").write_text("mine")
     with pytest.warns(UserWarning, match=r"already contains other files \(setup\.py\)"):
         JobRunner(job_with(torch.optim.SGD, 1), tmp_path).train(LocalSession())
+
+
+@pytest.mark.parametrize("kept", ["nowhere", "as a blob", "in an object"])
+def test_a_scheduler_that_is_not_saved_is_warned_of(tmp_path: Path, kept: str) -> None:
+    """Its schedule would start over after a resume; an object that holds it may save it."""
+    job = job_with(torch.optim.SGD, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(job.blobs["optimizer"].source, 1)
+    if kept == "as a blob":
+        job.blobs(scheduler=scheduler)
+    elif kept == "in an object":
+        job.blobs(held=Holder(scheduler))
+    with warned() as texts:
+        JobRunner(job, tmp_path / "run").train(LocalSession())
+    expected = ["optimizer has a learning-rate scheduler that is not among the blobs"]
+    assert [text.partition(":")[0] for text in texts] == (expected if kept == "nowhere" else [])
+
+
+class Holder:
+    """Saves a scheduler as its own."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.scheduler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)
+
+
+def test_a_loader_of_torch_as_a_blob_names_the_one_that_can_be_saved(tmp_path: Path) -> None:
+    """A DataLoader has no state; the message says what to register instead."""
+    with (
+        pytest.raises(BlobError, match=r"is a DataLoader, which has no state .* use an EpochLoader"),
+        Run(tmp_path, dict(loader=DataLoader(torch.zeros(4)))) as run,
+    ):
+        list(run.epochs(1))
+
+
+@pytest.mark.parametrize("event", ["Ctrl-C", "error"])
+def test_a_loop_that_ends_early_shows_no_lines_of_torchrelay(tmp_path: Path, event: str) -> None:
+    """The traceback has the lines of the program, and the last one says what happened."""
+    with (
+        pytest.raises((LeftByInterrupt, TaskFailedError)) as raised,
+        Run(tmp_path, dict(w=torch.zeros(1))) as run,
+    ):
+        for _ in run.epochs(2):
+            for _ in run.steps(range(2)):
+                if event == "error":
+                    raise ValueError("odd")
+                signal.raise_signal(signal.SIGINT)
+    text = "".join(traceback.format_exception(raised.value))
+    assert text.splitlines()[-1].endswith(
+        "ValueError: odd" if event == "error" else "the same command resumes"
+    )
+    assert len(raised.traceback) == 2 and "Interrupted" not in text.partition("LeftByInterrupt")[0]
+
+
+def test_early_stopping_says_why_the_run_has_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the end and at a launch that trains nothing; a run that reaches its limit needs no reason."""
+    reason = "loss did not improve on 1 for 2 epochs that logged it"
+    for said in (f"finished at epoch 3: {reason}", f"already finished at epoch 3 ({reason}"):
+        with Run(tmp_path, dict(w=torch.zeros(1)), stop_when=[early_stopping("loss", patience=2)]) as run:
+            for _ in run.epochs(9):
+                run.log("loss", 1.0)
+        assert said in capsys.readouterr().err
+    with Run(tmp_path / "whole", dict(w=torch.zeros(1))) as run:
+        list(run.epochs(1))
+    assert "finished" not in capsys.readouterr().err

@@ -71,7 +71,7 @@ def test_a_run_that_was_stopped_resumes_when_what_ended_it_has_changed(
     capfd.readouterr()
     assert int(train(stopped, *conditions)) == last
     said = capfd.readouterr().err
-    assert ("val/loss did not improve on 4 for 3 epochs" in said) == (last != 5), said
+    assert ("continuing although val/loss did not improve on 4 for 3 epochs" in said) == (last != 5), said
     assert open_checkpoint(stopped)["w"][:1].item() == last
 
 

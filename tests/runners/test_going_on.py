@@ -124,7 +124,7 @@ def test_a_loader_that_cannot_be_continued_costs_the_epoch_and_no_more(tmp_path,
             return iter([1, 2, 3, 4])
 
     for name, loader, reason in (
-        ("foreign", Numbers(), "a Numbers cannot be resumed in its middle"),
+        ("foreign", Numbers(), "a Numbers cannot be resumed mid-epoch"),
         ("unknown", EpochLoader(data, batch_size=2), "its EpochLoader is not registered"),
     ):
         run = tmp_path / name

@@ -165,14 +165,29 @@ def texts_of(work: Callable[[], Any]) -> list[str]:
 def test_a_condition_whose_metric_never_comes_is_warned_of_once(
     tmp_path: Path, nodes: list[str] | None
 ) -> None:
-    """After the third epoch, with names that are near, on one node or several; the run trains to its end."""
-    condition = early_stopping("val/acd", mode="max")
-    assert texts_of(lambda: train(tmp_path / "two", GAPS, condition, epochs=2, nodes=nodes)) == []
-    condition = early_stopping("val/acd", mode="max")
-    assert texts_of(lambda: train(tmp_path / "all", GAPS, condition, nodes=nodes)) == [
+    """After the third epoch or at the end, on one node or several; the run trains to its end."""
+    text = (
+        "the stop condition early_stopping(score) waits for the metric 'score', which no epoch has logged; "
+        "available: 'train/loss'"
+    )
+    condition = early_stopping("score", mode="max")
+    assert texts_of(lambda: train(tmp_path / "three", {}, condition, epochs=3, nodes=nodes)) == [text]
+    condition = early_stopping("score", mode="max")
+    assert texts_of(lambda: train(tmp_path / "one", {}, condition, epochs=1, nodes=nodes)) == [text]
+
+
+def test_a_misspelt_metric_is_warned_of_in_the_first_epoch_that_logs_a_similar_one(tmp_path: Path) -> None:
+    """For a stop condition and for `best`; a name that comes later is not misspelt."""
+    with warned() as texts:
+        train(tmp_path / "run", GAPS, early_stopping("val/acd"), best=("val/acb", "max"))
+    assert [text for text in texts if "no epoch has logged" in text] == [
         "the stop condition early_stopping(val/acd) waits for the metric 'val/acd', which no epoch has "
-        "logged; did you mean 'val/acc'?"
+        "logged; did you mean 'val/acc'?",
+        "best= names the metric 'val/acb', which no epoch has logged; did you mean 'val/acc'?",
     ]
+    with warned() as texts:
+        train(tmp_path / "later", GAPS, early_stopping("val/acc"), best=("val/acc", "max"))
+    assert not [text for text in texts if "no epoch has logged" in text]
 
 
 def test_a_metric_that_has_come_is_waited_for_in_silence(tmp_path: Path) -> None:

@@ -173,10 +173,11 @@ def _say(
     read: int,
     stored: int,
 ) -> None:
-    if any(change.change for change in shown):
-        output.table(_COLUMNS, [_cells(change) for change in shown], spare=("compared", "|a|", "|b|"))
-    elif shown:
-        output.table(_COLUMNS[:2], [_cells(change)[:2] for change in shown])
+    measured = [_cells(change) for change in shown if change.change]
+    if measured:
+        output.table(_COLUMNS, measured, spare=("compared", "|a|", "|b|"))
+    if len(measured) < len(shown):  # a table of its own: long texts would widen the other one
+        output.table(_COLUMNS[:2], [_cells(change)[:2] for change in shown if not change.change])
     if changed > len(shown):
         output.line(f"... and {changed - len(shown)} more; omit --top to show all")
     if any(_partial(change) for change in shown):
@@ -190,7 +191,7 @@ def _say(
 def _cells(one: LeafChange) -> tuple[str, ...]:
     change = one.change
     if change is None:
-        return (one.name, _what(one), *[""] * (len(_COLUMNS) - 2))
+        return (one.name, _what(one))
     return (
         one.name,
         _what(one),
