@@ -40,7 +40,7 @@ from torchrelay.runners.monitoring.status import STATES
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.names import is_remote, parent
 from torchrelay.runners.remote_runs.resolve import RunLocation, each_run, locate
-from torchrelay.tools.cli.arguments import Add, add_run
+from torchrelay.tools.cli.arguments import Add
 from torchrelay.tools.cli.runs.compare import Difference, difference, difference_json, say_difference
 from torchrelay.tools.cli.runs.run_library import (
     LibraryLine,
@@ -303,7 +303,8 @@ _ROWS_AT_ONCE = 20_000
 def add_index(add: Add) -> None:
     """Define `index`."""
     parser = add("update a metadata database from run directories", index)
-    add_run(parser, many=True)
+    several = "local or mounted run directories, or directories that contain runs"
+    parser.add_argument("path", metavar="RUN_OR_RUNS", nargs="+", help=several)
     parser.add_argument(
         "--database",
         metavar="URL",
