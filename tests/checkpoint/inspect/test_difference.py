@@ -262,7 +262,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 
 def test_diff_for_people(run: Path, capsys: pytest.CaptureFixture[str]):
-    """A row per change with figures, NaN before all others, and how much was read."""
+    """A row per change with figures, NaN before all others, then other values, and how much was read."""
     code, out, err = told(capsys, "ckpt", "diff", f"{run}@0", "@2")
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -270,9 +270,10 @@ def test_diff_for_people(run: Path, capsys: pytest.CaptureFixture[str]):
         *("model.weight", "float32[6]", "33.3%", "100%", "0.27735", "0.96154", "2", "7.4833", "7.2111"),
         *("NaN", "0->1"),
     ]
-    assert lines[2].split()[:4] == ["lr", "0.0", "->", "0.2"]
-    assert lines[3].endswith("1 changed, 1 changed values")
-    assert lines[4].startswith("read ")
+    assert lines[2].split() == ["leaf", "what"]
+    assert lines[3].split() == ["lr", "0.0", "->", "0.2"]
+    assert lines[4].endswith("1 changed, 1 changed values")
+    assert lines[5].startswith("read ")
 
 
 def test_diff_as_json(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -309,7 +310,7 @@ def test_diff_of_an_epoch_with_itself(run: Path, capsys: pytest.CaptureFixture[s
     ("arguments", "code", "said"),
     [
         (["RUN@7", "RUN@1"], 2, "no epoch 7"),
-        (["RUN@1", "RUNX@1"], 2, "there is no"),
+        (["RUN@1", "RUNX@1"], 2, "does not exist"),
         (["RUN@x", "RUN"], 2, "invalid epoch"),
         (["RUN@0", "@1", "--only", "modle"], 2, "did you mean"),
         (["RUN@0", "@1"], 5, "block 0 of model.weight"),
