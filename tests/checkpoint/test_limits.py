@@ -117,7 +117,7 @@ def test_a_note_that_no_reader_takes_is_not_written(tmp_path: Path, monkeypatch:
     path = tmp_path / "run.json"
     fs.write_json(path, {"a": 1})
     monkeypatch.setattr(fs, "MAX_JSON_BYTES", 100)
-    with pytest.raises(UsageError, match="more than the 100"):
+    with pytest.raises(UsageError, match="more than the limit of 100"):
         fs.write_json(path, {"a": "x" * 100})
     assert fs.read_json(path) == {"a": 1}
     lines = tmp_path / "metrics.1.jsonl"

@@ -288,7 +288,7 @@ def test_places(tmp_path, monkeypatch):
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(UsageError, match=r"torchrelay\[s3\]"):
+    with pytest.raises(UsageError, match=r"pip install 's3fs>="):
         storage_of("s3://bucket/run", "the prefix")
 
 

@@ -41,7 +41,7 @@ def test_a_file_of_somebody_else_is_never_written_over(
     """`csv:FILE` and `jsonl:FILE` refuse a file that holds anything but metrics, and leave it as it is."""
     path = tmp_path / "mine"
     path.write_text(content)
-    with pytest.raises(StorageError, match="file of its own"):
+    with pytest.raises(StorageError, match="choose another file"):
         SINKS[kind](path).open(tracked, 0)
     assert path.read_text() == content
 
@@ -168,14 +168,14 @@ def test_a_tracker_that_never_returns_is_given_up(
 ) -> None:
     """The training waits for it once, says so, and ends well; the other trackers have every epoch."""
     sink = Stuck(verb)
-    tell = observers.Trackers._tell
+    tell = observers.Trackers._call
 
     def told(self: observers.Trackers, to: Any, what: str, *given: Any) -> bool:
         late = to is sink and what == verb  # all others may take their time
         monkeypatch.setattr(observers, "PATIENCE_SECS", 0.2 if late else 60.0)
         return tell(self, to, what, *given)
 
-    monkeypatch.setattr(observers.Trackers, "_tell", told)
+    monkeypatch.setattr(observers.Trackers, "_call", told)
     job = Job("stuck", blobs={"state": [0]})
     job.epoch(lambda ctx: ctx.log("loss", 1.0))
     job.stop_when(max_epochs(3))

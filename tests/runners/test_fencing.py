@@ -235,7 +235,7 @@ def test_a_fenced_process_that_nobody_hears_is_ended(monkeypatch: pytest.MonkeyP
     with open(writes, "w", buffering=1) as broken:
         monkeypatch.setattr(sys, "stderr", broken)
         guard = FenceGuard(RunState(), grace_secs=0.01, end=ended.append)
-        guard._see_to_it(FencedError("taken over"))
+        guard._enforce(FencedError("taken over"))
         with suppress(BrokenPipeError):
             broken.close()
     assert ended == [DirectoryInUseError.exit_code]
@@ -246,5 +246,5 @@ def test_an_interactive_interpreter_is_never_ended(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     ended: list[int] = []
     guard = FenceGuard(RunState(), grace_secs=0.01, end=ended.append)
-    guard._see_to_it(FencedError("taken over"))
+    guard._enforce(FencedError("taken over"))
     assert ended == [] and saver.GRACE_SECS + 2 < ENDS_WITHIN_SECS

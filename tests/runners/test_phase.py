@@ -25,7 +25,7 @@ def test_phases_are_nested_and_of_every_thread():
             other.join(60)
             assert seen == ["epoch 3, waiting at 'save'; copying"]
         assert read(place) == "epoch 3"
-    assert read(place) == "nothing that it told of"
+    assert read(place) == "nothing that it reported"
 
 
 def _inside(phase: ProcessPhases, place: str) -> str:

@@ -521,5 +521,5 @@ def test_a_configured_run_at_a_url(hosts: Hosts, url: str, tmp_path: Path) -> No
     assert run(tmp_path, *words, "runner.train1.epochs=3")["train1"] == 3
     assert "config/resolved.yaml" in in_memory(url)
     assert [row["epoch"] for row in run(tmp_path, *words, mode=["infer1"])["infer1"]] == [0, 1, 2, 3]
-    with pytest.raises(StepFailedError, match="`save_inference_path` missing"):
+    with pytest.raises(StepFailedError, match="`save_inference_path` is missing"):
         run(tmp_path, *words, "runner.train1.epochs=4", "runner.train1.save_inference_interval=1")

@@ -185,8 +185,8 @@ def test_nothing_can_be_changed(story: RunDirectory, method: str) -> None:
     [
         ("0.0.0.0", None, "--token"),
         ("example.org", None, "--token"),
-        ("127.0.0.1", "short", "at least 16 signs"),
-        ("127.0.0.1", "with space and more", "no spaces"),
+        ("127.0.0.1", "short", "at least 16 ASCII characters"),
+        ("127.0.0.1", "with space and more", "without spaces"),
     ],
 )
 def test_open_doors_are_refused(host: str, token: str | None, said: str) -> None:

@@ -148,6 +148,7 @@ def _verdicts(
             verdict = EpochVerdict(
                 verify_epoch(place.storage, entry, level=level), tuple(states_of(entry, current))
             )
+        output.progress("")
         if not output.json:
             output.line(verdict.line(), verdict.result.outcome.value)
         yield verdict
