@@ -277,10 +277,10 @@ class PreemptedError(RelayError):
 
 
 class LeftByInterrupt(KeyboardInterrupt):
-    """Ctrl-C stopped a run at a step, and that step was saved.
+    """Ctrl-C stopped a run; the step was saved if the run can resume there.
 
     - Cause: Ctrl-C in the terminal of the run.
-    - Remedy: Run the same command again; it resumes at that step.
+    - Remedy: Run the same command again; it resumes at the newest saved position.
     """
 
     exit_code = PreemptedError.exit_code
