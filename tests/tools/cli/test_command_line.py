@@ -132,7 +132,7 @@ def test_ls_shows_every_epoch(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     code, out, err = told(capsys, "ls", run)
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
-    assert lines[0] == ["epoch", "branch", "world", "bytes", "state", "metrics", "try"]
+    assert lines[0] == ["epoch", "branch", "ranks", "bytes", "state", "metrics", "directory"]
     assert [(line[0], line[1], line[2]) for line in lines[1:]] == [
         ("2", "0", "2"), ("0", "0", "2"), ("1", "0", "2"), ("2", "1", "1"), ("3", "1", "1"),
     ]  # fmt: skip

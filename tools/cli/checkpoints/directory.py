@@ -164,9 +164,9 @@ def du(chosen: argparse.Namespace, output: Output) -> int:
         return 0
     if usage.tries:
         groups = sorted(usage.by_group)
-        columns = ("epoch", "branch", "bytes", *groups, "used by", "frees", "try")
+        columns = ("epoch", "branch", "bytes", *groups, "used by", "frees", "directory")
         tries = sorted(usage.tries, key=_sort_key)
-        output.table(columns, [_cells(one, groups) for one in tries], spare=("try",))
+        output.table(columns, [_cells(one, groups) for one in tries], spare=("directory",))
     for name, nbytes in blobs.items():
         output.line(f"newest epoch, blob {name}: {human_bytes(nbytes)}")
     for line in _sums(view, usage):

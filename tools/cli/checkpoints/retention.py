@@ -88,7 +88,7 @@ def without_epoch(text: str, what: str, single_writer: SingleWriter = None) -> R
 
 
 _BEST = re.compile(r"(?P<metric>.+?):(?P<mode>max|min)(?::(?P<count>[1-9][0-9]{0,7}))?", re.DOTALL | re.ASCII)
-_COLUMNS = ("epoch", "branch", "deleted", "bytes", "try")
+_COLUMNS = ("epoch", "branch", "deleted", "bytes", "directory")
 
 
 def add_prune(add: Add) -> None:
@@ -157,7 +157,7 @@ def run_prune(chosen: argparse.Namespace, output: Output) -> int:
 
 def _say(output: Output, pruned: Pruned, *, dry_run: bool) -> None:
     if pruned.losses:
-        output.table(_COLUMNS, [_cells(loss) for loss in pruned.losses], spare=("try",))
+        output.table(_COLUMNS, [_cells(loss) for loss in pruned.losses], spare=("directory",))
     kept = [entry.position.epoch for entry in pruned.after.line() if entry.position.boundary]
     output.line(f"kept: {ranges(kept) or 'none'}")
     if not pruned.losses:

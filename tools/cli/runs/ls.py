@@ -162,7 +162,7 @@ def _run_line(path: Path) -> RunLine:
     )
 
 
-_COLUMNS = ("epoch", "branch", "world", "bytes", "state", "metrics", "try")
+_COLUMNS = ("epoch", "branch", "ranks", "bytes", "state", "metrics", "directory")
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def ls(chosen: argparse.Namespace, output: Output) -> int:
     if output.json:
         output.value(_json(view, lines, stands))
     elif lines:
-        output.table(_COLUMNS, [line.cells() for line in lines], spare=("try", "world"))
+        output.table(_COLUMNS, [line.cells() for line in lines], spare=("directory", "ranks"))
     else:
         output.line(f"no committed epochs in {chosen.path}")
     if stands is not None and not stands.over and stands.word != "created" and not output.json:

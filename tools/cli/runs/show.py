@@ -52,7 +52,7 @@ def show(chosen: argparse.Namespace, output: Output) -> int:
         return 0
     _show_fields(output, "run", identity)
     shown = {name: value for name, value in status.items() if name not in _INTERNAL}
-    _show_fields(output, "status", {"stands": str(stands), **shown} if shown else {})
+    _show_fields(output, "status", {"summary": str(stands), **shown} if shown else {})
     output.line(f"events ({len(events)})")
     for event in events:
         output.line(f"  {_event(event)}")
