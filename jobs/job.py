@@ -44,8 +44,16 @@ class Reporter(NodeHook):
 class TaskGroup(Managed):
     """Tasks that a session runs together: nodes in parallel, tasks of one node in order.
 
-    The workspace type is the group's, else that of its first task that has one, else PRIVATE; all tasks must
-    agree. A group can run several times, but cannot change after its first run.
+    A group can run several times, but cannot change after its first run.
+
+    Args:
+        workspace_type: "global" or "private"; by default that of the first task that has one, else private.
+            All tasks must agree.
+        name: The name in messages.
+
+    Example:
+        with TaskGroup(WorkspaceType.GLOBAL) as group:
+            Task(step=load_data, outputs=["rows"])
     """
 
     def __init__(self, workspace_type: WorkspaceType | str | None = None, name: str | None = None) -> None:
@@ -122,8 +130,18 @@ class TaskGroup(Managed):
     def report_step(self, step: F, node: str | Node | None = None, interval: float = 1.0) -> F:
         """Run `step` every `interval` seconds while the tasks of `node` run, and once after the last.
 
-        The first call is after one interval; the call after the last task is guaranteed. The default
-        node is the current one, else every node.
+        The first call is after one interval; the call after the last task is guaranteed.
+
+        Args:
+            step: What to call; it takes what steps take.
+            node: The node; by default the current one, else every node.
+            interval: Seconds between two calls.
+
+        Returns:
+            The step.
+
+        Example:
+            group.report_step(lambda ctx: print(ctx.step), interval=10.0)
         """
         self._check_open("a report step")
         call_style(step)
@@ -133,12 +151,36 @@ class TaskGroup(Managed):
         return step
 
     def local_init(self, step: F, node: str | Node | None = None) -> F:
-        """Run `step` once per node and run before all tasks of the node; also a decorator."""
+        """Run `step` once per node and run before all tasks of the node; also a decorator.
+
+        Args:
+            step: What to call; it takes what steps take.
+            node: The node; by default the current one, else every node.
+
+        Returns:
+            The step.
+
+        Example:
+            @group.local_init
+            def connect(ctx): ...
+        """
         self._add_hook(self.local_inits, step, node)
         return step
 
     def local_exit(self, step: F, node: str | Node | None = None) -> F:
-        """Run `step` once per node and run after all tasks of the node; also a decorator."""
+        """Run `step` once per node and run after all tasks of the node; also a decorator.
+
+        Args:
+            step: What to call; it takes what steps take.
+            node: The node; by default the current one, else every node.
+
+        Returns:
+            The step.
+
+        Example:
+            @group.local_exit
+            def disconnect(ctx): ...
+        """
         self._add_hook(self.local_exits, step, node)
         return step
 
@@ -253,11 +295,22 @@ class Job(Managed):
     the epoch group; `with job.init_group:` and the others redirect. `job.blobs` is the registry of
     blobs: call it to add some, iterate over it to list them. `stop_conditions` are those of `stop_when`.
 
-    Only the nodes in `nodes_to_checkpoint` are saved. On a resume, the other nodes get the replicated
-    blobs and start everything else, including random streams, as in a new run. The init group then runs on
-    them (with ranks on all, as its tasks may communicate).
+    Args:
+        name: The name of the job; a run directory belongs to one name.
+        blobs: What is saved, by name: modules, optimizers, loaders, tensors, values, or functions that make
+            them in `setup`.
+        setup_group: A group in place of a new one; likewise `init_group`, `epoch_group`, `download_group` and
+            `exit_group`.
+        nodes_to_checkpoint: The nodes to save; all by default. On a resume, other nodes get the replicated
+            blobs, and begin everything else as in a new run: the init group runs on them (with ranks on all).
+        stop_conditions: What `stop_when` takes.
 
-    Raises UsageError for an invalid name; everything else is checked by `check`.
+    Raises:
+        UsageError: The name or a blob is invalid; `check` finds everything else.
+
+    Example:
+        job = Job("hello", blobs=dict(model=model, optimizer=optimizer))
+        job.stop_when(max_epochs(5))
     """
 
     def __init__(

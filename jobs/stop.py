@@ -39,7 +39,15 @@ _SHOWN = 3  # nodes named in a reason
 
 @python_dataclass(frozen=True)
 class StopAnswer:
-    """Answer of a condition: stop or not, and the reason (empty if not)."""
+    """Answer of a condition.
+
+    Attributes:
+        stop: Whether the run is to end.
+        reason: Why; empty if it is not to end.
+
+    Example:
+        return StopAnswer(ctx.metrics["val/loss"] < 0.1, "the loss is below 0.1")
+    """
 
     stop: bool
     reason: str = ""

@@ -102,7 +102,18 @@ class Workspace(MutableMapping[str, Any]):
         return owner._entries[name].value
 
     def get(self, name: str, default: Any = None, /) -> Any:
-        """Return the value of `name`, or `default` if there is none."""
+        """Return the value of `name`, or `default` if there is none.
+
+        Args:
+            name: A name, or the dotted name of an item in a container.
+            default: What to return without a value.
+
+        Returns:
+            The value itself, not a copy.
+
+        Example:
+            best = ctx.workspace.get("best", 0.0)
+        """
         try:
             return self[name]
         except KeyError:
@@ -118,7 +129,18 @@ class Workspace(MutableMapping[str, Any]):
                 (owner or self._home(name))._assign(name, value)
 
     def setdefault(self, name: str, default: Any = None, /) -> Any:
-        """Return the value of `name`, setting it to `default` first if there is none."""
+        """Return the value of `name`, setting it to `default` first if there is none.
+
+        Args:
+            name: A name, or the dotted name of an item in a container.
+            default: The value to set.
+
+        Returns:
+            The value itself, not a copy.
+
+        Example:
+            seen = ctx.workspace.setdefault("seen", [])
+        """
         with self._lock:
             if name not in self:
                 self[name] = default

@@ -55,7 +55,15 @@ class MetadataHandler(Protocol):
         path_prefix: str | None = None,
         path_type: str | None = None,
     ) -> None:
-        """Set where this job keeps its checkpoints; called first, once per train."""
+        """Set where this job keeps its checkpoints; called first, once per train.
+
+        Args:
+            db_prefix: Directory or URL of the checkpoints.
+            db_type: The storage format, "torchrelay".
+            node_names: The nodes whose state is saved.
+            path_prefix: What the manager was given, as in Caffe2.
+            path_type: What the manager was given, as in Caffe2.
+        """
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """Return the epoch to resume from, given the user's choice; None starts from scratch."""

@@ -51,13 +51,29 @@ class MetricSink(Protocol):
     """
 
     def open(self, run: TrackedRun, attempt: int) -> None:
-        """Open the sink for a run; `attempt` is the number of the launch, from 0."""
+        """Open the sink for a run.
+
+        Args:
+            run: Directory, name, job and permanent id of the run.
+            attempt: The number of the launch, from 0.
+        """
 
     def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of an epoch; `step` counts the steps of all epochs, 0 without steps."""
+        """Log the metrics of an epoch.
+
+        Args:
+            epoch: The epoch that ended, from 1.
+            step: The steps of all epochs so far, 0 without steps.
+            metrics: Reduced values by name; may contain NaN and infinities.
+        """
 
     def rewind(self, epoch: int, step: int) -> None:
-        """Delete everything after `epoch` and `step`, because the run continues from there."""
+        """Delete everything after a position, because the run continues from there.
+
+        Args:
+            epoch: The last epoch to keep.
+            step: The last step to keep.
+        """
 
     def close(self) -> None:
         """Close the sink at the end of a launch; called at most once, not after a crash."""

@@ -177,7 +177,23 @@ class Run:
         self._has_ended = True
 
     def steps(self, loader: Iterable[Any], *, count: bool = True, accumulate: int = 1) -> Iterator[Any]:
-        """Iterate over a loader's batches; see `Context.steps`."""
+        """Iterate over a loader's batches; all ranks begin and end the loop together.
+
+        Args:
+            loader: The batches; an `EpochLoader` among the blobs resumes within an epoch.
+            count: Whether batches count as steps; False for evaluation.
+            accumulate: Batches per optimizer step; `window_end` is True in the last one of each window.
+
+        Returns:
+            An iterator over the batches, valid in this epoch.
+
+        Raises:
+            UsageError: Steps cannot be counted here, or ranks make different loops.
+
+        Example:
+            for x, y in run.steps(loader):
+                loss = F.cross_entropy(model(x), y)
+        """
         return self._followed(self.ctx.steps(loader, count=count, accumulate=accumulate), self._ctx)
 
     def _followed(self, batches: Iterator[Any], epoch: Context | None) -> Iterator[Any]:
@@ -214,13 +230,24 @@ class Run:
     def log(
         self, name: str, value: Any, reduce: Reduction = "mean", weight: Any = 1, *, every: int | None = None
     ) -> None:
-        """Log a number or a tensor of one element; see `Context.log`."""
+        """Log a metric; it is reduced over the steps and ranks of the epoch when the epoch ends.
+
+        Args:
+            name: Its name, such as "train/loss".
+            value: A number or a tensor of one element; tensors do not synchronize the device.
+            reduce: "mean", "sum", "min", "max" or "last".
+            weight: The weight of this value in a mean, such as the number of samples.
+            every: Also record a point within the epoch every so many steps of `steps`.
+
+        Example:
+            run.log("train/loss", loss, weight=len(x), every=50)
+        """
         self.ctx.log(name, value, reduce, weight, every=every)
 
     def metric(self, name: str) -> float:
-        """What has been logged in this epoch up to now, reduced over ranks; all ranks call this together.
+        """Return what has been logged in this epoch so far, reduced over ranks; all ranks call this together.
 
-        Where no rank has logged it in this epoch it is the value of the last epoch that has.
+        If no rank has logged it in this epoch, it is the value of the last epoch that has.
 
         Raises:
             MissingMetricError: No epoch has logged this name.

@@ -273,8 +273,13 @@ _ONLY = ""
 class TensorHandler:
     """Handler of a module that takes and returns tensors; each step can be overridden.
 
-    With a signature samples are checked and converted; its inputs' first dimension is the batch. Without one
-    numbers become tensors of torch's default types, and mismatches show in `predict`.
+    Args:
+        module: The module; it is put into eval mode.
+        signature: Names, types and shapes of the inputs, whose first dimension is the batch: samples are
+            checked and converted. Without one, numbers become tensors of torch's default types.
+
+    Example:
+        handler = TensorHandler(model)
     """
 
     def __init__(self, module: torch.nn.Module, signature: Signature | None = None) -> None:

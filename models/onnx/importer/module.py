@@ -103,7 +103,23 @@ class OnnxModule(nn.Module):
         aux: Sequence[str] = (),
         drop_last: int | None = None,
     ) -> Any:
-        """Like forward, with all inputs by their names in the file."""
+        """Compute outputs from inputs by their names in the file.
+
+        Args:
+            given: Tensors by the names of the file's inputs.
+            outputs: Names of values to return; by default the outputs of the file.
+            aux: Names of intermediate values to return behind them.
+            drop_last: Number of operators to leave out at the end.
+
+        Returns:
+            A tensor, or a tuple of several.
+
+        Raises:
+            UsageError: An input is missing.
+
+        Example:
+            features = model.run({"image": images}, outputs=["pooled"])
+        """
         ends = self._ends if outputs is None and drop_last is None else (_names(outputs), (), drop_last or 0)
         plan = self._plan((ends[0], tuple(_names(aux) or ()), ends[2]))
         missing = [name for name in plan.needed & set(self._graph.inputs) if name not in given]
