@@ -27,7 +27,7 @@ def submit(cluster: Slurm, folder: Path, *words: str) -> tuple[str, Path]:
     """The number of the job, and its log; sbatch is asked by the launcher itself."""
     env = {"SLURM_CONF": cluster.env["SLURM_CONF"]}
     code, said = launched(folder, "--slurm", "--set", "mem=300", *words, env=env)
-    found = re.search(r"^job (\d+); its log is (.*)$", said, re.MULTILINE)
+    found = re.search(r"^job (\d+); log: (.*)$", said, re.MULTILINE)
     assert code == 0 and found is not None, said
     return found[1], Path(found[2])
 
