@@ -221,7 +221,7 @@ class _Encoder:
                 return tagged("dataclass", self._record(value, path))
         if self._blob is not None and (name := self._blob(path, value)) is not None:
             return tagged("blob", name)
-        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if kind == "torch.utils.data.dataloader.DataLoader":
             raise BlobError(
                 f"{path} is a DataLoader, which has no state to save: leave it out, or use an EpochLoader, "

@@ -136,7 +136,7 @@ def test_changed_code_is_told_and_each_start_keeps_its_own(
     assert "-epochs: 1" in told
     assert "+epochs: 2" in told
     assert main(["runs", "code", str(run), "--attempt", "7"]) == 2
-    assert "it has 0, 1, 2" in capsys.readouterr().err
+    assert "known are 0, 1, 2" in capsys.readouterr().err
 
 
 def test_source_that_cannot_be_archived_never_fails_a_run_by_itself(tmp_path: Path) -> None:

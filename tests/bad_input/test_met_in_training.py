@@ -404,7 +404,7 @@ def test_a_second_job_on_one_directory(tmp_path: Path) -> None:
         trial = Trial()
         text = fails(
             trial, MultiNodeCheckpointManager(prefix, takeover_secs=4.0), DirectoryInUseError, str(prefix),
-            f"pid {first.pid}", " on ", "another directory",
+            f"pid {first.pid}", " on ", "stop that job",
         )  # fmt: skip
         assert DirectoryInUseError.exit_code == 4, text
         assert trial.ran == []

@@ -137,7 +137,7 @@ def test_a_damaged_note_stops_no_verb_of_the_other_runs(
             assert told.err.count(f"{bad.name} is skipped: ") == 1, (words, told.err)
     for words in (["status", "--run", bad.name], ["test", "--run", bad.name]):
         told = script(*words)
-        assert told.rc not in (-1, 0) and f"{bad}/program.json is not" in told.err, (words, told)
+        assert told.rc not in (-1, 0) and f"{bad}/program.json is damaged" in told.err, (words, told)
     assert (bad / "program.json").read_text() == damage
 
 
