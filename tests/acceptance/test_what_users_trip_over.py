@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,18 @@ def test_a_loader_of_torch_as_a_blob_names_the_one_that_can_be_saved(tmp_path: P
         list(run.epochs(1))
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as in a terminal; a process started in the background of a shell inherits that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("event", ["Ctrl-C", "error"])
-def test_a_loop_that_ends_early_shows_no_lines_of_torchrelay(tmp_path: Path, event: str) -> None:
+def test_a_loop_that_ends_early_shows_no_lines_of_torchrelay(
+    tmp_path: Path, interruptible: None, event: str
+) -> None:
     """The traceback has the lines of the program, and the last one says what happened."""
     with (
         pytest.raises((LeftByInterrupt, TaskFailedError)) as raised,
