@@ -197,14 +197,16 @@ class Run:
         return self._followed(self.ctx.steps(loader, count=count, accumulate=accumulate), self._ctx)
 
     def _followed(self, batches: Iterator[Any], epoch: Context | None) -> Iterator[Any]:
-        running, self._inside = self._loops, True
-        running.append(batches)
+        running = self._loops
         try:
             while True:
                 if self._ctx is not epoch:
                     raise NotAllowedNowError(
                         "this iterator of run.steps is from an epoch that is over: call it again"
                     )
+                if batches not in running:  # at first, or resumed by zip_longest() behind the other's end
+                    running.append(batches)
+                    self._inside = True
                 try:
                     batch = next(batches)
                 except StopIteration:

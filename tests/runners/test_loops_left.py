@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,21 @@ def test_loops_side_by_side(shorter: bool, tmp_path: Path) -> None:
                 values += one + other
             break
     assert run.result.status == ("PREEMPTED" if shorter else "STOPPED")
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_loop_that_outlasts_the_one_beside_it(leaves: bool, tmp_path: Path) -> None:
+    """zip_longest() resumes the longer loader, and leaving that one leaves the epoch within its steps."""
+    values = torch.zeros(1)
+    with Run(tmp_path, dict(values=values)) as run:
+        for _ in run.epochs(2):
+            for one, other in zip_longest(run.steps([1, 2], count=False), run.steps([1, 2, 3], count=False)):
+                values += other
+                if leaves and one is None:
+                    break
+            break
+    assert values.item() == 6
+    assert run.result.status == ("PREEMPTED" if leaves else "STOPPED")
 
 
 @pytest.mark.parametrize("face", ["job", "run"])
