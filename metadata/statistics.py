@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
-from statistics import median
 from typing import Any
 
 from torchrelay.records import dataclass
@@ -168,6 +167,8 @@ def summary(actions: Sequence[Sequence[NodeTimes]]) -> StragglerSummary:
 
 
 def _row(node: str, found: Sequence[NodeTimes]) -> NodeRow:
+    from statistics import median  # only reports need it: a start of a run does not import it
+
     phases = dict.fromkeys(phase for one in found for phase in one.secs)
     spent = {phase: [one.secs.get(phase, 0.0) for one in found] for phase in phases}
     return NodeRow(
@@ -196,6 +197,8 @@ def _shares(actions: Iterable[Sequence[NodeTimes]], phases: Iterable[str]) -> Ma
 def _verdict(actions: Sequence[Sequence[NodeTimes]], rows: Sequence[NodeRow]) -> StragglerVerdict | None:
     if len(rows) < 2:
         return None
+    from statistics import median
+
     slowest = rows[0]
     typical = median(row.own_secs for row in rows[1:])
     excess = {

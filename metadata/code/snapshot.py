@@ -6,7 +6,6 @@ import hashlib
 import os
 import stat
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -231,5 +230,7 @@ def _is_installed(path: Path) -> bool:
 @cache
 def _installations() -> tuple[Path, ...]:
     """Return the directories of this interpreter's modules and programs."""
+    import sysconfig  # needed once the first epoch runs, not at the start
+
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
     return tuple(Path(place).resolve() for place in places if place)
