@@ -37,16 +37,16 @@ class Peers(Protocol):
         value: Json,
         *,
         deadline_secs: float | None = None,
-        told: Callable[[Json], Json] | None = None,
+        for_others: Callable[[Json], Json] | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> list[Json]:
         """Send `value` and return the values of all processes in rank order.
 
-        `topic` names the purpose; different topics at the same time are an error. With `told` only rank 0
-        gets the values, and the others get `told(value)` of each, so that data only needed by rank 0 is not
-        sent to all. `meanwhile`, which must not raise, is called after sending and before waiting. Equal
-        values may be one object, so do not modify them. Raises DeadlineError, which names the late ranks and
-        the topic, and PeerError if the store is lost.
+        `topic` names the purpose; different topics at the same time are an error. With `for_others` only rank
+        0 gets the values, and the others get `for_others(value)` of each, so that data only needed by rank 0
+        is not sent to all. `meanwhile`, which must not raise, is called after sending and before waiting.
+        Equal values may be one object, so do not modify them. Raises DeadlineError, which names the late
+        ranks and the topic, and PeerError if the store is lost.
         """
 
     def apart(self) -> Peers:
@@ -66,7 +66,7 @@ class Solo:
         value: Json,
         *,
         deadline_secs: float | None = None,
-        told: Callable[[Json], Json] | None = None,
+        for_others: Callable[[Json], Json] | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> list[Json]:
         """Return the only value there is."""
@@ -104,14 +104,16 @@ def together(
         outcome = {"error": type(error).__name__, "message": str(error)}
         outcome["consequence"] = getattr(error, "consequence", False)
     try:
-        told = (lambda other: other if "error" in other else _NOTHING) if for_first else None
+        for_others = (lambda other: other if "error" in other else _NOTHING) if for_first else None
         meanwhile = None if own is not None else meanwhile
-        outcomes = peers.exchange(topic, outcome, deadline_secs=deadline_secs, told=told, meanwhile=meanwhile)
+        outcomes = peers.exchange(
+            topic, outcome, deadline_secs=deadline_secs, for_others=for_others, meanwhile=meanwhile
+        )
     except PeerError:
         if own is None:
             raise
         try:
-            _untold(own, since=True)
+            _mark_unagreed(own, since=True)
             raise own from own.__cause__  # the own failure is more informative than the missing others
         finally:
             del own  # break the reference cycle through its traceback
@@ -120,7 +122,7 @@ def together(
     try:
         for rank in sorted(failed, key=lambda rank: (outcomes[rank]["consequence"], rank)):
             if own is not None and rank == peers.rank:
-                _untold(own, since=False)
+                _mark_unagreed(own, since=False)
                 raise own
             raise error_of(outcomes[rank]["error"], outcomes[rank]["message"], rank) from own
     finally:
@@ -136,8 +138,10 @@ def decide(
     peers: Peers, topic: str, choose: Callable[[], Json], *, deadline_secs: float | None = None, by: int = 0
 ) -> Json:
     """Run `choose` on rank `by` and return its result, or raise its error, on all ranks."""
-    told = together(peers, topic, lambda: choose() if peers.rank == by else None, deadline_secs=deadline_secs)
-    return told[by]
+    results = together(
+        peers, topic, lambda: choose() if peers.rank == by else None, deadline_secs=deadline_secs
+    )
+    return results[by]
 
 
 def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
@@ -159,15 +163,15 @@ def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 
             warnings.showwarning(error, category, caller.f_code.co_filename, caller.f_lineno)
 
 
-def is_told(error: Exception) -> bool:
+def is_agreed(error: Exception) -> bool:
     """Return True if all processes know of a failure raised by `together`; else others may still run."""
-    return not isinstance(error, PeerError) and not getattr(error, "_untold", False)
+    return not isinstance(error, PeerError) and not getattr(error, "_unagreed", False)
 
 
-def _untold(error: Exception, *, since: bool) -> None:
+def _mark_unagreed(error: Exception, *, since: bool) -> None:
     """Mark an error of which the others could not be notified."""
     with suppress(AttributeError):  # a class with slots: assume that the others know
-        error._untold = since  # type: ignore[attr-defined]
+        error._unagreed = since  # type: ignore[attr-defined]
 
 
 def error_of(name: str, message: str, rank: int) -> RelayError:

@@ -159,7 +159,7 @@ class RankPeers:
         value: Json,
         *,
         deadline_secs: float | None = None,
-        told: Callable[[Json], Json] | None = None,
+        for_others: Callable[[Json], Json] | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> list[Json]:
         """What all ranks post; as JSON, as it would have come."""

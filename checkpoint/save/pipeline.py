@@ -52,7 +52,7 @@ from torchrelay.checkpoint.storage.local_io import WORTH_IT
 from torchrelay.checkpoint.storage.work import WRITERS, Clock, beside, patience_secs, progress
 from torchrelay.errors import ChangedAfterAllError, PeerError, SaveFailedError, StorageError
 from torchrelay.jobs.cluster import NodePlace
-from torchrelay.jobs.session import Peers, Session, decide, is_told, together, warn
+from torchrelay.jobs.session import Peers, Session, decide, is_agreed, together, warn
 from torchrelay.metadata.statistics import NodeStats, NodeTimes
 from torchrelay.records import dataclass
 
@@ -185,7 +185,7 @@ def carry_out(job: SaveJob, plan: SavePlan, clock: Clock, whole: WholeBytes | No
         if whole is not None:
             whole.compare(job.peers)
     except Exception as error:
-        if is_told(error):  # else another process may still write there
+        if is_agreed(error):  # else another process may still write there
             discard(job, attempt_name)
         raise
     begin = time.monotonic()

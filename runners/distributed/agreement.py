@@ -75,7 +75,7 @@ class StorePeers:
         value: Json,
         *,
         deadline_secs: float | None = None,
-        told: Callable[[Json], Json] | None = None,
+        for_others: Callable[[Json], Json] | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> list[Json]:
         """Post `value` about `topic`; return the values of all ranks in rank order (see `Peers`).
@@ -91,7 +91,7 @@ class StorePeers:
             if meanwhile is not None:
                 meanwhile()
             if self.rank == 0:
-                runs = self._lead(topic, hosts, secs, told)
+                runs = self._lead(topic, hosts, secs, for_others)
             else:
                 runs = self._follow(topic, hosts, secs)
         self._forget(leads=self.rank in hosts.leaders)
@@ -125,12 +125,14 @@ class StorePeers:
         entry = {"topic": topic, "value": value}
         self._store.put(self._key(self.rank), json.dumps(entry, allow_nan=True).encode())
 
-    def _lead(self, topic: str, hosts: Hosts, secs: float, told: Callable[[Json], Json] | None) -> _Runs:
+    def _lead(
+        self, topic: str, hosts: Hosts, secs: float, for_others: Callable[[Json], Json] | None
+    ) -> _Runs:
         """Gather and publish the values on rank 0, and return them."""
         answer = joined(self._gather(topic, hosts, Deadline(secs)))
         with undisturbed():
             runs = _runs_in(answer)
-        self._store.put(self._answer(), answer if told is None else _retold(runs, topic, told))
+        self._store.put(self._answer(), answer if for_others is None else _abridged(runs, topic, for_others))
         return runs
 
     def _follow(self, topic: str, hosts: Hosts, secs: float) -> _Runs:
@@ -267,13 +269,13 @@ def _spread(runs: Iterable[tuple[int, Any]]) -> list[Any]:
     return [one for count, entry in runs for one in [entry] * count]
 
 
-def _retold(runs: _Runs, topic: str, told: Callable[[Json], Json]) -> bytes:
-    """Encode the answer with each value replaced by `told(value)`; late ranks and other topics stay."""
+def _abridged(runs: _Runs, topic: str, for_others: Callable[[Json], Json]) -> bytes:
+    """Encode the answer with each value replaced by `for_others(value)`; late ranks and other topics stay."""
 
     def seen(run: tuple[int, Json]) -> tuple[bool, Json]:
         entry = run[1]
         here = entry is not None and entry["topic"] == topic
-        return here, told(entry["value"]) if here else entry
+        return here, for_others(entry["value"]) if here else entry
 
     report = [
         [sum(count for count, _ in some), {"topic": topic, "value": shown} if here else shown]

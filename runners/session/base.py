@@ -25,7 +25,7 @@ from torchrelay.jobs.cluster import Managed, NodePlace, selected
 from torchrelay.jobs.job import SessionGroup, TaskGroup
 from torchrelay.jobs.random import RandomStreams, current_seed
 from torchrelay.jobs.runtime import phase
-from torchrelay.jobs.session import Peers, Wire, is_told, together
+from torchrelay.jobs.session import Peers, Wire, is_agreed, together
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace, WorkspaceType
 from torchrelay.runners.distributed.loops import ALL, Loops, first_contradiction
@@ -307,7 +307,7 @@ class SessionBase(Managed):
         try:
             return together(self.peers, topic, work, deadline_secs=GROUP_SECS)
         except Exception as error:
-            if is_told(error):
+            if is_agreed(error):
                 self._all_failed()
             raise
 

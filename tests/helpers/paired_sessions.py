@@ -35,13 +35,13 @@ class PairedPeers:
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank, self.size, self._meeting = rank, size, meeting
 
-    def exchange(self, topic, value, *, deadline_secs=None, told=None, meanwhile=None):
+    def exchange(self, topic, value, *, deadline_secs=None, for_others=None, meanwhile=None):
         if meanwhile is not None:
             meanwhile()
         posted = [json.loads(text) for text in self._meeting.swap(self.rank, json.dumps([topic, value]))]
         assert {other for other, _ in posted} == {topic}
         values = [value for _, value in posted]
-        return values if told is None or self.rank == 0 else [told(value) for value in values]
+        return values if for_others is None or self.rank == 0 else [for_others(value) for value in values]
 
 
 class PairedSession(LocalSession):

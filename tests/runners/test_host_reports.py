@@ -75,7 +75,7 @@ def test_every_rank_gets_what_it_gets_without_reports(lines, world):
         flat = StorePeers(below(lines[rank], f"{name}-flat"), rank, size)
         near = grouped(StorePeers(below(lines[rank], f"{name}-near"), rank, size), hosts)
         both = [peers.exchange("any", said[rank]) for said in rounds for peers in (flat, near)]
-        first = near.exchange("first", rounds[0][rank], told=lambda _: "told")
+        first = near.exchange("first", rounds[0][rank], for_others=lambda _: "told")
         return [*both, first]
 
     expected = [said for said in rounds for _ in range(2)]
