@@ -29,9 +29,8 @@ from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.dtypes import logical_dtype
 from torchrelay.checkpoint.format.names import Key, Whole, nearest
 from torchrelay.checkpoint.format.position import Patterns, Position, Selection, matches, selection_of
-from torchrelay.checkpoint.format.shard.entries import Entries, form_of, whole_entries
+from torchrelay.checkpoint.format.shard.entries import LEAVES, Entries, form_of, whole_entries
 from torchrelay.checkpoint.format.shard.header import HeaderFrame, ShardIdentity, ShardLimits, ShardPart, cut
-from torchrelay.checkpoint.format.shard.header_text import LEAVES
 from torchrelay.checkpoint.format.shard.writer import write_part
 from torchrelay.checkpoint.load.lookup import Rename, pattern_list, renamed_all, without_prefix
 from torchrelay.checkpoint.load.tensors import Cast, cast, check_types_used, checked_cast, checked_device

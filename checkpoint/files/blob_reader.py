@@ -24,9 +24,8 @@ from torchrelay.checkpoint.format.manifest.layouts import Near
 from torchrelay.checkpoint.format.manifest.schema import LeafRow
 from torchrelay.checkpoint.format.mesh_geometry import whole
 from torchrelay.checkpoint.format.names import all_plain, encode_name
-from torchrelay.checkpoint.format.shard.entries import EntryForm
+from torchrelay.checkpoint.format.shard.entries import LEAVES, METADATA_KEY, EntryForm, WrittenRows
 from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT
-from torchrelay.checkpoint.format.shard.header_text import LEAVES, METADATA_KEY, WrittenRows
 from torchrelay.checkpoint.format.shard.reader import ShardHeader, read_header
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest, ThreadMemory, verifies
 from torchrelay.checkpoint.format.value_decoding import references

@@ -60,14 +60,14 @@ def reading() -> Iterator[Bug]:
     )
     yield Bug(
         "rows of a list of leaves are taken unseen",
-        "checkpoint/format/shard/header_text.py",
+        "checkpoint/format/shard/entries.py",
         "        if part != _BETWEEN_ROWS.join(",
         "        if not _BETWEEN_ROWS.join(",
         ["tests/checkpoint/test_listed_leaves.py"],
     )
     yield Bug(
         "what stands between the names of a header is taken unseen",
-        "checkpoint/format/shard/header_text.py",
+        "checkpoint/format/shard/entries.py",
         "        if [offsets for _, _, offsets in said] != [",
         "        if not [",
         ["tests/checkpoint/test_header_columns.py"],

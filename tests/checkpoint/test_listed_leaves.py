@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from torchrelay import load_blobs, load_into, save_blobs
 from torchrelay.checkpoint.files.blob_reader import open_blob_file
-from torchrelay.checkpoint.format.shard import header, header_text
-from torchrelay.checkpoint.format.shard.header_text import LEAVES, WrittenRows
+from torchrelay.checkpoint.format.shard import entries, header
+from torchrelay.checkpoint.format.shard.entries import LEAVES, WrittenRows
 from torchrelay.errors import DamagedError, RelayError
 
 NAMES = ["m.2", "m.10", "m.1", "other,x", "a b"]
@@ -156,7 +156,7 @@ def test_a_changed_list_is_understood_and_refused_as_the_decoded_one(data):
         cut = data.draw(st.sampled_from([0, 1, 1, 2, 5, 30]))
         text = text[:at] + data.draw(st.sampled_from([*CHANGES, *WORDS])) + text[at + cut :]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(header_text, "_AT_ONCE", data.draw(st.sampled_from([1, 30, 100, 1 << 16])))
+        patch.setattr(entries, "_AT_ONCE", data.draw(st.sampled_from([1, 30, 100, 1 << 16])))
         path = Path(folder) / "file"
         path.write_bytes(with_header(text))
         assert opened(path) == opened_decoded(path)
@@ -223,6 +223,6 @@ def test_windows_lose_nothing_but_separators(text, size, before, behind):
     """Put together again they are the text."""
     data = "," * before + text + "," * behind
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(header_text, "_AT_ONCE", size)
-        found = list(header_text._windows(data, before, before + len(text), ","))
+        patch.setattr(entries, "_AT_ONCE", size)
+        found = list(entries._windows(data, before, before + len(text), ","))
     assert ",".join(found) == text

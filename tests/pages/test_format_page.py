@@ -36,7 +36,7 @@ from torchrelay.checkpoint.format.position import (
     facts_json,
     facts_of,
 )
-from torchrelay.checkpoint.format.shard import header, header_text
+from torchrelay.checkpoint.format.shard import entries, header
 from torchrelay.checkpoint.format.shard import header as shard
 from torchrelay.checkpoint.format.shard import header as shard_parts
 from torchrelay.checkpoint.format.value_decoding import CONTAINER_KINDS
@@ -198,7 +198,7 @@ def test_shard_metadata() -> None:
     data = (GOLDEN / "trainer_0.4.main.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     assert (8 + length) % 4096 == 0
-    inner = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][header_text.METADATA_KEY])
+    inner = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][entries.METADATA_KEY])
     assert first_cells("Shard file", 1) == set(inner)
     assert (inner["digest"], inner["block"]) == ("xxh3-128", 1048576)
     assert set(header._RESERVED) <= set(code(section("Shard file")))

@@ -16,7 +16,7 @@ import binascii
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from itertools import accumulate, pairwise
 
 from torchrelay.checkpoint.format import canonical_json, dtypes, names
@@ -24,18 +24,14 @@ from torchrelay.checkpoint.format import dtypes as digest
 from torchrelay.checkpoint.format.names import Key, ShardName, encode_name, format_key
 from torchrelay.checkpoint.format.position import MAX_EPOCH, Position
 from torchrelay.checkpoint.format.shard.entries import (
+    METADATA_KEY,
     Entries,
     EntryForm,
     StoredColumns,
     StoredEntries,
     StoredEntry,
-    columns_of,
-    too_large,
-)
-from torchrelay.checkpoint.format.shard.header_text import (
-    METADATA_KEY,
-    HeaderText,
     metadata_with_rows,
+    too_large,
     written_header,
 )
 from torchrelay.errors import BlobError, DamagedError, FormatError, UsageError
@@ -282,16 +278,17 @@ def parse(header: bytes, file_bytes: int, *, what: str, vouched: bool = False) -
     if header_length(header, file_bytes, what=what) != len(header):
         raise DamagedError(f"{what}: the header is not {len(header)} bytes long")
     data = range(len(header), file_bytes)
-    found = written_header(header, len(data)) or _decoded(header, len(data), what, vouched)
-    numbers, columns = found.numbers, found.columns
-    inner = _parse_metadata(found.metadata, what, vouched)
+    written = written_header(header, len(data))
+    text, said = (written[0], None) if written else _decoded(header, what, vouched)
+    inner = _parse_metadata(text, what, vouched)
     pieces, digests = _pieces(inner, what), inner["digests"]
-    if columns and columns.blocks[-1] * digest.SIZE == len(digests):
-        entries = _entries(numbers, pieces, StoredColumns(columns, digests, data.start), what)
+    if written and written[2].blocks[-1] * digest.SIZE == len(digests):
+        columns = replace(written[2], digests=digests, data_start=data.start)
+        entries = _entries(written[1], pieces, columns, what)
     else:
-        said = canonical_json.loads(header[8:], what=what, limit_bytes=len(header), again=True)
-        del said["__metadata__"]
-        entries = StoredEntries(numbers, _one_by_one(said, pieces, digests, data, what))
+        said = _decoded(header, what, vouched)[1] if said is None else said
+        known = _one_by_one(said, pieces, digests, data, what)
+        entries = StoredEntries({key: number for number, key in enumerate(known)}, known)
     if not vouched:
         entries.look_at_all()
     identity, part = _identity(inner, what), inner.get("part")
@@ -303,8 +300,8 @@ def parse(header: bytes, file_bytes: int, *, what: str, vouched: bool = False) -
     return ShardContent(identity, part, entries, aliases, values, len(header), file_bytes)
 
 
-def _decoded(header: bytes, data_bytes: int, what: str, vouched: bool) -> HeaderText:
-    """Parse any other header."""
+def _decoded(header: bytes, what: str, vouched: bool) -> tuple[str, dict[str, Json]]:
+    """The metadata and the entries of any other header."""
     said = canonical_json.loads(header[8:], what=f"{what}: header", limit_bytes=len(header), again=vouched)
     if not isinstance(said, dict):
         raise DamagedError(f"{what}: the header is not a JSON object")
@@ -312,8 +309,7 @@ def _decoded(header: bytes, data_bytes: int, what: str, vouched: bool) -> Header
     text = outer.get(METADATA_KEY) if isinstance(outer, dict) else None
     if not isinstance(text, str):
         raise FormatError(f"{what} was not written by torchrelay: its metadata do not mention it")
-    numbers = dict(zip(said, range(len(said)), strict=True))
-    return HeaderText(text, numbers, columns_of(said, data_bytes))
+    return text, said
 
 
 def _parse_metadata(text: str, what: str, vouched: bool) -> dict[str, Json]:
@@ -382,7 +378,7 @@ def _entries(
     looked_at: dict[tuple[object, ...], tuple[dtypes.ElementType, tuple[int, ...]]] = {}
 
     def look(number: int, text: str) -> StoredEntry:
-        key, piece, form = names.parse_key(text), pieces.get(text, {}), stored.columns.forms[number]
+        key, piece, form = names.parse_key(text), pieces.get(text, {}), stored.forms[number]
         # All that decides except the name; as text, because 1, 1.0 and True are equal.
         alike = (form.dtype, form.shape, text.partition("@")[2], repr(piece))
         if alike not in looked_at:

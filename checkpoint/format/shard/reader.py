@@ -215,7 +215,7 @@ class ShardHeader:
             self.read_many([ReadRequest(key, 0, len(one), memoryview(one)) for key, one in pairs], options)
             return
         numbers, memories = in_order(self._numbers(keys), memories)
-        starts, stops = self.entries.stored.columns.bounds(numbers)
+        starts, stops = self.entries.stored.bounds(numbers)
         stored, sizes = list(map(sub, stops, starts)), list(map(len, memories))
         if stored != sizes:
             number, size, room = next(
@@ -268,7 +268,7 @@ class ShardHeader:
             return self.checks(whole, memory)
         wanted = set(self._numbers(keys))
         numbers = range(len(self.entries)) if len(wanted) == len(self.entries) else sorted(wanted)
-        starts, stops = self.entries.stored.columns.bounds(numbers)
+        starts, stops = self.entries.stored.bounds(numbers)
         sizes = list(map(sub, stops, starts))
         large = [self.entries.key_at(one) for one, size in zip(numbers, sizes, strict=True) if size > BLOCK]
         whole = [ReadRequest(key, 0, self.entry(key).nbytes, memoryview(b"")) for key in large]

@@ -261,12 +261,12 @@ class EntryBatch:
     @property
     def start(self) -> int:
         """Offset of the first entry in the file."""
-        return self.stored.data_start + self.stored.columns.starts[self.numbers[0]]
+        return self.stored.data_start + self.stored.starts[self.numbers[0]]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all entries."""
-        return self.stored.data_start + self.stored.columns.stops[self.numbers[-1]] - self.start
+        return self.stored.data_start + self.stored.stops[self.numbers[-1]] - self.start
 
     def read(self, scattered: Callable[[int, Sequence[Memory]], int], *, verify: bool) -> None:
         """Fill all memories; raises DamagedError naming file, key and block."""
@@ -278,7 +278,7 @@ class EntryBatch:
     def check(self, read_into: Callable[[int, memoryview], int], room: memoryview) -> None:
         """Verify entries in `room`, scratch memory of `nbytes` bytes; see `read`."""
         self._counted(lambda: read_into(self.start, room))
-        starts, stops = self.stored.columns.bounds(self.numbers)
+        starts, stops = self.stored.bounds(self.numbers)
         first = starts[0]
         self._verify(
             digests_of(room[start - first : stop - first] for start, stop in zip(starts, stops, strict=True))
@@ -296,7 +296,7 @@ class EntryBatch:
             raise DamagedError(f"{self.path} ends inside of {key}, at byte {self.start + count}")
 
     def _with_gaps(self) -> Sequence[Memory]:
-        columns = self.stored.columns
+        columns = self.stored
         gaps = [columns.starts[behind] - columns.stops[before] for before, behind in pairwise(self.numbers)]
         if not any(gaps):
             return self.memories
@@ -312,14 +312,14 @@ class EntryBatch:
             return
         for at, number in enumerate(self.numbers):
             if found[at * SIZE : (at + 1) * SIZE] != expected[at * SIZE : (at + 1) * SIZE]:
-                offset = self.stored.data_start + self.stored.columns.starts[number]
+                offset = self.stored.data_start + self.stored.starts[number]
                 raise DamagedError(
                     f"{self.path}: block 0 of {self.entries.key_at(number)}, at byte {offset} of the file,"
                     " is not what was saved"
                 )
 
     def _expected(self) -> bytes:
-        blocks, digests = self.stored.columns.blocks, self.stored.digests
+        blocks, digests = self.stored.blocks, self.stored.digests
         first, last = self.numbers[0], self.numbers[-1]
         if last - first == len(self.numbers) - 1:
             return digests[blocks[first] * SIZE : blocks[last + 1] * SIZE]
@@ -327,7 +327,7 @@ class EntryBatch:
 
     def _at(self, offset: int) -> int:
         """The number of the entry at an offset of the file."""
-        stops = self.stored.columns.stops
+        stops = self.stored.stops
         beyond = offset - self.stored.data_start
         return next(number for number in self.numbers if stops[number] > beyond)
 
@@ -354,7 +354,7 @@ def batches(
     Those with up to `gap` bytes between them are read together; one that is wanted twice is read twice.
     Without memory they can only be verified.
     """
-    starts, stops = entries.stored.columns.bounds(numbers)
+    starts, stops = entries.stored.bounds(numbers)
     for at, end in _runs(starts, stops, gap):
         yield EntryBatch(path, entries, numbers[at:end], memories[at:end])
 
