@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import compress
 from operator import sub
 
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, block_digests, first_damaged_block
-from torchrelay.checkpoint.format.shard.entries import StoredEntries, StoredEntry
+from torchrelay.checkpoint.format.shard.entries import StoredEntry
 from torchrelay.checkpoint.format.shard.header import LENGTH_LIMIT, ShardContent, header_length, parse
 from torchrelay.checkpoint.format.shard.reads import (
     FAR_BYTES,
@@ -37,7 +37,7 @@ from torchrelay.checkpoint.storage.base import (
     worth_of_a_request,
 )
 from torchrelay.errors import DamagedError, MissingShardError, StorageError, UsageError
-from torchrelay.records import Json, dataclass
+from torchrelay.records import dataclass
 
 _Run = list[tuple[StoredEntry, ReadRequest]]
 RUN = 2 * BLOCK
@@ -51,15 +51,6 @@ class ShardExpectation:
     bytes: int
     header_bytes: int
     header_sha256: str
-
-
-@dataclass(frozen=True)
-class _File:
-    """An open shard file, and its read options."""
-
-    handle: ReadHandle
-    options: ReadOptions
-    direct: bool = False
 
 
 CHECKED = 4 * BLOCK
@@ -88,20 +79,18 @@ def read_header(
     size = storage.stat(path)
     if size is None:
         raise MissingShardError(f"{path} is missing")
-    header = _verified(storage, path, size, expect) if expect else _consistent(storage, path, size)
+    if expect is None:
+        header = _consistent(storage, path, size)
+    elif size != expect.bytes:
+        raise DamagedError(f"{path} has {size} bytes instead of {expect.bytes}")
+    elif not 8 <= expect.header_bytes <= size:
+        raise DamagedError(f"{path}: a header of {expect.header_bytes} bytes cannot be in {size} bytes")
+    else:
+        header = storage.read_range(path, 0, expect.header_bytes)
+        if sha256(header) != expect.header_sha256:
+            raise DamagedError(f"{path}: the header is not the one that was committed")
     content = parse(header, size, what=path, vouched=vouched and expect is not None)
     return ShardHeader(storage, path, content, block_digests(memoryview(header)))
-
-
-def _verified(storage: Storage, path: str, size: int, expect: ShardExpectation) -> bytes:
-    if size != expect.bytes:
-        raise DamagedError(f"{path} has {size} bytes instead of {expect.bytes}")
-    if not 8 <= expect.header_bytes <= size:
-        raise DamagedError(f"{path}: a header of {expect.header_bytes} bytes cannot be in {size} bytes")
-    header = storage.read_range(path, 0, expect.header_bytes)
-    if sha256(header) != expect.header_sha256:
-        raise DamagedError(f"{path}: the header is not the one that was committed")
-    return header
 
 
 def _consistent(storage: Storage, path: str, size: int) -> bytes:
@@ -121,30 +110,15 @@ class ShardHeader:
     def __init__(self, storage: Storage, path: str, content: ShardContent, header_digests: bytes) -> None:
         self.path = path
         self.content = content
+        self.entries = content.entries
+        self.aliases = content.aliases
+        self.values = content.values
         self._header_digests = header_digests
         self._storage = storage
         self._gap = worth_of_a_request(storage)
         self._run = FAR_BYTES if self._gap else RUN
-
-    @property
-    def is_remote(self) -> bool:
+        self.is_remote = self._gap > 0
         """Whether reads go over a network, request by request."""
-        return self._gap > 0
-
-    @property
-    def entries(self) -> StoredEntries:
-        """What is stored, by key, in file order."""
-        return self.content.entries
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """The key that holds the bytes of each tied leaf."""
-        return self.content.aliases
-
-    @property
-    def values(self) -> Mapping[str, Json]:
-        """Typed values as they were encoded."""
-        return self.content.values
 
     def read_into(self, key: str, start_byte: int, stop_byte: int, destination: memoryview) -> None:
         """Fill `destination` with bytes [start_byte, stop_byte) of an entry.
@@ -154,14 +128,14 @@ class ShardHeader:
         naming file, key and block.
         """
         with open_for_reading(self._storage, self.path) as handle:
-            self._read_one(_File(handle, PLAIN), ReadRequest(key, start_byte, stop_byte, destination))
+            self._read_one(ReadRequest(key, start_byte, stop_byte, destination), True, handle)
 
-    def _read_one(self, file: _File, request: ReadRequest) -> None:
+    def _read_one(self, request: ReadRequest, verify: bool, handle: ReadHandle) -> None:
         key, start_byte, stop_byte = request.key, request.start, request.stop
         entry = self.entry(key)
         target = checked_target(entry, request)
-        if not file.options.verify:
-            self._read_exactly(file, key, entry, start_byte, target)
+        if not verify:
+            self._read_range(handle, key, entry, False, start_byte, target)
             return
         position = start_byte
         while position < stop_byte:
@@ -170,10 +144,14 @@ class ShardHeader:
             whole_end = entry.nbytes if inside == entry.nbytes else inside // BLOCK * BLOCK
             if position == first and whole_end > first:
                 part = target[first - start_byte : whole_end - start_byte]
-                self._read_verified(file, key, entry, first, part)
+                self._read_verified(handle, key, entry, first, part)
                 position = whole_end
-            else:
-                position = self._read_partly(file, request, entry, position, target[position - start_byte :])
+            else:  # to the end of the block or of the request
+                block = memoryview(bytearray(min(BLOCK, entry.nbytes - first)))
+                self._read_verified(handle, key, entry, first, block)
+                end = min(stop_byte, first + len(block))
+                target[position - start_byte : end - start_byte] = block[position - first : end - first]
+                position = end
 
     def read_many(self, requests: Iterable[ReadRequest], options: ReadOptions = PLAIN) -> None:
         """Do many reads, begun in file order; small neighbouring entries are read together.
@@ -189,15 +167,25 @@ class ShardHeader:
         parts: list[ReadRequest] = []
         whole: list[ReadRequest] = []
         for request in requests:
-            (whole if self._is_small(request) else parts).append(request)
+            size = request.destination.nbytes
+            small = self.entries.in_columns and request.start == 0 and size == request.stop <= BLOCK
+            (whole if small and self.entry(request.key).nbytes == size else parts).append(request)
         found: list[Portion] = []
         if whole:
             numbers = self._numbers([request.key for request in whole])
             memories = [request.destination.cast("B") for request in whole]
             filled = [number for number, one in zip(numbers, memories, strict=True) if len(one)]
             found += self._small_portions(*in_order(filled, list(filter(len, memories))), options)
-        located = self._located(piece for request in parts for piece in pieces(request, self._run))
-        return found + [self._portion(run, options) for run in neighbours(located)]
+        pieced = (piece for request in parts for piece in pieces(request, self._run))
+        located = [(self.entry(piece.key), piece) for piece in pieced]
+        # By the end, too: an empty entry begins where the next one does, and comes before it.
+        located.sort(key=lambda pair: (pair[0].start, pair[0].stop, pair[1].start))
+        for run in neighbours(located):
+            (first, begin), (last, end) = run[0], run[-1]
+            at = first.start + begin.start
+            read = partial(self._read_run, run, options.verify)
+            found.append(self.portion(at, last.start + end.stop - at, read))
+        return found
 
     def portion(self, begin: int, nbytes: int, read: Callable[[ReadHandle], None]) -> Portion:
         """Bytes of this file, from byte `begin` on, that `read` reads at once."""
@@ -285,9 +273,9 @@ class ShardHeader:
     def _check_blocks(
         self, key: str, entry: StoredEntry, start: int, stop: int, memory: ThreadMemory, handle: ReadHandle
     ) -> None:
-        file, room = _File(handle, PLAIN), memory.room(BLOCK)
+        room = memory.room(BLOCK)
         for at in range(start, stop, BLOCK):
-            self._read_verified(file, key, entry, at, room[: min(BLOCK, stop - at)])
+            self._read_verified(handle, key, entry, at, room[: min(BLOCK, stop - at)])
 
     def read_passing(
         self, handle: ReadHandle, key: str, spans: Sequence[Span], memory: Passing, options: ReadOptions
@@ -303,8 +291,7 @@ class ShardHeader:
         passage = Passage(
             entry.nbytes, BLOCK if options.verify else 1, PASSING_FAR if self._gap else 0, self._gap
         )
-        read = self._read_blocks if options.verify else self._read_exactly
-        return memory.over(spans, passage, partial(read, _File(handle, options), key, entry))
+        return memory.over(spans, passage, partial(self._read_range, handle, key, entry, options.verify))
 
     def _small_portions(
         self, numbers: Sequence[int], memories: Sequence[Memory], options: ReadOptions
@@ -319,31 +306,26 @@ class ShardHeader:
             for one in batches(self.path, self.entries, numbers, memories, self._gap)
         ]
 
-    def _portion(self, run: _Run, options: ReadOptions) -> Portion:
-        """Neighbours in the file that are read together, or one piece of a large entry."""
-        (first, begin), (last, end) = run[0], run[-1]
-        at = first.start + begin.start
-        read = partial(self._read_run, run, options)
-        return self.portion(at, last.start + end.stop - at, read)
-
     def _numbers(self, keys: Sequence[str]) -> Sequence[int]:
         try:
             return self.entries.numbers(keys)
         except KeyError as error:
             raise DamagedError(f"{self.path} does not hold {error.args[0]}") from None
 
-    def _is_small(self, request: ReadRequest) -> bool:
-        """Whether a request is for a whole entry of at most a block, into memory of its size."""
-        size = request.destination.nbytes
-        whole = self.entries.in_columns and request.start == 0 and size == request.stop <= BLOCK
-        return whole and self.entry(request.key).nbytes == size
-
-    def _read_run(self, run: _Run, options: ReadOptions, handle: ReadHandle) -> None:
-        file = _File(handle, options)
+    def _read_run(self, run: _Run, verify: bool, handle: ReadHandle) -> None:
+        """Read neighbours in the file together, or one piece of a large entry."""
         if len(run) == 1:
-            self._read_one(file, run[0][1])
-        else:
-            self._read_together(file, run)
+            self._read_one(run[0][1], verify, handle)
+            return
+        start, stop = run[0][0].start, run[-1][0].stop
+        window = memoryview(bytearray(stop - start))
+        self._fill(handle, run[-1][1].key, start, window)
+        for entry, request in run:
+            view = window[entry.start - start : entry.stop - start]
+            target = checked_target(entry, request)
+            if verify:
+                self._verify(request.key, entry, 0, view)
+            target[:] = view[request.start : request.stop]
 
     def check(self, request: ReadRequest) -> None:
         """Verify bytes in the destination: whole blocks, the last may be the entry's end.
@@ -378,7 +360,7 @@ class ShardHeader:
             for key, entry in self.entries.items():
                 for start in range(0, entry.nbytes, self._run):
                     part = scratch[: min(self._run, entry.nbytes - start)]
-                    self._read_verified(_File(handle, PLAIN, direct=True), key, entry, start, part)
+                    self._read_verified(handle, key, entry, start, part, direct=True)
         if self._storage.stat(self.path) != self.content.file_bytes:
             raise DamagedError(f"{self.path} changed its size while it was read")
         return sum(entry.nbytes for entry in self.entries.values())
@@ -390,38 +372,34 @@ class ShardHeader:
         except KeyError:
             raise DamagedError(f"{self.path} does not hold {key}") from None
 
-    def _read_partly(
-        self, file: _File, request: ReadRequest, entry: StoredEntry, position: int, target: memoryview
-    ) -> int:
-        """Read from `position` to the end of its block or of the request."""
-        first = position // BLOCK * BLOCK
-        block = memoryview(bytearray(min(BLOCK, entry.nbytes - first)))
-        self._read_verified(file, request.key, entry, first, block)
-        end = min(request.stop, first + len(block))
-        target[: end - position] = block[position - first : end - first]
-        return end
-
-    def _read_blocks(self, file: _File, key: str, entry: StoredEntry, first: int, target: memoryview) -> None:
-        """Read blocks from byte `first` on; with low latency each is verified when it arrives."""
-        step = FAR_BYTES if self._gap else RUN
-        for at in range(0, len(target), step):
-            self._read_verified(file, key, entry, first + at, target[at : at + step])
+    def _read_range(
+        self, handle: ReadHandle, key: str, entry: StoredEntry, verify: bool, first: int, target: memoryview
+    ) -> None:
+        """Read from byte `first` on; blocks are verified when they arrive."""
+        for at in range(0, len(target), self._run):
+            part = target[at : at + self._run]
+            self._fill(handle, key, entry.start + first + at, part)
+            if verify:
+                self._verify(key, entry, first + at, part)
 
     def _read_verified(
-        self, file: _File, key: str, entry: StoredEntry, first: int, target: memoryview
+        self,
+        handle: ReadHandle,
+        key: str,
+        entry: StoredEntry,
+        first: int,
+        target: memoryview,
+        *,
+        direct: bool = False,
     ) -> None:
-        self._fill(file, key, entry.start + first, target)
+        self._fill(handle, key, entry.start + first, target, direct=direct)
         self._verify(key, entry, first, target)
 
-    def _read_exactly(
-        self, file: _File, key: str, entry: StoredEntry, first: int, target: memoryview
+    def _fill(
+        self, handle: ReadHandle, key: str, offset: int, target: memoryview, *, direct: bool = False
     ) -> None:
-        for at in range(0, len(target), self._run):
-            self._fill(file, key, entry.start + first + at, target[at : at + self._run])
-
-    def _fill(self, file: _File, key: str, offset: int, target: memoryview) -> None:
         try:
-            count = file.handle.read_into(offset, target, direct=file.direct)
+            count = handle.read_into(offset, target, direct=direct)
         except StorageError as error:
             raise type(error)(f"{error} (reading {key})") from error
         if count != len(target):
@@ -437,22 +415,6 @@ class ShardHeader:
                 f"{self.path}: block {block + damaged} of {key}, at byte {offset} of the file,"
                 " is not what was saved"
             )
-
-    def _located(self, requests: Iterable[ReadRequest]) -> list[tuple[StoredEntry, ReadRequest]]:
-        located = [(self.entry(request.key), request) for request in requests]
-        # By the end, too: an empty entry begins where the next one does, and comes before it.
-        return sorted(located, key=lambda pair: (pair[0].start, pair[0].stop, pair[1].start))
-
-    def _read_together(self, file: _File, run: _Run) -> None:
-        start, stop = run[0][0].start, run[-1][0].stop
-        window = memoryview(bytearray(stop - start))
-        self._fill(file, run[-1][1].key, start, window)
-        for entry, request in run:
-            view = window[entry.start - start : entry.stop - start]
-            target = checked_target(entry, request)
-            if file.options.verify:
-                self._verify(request.key, entry, 0, view)
-            target[:] = view[request.start : request.stop]
 
 
 def _joined(spans: Sequence[Span]) -> Iterator[Span]:

@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, suppress
 from itertools import chain, islice, pairwise
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE, digests_of
 from torchrelay.checkpoint.format.shard.entries import StoredColumns, StoredEntries, StoredEntry
@@ -22,10 +21,6 @@ from torchrelay.checkpoint.storage.base import Cached, Memory, ReadHandle, Stora
 from torchrelay.checkpoint.storage.work import share
 from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.records import dataclass
-
-if TYPE_CHECKING:
-    pass
-
 
 WINDOW = 4 * BLOCK
 """Neighbouring small ranges are read together up to this size."""
@@ -119,41 +114,6 @@ def verifies(level: str) -> bool:
     return level == "full"
 
 
-class KeptOpen:
-    """Keeps the last file open; for one thread at a time."""
-
-    def __init__(self) -> None:
-        self._what: tuple[Storage, str] | None = None
-        self._handle: ReadHandle
-        self._opened = ExitStack()
-
-    def reading(self, storage: Storage, path: str) -> KeptOpen:
-        """Use by `with`, which returns the file for reads; raises as `open_for_reading` does.
-
-        The file is closed if the block fails: a retry then opens the file that has the name by then.
-        """
-        if self._what != (storage, path):
-            self.close()
-            self._handle = self._opened.enter_context(open_for_reading(storage, path))
-            self._what = storage, path
-        return self
-
-    def __enter__(self) -> ReadHandle:
-        return self._handle
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.close()
-
-    def close(self) -> None:
-        """Close the open file, if any. An error here does not affect earlier reads."""
-        self._what = None
-        with suppress(OSError):
-            self._opened.close()
-
-
 T = TypeVar("T")
 EACH = 4 << 20
 """Minimum bytes of work per thread: below, starting a thread costs more than it saves."""
@@ -188,6 +148,33 @@ class Portion:
     read: Callable[[ReadHandle], None]
 
 
+class _KeptOpen:
+    """Keeps the last file open; for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._what: tuple[Storage, str] | None = None
+        self._handle: ReadHandle
+        self._opened = ExitStack()
+
+    def use(self, one: Portion, work: Callable[[ReadHandle], T]) -> T:
+        """Call `work` with the file of a portion; after a failure a retry opens what has the name then."""
+        try:
+            if self._what != (one.storage, one.path):
+                self.close()
+                self._handle = self._opened.enter_context(open_for_reading(one.storage, one.path))
+                self._what = one.storage, one.path
+            return work(self._handle)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the open file, if any. An error here does not affect earlier reads."""
+        self._what = None
+        with suppress(OSError):
+            self._opened.close()
+
+
 def once(read: Callable[[], None]) -> None:
     """Call `read` without a retry."""
     read()
@@ -205,32 +192,23 @@ def read_portions(
     first = next(coming, None)
     if first is None:
         return
-    spare = [KeptOpen()]
+    spare = [_KeptOpen()]
+    threads = options.threads
+    with suppress(OSError):  # the read itself reports the error
+        threads = spare[0].use(first, lambda handle: options.threads_for(handle, first.begin, first.nbytes))
 
     def read(one: Portion) -> None:
-        files = spare.pop() if spare else KeptOpen()
+        files = spare.pop() if spare else _KeptOpen()
         try:
-            attempt(lambda: _read(one, files))
+            attempt(lambda: files.use(one, one.read))
         finally:
             spare.append(files)
 
     try:
-        each(read, chain([first], coming), nbytes, _threads(first, spare[0], options))
+        each(read, chain([first], coming), nbytes, threads)
     finally:
         for files in spare:
             files.close()
-
-
-def _read(one: Portion, files: KeptOpen) -> None:
-    with files.reading(one.storage, one.path) as handle:
-        one.read(handle)
-
-
-def _threads(first: Portion, files: KeptOpen, options: ReadOptions) -> int:
-    # The read itself reports the error.
-    with suppress(OSError), files.reading(first.storage, first.path) as handle:
-        return options.threads_for(handle, first.begin, first.nbytes)
-    return options.threads
 
 
 TOGETHER = 512
@@ -270,7 +248,12 @@ class EntryBatch:
 
     def read(self, scattered: Callable[[int, Sequence[Memory]], int], *, verify: bool) -> None:
         """Fill all memories; raises DamagedError naming file, key and block."""
-        memories = self._with_gaps()
+        stored = self.stored
+        gaps = [stored.starts[behind] - stored.stops[before] for before, behind in pairwise(self.numbers)]
+        memories = list(self.memories[:1])
+        unwanted = memoryview(bytearray(max(gaps, default=0)))
+        for gap, memory in zip(gaps, self.memories[1:], strict=True):
+            memories += [unwanted[:gap], memory] if gap else [memory]
         self._counted(lambda: scattered(self.start, memories))
         if verify:
             self._verify(digests_of(self.memories))
@@ -292,22 +275,19 @@ class EntryBatch:
                 f"{error} (reading {self.entries.key_at(self.numbers[0])} and others)"
             ) from error
         if count != self.nbytes:
-            key = self.entries.key_at(self._at(self.start + count))
-            raise DamagedError(f"{self.path} ends inside of {key}, at byte {self.start + count}")
-
-    def _with_gaps(self) -> Sequence[Memory]:
-        columns = self.stored
-        gaps = [columns.starts[behind] - columns.stops[before] for before, behind in pairwise(self.numbers)]
-        if not any(gaps):
-            return self.memories
-        unwanted = memoryview(bytearray(max(gaps)))
-        found = [self.memories[0]]
-        for gap, memory in zip(gaps, self.memories[1:], strict=True):
-            found += [unwanted[:gap], memory] if gap else [memory]
-        return found
+            end = self.start + count
+            stops, beyond = self.stored.stops, end - self.stored.data_start
+            key = self.entries.key_at(next(number for number in self.numbers if stops[number] > beyond))
+            raise DamagedError(f"{self.path} ends inside of {key}, at byte {end}")
 
     def _verify(self, found: bytes) -> None:
-        expected = self._expected()
+        blocks, digests = self.stored.blocks, self.stored.digests
+        first, last = self.numbers[0], self.numbers[-1]
+        if last - first == len(self.numbers) - 1:
+            expected = digests[blocks[first] * SIZE : blocks[last + 1] * SIZE]
+        else:
+            each = (digests[blocks[number] * SIZE : blocks[number + 1] * SIZE] for number in self.numbers)
+            expected = b"".join(each)
         if found == expected:
             return
         for at, number in enumerate(self.numbers):
@@ -317,19 +297,6 @@ class EntryBatch:
                     f"{self.path}: block 0 of {self.entries.key_at(number)}, at byte {offset} of the file,"
                     " is not what was saved"
                 )
-
-    def _expected(self) -> bytes:
-        blocks, digests = self.stored.blocks, self.stored.digests
-        first, last = self.numbers[0], self.numbers[-1]
-        if last - first == len(self.numbers) - 1:
-            return digests[blocks[first] * SIZE : blocks[last + 1] * SIZE]
-        return b"".join(digests[blocks[number] * SIZE : blocks[number + 1] * SIZE] for number in self.numbers)
-
-    def _at(self, offset: int) -> int:
-        """The number of the entry at an offset of the file."""
-        stops = self.stored.stops
-        beyond = offset - self.stored.data_start
-        return next(number for number in self.numbers if stops[number] > beyond)
 
 
 def in_order(numbers: Sequence[int], memories: Sequence[Memory]) -> tuple[Sequence[int], Sequence[Memory]]:
@@ -355,30 +322,16 @@ def batches(
     Without memory they can only be verified.
     """
     starts, stops = entries.stored.bounds(numbers)
-    for at, end in _runs(starts, stops, gap):
-        yield EntryBatch(path, entries, numbers[at:end], memories[at:end])
-
-
-def _runs(starts: Sequence[int], stops: Sequence[int], gap: int) -> Iterator[tuple[int, int]]:
-    """Ranges that are read together, of bounded number and bytes."""
-    for at in range(0, len(starts), TOGETHER):
-        end = min(at + TOGETHER, len(starts))
-        if starts[at + 1 : end] == stops[at : end - 1] and stops[end - 1] - starts[at] <= BYTES:
-            yield at, end
-        else:
-            yield from _divided(starts, stops, (at, end), gap)
-
-
-def _divided(
-    starts: Sequence[int], stops: Sequence[int], places: tuple[int, int], gap: int
-) -> Iterator[tuple[int, int]]:
-    first, end = places
     most = FAR_BYTES if gap else BYTES
-    for at in range(first + 1, end):
-        if not 0 <= starts[at] - stops[at - 1] <= gap or stops[at] - starts[first] > most:
-            yield first, at
-            first = at
-    yield first, end
+    for first in range(0, len(starts), TOGETHER):
+        end = min(first + TOGETHER, len(starts))
+        edges = [first]
+        if starts[first + 1 : end] != stops[first : end - 1] or stops[end - 1] - starts[first] > BYTES:
+            for at in range(first + 1, end):
+                if not 0 <= starts[at] - stops[at - 1] <= gap or stops[at] - starts[edges[-1]] > most:
+                    edges.append(at)
+        for start, stop in pairwise([*edges, end]):
+            yield EntryBatch(path, entries, numbers[start:stop], memories[start:stop])
 
 
 Span = tuple[int, int]
@@ -444,15 +397,5 @@ class Passing:
             yield self._memory[span[0] - first : span[1] - first]
 
 
-class ThreadMemory:
+class ThreadMemory(Passing, threading.local):
     """Scratch memory of each thread, reused for every portion."""
-
-    def __init__(self) -> None:
-        self._own = threading.local()
-
-    def room(self, nbytes: int) -> memoryview:
-        """Memory of the calling thread of so many bytes, with undefined content."""
-        if not hasattr(self._own, "passing"):
-            self._own.passing = Passing()
-        passing: Passing = self._own.passing
-        return passing.room(nbytes)
