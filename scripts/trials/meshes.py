@@ -165,7 +165,9 @@ class Saved:
             entries, _ = pipeline._contents(job, plan, state, group)
             identity = ShardIdentity("job", Position(1), place.name, group, ATTEMPT_NAME)
             storage: Any = self.storage
-            for part, report in enumerate(write_shard(storage, f"data/{ATTEMPT_NAME}", identity, entries), 1):
+            for part, report in enumerate(
+                write_shard(storage, f"data/{ATTEMPT_NAME}", identity, entries, values={}), 1
+            ):
                 size, head, digest = report.bytes, report.header_bytes, report.header_sha256
                 found.append(ShardRow(place.rank, group, part, size, head, digest))
         return found

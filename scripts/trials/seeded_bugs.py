@@ -270,8 +270,8 @@ def _verification() -> Iterator[Bug]:
     yield Bug(
         "blocks that pass through memory are not verified",
         "checkpoint/format/shard/reader.py",
-        "        read = self._read_blocks if options.verify else self._read_exactly\n",
-        "        read = self._read_exactly\n",
+        "partial(self._read_range, handle, key, entry, options.verify))\n",
+        "partial(self._read_range, handle, key, entry, False))\n",
         ["tests/checkpoint/test_passing.py"],
     )
     yield Bug(
@@ -343,8 +343,8 @@ def _behind() -> Iterator[Bug]:
     yield Bug(
         "what is written is not what is hashed",
         "checkpoint/format/shard/writer.py",
-        "                        self.digests.hash(piece, room[at:end])\n",
-        "                        self.digests.hash(piece, piece.extent.data[piece.start : piece.stop])\n",
+        "                        digests.hash(piece, room[at:end])\n",
+        "                        digests.hash(piece, piece.extent.data[piece.start : piece.stop])\n",
         ["tests/checkpoint/test_direct_writes.py"],
     )
 

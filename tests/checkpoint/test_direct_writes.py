@@ -283,8 +283,8 @@ def test_saves_in_several_threads_do_not_share_buffers(tmp_path, monkeypatch):
 def test_buffers_that_setup_has_touched_are_not_made_again(tmp_path, monkeypatch, held):
     """A job of large tensors has its buffers before its first save; one of small tensors takes no memory."""
     made = []
-    mapped = writer._mapped
-    monkeypatch.setattr(writer, "_mapped", lambda nbytes: made.append(nbytes) or mapped(nbytes))
+    new = writer.Pool._new
+    monkeypatch.setattr(writer.Pool, "_new", lambda self: made.append(self) or new(self))
     for nbytes, expected in ((BLOCK, 0), (17 * BLOCK, workers.WRITERS)):
         fresh = writer.Pool()
         monkeypatch.setattr(writer, "pool", lambda fresh=fresh: fresh)

@@ -35,4 +35,4 @@ def write_shard(
     storage: Storage, directory: str, identity: ShardIdentity, given: Sequence[ShardEntry], **more: Any
 ) -> list[ShardReport]:
     """Write the files of these."""
-    return writer.write_shard(storage, directory, identity, entries_of(given), **more)
+    return writer.write_shard(storage, directory, identity, entries_of(given), **{"values": {}, **more})

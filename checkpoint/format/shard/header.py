@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 
 from torchrelay.checkpoint.format import canonical_json, dtypes, names
 from torchrelay.checkpoint.format import dtypes as digest
-from torchrelay.checkpoint.format.names import Key, ShardName, encode_name, format_key
+from torchrelay.checkpoint.format.names import Key, encode_name, format_key
 from torchrelay.checkpoint.format.position import MAX_EPOCH, Position
 from torchrelay.checkpoint.format.shard.entries import (
     METADATA_KEY,
@@ -30,6 +30,7 @@ from torchrelay.checkpoint.format.shard.entries import (
     StoredColumns,
     StoredEntries,
     StoredEntry,
+    are_counts,
     metadata_with_rows,
     too_large,
     written_header,
@@ -51,10 +52,6 @@ class ShardIdentity:
     node: str
     group: str
     attempt_name: str
-
-    def file(self, part: int) -> ShardName:
-        """The name of one of its files."""
-        return ShardName(self.node, self.position, self.group, part)
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,15 @@ class HeaderFrame:
         # Only `block` and `digest` sort before `digests`: the first match is the right one.
         head, place, tail = metadata.partition(_quoted('"digests":"')[1:-1])
         self._head = f'{{"__metadata__":{{"{METADATA_KEY}": {head}{place}'.encode()
-        self._tail = (",".join([f"{tail}}}", *_described(part.entries)]) + "}").encode()
+        entries = part.entries
+        ends = list(accumulate(entries.sizes, initial=0))
+        described = [
+            f"{word}:{form.text}{start},{end}]}}"
+            for word, form, (start, end) in zip(
+                canonical_json.words(entries.keys), entries.forms, pairwise(ends), strict=True
+            )
+        ]
+        self._tail = (",".join([f"{tail}}}", *described]) + "}").encode()
         self.data_bytes = part.data_bytes
         self.digest_bytes = dtypes.SIZE * sum([form.blocks for form in part.entries.forms])
         length = 8 + len(self._head) + 4 * -(-self.digest_bytes // 3) + len(self._tail)
@@ -120,16 +125,6 @@ def _metadata(part: ShardPart) -> bytes:
     if values is None:
         values = canonical_json.dumps(dict(part.values), within=1)
     return b'%b,"values":%b}' % (text, values)
-
-
-def _described(entries: Entries) -> list[str]:
-    """The header's text of each entry, in file order."""
-    ends = list(accumulate(entries.sizes, initial=0))
-    words = canonical_json.words(entries.keys)
-    return [
-        f"{word}:{form.text}{start},{end}]}}"
-        for word, form, start, end in zip(words, entries.forms, ends, ends[1:], strict=False)
-    ]
 
 
 def entry_cost(key: str, form: EntryForm, piece: Json) -> int:
@@ -180,7 +175,8 @@ def cut(
     """
     by_target = _aliases_by_target(entries, aliases)
     text = canonical_json.dumps(dict(values), within=1) if values_text is None else values_text
-    fixed = _fixed_cost(identity, text)
+    said = canonical_json.dumps([identity.job, identity.node, identity.group, identity.attempt_name])
+    fixed = _quoted_bytes(said) + _quoted_bytes(text) + ALIGNMENT  # at least the bytes beside the entries
     if fixed >= limits.values_bytes:
         largest = max(values, key=lambda name: len(canonical_json.dumps(values[name])), default=identity.job)
         raise BlobError(
@@ -188,9 +184,7 @@ def cut(
         )
     parts: list[ShardPart] = []
     for chosen in _runs(entries.ordered(), by_target, fixed, fixed - _quoted_bytes(text), limits):
-        here = {
-            alias: text for text in (chosen.keys if by_target else ()) for alias in by_target.get(text, ())
-        }
+        here = {alias: key for key in by_target.keys() & chosen.keys for alias in by_target[key]}
         first = (values, text) if not parts else ({}, None)
         parts.append(ShardPart(identity, len(parts) + 1, chosen, here, *first))
     return parts
@@ -228,12 +222,6 @@ def _aliases_by_target(entries: Entries, aliases: Mapping[str, Key]) -> dict[str
             raise BlobError(f"{name} cannot be an alias of {text} in this shard")
         found.setdefault(text, []).append(alias)
     return found
-
-
-def _fixed_cost(identity: ShardIdentity, values: bytes) -> int:
-    """An upper bound of the header's bytes beside its entries."""
-    said = canonical_json.dumps([identity.job, identity.node, identity.group, identity.attempt_name])
-    return _quoted_bytes(said) + _quoted_bytes(values) + ALIGNMENT
 
 
 def _quoted_bytes(text: bytes) -> int:
@@ -294,8 +282,16 @@ def parse(header: bytes, file_bytes: int, *, what: str, vouched: bool = False) -
     identity, part = _identity(inner, what), inner.get("part")
     if type(part) is not int or part < 1:
         raise DamagedError(f"{what}: the metadata have no part")
-    aliases, values = _aliases(pieces, entries, what), inner.get("values")
-    if not isinstance(values, dict):
+    aliases: dict[str, str] = {}
+    for text in (text for text in pieces if text not in entries):
+        target = pieces[text].get("alias_of")
+        if not isinstance(target, str) or target not in entries:
+            raise DamagedError(f"{what}: {text} has neither bytes nor an alias that has")
+        key = names.parse_key(text)
+        if not isinstance(key, names.Whole):
+            raise DamagedError(f"{what}: {text} is a piece and cannot be an alias")
+        aliases[key.name] = target
+    if not isinstance(values := inner.get("values"), dict):
         raise DamagedError(f"{what}: the metadata have no values")
     return ShardContent(identity, part, entries, aliases, values, len(header), file_bytes)
 
@@ -335,10 +331,8 @@ def _identity(inner: dict[str, Json], what: str) -> ShardIdentity:
     if place is None or place[0] > MAX_EPOCH:
         raise DamagedError(f"{what}: invalid position {inner.get('position')!r}")
     try:
-        node, group = (
-            names.check_node(_text(inner, "node", what)),
-            names.check_group(_text(inner, "group", what)),
-        )
+        node = names.check_node(_text(inner, "node", what))
+        group = names.check_group(_text(inner, "group", what))
     except UsageError as error:
         raise DamagedError(f"{what}: {error}") from None
     return ShardIdentity(_text(inner, "job", what), Position(*place), node, group, _text(inner, "try", what))
@@ -352,13 +346,7 @@ def _text(inner: dict[str, Json], field: str, what: str) -> str:
 
 
 def _pair(value: Json) -> tuple[int, int] | None:
-    if (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(type(number) is int and number >= 0 for number in value)
-    ):
-        return value[0], value[1]
-    return None
+    return (value[0], value[1]) if isinstance(value, list) and len(value) == 2 and are_counts(value) else None
 
 
 def _pieces(inner: dict[str, Json], what: str) -> dict[str, dict[str, Json]]:
@@ -410,7 +398,13 @@ def _one_by_one(
         leaf = f"{what}: {text}"
         key = names.parse_key(text)
         kind, shape = _logical(key, entry, pieces.get(text, {}), leaf)
-        stop = _offsets(entry, end - data.start, leaf) + data.start
+        offsets, expected = _pair(entry.get("data_offsets")), end - data.start
+        if offsets is None:
+            raise DamagedError(f"{leaf} has no offsets")
+        begin, stop = offsets
+        if begin != expected or stop < begin:
+            raise DamagedError(f"{leaf}: bytes {begin} to {stop}, not from {expected}: a hole or an overlap")
+        stop += data.start
         blocks = digest.block_count(stop - end)
         own = digests[block * digest.SIZE : (block + blocks) * digest.SIZE]
         entries[text] = StoredEntry(key, kind, shape, end, stop, own)
@@ -434,25 +428,12 @@ def _logical(
         raise DamagedError(f"{leaf}: {kind.name} is not stored as {stored.code}")
     if "alias_of" in piece or ("shape" not in piece and (kind.raw or not isinstance(key, names.Whole))):
         raise DamagedError(f"{leaf}: its piece is not described")
-    return kind, _shape(piece.get("shape", entry.get("shape")), leaf)
-
-
-def _shape(found: Json, leaf: str) -> tuple[int, ...]:
-    if not isinstance(found, list) or not set(map(type, found)) <= {int} or min(found, default=0) < 0:
-        raise DamagedError(f"{leaf}: invalid shape {found!r}")
-    if too_large(found):
-        raise DamagedError(f"{leaf}: shape {found!r} is too large")
-    return tuple(found)
-
-
-def _offsets(entry: dict[str, Json], expected: int, leaf: str) -> int:
-    found = _pair(entry.get("data_offsets"))
-    if found is None:
-        raise DamagedError(f"{leaf} has no offsets")
-    start, stop = found
-    if start != expected or stop < start:
-        raise DamagedError(f"{leaf}: bytes {start} to {stop}, not from {expected}: a hole or an overlap")
-    return stop
+    shape = piece.get("shape", entry.get("shape"))
+    if not isinstance(shape, list) or not are_counts(shape):
+        raise DamagedError(f"{leaf}: invalid shape {shape!r}")
+    if too_large(shape):
+        raise DamagedError(f"{leaf}: shape {shape!r} is too large")
+    return kind, tuple(shape)
 
 
 def _check_stored(entry: StoredEntry, said: dict[str, Json], leaf: str) -> None:
@@ -464,20 +445,3 @@ def _check_stored(entry: StoredEntry, said: dict[str, Json], leaf: str) -> None:
         raise DamagedError(f"{leaf}: stored with shape {said.get('shape')!r}, described as {list(shape)}")
     if entry.dtype.nbytes(shape) != entry.nbytes:
         raise DamagedError(f"{leaf}: {entry.nbytes} bytes for {entry.dtype.name} of shape {list(shape)}")
-
-
-def _aliases(
-    pieces: dict[str, dict[str, Json]], entries: Mapping[str, StoredEntry], what: str
-) -> dict[str, str]:
-    aliases: dict[str, str] = {}
-    for text, piece in pieces.items():
-        if text in entries:
-            continue
-        target = piece.get("alias_of")
-        if not isinstance(target, str) or target not in entries:
-            raise DamagedError(f"{what}: {text} has neither bytes nor an alias that has")
-        key = names.parse_key(text)
-        if not isinstance(key, names.Whole):
-            raise DamagedError(f"{what}: {text} is a piece and cannot be an alias")
-        aliases[key.name] = target
-    return aliases

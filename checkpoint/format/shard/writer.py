@@ -37,8 +37,8 @@ from torchrelay.checkpoint.format.dtypes import (
     first_blocks,
     memories_of,
 )
-from torchrelay.checkpoint.format.names import Key, shard_file_name
-from torchrelay.checkpoint.format.shard.entries import Data, Entries
+from torchrelay.checkpoint.format.names import Key, ShardName, shard_file_name
+from torchrelay.checkpoint.format.shard.entries import Entries
 from torchrelay.checkpoint.format.shard.header import (
     DEFAULT_LIMITS,
     HeaderFrame,
@@ -80,7 +80,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """One write: `nbytes` at `offset` of the file."""
+    """One write at `offset` of the file."""
 
     offset: int
     slices: tuple[Slice, ...]
@@ -105,20 +105,17 @@ class Digests:
         if not extent.hashing:
             return
         left = min(BLOCK, len(extent.data) - block * BLOCK)
+        slot = extent.slot + block
         if len(copied) == left:
-            self.put(extent.slot + block, block_digests(copied))
-        else:
-            self._hash_part(extent.slot + block, piece.start, copied, left)
-
-    def _hash_part(self, slot: int, start: int, copied: memoryview, nbytes: int) -> None:
-        """Hash a part of a block of `nbytes` that several threads copy: the last thread hashes all parts."""
-        with self._lock:
+            self.put(slot, block_digests(copied))
+            return
+        with self._lock:  # of the threads that copy parts of a block the last one hashes it
             parts = self._parts.setdefault(slot, {})
-            if sum(map(len, parts.values())) + len(copied) < nbytes:
-                parts[start] = bytes(copied)  # its memory will be reused before the others have finished
+            if sum(map(len, parts.values())) + len(copied) < left:
+                parts[piece.start] = bytes(copied)  # its memory is reused before the others finish
                 return
             del self._parts[slot]
-        parts[start] = copied
+        parts[piece.start] = copied
         hashed = xxhash.xxh3_128()
         for at in sorted(parts):
             hashed.update(parts[at])
@@ -138,9 +135,16 @@ def extents(entries: Entries, digests: Digests, seconds: Clock) -> Iterator[Exte
     for numbers in _runs(entries.sizes, ends):
         first = numbers.start
         if entries.sizes[first] < GATHER:
-            yield _together(entries, numbers, slots[first], digests, seconds)
+            copied = memoryview(_copy(entries, numbers))
+            with seconds.spent("hash"):
+                edges = accumulate(entries.sizes[first : numbers.stop], initial=0)
+                digests.put(slots[first], digests_of([copied[start:end] for start, end in pairwise(edges)]))
+            yield Extent(copied, slots[first], hashing=False)
         else:
-            yield _alone(entries, first, slots[first], digests)
+            view = _bytes_of(entries, first)
+            if len(view) > BLOCK:
+                digests.probes[entries.keys[first]] = block_digests(view[:PROBE])
+            yield Extent(view, slots[first], hashing=True)
 
 
 def _runs(sizes: Sequence[int], ends: Sequence[int]) -> Iterator[range]:
@@ -157,38 +161,20 @@ def _runs(sizes: Sequence[int], ends: Sequence[int]) -> Iterator[range]:
             at = stop + 1
 
 
-def _together(entries: Entries, numbers: range, slot: int, digests: Digests, seconds: Clock) -> Extent:
-    copied = memoryview(_copy(entries, numbers))
-    with seconds.spent("hash"):
-        edges = accumulate(entries.sizes[numbers.start : numbers.stop], initial=0)
-        digests.put(slot, digests_of([copied[start:end] for start, end in pairwise(edges)]))
-    return Extent(copied, slot, hashing=False)
-
-
 def _copy(entries: Entries, numbers: range) -> bytes:
     """The bytes of small entries, concatenated."""
     found: list[bytes] = []
     for at in range(numbers.start, numbers.stop, AT_ONCE):
         some = range(at, min(at + AT_ONCE, numbers.stop))
         data = entries.data[some.start : some.stop]
-        memories = data if entries.in_memory else _memories(data)
+        memories: Sequence[Memory] = data if entries.in_memory else ()
+        if not entries.in_memory and all_dense(data) and all_in_order(data):
+            memories = memories_of(data)
         if memories and list(map(len, memories)) == entries.sizes[some.start : some.stop]:
             found.append(b"".join(memories))
         else:
             found += [_small(entries, number) for number in some]
     return found[0] if len(found) == 1 else b"".join(found)
-
-
-def _memories(data: Sequence[Data]) -> Sequence[Memory]:
-    """The bytes of each if contiguous; empty if each must be checked."""
-    return memories_of(data) if all_dense(data) and all_in_order(data) else ()
-
-
-def _alone(entries: Entries, number: int, slot: int, digests: Digests) -> Extent:
-    view = _bytes_of(entries, number)
-    if len(view) > BLOCK:
-        digests.probes[entries.keys[number]] = block_digests(view[:PROBE])
-    return Extent(view, slot, hashing=True)
 
 
 def segments(found: Iterable[Extent], offset: int, size: int) -> Iterator[Segment]:
@@ -271,11 +257,6 @@ class Pool:
             ctypes.memset(ctypes.addressof(_byte.from_buffer(memory)), 0, len(memory))
             self._free.append(memory)
 
-    def _new(self) -> mmap.mmap:
-        memory = _mapped(self._size)
-        self._made += 1
-        return memory
-
     @contextmanager
     def buffer(self) -> Iterator[memoryview]:
         """Page-aligned writable bytes with undefined content, for this thread alone."""
@@ -289,15 +270,17 @@ class Pool:
             finally:
                 self._free.append(memory)
 
-
-def _mapped(nbytes: int) -> mmap.mmap:
-    try:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise StorageError(f"no memory for a buffer of {nbytes} bytes to write from: free some") from error
-    with suppress(OSError, AttributeError):  # a system without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+    def _new(self) -> mmap.mmap:
+        try:
+            memory = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise StorageError(
+                f"no memory for a buffer of {self._size} bytes to write from: free some"
+            ) from error
+        with suppress(OSError, AttributeError):  # a system without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._made += 1
+        return memory
 
 
 _of_process: dict[int, Pool] = {}
@@ -328,36 +311,27 @@ def fill(handle: WriteHandle, part: ShardPart, frame: HeaderFrame, seconds: Cloc
     in order. All have ended when this returns. Raises BlobError and StorageError; the file is then
     incomplete.
     """
-    filling = _Filling(handle, frame.digest_bytes)
-    own, writers = Clock(), writers if handle.alignment else 1
-    source = extents(part.entries, filling.digests, own)
-    share(filling.write, segments(source, frame.nbytes, BOUNCE_SIZE), writers)
-    seconds.add_mean([own, *filling.seconds], writers)
-    return filling.digests
+    digests, clocks = Digests(frame.digest_bytes), [Clock()]
+    writers = writers if handle.alignment else 1
 
-
-class _Filling:
-    """One file in flight; shared by several threads."""
-
-    def __init__(self, handle: WriteHandle, digest_bytes: int) -> None:
-        self.digests = Digests(digest_bytes)
-        self.seconds: list[Clock] = []
-        self._handle = handle
-
-    def write(self, todo: Iterator[Segment]) -> None:
-        """Copy a segment into aligned memory, block by block; hash and write it."""
-        self.seconds.append(seconds := Clock())
+    def write(todo: Iterator[Segment]) -> None:
+        clocks.append(own := Clock())
         with pool().buffer() as room:
             for segment in todo:
                 at = 0
                 for piece in blocks(segment):
-                    with seconds.spent("write"):
+                    with own.spent("write"):
                         end = at + copy(room, at, piece.extent.data[piece.start : piece.stop])
-                    with seconds.spent("hash"):
-                        self.digests.hash(piece, room[at:end])
+                    with own.spent("hash"):
+                        digests.hash(piece, room[at:end])
                     at = end
-                with seconds.spent("write"):
-                    self._handle.write_at(segment.offset, room[:at])
+                with own.spent("write"):
+                    handle.write_at(segment.offset, room[:at])
+
+    source = extents(part.entries, digests, clocks[0])
+    share(write, segments(source, frame.nbytes, BOUNCE_SIZE), writers)
+    seconds.add_mean(clocks, writers)
+    return digests
 
 
 BlockDigests = bytes
@@ -397,7 +371,7 @@ def write_shard(
     identity: ShardIdentity,
     entries: Entries,
     *,
-    values: Mapping[str, Json] | None = None,
+    values: Mapping[str, Json],
     aliases: Mapping[str, Key] | None = None,
     limits: ShardLimits = DEFAULT_LIMITS,
     writers: int = WRITERS,
@@ -409,11 +383,12 @@ def write_shard(
     `storage.sync_dir` once after all shards. Raises BlobError for what cannot be stored and StorageError for
     failed writes; incomplete files are then deleted if possible.
     """
-    parts = cut(identity, entries, values or {}, aliases or {}, limits)
     folder = f"{directory}/" if directory else ""
-    names = [shard_file_name(part.identity.file(part.number)) for part in parts]
-    paths = [f"{folder}{name}" for name in names]
-    return [write_part(storage, path, part, writers) for path, part in zip(paths, parts, strict=True)]
+    found = []
+    for part in cut(identity, entries, values, aliases or {}, limits):
+        name = ShardName(identity.node, identity.position, identity.group, part.number)
+        found.append(write_part(storage, f"{folder}{shard_file_name(name)}", part, writers))
+    return found
 
 
 def write_part(storage: Storage, path: str, part: ShardPart, writers: int = WRITERS) -> ShardReport:
@@ -424,7 +399,13 @@ def write_part(storage: Storage, path: str, part: ShardPart, writers: int = WRIT
     except FileExistsError:
         raise StorageError(f"{path} exists already: attempts are written once; begin a new one") from None
     try:
-        header, found = _fill(handle, part, seconds, writers)
+        frame = HeaderFrame(part)
+        with seconds.spent("write"):
+            handle.preallocate(frame.nbytes + frame.data_bytes)
+        found = fill(handle, part, frame, seconds, writers)
+        header = frame.filled(bytes(found.data))
+        with seconds.spent("write"):
+            handle.write_at(0, memoryview(header))
         with seconds.spent("fsync"):
             handle.sync_file()
             handle.close()
@@ -445,14 +426,3 @@ def write_part(storage: Storage, path: str, part: ShardPart, writers: int = WRIT
         found.probes,
         seconds,
     )
-
-
-def _fill(handle: WriteHandle, part: ShardPart, seconds: Clock, writers: int) -> tuple[bytes, Digests]:
-    frame = HeaderFrame(part)
-    with seconds.spent("write"):
-        handle.preallocate(frame.nbytes + frame.data_bytes)
-    found = fill(handle, part, frame, seconds, writers)
-    header = frame.filled(bytes(found.data))
-    with seconds.spent("write"):
-        handle.write_at(0, memoryview(header))
-    return header, found
