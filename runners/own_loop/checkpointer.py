@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.format.position import MAX_EPOCH, MAX_STEP, Facts, Position
 from torchrelay.checkpoint.log.record import LOG
 from torchrelay.checkpoint.manager.checkpoint_manager import MultiNodeCheckpointManager, check_options
-from torchrelay.errors import NotAllowedNowError, PartiallyLoadedError, StorageError, UsageError
+from torchrelay.errors import (
+    NotAllowedNowError,
+    PartiallyLoadedError,
+    StorageError,
+    UsageError,
+    install_excepthook,
+)
 from torchrelay.jobs.blobs import LoopBlobs
 from torchrelay.jobs.job import Job
 from torchrelay.jobs.random import current_seed
@@ -69,6 +75,7 @@ class Checkpointer:
         session: SessionBase | None = None,
         **options: Any,
     ) -> None:
+        install_excepthook()  # integrations use no public name
         if not isinstance(blobs, Mapping) or not blobs:
             raise UsageError(
                 f"blobs is {blobs!r:.80}; give what is to be saved by name, "

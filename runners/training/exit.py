@@ -14,6 +14,7 @@ Until then the script must only define its class; a job that it runs itself was 
 
 from __future__ import annotations
 
+import io
 import logging
 import multiprocessing.process
 import multiprocessing.util
@@ -27,7 +28,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchrelay.errors import PeerError, PreemptedError, RelayError, TaskFailedError, UsageError, exit_code_of
+from torchrelay.errors import (
+    LeftByInterrupt,
+    PeerError,
+    PreemptedError,
+    RelayError,
+    TaskFailedError,
+    UsageError,
+    exit_code_of,
+)
 from torchrelay.runners.distributed.environment import current_world, launcher_restarts
 from torchrelay.runners.distributed.launcher_status import end_process, write_stderr
 from torchrelay.runners.session.stop_requests import ignore_termination, nothing_follows
@@ -108,15 +117,15 @@ def _close(world: World, code: int, meet_secs: float) -> int:
     return code
 
 
-def _fail(error: BaseException) -> int:
-    """Print an error and report it to the other ranks; returns the exit code."""
+def _fail(error: BaseException, where: str = "") -> int:
+    """Print an error, after `where`, and report it to the other ranks; returns the exit code."""
     world: World | None = current_world()
     shown = message_of(error)
     if world is not None and not isinstance(error, PreemptedError):
         world.blame("the program", error, shown)
     first = world.watcher.failure if world and world.watcher else None
     if first is None:
-        _say(world, shown)
+        _say(world, where + shown)
         if world is None:
             return exit_code_of(error)
         from torchrelay.runners.distributed.world import code_of
@@ -124,8 +133,30 @@ def _fail(error: BaseException) -> int:
         return code_of(error)
     # The watcher has printed the first failure, which may be this error or the same on another rank.
     if world is not None and first.rank != world.env.rank and first.traceback != shown:
-        _say(world, shown)
+        _say(world, where + shown)
     return first.exit_code
+
+
+def report_uncaught(error: RelayError | LeftByInterrupt) -> int:
+    """Print an error that ends a script, without frames of torchrelay; returns the exit code."""
+    if isinstance(sys.stderr, io.StringIO):  # the hook of torch.distributed, which does not get to print it
+        sys.stderr = sys.__stderr__
+    if isinstance(error, LeftByInterrupt):
+        if os.environ.get("RANK", "0") == "0":
+            write_stderr(f"torchrelay: {error}\n")
+        return error.exit_code
+    try:
+        return _fail(error, _line_of_program(error) if isinstance(error, UsageError) else "")
+    except KeyboardInterrupt:  # while the other ranks are notified
+        return error.exit_code
+
+
+def _line_of_program(error: BaseException) -> str:
+    """Return file and line of the program's call that failed, as the beginning of a message."""
+    foreign = {"torchrelay", "torch", *sys.stdlib_module_names} - {"__main__"}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [frame for frame in frames if str(frame.f_globals.get("__name__")).partition(".")[0] not in foreign]
+    return f"{own[-1].f_code.co_filename}:{own[-1].f_lineno}: " if own else ""
 
 
 def message_of(error: BaseException) -> str:

@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("Cause", "Message", "Remedy")
 HEAD = """# Errors
 
-Every error that torchrelay raises on purpose is a `RelayError`, from `torchrelay.errors`. Programs with
-`.main()`, and the command line, end with its exit code ([all exit codes](guide.md#how-a-program-ends)).
+Every error that torchrelay raises on purpose is a `RelayError`, from `torchrelay.errors`. If it is not
+caught, the program ends with one line and its exit code ([all exit codes](guide.md#how-a-program-ends)).
 In the messages below, `...` stands for a name, a path or a number.
 The [reference](reference/errors.md) has the class hierarchy and attributes.
 

@@ -7,6 +7,7 @@
     tools/        command line, reports  may import all
 
 Importing this package has no side effects and does not import torch: public names are imported on first use.
+The first use also lets an uncaught error of torchrelay end the program with one line and its exit code.
 """
 
 # ruff: noqa: I001 - re-exports, several per line
@@ -169,6 +170,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'torchrelay' has no attribute {name!r}")
+    importlib.import_module("torchrelay.errors").install_excepthook()
     value = getattr(importlib.import_module(f"torchrelay.{home}"), name)
     globals()[name] = value
     return value

@@ -24,11 +24,18 @@ docs/errors.md is made of these docstrings: first line, `Cause`, `Message` and `
     ├─ PreemptedError              75  stopped early as asked; run the same command again
     └─ NoProgressError             93  several launches in a row committed nothing
 
-A message names the thing, the place and the remedy. This module imports nothing, so that every
-package and the command line may use it.
+A message names the thing, the place and the remedy. This module imports no other of torchrelay, so that
+every package and the command line may use it.
 """
 
 from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 
 class RelayError(Exception):
@@ -301,6 +308,34 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, (RelayError, LeftByInterrupt)):
         return error.exit_code
     return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+_installed = False
+
+
+def install_excepthook() -> None:
+    """Let an uncaught error of torchrelay end a script with one sentence and the error's exit code; once.
+
+    If the program had its own hook, that hook prints the error. Interactive interpreters do not exit.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed, previous = True, sys.excepthook
+    is_usual = previous is sys.__excepthook__ or previous.__module__.startswith("torch")
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, (RelayError, LeftByInterrupt)) or hasattr(sys, "ps1") or sys.flags.inspect:
+            previous(kind, error, trace)
+            return
+        code = error.exit_code
+        if is_usual:
+            code = import_module("torchrelay.runners.training.exit").report_uncaught(error)
+        else:
+            previous(kind, error, trace)
+        raise SystemExit(code)  # Python exits with the code that its hook raises
+
+    sys.excepthook = hook
 
 
 PACKAGES: dict[str, tuple[str, ...]] = {

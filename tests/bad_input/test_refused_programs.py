@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -27,6 +28,35 @@ def train(ctx):
 
 job.stop_when(max_epochs(2))
 JobRunner(job, WHERE).main()
+"""
+
+
+PLAIN = """
+import signal
+import torch
+import torchrelay
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with torchrelay.Run("plain", dict(w=torch.zeros(1))) as run:
+    for _ in run.epochs(2):
+        for _ in run.steps(range(2)):
+            BODY
+"""
+JOB_WITH_STEPS = """
+import signal
+import torch
+from torchrelay import Job, JobRunner, max_epochs
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+job = Job(blobs=dict(w=torch.zeros(1)))
+
+@job.epoch
+def train(ctx):
+    for _ in ctx.steps(range(2)):
+        signal.raise_signal(signal.SIGINT)
+
+job.stop_when(max_epochs(2))
+JobRunner(job, "plain job").train()
 """
 
 
@@ -121,11 +151,37 @@ def test_a_blob_that_cannot_be_stored(tmp_path: Path) -> None:
     assert (done.stdout, [path.name for path in tmp_path.iterdir()]) == ("", ["program.py"])
 
 
-def test_a_mistake_in_the_constructor_is_an_error_of_the_program(tmp_path: Path) -> None:
-    """What is wrong before `main` is called raises where it is written."""
-    done = run_program(program(where="''"), cwd=tmp_path)
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr and "UsageError: the run directory is an empty path" in done.stderr
+@pytest.mark.parametrize(
+    ("script", "code", "line"),
+    [
+        (program(where="''"), 2, "program.py:14: UsageError: the run directory is an empty path"),
+        (
+            program().replace('"program"', '"other"').replace(".main()", ".train()"),
+            2,
+            "program.py:14: UsageError: .* holds a run of job 'program', not 'other'",
+        ),
+        ("import torchrelay\ntorchrelay.open_checkpoint('none')", 2, "program.py:2: UsageError: none is not"),
+        (
+            PLAIN.replace("BODY", "signal.raise_signal(signal.SIGINT)"),
+            75,
+            "stopped by Ctrl-C; the same command",
+        ),
+        (JOB_WITH_STEPS, 75, "stopped by Ctrl-C; the same command"),
+    ],
+    ids=["constructor", "another job", "reader", "Ctrl-C in a Run", "Ctrl-C in a job"],
+)
+def test_a_plain_script_ends_as_main_does(finished: Path, script: str, code: int, line: str) -> None:
+    """Its last line is the sentence of the error, with the program's line for a mistake; no traceback."""
+    done = run_program(script, cwd=finished)
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    assert re.match(f"torchrelay: (/.*/)?{line}", done.stderr.splitlines()[-1])
+
+
+def test_a_plain_script_shows_the_traceback_of_its_own_code(tmp_path: Path) -> None:
+    """The last lines are those of Python, without files of torchrelay."""
+    done = run_program(PLAIN.replace("BODY", "[][3]"), cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.endswith("IndexError: list index out of range\n")
+    assert ", line 10, in <module>" in done.stderr and "run.py" not in done.stderr
 
 
 def test_a_file_where_the_run_directory_should_be(tmp_path: Path) -> None:
