@@ -382,7 +382,7 @@ class Job(Managed):
         earlier one, as when a notebook cell is rerun. Raises UsageError for anything else,
         NotAllowedNowError once the job is compiled.
         """
-        from torchrelay.jobs.stop_parsing import condition_of
+        from torchrelay.jobs.stop import condition_of
 
         if self.compiled:
             raise NotAllowedNowError(f"{self} has already run: add stop conditions before it runs")

@@ -1,12 +1,7 @@
-"""Stop conditions: the protocol, limits of a whole run, and early stopping.
+"""Stop conditions: the protocol, limits of a whole run, early stopping, and what else a user may give as one.
 
 Limits come from the current program and the progress from the checkpoint: a larger limit continues a run that
-had finished.
-
-- max_epochs, max_steps, max_time: totals of the whole run, evaluated again on resume
-- epoch_limiter: the same, counted by a blob
-- early_stopping: a metric does not improve
-- StopCondition, StopAnswer, combine: the protocol and the common answer of the nodes
+had finished. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,14 +11,15 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass as python_dataclass
-from dataclasses import field
 from datetime import timedelta
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torchrelay.errors import MissingMetricError, UsageError
+from torchrelay.jobs.cluster import Node, check_blob_name, check_node_name
 from torchrelay.jobs.runtime import seconds_in, whole_number
 from torchrelay.records import dataclass
 
@@ -35,6 +31,11 @@ if TYPE_CHECKING:
 Rule = Literal["any", "all", "rank0"]
 RULES = ("any", "all", "rank0")
 _SHOWN = 3  # nodes named in a reason
+_FORMS = (
+    "a stop condition (such as max_epochs(5)), a function of ctx, of ws or of nothing, a tensor with one "
+    "element, an output of a task, the name of a blob, or an object with data_finished()"
+)
+_NO_ANSWERS = (str, bytes, list, tuple, dict, set)  # true if not empty, which is never intended
 
 
 @python_dataclass(frozen=True)
@@ -87,22 +88,16 @@ class StopCondition(Protocol):
 
 
 def combine(answers_by_node: Mapping[str, StopAnswer], rule: str) -> StopAnswer:
-    """Combine the nodes' answers (in rank order); pure. Without nodes the answer is not to stop.
-
-    The reason is that of the first node that stops, with the names of all that do.
-    """
+    """Combine the nodes' answers (in rank order); the reason is that of the first node that stops."""
     if rule not in RULES:
         raise UsageError(f"{rule!r} is not a rule of a stop condition: use one of {', '.join(RULES)}")
     asked = dict(list(answers_by_node.items())[:1]) if rule == "rank0" else answers_by_node
     stopping = [node for node, answer in asked.items() if answer.stop]
     if not stopping or (rule == "all" and len(stopping) < len(asked)):
         return StopAnswer(False)
-    return StopAnswer(True, f"{asked[stopping[0]].reason} ({_names(stopping)})".lstrip())
-
-
-def _names(nodes: list[str]) -> str:
-    more = len(nodes) - _SHOWN
-    return ", ".join(nodes[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    names, more = ", ".join(stopping[:_SHOWN]), len(stopping) - _SHOWN
+    others = f" and {more} more" if more > 0 else ""
+    return StopAnswer(True, f"{asked[stopping[0]].reason} ({names}{others})".lstrip())
 
 
 def made_with(condition: Any) -> dict[str, Any] | None:
@@ -123,9 +118,8 @@ def verdict_holds(condition: Any, saved: Mapping[str, Any] | None) -> bool:
 def function_settings(function: Any) -> dict[str, str] | None:
     """Fingerprint the code and plain values of a function; None if it has no Python code.
 
-    Plain values (numbers, strings, bools, None) are taken from defaults, closures, partial arguments,
-    attributes of a method's object, and globals named in the code. Fingerprints differ between Python
-    versions.
+    The values are those of defaults, closures, partial arguments, a method's object, and globals named in the
+    code. Fingerprints differ between Python versions.
     """
     seen = hashlib.sha256()
     while isinstance(function, functools.partial):
@@ -139,8 +133,10 @@ def function_settings(function: Any) -> dict[str, str] | None:
     if not isinstance(code, CodeType):
         return None
     names = _hash_code(code, seen)
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items(), *cells]
+    given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            given.append(cell.cell_contents)
     named = {name: function.__globals__.get(name) for name in sorted(names)}
     mine = sorted(vars(owner).items()) if owner is not None and hasattr(owner, "__dict__") else []
     seen.update(repr([_plain(one) for one in (*given, *named.items(), *mine)]).encode())
@@ -160,13 +156,6 @@ def _hash_code(code: CodeType, seen: Any) -> set[str]:
     return names
 
 
-def _is_filled(cell: Any) -> bool:
-    try:
-        return bool(cell.cell_contents is not cell)
-    except ValueError:
-        return False
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_plain(one) for one in value)
@@ -182,87 +171,64 @@ def free_name(name: str, taken: set[str]) -> str:
     return candidate
 
 
-@dataclass(frozen=True)
-class MaxEpochs:
-    """Stop after `epochs` epochs."""
-
-    epochs: int
-    name: str = field(default="max_epochs", init=False)
-    rule: Rule = field(default="any", init=False)
-    limit: bool = field(default=True, init=False)
-
-    def ask(self, ctx: Any) -> StopAnswer:
-        """Compare with the finished epochs."""
-        return _reached(ctx.epoch >= self.epochs, f"{self.epochs} epochs are done")
+SILENT = object()
+"""What `read` of a condition returns if the node has no answer."""
 
 
 @dataclass(frozen=True)
-class MaxSteps:
-    """Stop after `steps` steps, also within an epoch."""
+class AskedValue:
+    """Condition on the truth of a value, which `read` gets from the `ctx` of each node.
 
-    steps: int
-    name: str = field(default="max_steps", init=False)
-    rule: Rule = field(default="any", init=False)
-    limit: bool = field(default=True, init=False)
-
-    def ask(self, ctx: Any) -> StopAnswer:
-        """Compare with the steps of all epochs."""
-        return _reached(ctx.total_steps >= self.steps, f"{self.steps} steps are done")
-
-
-@dataclass(frozen=True)
-class MaxTime:
-    """Stop after `secs` seconds of running, also within an epoch."""
-
-    secs: float
-    name: str = field(default="max_time", init=False)
-    rule: Rule = field(default="any", init=False)
-    limit: bool = field(default=True, init=False)
-
-    def ask(self, ctx: Any) -> StopAnswer:
-        """Compare with the seconds of all attempts."""
-        return _reached(ctx.elapsed_secs >= self.secs, f"{self.secs:g} s of running have passed")
-
-
-@dataclass(frozen=True)
-class EpochLimit:
-    """Stop when the count of epochs in the blob `counter` has reached `epochs`.
-
-    `node` is the node that counts; None means every node.
+    `steps` and `secs` are the totals of a limit; `settings` fingerprint a function.
     """
 
-    epochs: int
-    counter: str
-    node: str | None
     name: str
-    rule: Rule = field(default="any", init=False)
-    limit: bool = field(default=True, init=False)
+    read: Callable[[Any], Any]
+    reason: str
+    limit: bool = False
+    steps: int | None = None
+    secs: float | None = None
+    settings: Mapping[str, Any] | None = None
+    rule: Rule = "any"
+
+    def holds(self, saved: Mapping[str, Any]) -> bool:
+        """Return True if a saved answer holds; answers of other Python versions cannot be compared."""
+        mine = self.settings or {}
+        return saved == mine or saved.get("python") != mine.get("python")
 
     def ask(self, ctx: Any) -> StopAnswer:
-        """Compare the count, or the epoch of a saved position that is not loaded yet."""
-        workspace = getattr(ctx, "workspace", None)
-        if workspace is None:
-            return _reached(ctx.epoch >= self.epochs, self._reason)
-        if self.node not in (None, workspace.node):
-            return StopAnswer(False)
-        return _reached(workspace[self.counter] >= self.epochs, self._reason)
+        """Evaluate the value; raises UsageError if it is neither true nor false."""
+        value = self.read(ctx)
+        if isinstance(value, StopAnswer):
+            return value
+        if value is None:
+            raise UsageError(
+                f"stop condition {self.name!r} gave None: return True to stop or False to continue"
+            )
+        if isinstance(value, _NO_ANSWERS):
+            raise UsageError(f"stop condition {self.name!r} gave {value!r}, which is neither true nor false")
+        try:
+            stop = value is not SILENT and bool(value)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"stop condition {self.name!r} gave a {_kind(value)} that is neither true nor false: {error}"
+            ) from error
+        return StopAnswer(stop, self.reason if stop else "")
 
-    @property
-    def _reason(self) -> str:
-        return f"{self.epochs} epochs are done"
 
-
-def max_epochs(n: int) -> MaxEpochs:
+def max_epochs(n: int) -> StopCondition:
     """Stop after `n` (>= 1) epochs of the run, including those of earlier launches."""
-    return MaxEpochs(whole_number("max_epochs", n))
+    whole_number("max_epochs", n)
+    return AskedValue("max_epochs", lambda ctx: ctx.epoch >= n, f"{n} epochs are done", limit=True)
 
 
-def max_steps(n: int) -> MaxSteps:
+def max_steps(n: int) -> StopCondition:
     """Stop after `n` steps of the run; the running epoch ends at that step and counts as finished."""
-    return MaxSteps(whole_number("max_steps", n))
+    whole_number("max_steps", n)
+    return AskedValue("max_steps", lambda ctx: ctx.total_steps >= n, f"{n} steps are done", True, steps=n)
 
 
-def max_time(limit: str | float | timedelta) -> MaxTime:
+def max_time(limit: str | float | timedelta) -> StopCondition:
     """Stop after this running time, summed over launches.
 
     The running epoch ends at its next step and counts as finished.
@@ -275,10 +241,11 @@ def max_time(limit: str | float | timedelta) -> MaxTime:
         raise UsageError(
             f"max_time is 'HH:MM:SS', 'D-HH:MM:SS', seconds above 0 or a timedelta, not {limit!r}"
         )
-    return MaxTime(secs)
+    reason = f"{secs:g} s of running have passed"
+    return AskedValue("max_time", lambda ctx: ctx.elapsed_secs >= secs, reason, True, secs=secs)
 
 
-def epoch_limiter(job: Job, num_epochs: int) -> EpochLimit:
+def epoch_limiter(job: Job, num_epochs: int) -> StopCondition:
     """Stop `job` after `num_epochs` epochs, counted by a blob of the current node (else of every node).
 
     A task of the init group creates the count and one of the epoch group increments it, so it is saved with
@@ -297,7 +264,6 @@ def epoch_limiter(job: Job, num_epochs: int) -> EpochLimit:
     Example:
         epoch_limiter(job, num_epochs=5)
     """
-    from torchrelay.jobs.cluster import Node
     from torchrelay.jobs.task import Task
 
     epochs = whole_number("epoch_limiter's num_epochs", num_epochs)
@@ -312,13 +278,16 @@ def epoch_limiter(job: Job, num_epochs: int) -> EpochLimit:
 
     Task(begin, name=f"begin_{counter}", group=job.init_group)
     Task(advance, name=f"advance_{counter}", group=job.epoch_group)
-    condition = EpochLimit(epochs, counter, node.name if node else None, counter)
+
+    def reached(ctx: Any) -> bool:
+        ws = getattr(ctx, "workspace", None)
+        if ws is None:  # a saved position that is not loaded yet
+            return bool(ctx.epoch >= epochs)
+        return node in (None, Node(ws.node)) and ws[counter] >= epochs
+
+    condition = AskedValue(counter, reached, f"{epochs} epochs are done", limit=True)
     job.add_stop_condition(condition)
     return condition
-
-
-def _reached(stop: bool, reason: str) -> StopAnswer:
-    return StopAnswer(True, reason) if stop else StopAnswer(False)
 
 
 Mode = Literal["min", "max"]
@@ -328,8 +297,7 @@ _NOT_IN_BLOB_NAMES = re.compile(r"[:*?\[\]@.]")
 class EarlyStopping:
     """Stop condition whose state (best value, measurements waited) is a blob that a resume restores.
 
-    All nodes see the same reduced metric and give the same answer. An epoch counts once, and only if it
-    logged the metric.
+    An epoch counts once, and only if it logged the metric.
     """
 
     rule: Rule = "any"
@@ -348,10 +316,7 @@ class EarlyStopping:
         return f"{self.name}: best {self.best}, waited {self.waited} of {self.patience} measurements"
 
     def ask(self, ctx: Any) -> StopAnswer:
-        """Update with this epoch's value, if any.
-
-        Raises MissingMetricError, which lists the known metrics, until an epoch has logged it.
-        """
+        """Update with this epoch's value; raises MissingMetricError until an epoch has logged the metric."""
         measured = getattr(ctx, "measured", ctx.metrics)  # a direct call may pass metrics only
         if self.metric not in ctx.metrics:
             known = ", ".join(sorted(ctx.metrics)) or "none: no epoch task called ctx.log"
@@ -373,7 +338,7 @@ class EarlyStopping:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that the answer is saved with."""
-        return {"mode": self.mode, "patience": self.patience, "min_delta": self.min_delta}
+        return {name: getattr(self, name) for name in ("mode", "patience", "min_delta")}
 
     def holds(self, saved: Mapping[str, Any]) -> bool:
         """Return True if a saved answer holds: patience is not larger now, and the threshold is equal."""
@@ -425,3 +390,107 @@ def early_stopping(
     if not (number and math.isfinite(min_delta) and min_delta >= 0):
         raise UsageError(f"early_stopping's min_delta is a number from 0, not {min_delta!r}")
     return EarlyStopping(metric, mode, patience, float(min_delta))
+
+
+class Renamed:
+    """A condition under another name, because its own name is taken in its job."""
+
+    def __init__(self, condition: StopCondition, name: str) -> None:
+        self.condition, self.name = condition, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.condition, name)
+
+
+def condition_of(given: Any, job: Job | None = None) -> StopCondition:
+    """Convert `given` to a stop condition with a unique name in `job`; UsageError lists the valid forms.
+
+    A condition with state becomes a blob of the job, so that a resume restores it, unless the user registered
+    it.
+    """
+    from torchrelay.jobs.blobs import is_stateful
+
+    condition = _as_condition(given)
+    if job is None:
+        return condition
+    if is_stateful(condition) and not any(blob.source is condition for blob in job.blobs):
+        blob_name = getattr(condition, "blob_name", None) or f"stop/{condition.name}"
+        job.blobs.add({free_name(blob_name, set(job.blobs.names)): condition})
+    known = job.stop_conditions
+    if any(condition is one or condition is getattr(one, "condition", None) for one in known):
+        raise UsageError(f"stop condition {condition.name!r} has already been added to the job")
+    name = free_name(condition.name, {one.name for one in known})
+    renamed: Any = Renamed(condition, name)
+    return condition if name == condition.name else renamed
+
+
+def _as_condition(given: Any) -> StopCondition:
+    import torch
+
+    from torchrelay.jobs.blobs import call_style, invoke, step_name
+    from torchrelay.jobs.task import TaskOutput
+
+    is_class = isinstance(given, type)
+    if not is_class and callable(getattr(given, "ask", None)):
+        return _checked(given)
+    if isinstance(given, TaskOutput):
+        return AskedValue(
+            f"output({given})",
+            lambda ctx: given.fetch_all().get(ctx.workspace.node, SILENT),
+            f"{given} is true",
+        )
+    if isinstance(given, str):
+        return AskedValue(f"blob({given})", _reader_of(given), f"blob {given!r} is true")
+    if isinstance(given, torch.Tensor):
+        if given.numel() != 1:
+            raise UsageError(
+                f"a tensor of shape {tuple(given.shape)} cannot be a stop condition: it needs one element; "
+                "use a function, such as `lambda: done.all()`"
+            )
+        return AskedValue("tensor", lambda ctx: given, "the tensor given as stop condition is true")
+    if not is_class and callable(getattr(given, "data_finished", None)):
+        finished, kind = given.data_finished(), _kind(given)
+        if not isinstance(finished, (bool, int)):
+            return _as_condition(finished)
+        return AskedValue(kind, lambda ctx: given.data_finished(), f"the data of {kind} is finished")
+    if callable(given) and not is_class:
+        call_style(given)
+        name, settings = step_name(given) or "condition", function_settings(given)
+        return AskedValue(
+            name, lambda ctx: invoke(given, ctx.workspace, ctx), f"{name} says so", settings=settings
+        )
+    raise UsageError(f"{given!r:.80} is not a stop condition; expected {_FORMS}")
+
+
+def _checked(given: Any) -> StopCondition:
+    missing = [name for name in ("name", "rule", "limit") if not hasattr(given, name)]
+    if missing:
+        raise UsageError(f"the stop condition {_kind(given)} has ask() but no {', '.join(missing)}")
+    if given.rule not in RULES:
+        raise UsageError(f"stop condition {given.name!r} has the rule {given.rule!r}, not {', '.join(RULES)}")
+    return given  # type: ignore[no-any-return]
+
+
+def _reader_of(address: str) -> Callable[[Any], Any]:
+    """Read `trainer_1:done` on that node, and `done` on the current node, else on every node."""
+    node, _, name = address.rpartition(":")
+    current = Node.current(required=False)
+    where = check_node_name(node) if node else (current.name if current else None)
+    check_blob_name(name)
+
+    def read(ctx: Any) -> Any:
+        workspace = ctx.workspace
+        if where not in (None, workspace.node):
+            return SILENT
+        if name in workspace:
+            return workspace[name]
+        raise UsageError(
+            f"the stop condition reads blob {name!r}, which {workspace.node} does not have after the "
+            f"epoch (it has {', '.join(workspace) or 'none'}): make it in the init group, or in each epoch"
+        )
+
+    return read
+
+
+def _kind(given: object) -> str:
+    return given.__name__ if isinstance(given, type) else type(given).__name__

@@ -18,10 +18,10 @@ FILES = sorted(
     for path in folder.rglob("*.py")
     if folder.name in ROOMS or path.parent == folder
 )
-MAX_FILES = 353
+MAX_FILES = 349
 """Lower it when files have been merged; a new file must be worth another one."""
 MAX_ENTRIES = 13
-CROWDED = {"jobs": 14}
+CROWDED: dict[str, int] = {}
 """Folders with more entries. This list may only shrink."""
 UPWARD = {
     ("checkpoint.archive.singa", "models"),  # a documented module in its former place

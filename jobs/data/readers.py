@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from torchrelay.errors import UsageError
 from torchrelay.jobs.cluster import Node, check_blob_name
 from torchrelay.jobs.runtime import whole_number
-from torchrelay.jobs.stop import Rule, StopAnswer
+from torchrelay.jobs.stop import AskedValue, StopCondition
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.records import dataclass
 
@@ -194,9 +194,12 @@ class ReaderWithLimit:
                 run.loops -= 1
                 run.over = run.over or run.loops == 0
 
-    def data_finished(self) -> DataFinished:
+    def data_finished(self) -> StopCondition:
         """Return a stop condition that is true if the last run on the node found the end of the data."""
-        return DataFinished(self)
+        reason = f"{self.name} has reached its end"
+        return AskedValue(
+            f"data_finished({self.name})", lambda ctx: self.found_end(ctx.workspace.node), reason
+        )
 
     def found_end(self, node: str) -> bool:
         """Return True if any thread of the last run on `node` found the end of the data."""
@@ -246,26 +249,6 @@ class ReaderWithLimit:
     def _begin(self, ws: Workspace, *, explicit: bool = False) -> _Run:
         run = self._runs[ws] = self._last_of_node[ws.node] = _Run(self._clock(), explicit)
         return run
-
-
-@dataclass(frozen=True)
-class DataFinished:
-    """Stop when a limited reader has found the end of its data; nodes that do not read are ignored."""
-
-    reader: ReaderWithLimit
-    rule: Rule = field(default="any", init=False)
-    limit: bool = field(default=False, init=False)
-
-    @property
-    def name(self) -> str:
-        """Name derived from the reader's."""
-        return f"data_finished({self.reader.name})"
-
-    def ask(self, ctx: Any) -> StopAnswer:
-        """Return the answer of the node of `ctx`."""
-        if self.reader.found_end(ctx.workspace.node):
-            return StopAnswer(True, f"{self.reader.name} has reached its end")
-        return StopAnswer(False)
 
 
 def run_workspace(ws: Workspace) -> Workspace:

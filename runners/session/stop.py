@@ -120,7 +120,11 @@ def over_by_facts(
     )
     answers = {}
     for condition in job.stop_conditions:
-        if condition.limit and inside and any(hasattr(condition, name) for name in ("steps", "secs")):
+        if (
+            condition.limit
+            and inside
+            and any(getattr(condition, name, None) is not None for name in ("steps", "secs"))
+        ):
             answers[condition.name] = StopAnswer(False)
         elif condition.limit:
             answers[condition.name] = condition.ask(remembered)

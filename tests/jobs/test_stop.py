@@ -16,13 +16,13 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.stop import (
     StopAnswer,
     combine,
+    condition_of,
     early_stopping,
     epoch_limiter,
     max_epochs,
     max_steps,
     max_time,
 )
-from torchrelay.jobs.stop_parsing import condition_of
 from torchrelay.jobs.task import Task
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.runners.session.stop import limits_of
