@@ -1,26 +1,195 @@
-"""`EpochLoader`: data in an order that is independent of restarts and the number of ranks."""
+"""`EpochLoader`: data in an order that is independent of restarts and the number of ranks.
+
+Indices become collated data in this process or in workers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torchrelay.errors import NotAllowedNowError, UsageError
-from torchrelay.jobs.data.fetch import (
-    Batch,
-    FetchRequest,
-    MappingBatch,
-    SampleError,
-    batch_source,
-    make_batch,
-    make_fetch,
-)
-from torchrelay.jobs.random import check_seed, current_seed, mix, permutation
+from torchrelay.jobs.random import check_seed, current_seed, mix, numpy_module, permutation, sample_seed
 from torchrelay.jobs.runtime import whole_number
 from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Batch(tuple[Any, ...]):
+    """The collated samples of a rank; unpacks into fields: `for x, y in loader`.
+
+    A rank without samples in a step gets one anyway, because DDP needs a forward and backward pass; then
+    `count` is 0, `indices` is empty and `weight` is 0.0. If the samples are not tuples, a batch has one
+    field: `for (x,) in loader`.
+
+    Attributes:
+        data: The collated object.
+        weight: Factor for this rank's mean loss, so that the mean over ranks is the mean over samples.
+        indices: Indices of the samples in the dataset, as an int64 tensor.
+        count: Number of samples.
+    """
+
+    data: Any
+    weight: float
+    indices: Tensor
+    count: int  # type: ignore[assignment]  # of samples; nobody counts equal tensors with tuple.count
+
+
+class MappingBatch(dict[Any, Any]):
+    """A batch of samples that are mappings: `batch["image"]`, with the attributes of `Batch`."""
+
+    data: Any
+    weight: float
+    indices: Tensor
+    count: int
+
+
+def make_batch(data: Any, *, weight: float, indices: Tensor) -> Batch | MappingBatch:
+    """Wrap collated `data` without copying tensors."""
+    fields = data if isinstance(data, (tuple, list)) else (data,)
+    batch = MappingBatch(data) if isinstance(data, Mapping) else Batch(fields)
+    batch.data, batch.weight, batch.indices, batch.count = data, weight, indices, len(indices)
+    return batch
+
+
+SampleError = Callable[[int, Exception], Exception]
+"""Returns the error to raise instead of one raised by `dataset[index]`."""
+
+_PYTHON, _NUMPY, _TORCH = 1, 2, 3  # as in jobs/random.py
+
+
+@dataclass(frozen=True)
+class FetchRequest:
+    """The samples of one rank in one step, with everything that a stateless worker needs."""
+
+    seed: int
+    epoch: int
+    indices: tuple[int, ...]
+
+
+class TensorFetch(Dataset[Any]):
+    """Fetch rows of tensors with one indexing operation per batch; uses no randomness."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, bare: bool) -> None:
+        self._tensors, self._bare = tuple(tensors), bare
+        lengths = {len(tensor) for tensor in self._tensors}
+        if len(lengths) != 1:
+            raise UsageError(f"the tensors of a dataset have different lengths: {sorted(lengths)}")
+        self.length = lengths.pop()
+
+    def __getitem__(self, request: FetchRequest) -> Any:
+        rows = torch.tensor(request.indices, dtype=torch.int64)
+        fields = tuple(tensor[rows] for tensor in self._tensors)
+        return fields[0] if self._bare else fields
+
+
+class SampleFetch(Dataset[Any]):
+    """Fetch samples one by one from a map-style dataset and collate them; optionally seeds per sample."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        *,
+        seeds: bool,
+        sample_error: SampleError | None = None,
+    ) -> None:
+        self._dataset, self._collate = dataset, collate or default_collate
+        self._seeds, self._sample_error = seeds, sample_error
+        self.length = len(dataset)
+
+    def __getitem__(self, request: FetchRequest) -> Any:
+        if self._seeds:
+            samples = []
+            with _streams_kept():
+                for index in request.indices:
+                    _seed_cpu_streams(sample_seed(request.seed, request.epoch, index))
+                    samples.append(self._sample(index))
+        elif hasattr(self._dataset, "__getitems__"):
+            samples = self._dataset.__getitems__(list(request.indices))
+        else:
+            samples = [self._sample(index) for index in request.indices]
+        return self._collate(samples)
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            raised = error if self._sample_error is None else self._sample_error(index, error)
+            if raised is error:
+                raise
+            raise raised from error
+
+
+Fetch = TensorFetch | SampleFetch
+
+
+def make_fetch(
+    dataset: Any,
+    collate: Callable[[list[Any]], Any] | None,
+    *,
+    sample_seeds: bool,
+    sample_error: SampleError | None = None,
+) -> Fetch:
+    """Choose how to fetch; raises UsageError unless it is a map-style dataset."""
+    if collate is None and isinstance(dataset, torch.Tensor) and dataset.dim() > 0:
+        return TensorFetch([dataset], bare=True)
+    if collate is None and isinstance(dataset, TensorDataset):
+        return TensorFetch(dataset.tensors, bare=False)
+    if isinstance(dataset, (tuple, list)) and dataset and all(isinstance(x, torch.Tensor) for x in dataset):
+        if collate is None:
+            return TensorFetch(dataset, bare=False)
+        dataset, sample_error = TensorDataset(*dataset), None  # a tuple of tensors is the fields of a dataset
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise UsageError(
+            f"EpochLoader needs a dataset with __getitem__ and __len__ (or tensors), not "
+            f"{type(dataset).__name__}; a stream without indices cannot be resumed at a sample"
+        )
+    return SampleFetch(dataset, collate, seeds=sample_seeds, sample_error=sample_error)
+
+
+@contextmanager
+def _streams_kept() -> Iterator[None]:
+    """Restore Python's, numpy's and torch's CPU streams, but not CUDA's."""
+    numpy = numpy_module(load=True)  # otherwise a dataset that imports numpy gets an unseeded first sample
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_state = numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+def _seed_cpu_streams(seed: int) -> None:
+    random.seed(mix(seed, _PYTHON))
+    torch.default_generator.manual_seed(mix(seed, _TORCH))
+    numpy = numpy_module(load=False)
+    if numpy:
+        numpy.random.seed(mix(seed, _NUMPY) % 2**32)
+
+
+class _Feed:
+    """Sampler of a DataLoader that lasts for many epochs, for persistent workers."""
+
+    requests: Iterable[FetchRequest] = ()
+
+    def __iter__(self) -> Iterator[FetchRequest]:
+        return iter(self.requests)
+
+
+def _as_it_is(data: Any) -> Any:
+    return data
 
 
 @dataclass(frozen=True)
@@ -37,10 +206,7 @@ class StepSamples:
         return begin, begin + size + (rank < rest)
 
     def weight(self, rank: int, world: int) -> float:
-        """Return the factor for a rank's mean loss that makes the mean over ranks the mean over samples.
-
-        This also holds for the gradient. It is 1.0 if all ranks have equally many samples.
-        """
+        """Return the factor for a rank's mean loss, and gradient, that makes the mean that over samples."""
         begin, end = self.share(rank, world)
         return (end - begin) * world / (self.stop - self.start)
 
@@ -67,8 +233,8 @@ class StepPlan:
 
     def __len__(self) -> int:
         full, tail = divmod(self.stop - self.done, self.batch_size)
-        joins = full > 0 and tail < 2 * self.world
-        return full if tail == 0 or joins else full + 1
+        joins = tail == 0 or (full > 0 and tail < 2 * self.world)
+        return full if joins else full + 1
 
     def __getitem__(self, index: int) -> StepSamples:
         if not 0 <= index < len(self):
@@ -140,7 +306,7 @@ class EpochLoader:
         self.shuffle, self.drop_last = shuffle, drop_last
         self._order: tuple[int, int, torch.Tensor] | None = None
         self._collate, self._sample_seeds, self._sample_error = collate, sample_seeds, sample_error
-        self._num_workers, self._loader_options = num_workers, loader_options
+        self._num_workers, self._loader_options, self._feed = num_workers, loader_options, _Feed()
         self._take(dataset)
         self._seed = check_seed((current_seed() or 0) if seed is None else seed)
         self._epoch = self._samples_done = 0
@@ -154,8 +320,23 @@ class EpochLoader:
         )
         if fetch.length == 0:
             raise UsageError("EpochLoader got an empty dataset")
+        options = self._loader_options
+        if reserved := {"batch_sampler", "collate_fn", "generator", "sampler"} & set(options):
+            raise UsageError(
+                f"EpochLoader sets {', '.join(sorted(reserved))} itself (use collate= for collating)"
+            )
         self.dataset, self._fetch, self._order = dataset, fetch, None
-        self._source = batch_source(fetch, self._num_workers, self._loader_options)
+        self._workers: DataLoader[Any] | None = None
+        if whole_number("num_workers", self._num_workers, least=0) or options:
+            self._workers = DataLoader(
+                fetch,
+                batch_size=None,
+                sampler=self._feed,
+                collate_fn=_as_it_is,
+                generator=torch.Generator(),  # otherwise DataLoader draws from the global stream
+                num_workers=self._num_workers,
+                **options,
+            )
 
     @property
     def seed(self) -> int:
@@ -212,11 +393,7 @@ class EpochLoader:
         return len(self._plan(self._samples_done, self._share()[1]))
 
     def __iter__(self) -> Iterator[Batch | MappingBatch]:
-        """Yield this rank's batches from the current position to the end of the epoch.
-
-        A new iteration, `set_epoch` and `load_state_dict` invalidate earlier iterations, which then raise
-        NotAllowedNowError.
-        """
+        """Yield this rank's batches to the end of the epoch; later uses of earlier iterations are errors."""
         rank, world = self._share()
         self._iteration = object()
         return self._batches(self._iteration, self._plan(self._samples_done, world), rank)
@@ -253,7 +430,9 @@ class EpochLoader:
 
     def _share(self) -> tuple[int, int]:
         """Return (rank, world) of this process and check that a step can be split."""
-        rank, world = self._place or _distributed_place()
+        rank, world = self._place or (0, 1)
+        if self._place is None and distributed.is_available() and distributed.is_initialized():
+            rank, world = distributed.get_rank(), distributed.get_world_size()
         if self.batch_size < world:
             raise UsageError(
                 f"batch_size {self.batch_size} counts the samples of all ranks together and must be at "
@@ -276,9 +455,13 @@ class EpochLoader:
         self._check_alive(iteration)
         order = self._permutation()
         requests = (self._request(order, step, rank, plan.world) for step in plan)
-        worker_seed = mix(self._seed, self._epoch, _WORKERS, rank)
+        fetched: Iterator[Any] = (self._fetch[request] for request in requests)
+        if self._workers is not None:
+            self._feed.requests = requests
+            self._workers.generator.manual_seed(mix(self._seed, self._epoch, _WORKERS, rank))
+            fetched = iter(self._workers)
         try:
-            for data, step in zip(self._source(requests, worker_seed), plan, strict=False):
+            for data, step in zip(fetched, plan, strict=False):
                 self._check_alive(iteration)
                 self._samples_done = step.stop
                 begin, end = step.share(rank, plan.world)
@@ -302,9 +485,3 @@ class EpochLoader:
                 "this iteration over an EpochLoader was ended by a newer one, by set_epoch or by a load; "
                 "use one loader per loop"
             )
-
-
-def _distributed_place() -> tuple[int, int]:
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1

@@ -29,7 +29,7 @@ from torchrelay.jobs.config.runner_schema import RunnerSection
 from torchrelay.jobs.config.schema import Settings
 from torchrelay.jobs.config.section_types import EpochChoice
 from torchrelay.jobs.config.tree import hint
-from torchrelay.jobs.data.fetch import make_batch
+from torchrelay.jobs.data.loader import make_batch
 from torchrelay.jobs.job import TaskGroup
 from torchrelay.jobs.session import Peers, decide, together
 from torchrelay.jobs.task import Task

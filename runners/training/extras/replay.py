@@ -20,7 +20,7 @@ from torch import nn
 
 from torchrelay.checkpoint.files.blob_files import save_blobs
 from torchrelay.errors import UsageError
-from torchrelay.jobs.data.fetch import Batch, MappingBatch, make_batch
+from torchrelay.jobs.data.loader import Batch, MappingBatch, make_batch
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.workspace import Workspace
 from torchrelay.metadata.run_directory import RunDirectory
