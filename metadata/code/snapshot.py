@@ -1,24 +1,300 @@
-"""Snapshot of the current source, and the script of this process."""
+"""Snapshot of the current source: its selection below a directory, its bytes, and the script of this process.
+
+In a git repository: tracked files, and untracked files that are not ignored and look like source. Otherwise:
+files that look like source, by suffix and size, and are not ignored by a `.gitignore`. Never runs or compiled
+files.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import posixpath
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass as python_dataclass
 from functools import cache
+from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.code.archive import MOST_FILES, SourceFile, SourceManifest, member_name, stays_within
-from torchrelay.metadata.code.git import Provenance, provenance_of, repository
-from torchrelay.metadata.code.selection import Root, Sources, select
+from torchrelay.metadata.code.git import Listing, Provenance, Repository, listed, provenance_of, repository
 from torchrelay.metadata.zip_reader import LIMIT_NAME
 from torchrelay.records import dataclass
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+
+LARGEST_UNKNOWN_BYTES = 1 << 20
+"""Largest untracked file that counts as source."""
+
+# fmt: off
+_SUFFIXES = frozenset((
+    ".py", ".pyi", ".pyx", ".pxd", ".ipynb", ".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hh",
+    ".hpp", ".hxx", ".inl", ".rs", ".go", ".java", ".kt", ".swift", ".js", ".mjs", ".ts", ".tsx", ".jsx",
+    ".f", ".f90", ".jl", ".r", ".lua", ".m", ".pl", ".rb", ".sh", ".bash", ".zsh", ".fish", ".sql",
+    ".proto", ".fbs", ".thrift", ".ptx", ".triton", ".json", ".jsonc", ".json5", ".jsonnet", ".yaml",
+    ".yml", ".toml", ".ini", ".cfg", ".conf", ".gin", ".xml", ".txt", ".md", ".rst", ".tex", ".jinja",
+    ".j2", ".tmpl", ".html", ".css", ".cmake", ".mk", ".bzl", ".in", ".patch", ".diff", ".urdf", ".xacro",
+    ".sdf", ".mjcf", ".sbatch", ".slurm",
+))
+# fmt: on
+_NAMES = frozenset(("Makefile", "Dockerfile", "Containerfile", "BUILD", "WORKSPACE", "LICENSE", "Procfile"))
+_JUNK = frozenset(("__pycache__", "node_modules", "venv", "site-packages"))
+
+
+def is_source(name: str) -> bool:
+    """Return True if an untracked file looks like source, by its name."""
+    last = name.rpartition("/")[2]
+    stem, dot, suffix = last.rpartition(".")
+    return last in _NAMES or (bool(stem and dot) and f".{suffix.lower()}" in _SUFFIXES)
+
+
+def is_junk(name: str) -> bool:
+    """Return True for an untracked file or folder that is hidden or made by tools."""
+    return any(part.startswith(".") or part in _JUNK for part in name.split("/"))
+
+
+def is_made(name: str) -> bool:
+    """Return True for a file made by running the source, excluded even if tracked."""
+    return name.endswith((".pyc", ".pyo")) or "__pycache__" in name.split("/")
+
+
+MOST_ENTRIES = 20_000
+"""Limit on files; larger trees are probably home directories."""
+_RULES = ".gitignore"
+_LARGEST_RULES = 1 << 20
+
+
+def _walked(root: Path) -> set[str]:
+    """Return the files below a root that are not ignored, without following links; raises UsageError."""
+    names: set[str] = set()
+    pending: list[tuple[str, tuple[tuple[str, GitIgnoreSpec], ...]]] = [("", ())]
+    seen = 0
+    while pending:
+        folder, rules = pending.pop()
+        try:
+            entries = list(os.scandir(root / folder))
+        except OSError:
+            continue  # unreadable directories cannot contain the run's source
+        seen += len(entries)
+        if seen > MOST_ENTRIES:
+            raise UsageError(
+                f"{root} has more than {MOST_ENTRIES} files and is not in a git repository: name "
+                "the directories of the source (code=[...])"
+            )
+        own = {entry.name for entry in entries}
+        if folder and (is_run(own) or "pyvenv.cfg" in own):
+            continue
+        with suppress(OSError):
+            path = root / folder / _RULES
+            if _RULES in own and path.stat().st_size <= _LARGEST_RULES:
+                rules = (*rules, (folder, patterns(path.read_text(errors="replace").splitlines())))
+        for entry in entries:
+            slash = "/" if entry.is_dir(follow_symlinks=False) else ""
+            name = f"{folder}{entry.name}{slash}"
+            if is_junk(entry.name) or _ignored(name, rules):
+                continue
+            if slash:
+                pending.append((name, rules))
+            else:
+                names.add(name)
+    return names
+
+
+def is_run(names: set[str]) -> bool:
+    """Return True if a directory with these entries is a run or checkpoint directory."""
+    if {"run.json", "checkpoints"} <= names:
+        return True
+    return "log" in names and len(names & {"job.json", "data", "writer.json"}) > 1
+
+
+def patterns(lines: Sequence[str]) -> GitIgnoreSpec:
+    """Parse patterns in `.gitignore` syntax; raises UsageError for an invalid one."""
+    from pathspec import GitIgnoreSpec
+
+    try:
+        return GitIgnoreSpec.from_lines(lines)
+    except ValueError as error:
+        raise UsageError(f"invalid pattern: {error}") from None
+
+
+def _ignored(name: str, rules: tuple[tuple[str, GitIgnoreSpec], ...]) -> bool:
+    """Return True if ignored; the innermost file with a matching rule decides."""
+    for folder, spec in reversed(rules):
+        said = spec.check_file(name[len(folder) :]).include
+        if said is not None:
+            return said
+    return False
+
+
+LIMIT_BYTES = 32 << 20
+
+
+@python_dataclass(frozen=True)
+class Root:
+    """A directory of source, below `label` in the archive; `only` names its files if it is not a project."""
+
+    label: str
+    path: Path
+    only: tuple[str, ...] | None = None
+
+
+@python_dataclass(frozen=True)
+class Sources:
+    """Selection of the source of a run.
+
+    Args:
+        roots: Directories, or a mapping of names to directories such as `{"app": ".", "lib": "../lib"}`. The
+            files of a single directory are at the top of the archive, others below the names.
+        exclude: Patterns in `.gitignore` syntax, relative to each root.
+        include: Patterns of untracked files to add that do not look like source.
+        limit_bytes: Largest total size; more is an error.
+        git_ref: Also commit the files as `refs/torchrelay/<code id>` in each root's repository, without
+            changing its branches or index.
+
+    Raises:
+        UsageError: An argument is invalid.
+
+    Example:
+        JobRunner(job, "runs/a", code=Sources([".", "../lib"], exclude=["data/"]))
+    """
+
+    roots: Sequence[str | Path] | Mapping[str, str | Path]
+    exclude: Sequence[str] = ()
+    include: Sequence[str] = ()
+    limit_bytes: int = LIMIT_BYTES
+    git_ref: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("exclude", self.exclude), ("include", self.include), ("roots", self.roots)):
+            if isinstance(value, (str, os.PathLike)):
+                raise UsageError(f"Sources({name}={str(value)!r}) is a str: expected a list")
+        if type(self.limit_bytes) is not int or self.limit_bytes < 1:
+            raise UsageError(
+                f"Sources(limit_bytes={self.limit_bytes!r}) is invalid: expected at least 1 byte"
+            )
+        if not self.roots:
+            raise UsageError("Sources has no roots: expected the directories of the source")
+
+    def labelled(self) -> tuple[Root, ...]:
+        """Return the absolute roots, each checked to be a directory; raises UsageError."""
+        named = dict(self.roots) if isinstance(self.roots, Mapping) else {}
+        if wrong := [one for one in named if not (isinstance(one, str) and one.isidentifier())]:
+            raise UsageError(f"{wrong[0]!r} is not a valid name of a source: use letters, digits and _")
+        for path in () if named else self.roots:
+            label = "" if len(self.roots) == 1 else _directory(path).name
+            if label in named:
+                raise UsageError(
+                    f"two sources are called {label}: name them, code={{'first': {str(path)!r}, ...}}"
+                )
+            named[label] = path
+        roots = [Root(label, _directory(path)) for label, path in named.items()]
+        for inner, outer in permutations(roots, 2):
+            if inner.path.is_relative_to(outer.path):
+                raise UsageError(
+                    f"the source {inner.path} is inside the source {outer.path}: give only the outer one"
+                )
+        return tuple(sorted(roots, key=lambda root: root.label))
+
+
+Code: TypeAlias = Sources | str | Path | Sequence[str | Path] | Mapping[str, str | Path] | Literal[False]
+"""Values of `code=` of JobRunner besides None."""
+
+
+def sources_of(code: Any) -> Sources:
+    """Convert `code=`; raises UsageError for invalid values."""
+    if isinstance(code, Sources):
+        return code
+    if isinstance(code, (str, os.PathLike)):
+        return Sources([Path(code)])
+    if isinstance(code, Mapping):
+        return Sources(dict(code))
+    if isinstance(code, Sequence) and all(isinstance(one, (str, os.PathLike)) for one in code):
+        return Sources([Path(one) for one in code])
+    raise UsageError(
+        f"invalid code={code!r:.80}: expected None (the script's directory), False (nothing is archived), "
+        "directories, or torchrelay.Sources(...)"
+    )
+
+
+def _directory(path: str | Path) -> Path:
+    try:
+        found = Path(path).resolve()
+        if found.is_dir():
+            return found
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UsageError(f"the source {str(path)!r} cannot be accessed: {error}") from None
+    raise UsageError(f"the source {path} is not a directory: expected the directories of the source")
+
+
+_OF_A_RUN = ("checkpoints", "code", "lineage", "logs")
+
+
+def select(
+    root: Root, sources: Sources, repo: Repository | None
+) -> tuple[set[str], dict[str, str], dict[str, str]]:
+    """Return the names of the source below a root, why others were left out, and commits of submodules.
+
+    Raises UsageError for invalid patterns and trees that are too large.
+    """
+    left_out: dict[str, str] = {}
+    if root.only is not None:
+        return set(root.only), left_out, {}
+    listing = listed(repo) if repo is not None else None
+    if listing is None or not (listing.tracked or listing.untracked):
+        listing = Listing(untracked=_walked(root.path))  # no git, or a folder ignored by the outer repository
+    untracked = {name for name in listing.untracked if not is_junk(name)}
+    names = listing.tracked | _like_source(root.path, untracked, sources, left_out)
+    names -= _in_runs(root.path, names)
+    if sources.exclude:
+        unwanted = patterns(sources.exclude)
+        names = {name for name in names if not unwanted.match_file(name)}
+    names = {name for name in names if not is_made(name)}
+    return names, {name: why for name, why in left_out.items() if not is_made(name)}, listing.submodules
+
+
+def _like_source(root: Path, names: set[str], sources: Sources, left_out: dict[str, str]) -> set[str]:
+    wanted = patterns(sources.include) if sources.include else None
+    chosen = set()
+    for name in names:
+        if wanted is not None and wanted.match_file(name):
+            chosen.add(name)
+        elif is_source(name):
+            with suppress(OSError):
+                status = (root / name).lstat()
+                if stat.S_ISREG(status.st_mode) and status.st_size > LARGEST_UNKNOWN_BYTES:
+                    left_out[name] = f"{status.st_size} bytes, and not tracked by git"
+                    continue
+            chosen.add(name)
+        elif "." not in posixpath.basename(name) and (root / name).is_symlink() and (root / name).is_dir():
+            chosen.add(name)  # imports may go through it
+    return chosen
+
+
+def _in_runs(root: Path, names: set[str]) -> set[str]:
+    """Return the names inside run or checkpoint directories."""
+    runs = set()
+    for folder in {posixpath.dirname(n) for n in names if posixpath.basename(n) in ("run.json", "job.json")}:
+        with suppress(OSError):
+            if is_run(set(os.listdir(root / folder))):
+                runs.add(folder)
+
+    def inside(name: str) -> bool:
+        folder, _, _ = name.rpartition("/")
+        if folder:
+            return folder in runs or inside(folder)
+        # A run may be in the root itself, beside the source; a folder `config` may be the user's.
+        return "" in runs and (name in _OF_A_RUN or name in ("run.json", "status.json"))
+
+    return {name for name in names if inside(name)}
+
 
 _NAMED = 5
 GONE = ""
@@ -47,10 +323,7 @@ class Snapshot:
 
 
 def take(sources: Sources, *, roots: tuple[Root, ...] | None = None, with_git: bool = True) -> Snapshot:
-    """Read the source; `with_git` also reads its git metadata.
-
-    Raises UsageError for roots that are not directories and for more than `sources.limit_bytes`.
-    """
+    """Read the source, `with_git` also its git metadata; UsageError for more than `sources.limit_bytes`."""
     roots = sources.labelled() if roots is None else roots
     paths: dict[str, tuple[Root, str]] = {}
     left_out: dict[str, str] = {}
@@ -58,12 +331,13 @@ def take(sources: Sources, *, roots: tuple[Root, ...] | None = None, with_git: b
     git: dict[str, Provenance] = {}
     for root in roots:
         with repository(root.path) as repo:
-            found = select(root, sources, repo)
+            names, others, commits = select(root, sources, repo)
             if repo is not None and with_git:
                 git[root.label] = provenance_of(repo)
-        paths |= {_under(root, name): (root, name) for name in found.names}
-        left_out |= {_under(root, name): why for name, why in found.left_out.items()}
-        submodules |= {_under(root, name): commit for name, commit in found.submodules.items()}
+        above = f"{root.label}/" if root.label else ""
+        paths |= {above + name: (root, name) for name in names}
+        left_out |= {above + name: why for name, why in others.items()}
+        submodules |= {above + name: commit for name, commit in commits.items()}
     manifest, contents = _read(paths, left_out, sources.limit_bytes)
     return Snapshot(manifest, contents, roots, left_out, submodules, git)
 
@@ -100,10 +374,6 @@ def digest_in(root: Root, rest: str) -> str:
         return GONE
 
 
-def _under(root: Root, name: str) -> str:
-    return f"{root.label}/{name}" if root.label else name
-
-
 def _read(
     paths: Mapping[str, tuple[Root, str]], left_out: dict[str, str], limit: int
 ) -> tuple[SourceManifest, dict[str, bytes]]:
@@ -111,14 +381,18 @@ def _read(
     sizes: dict[str, int] = {}
     for name, (root, rest) in sorted(paths.items()):
         try:
-            if why := _unfit(name):
-                left_out[name] = why
+            if len(member_name(name)) > LIMIT_NAME:
+                left_out[name] = "its name is too long"
+            elif "\\" in name:
+                left_out[name] = "its name has a backslash"
             elif (root.path / rest).is_symlink():
                 links[name] = _target(root, rest)
             elif stat.S_ISREG((found := (root.path / rest).lstat()).st_mode):
                 sizes[name] = found.st_size
         except FileNotFoundError:
             continue  # a deleted file that is still tracked
+        except UnicodeEncodeError:
+            left_out[name] = "its name is not valid UTF-8"
         except (OSError, ValueError) as error:
             left_out[name] = str(getattr(error, "strerror", None) or error)
     _check_size(sizes, limit)
@@ -132,16 +406,6 @@ def _read(
     _check_size({name: len(data) for name, data in contents.items()}, limit)  # files may have grown
     files = {name: SourceFile(hashlib.sha256(data).hexdigest(), len(data)) for name, data in contents.items()}
     return SourceManifest(files, links), contents
-
-
-def _unfit(name: str) -> str:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return "its name is not valid UTF-8"
-    if len(member_name(name)) > LIMIT_NAME:
-        return "its name is too long"
-    return "its name has a backslash" if "\\" in name else ""
 
 
 def _target(root: Root, name: str) -> str:

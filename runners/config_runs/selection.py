@@ -19,7 +19,7 @@ from torchrelay.jobs.config.runner_schema import CLUSTER_TRAIN, LOCAL_TRAIN, Run
 from torchrelay.jobs.config.schema import Dataset, Phase, Settings
 from torchrelay.jobs.config.section_types import ClassPath, split_weights
 from torchrelay.metadata.code.capture import Given
-from torchrelay.metadata.code.selection import Sources
+from torchrelay.metadata.code.snapshot import Sources
 from torchrelay.runners.training.extras.upstream import InitFrom, Upstream
 from torchrelay.runners.training.plan import Recipe
 

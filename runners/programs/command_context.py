@@ -26,8 +26,15 @@ from torchrelay.jobs.config.interpolation import RunPlace
 from torchrelay.jobs.config.runner_schema import RunnerSection
 from torchrelay.jobs.session import Peers, Solo
 from torchrelay.metadata.code.archive import NO_CHANGES, SHORT, SourceChanges, changes, open_archive
-from torchrelay.metadata.code.selection import LARGEST_UNKNOWN_BYTES, Root
-from torchrelay.metadata.code.snapshot import GONE, Snapshot, digest_in, of_manifest, place_of
+from torchrelay.metadata.code.snapshot import (
+    GONE,
+    LARGEST_UNKNOWN_BYTES,
+    Root,
+    Snapshot,
+    digest_in,
+    of_manifest,
+    place_of,
+)
 from torchrelay.metadata.experiments import (
     Evaluated,
     Identity,

@@ -23,8 +23,7 @@ from typing import Any, Literal
 
 from torchrelay.errors import DirectoryInUseError, NotAllowedNowError, UsageError
 from torchrelay.metadata.code.capture import captures, code_id_of
-from torchrelay.metadata.code.selection import Root, Sources, sources_of
-from torchrelay.metadata.code.snapshot import Snapshot, main_script, take
+from torchrelay.metadata.code.snapshot import Root, Snapshot, Sources, main_script, sources_of, take
 from torchrelay.metadata.experiments import Identity, ProgramRecord, ProgramRun, RunStore, update_note
 from torchrelay.records import dataclass
 from torchrelay.runners.distributed.environment import read_launch_env

@@ -35,8 +35,17 @@ from torchrelay.metadata.code.capture import (
     write_diff,
 )
 from torchrelay.metadata.code.git import commit_hidden, repository
-from torchrelay.metadata.code.selection import Root, Sources, sources_of
-from torchrelay.metadata.code.snapshot import GONE, Snapshot, digests, main_script, of_manifest, take
+from torchrelay.metadata.code.snapshot import (
+    GONE,
+    Root,
+    Snapshot,
+    Sources,
+    digests,
+    main_script,
+    of_manifest,
+    sources_of,
+    take,
+)
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.records import dataclass
 from torchrelay.runners.session.base import SessionBase

@@ -26,7 +26,7 @@ from torchrelay.jobs.job import Job
 from torchrelay.jobs.runtime import local_directory
 from torchrelay.jobs.session import decide
 from torchrelay.metadata.code.capture import Given
-from torchrelay.metadata.code.selection import Code
+from torchrelay.metadata.code.snapshot import Code
 from torchrelay.metadata.handlers import FileMetadataHandler, MetadataHandler
 from torchrelay.metadata.run_directory import RunDirectory
 from torchrelay.metadata.sinks.text import MetricSink

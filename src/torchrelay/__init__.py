@@ -47,7 +47,7 @@ _HOMES = {
     "RunResult": "runners.training.plan",
     "Scope": "jobs.blobs",
     "ServingHandler": "tools.serving.handlers",
-    "Sources": "metadata.code.selection",
+    "Sources": "metadata.code.snapshot",
     "SqlHandler": "metadata.sql.handler",
     "StopAnswer": "jobs.stop",
     "StopCondition": "jobs.stop",
@@ -133,7 +133,7 @@ if TYPE_CHECKING:
     from torchrelay.jobs.task import final_output as final_output
     from torchrelay.jobs.workspace import Workspace as Workspace, WorkspaceType as WorkspaceType
     from torchrelay.metadata.code.imports import load_code as load_code
-    from torchrelay.metadata.code.selection import Sources as Sources
+    from torchrelay.metadata.code.snapshot import Sources as Sources
     from torchrelay.metadata.experiments import metric_rows as metric_rows
     from torchrelay.metadata.handlers import FileMetadataHandler as FileMetadataHandler
     from torchrelay.metadata.handlers import MetadataHandler as MetadataHandler

@@ -21,8 +21,7 @@ from torchrelay.metadata.code.archive import (
     open_archive,
     write_archive,
 )
-from torchrelay.metadata.code.selection import Sources
-from torchrelay.metadata.code.snapshot import take
+from torchrelay.metadata.code.snapshot import Sources, take
 
 CHARACTERS = st.characters(codec="utf-8", exclude_characters="/\\\0")
 PARTS = st.text(CHARACTERS, min_size=1, max_size=6)

@@ -11,8 +11,7 @@ from source_trees import fill, git, held
 
 from torchrelay.errors import UsageError
 from torchrelay.metadata.code.git import without_credentials
-from torchrelay.metadata.code.selection import Sources, sources_of
-from torchrelay.metadata.code.snapshot import Snapshot, take
+from torchrelay.metadata.code.snapshot import Snapshot, Sources, sources_of, take
 
 FILES = {
     "train.py": "1",
