@@ -1,4 +1,4 @@
-"""Metadata handlers: a protocol by which an external store follows a job, and the default handler.
+"""Metadata handlers: a protocol by which an external store follows a job, and durations of saves and loads.
 
 A handler stores epochs and durations, and may override the resume decision. It is called only on the main
 thread of rank 0. An exception in `write` or `report` becomes a warning; one in `set_params` or `last_epoch`
@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torchrelay.errors import RelayError
 from torchrelay.metadata.fs import SamePlace, append_line, read_lines
-from torchrelay.metadata.statistics import NodeStats, NodeTimes, is_count, is_text, seconds_in, times_of
 from torchrelay.records import dataclass
 
 
@@ -32,8 +32,7 @@ from torchrelay.records import dataclass
 class Holder:
     """Holder of a checkpoint log: the job's `uuid`, which is fixed for the directory, and its `name`.
 
-    `generation` counts launches; `branch` is the branch it writes, created by a rewind to epoch `base` (None:
-    from scratch).
+    `generation` counts launches; `branch` was created by a rewind to epoch `base` (None: from scratch).
     """
 
     uuid: str
@@ -41,6 +40,93 @@ class Holder:
     generation: int
     branch: int = 0
     base: int | None = None
+
+
+@dataclass(frozen=True)
+class NodeTimes:
+    """One node's part of a save or load: seconds by phase, and bytes; `path` is `prefix/node.position`.
+
+    A save has the phases stage, plan, hash, write, fsync and, on its first node, commit. A load has `prove`,
+    read and restore.
+    """
+
+    node: str
+    path: str
+    bytes: int
+    secs: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_secs(self) -> float:
+        """Sum of all phases in seconds."""
+        return sum(self.secs.values())
+
+    @property
+    def epoch(self) -> int | None:
+        """Epoch in the path, also of a position within an epoch; None for other paths."""
+        number = self.path.rpartition(".")[2].partition("+")[0]
+        return int(number) if number.isascii() and number.isdecimal() and len(number) < 19 else None
+
+
+class NodeStats(dict[str, float]):
+    """Seconds by logical path, as for Caffe2's handlers; `nodes` has the phases."""
+
+    def __init__(self, nodes: Iterable[NodeTimes]) -> None:
+        self.nodes = tuple(nodes)
+        super().__init__({times.path: times.total_secs for times in self.nodes})
+
+    @property
+    def slowest(self) -> NodeTimes | None:
+        """Node with the most seconds, which the others waited for; None without nodes."""
+        return max(self.nodes, key=lambda times: times.total_secs, default=None)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes written or read by all nodes."""
+        return sum(times.bytes for times in self.nodes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of `stats.json` of a save attempt."""
+        slowest = self.slowest.node if self.slowest else None
+        return {"bytes": self.bytes, "nodes": [vars(one) for one in self.nodes], "slowest": slowest}
+
+
+_MOST_CHARACTERS = 4096
+
+
+def times_of(nodes: Any) -> list[NodeTimes]:
+    """Parse the nodes of `NodeStats.to_json`; invalid ones are skipped."""
+    found = []
+    for one in nodes if isinstance(nodes, list) else ():
+        if not isinstance(one, dict):
+            continue
+        secs, node, path, size = one.get("secs"), one.get("node"), one.get("path", ""), one.get("bytes", 0)
+        if not (isinstance(secs, dict) and is_text(node) and isinstance(path, str) and is_count(size)):
+            continue
+        taken = {phase: seconds_in(value) for phase, value in secs.items() if is_text(phase)}
+        known = {phase: value for phase, value in taken.items() if value is not None}
+        found.append(NodeTimes(str(node), path, int(size or 0), known))
+    return found
+
+
+def is_text(value: object) -> bool:
+    """Return True for text that every database can store, without NUL and lone surrogates."""
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= _MOST_CHARACTERS
+        and "\0" not in value
+        and not any("\ud800" <= one <= "\udfff" for one in value)
+    )
+
+
+def is_count(value: object) -> bool:
+    """Return True for an integer that every database can store."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def seconds_in(value: object) -> float | None:
+    """Return valid Unix seconds, or None."""
+    known = type(value) in (int, float) and 0 <= value < 1e11  # type: ignore[operator]
+    return float(value) if known else None  # type: ignore[arg-type]
 
 
 @runtime_checkable
@@ -63,6 +149,9 @@ class MetadataHandler(Protocol):
             node_names: The nodes whose state is saved.
             path_prefix: What the manager was given, as in Caffe2.
             path_type: What the manager was given, as in Caffe2.
+
+        Example:
+            handler.set_params("runs/a/checkpoints", "torchrelay", ["trainer_0"])
         """
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
@@ -72,10 +161,15 @@ class MetadataHandler(Protocol):
         """Record that `epoch` is committed; may be called again for the same epoch."""
 
     def report(self, action: str, stats: Mapping[str, float]) -> None:
-        """Record seconds by logical path for an action.
+        """Record how long an action took.
 
-        Actions are `checkpoint_save`, `checkpoint_load` and `checkpoint_partial_load`.
-        torchrelay passes a `NodeStats`, which also has phases, bytes and the slowest node.
+        Args:
+            action: `checkpoint_save`, `checkpoint_load` or `checkpoint_partial_load`.
+            stats: Seconds by logical path; torchrelay passes a `NodeStats`, which also has phases, bytes and
+                the slowest node.
+
+        Example:
+            handler.report("checkpoint_save", {"runs/a/checkpoints/trainer_0.7": 0.4})
         """
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
@@ -87,10 +181,9 @@ EPOCH = "epoch"
 
 @dataclass(frozen=True)
 class HandlerEvent:
-    """One call of a handler: `kind` is `epoch` or the action of a report; `time` is in Unix seconds.
+    """One call of a handler: `kind` is `epoch` or the action of a report.
 
-    `prefix` is the location of the checkpoints, `nodes` the number of nodes of a saved epoch, `times` the
-    durations of a report.
+    `prefix` is the location of the checkpoints, `time` is in Unix seconds, `nodes` counts those of an epoch.
     """
 
     holder: Holder
@@ -118,10 +211,7 @@ def report_notes(
 
 
 def notes_of_file(path: Path, job: Holder, prefix: str, limit: int | None = None) -> list[HandlerEvent]:
-    """Read the events of one job from a `metadata.jsonl`; invalid lines are skipped.
-
-    Returns at most the last `limit` events. Raises StorageError if it cannot be read.
-    """
+    """Read the last `limit` events of one job from a `metadata.jsonl`, without invalid lines."""
     found: list[HandlerEvent] = []
     for line in read_lines(path):
         found += _notes_of(line, job, prefix)
@@ -172,7 +262,18 @@ class FileMetadataHandler:
         path_prefix: str | None = None,
         path_type: str | None = None,
     ) -> None:
-        """Set the nodes, which are part of each epoch's line."""
+        """Set the nodes, which are part of each epoch's line.
+
+        Args:
+            db_prefix: Not used.
+            db_type: Not used.
+            node_names: The nodes whose state is saved.
+            path_prefix: Not used.
+            path_type: Not used.
+
+        Example:
+            handler.set_params("runs/a/checkpoints", "torchrelay", ["trainer_0"])
+        """
         self._nodes = list(node_names)
 
     def opened(self, holder: Holder) -> None:
@@ -189,7 +290,15 @@ class FileMetadataHandler:
         self._append({"kind": "epoch", "epoch": epoch, "nodes": self._nodes})
 
     def report(self, action: str, stats: Mapping[str, float]) -> None:
-        """Record the seconds of an action."""
+        """Record the seconds of an action.
+
+        Args:
+            action: Its name, such as `checkpoint_save`.
+            stats: Seconds by logical path.
+
+        Example:
+            handler.report("checkpoint_save", {"runs/a/checkpoints/trainer_0.7": 0.4})
+        """
         details = stats.to_json() if isinstance(stats, NodeStats) else {}
         self._append({"kind": action, "secs": dict(stats), **details})
 
@@ -208,9 +317,9 @@ class FileMetadataHandler:
 
 
 class SeveralHandlers:
-    """Calls several handlers in order; only those with `decides = True` decide where a run resumes.
+    """Calls several handlers in order.
 
-    Each of these receives the answer of the previous one as the user's choice, so the last one wins.
+    Each that decides where a run resumes gets the answer of the previous one as the user's choice.
     """
 
     def __init__(self, handlers: Sequence[MetadataHandler]) -> None:
@@ -265,3 +374,114 @@ class SeveralHandlers:
             raise failures[0]
         if failures:
             raise RelayError("; ".join(map(str, failures))) from failures[0]
+
+
+WAITING = frozenset({"plan", "commit"})
+"""Phases in which nodes wait for the slowest one, so that all have its duration."""
+_RATIO = 1.5
+_EXCESS_SECS = 0.01
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """A node over all actions: median and maximum seconds per phase, and own work."""
+
+    node: str
+    actions: int
+    own_secs: float
+    phases: Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class StragglerVerdict:
+    """The node with the most own work and the median of the others; `dominates` if it is far slower."""
+
+    node: str
+    dominates: bool
+    secs: float
+    median_secs: float
+    slowest_in: int
+    actions: int
+    phase: str
+
+    @property
+    def ratio(self) -> float | None:
+        """Ratio to the median node's time; None if that is 0."""
+        return self.secs / self.median_secs if self.median_secs > 0 else None
+
+
+@dataclass(frozen=True)
+class StragglerSummary:
+    """Nodes, slowest first; `shares` are fractions of the total seconds; no verdict for a single node."""
+
+    actions: int
+    phases: tuple[str, ...]
+    nodes: tuple[NodeRow, ...]
+    shares: Mapping[str, float]
+    verdict: StragglerVerdict | None
+
+
+def summary(actions: Sequence[Sequence[NodeTimes]]) -> StragglerSummary:
+    """Summarise several saves or several loads."""
+    by_node: dict[str, list[NodeTimes]] = {}
+    for times in actions:
+        for one in times:
+            by_node.setdefault(one.node, []).append(one)
+    phases = tuple(dict.fromkeys(phase for times in actions for one in times for phase in one.secs))
+    rows = sorted((_row(node, found) for node, found in by_node.items()), key=lambda row: -row.own_secs)
+    return StragglerSummary(
+        len(actions), phases, tuple(rows), _shares(actions, phases), _verdict(actions, rows)
+    )
+
+
+def _row(node: str, found: Sequence[NodeTimes]) -> NodeRow:
+    from statistics import median  # only reports need it: a start of a run does not import it
+
+    phases = dict.fromkeys(phase for one in found for phase in one.secs)
+    spent = {phase: [one.secs.get(phase, 0.0) for one in found] for phase in phases}
+    return NodeRow(
+        node,
+        len(found),
+        median(map(own_secs, found)),
+        {phase: (median(secs), max(secs)) for phase, secs in spent.items()},
+    )
+
+
+def own_secs(times: NodeTimes) -> float:
+    """Return the seconds of a node's own work, without waiting."""
+    return sum(secs for phase, secs in times.secs.items() if phase not in WAITING)
+
+
+def _shares(actions: Iterable[Sequence[NodeTimes]], phases: Iterable[str]) -> Mapping[str, float]:
+    spent = dict.fromkeys(phases, 0.0)
+    for times in actions:
+        for one in times:
+            for phase, secs in one.secs.items():
+                spent[phase] += secs
+    whole = sum(spent.values())
+    return {phase: secs / whole if whole > 0 else 0.0 for phase, secs in spent.items()}
+
+
+def _verdict(actions: Sequence[Sequence[NodeTimes]], rows: Sequence[NodeRow]) -> StragglerVerdict | None:
+    if len(rows) < 2:
+        return None
+    from statistics import median
+
+    slowest = rows[0]
+    typical = median(row.own_secs for row in rows[1:])
+    excess = {
+        phase: secs - median(row.phases.get(phase, (0.0, 0.0))[0] for row in rows[1:])
+        for phase, (secs, _) in slowest.phases.items()
+        if phase not in WAITING
+    }
+    last = Counter(max(times, key=own_secs).node for times in actions if times)
+    much = slowest.own_secs >= _RATIO * typical and slowest.own_secs - typical >= _EXCESS_SECS
+    return StragglerVerdict(
+        slowest.node,
+        much,
+        slowest.own_secs,
+        typical,
+        last[slowest.node],
+        len(actions),
+        max(excess, key=lambda phase: excess[phase], default=""),
+    )

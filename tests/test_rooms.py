@@ -18,8 +18,7 @@ ALLOWED = {
     "tools": {"tools", "runners", "models", "checkpoint", "jobs", "metadata", "errors", "records"},
     "jobs": {"jobs", "errors", "records"},
     "metadata": {"metadata", "errors", "records"},
-    "checkpoint": {"checkpoint", "jobs", "errors", "records"}
-    | {"metadata.handlers", "metadata.fs", "metadata.statistics"},
+    "checkpoint": {"checkpoint", "jobs", "errors", "records"} | {"metadata.handlers", "metadata.fs"},
     "models": {"models", "checkpoint", "jobs", "errors", "records"}
     | {"metadata.zip_reader", "metadata.code.imports", "metadata.code.capture"},
     "runners": {"runners", "models", "checkpoint", "jobs", "metadata", "errors", "records"},

@@ -37,7 +37,7 @@ from torchrelay.errors import MissingShardError, UsageError
 from torchrelay.jobs.cluster import GRADIENTS, dotted_prefixes
 from torchrelay.jobs.session import Session, together
 from torchrelay.jobs.workspace import Workspace
-from torchrelay.metadata.statistics import NodeStats, NodeTimes
+from torchrelay.metadata.handlers import NodeStats, NodeTimes
 from torchrelay.records import dataclass
 
 

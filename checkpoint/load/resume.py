@@ -58,7 +58,7 @@ from torchrelay.jobs.containers import is_container
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import Session, together, warn
 from torchrelay.jobs.workspace import Entry
-from torchrelay.metadata.statistics import NodeStats, NodeTimes
+from torchrelay.metadata.handlers import NodeStats, NodeTimes
 from torchrelay.records import Json, dataclass
 
 

@@ -47,7 +47,7 @@ from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.runtime import undisturbed
 from torchrelay.jobs.session import Session, together, warn
 from torchrelay.jobs.workspace import Workspace
-from torchrelay.metadata.statistics import NodeStats
+from torchrelay.metadata.handlers import NodeStats
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.save.background import Background, Outcome

@@ -27,7 +27,7 @@ from torchrelay.checkpoint.storage.work import Clock
 from torchrelay.jobs import runtime
 from torchrelay.jobs.runtime import Worker, WorkItem
 from torchrelay.jobs.session import Peers, Session
-from torchrelay.metadata.statistics import NodeStats
+from torchrelay.metadata.handlers import NodeStats
 from torchrelay.records import dataclass
 
 SAVES, STANDS_BY = "torchrelay save", "torchrelay (no save)"

@@ -53,7 +53,7 @@ from torchrelay.checkpoint.storage.work import WRITERS, Clock, beside, patience_
 from torchrelay.errors import ChangedAfterAllError, PeerError, SaveFailedError, StorageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import Peers, Session, decide, is_agreed, together, warn
-from torchrelay.metadata.statistics import NodeStats, NodeTimes
+from torchrelay.metadata.handlers import NodeStats, NodeTimes
 from torchrelay.records import dataclass
 
 if TYPE_CHECKING:

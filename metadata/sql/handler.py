@@ -24,8 +24,15 @@ from torchrelay.errors import (
     install_command,
 )
 from torchrelay.metadata.fs import read_json
-from torchrelay.metadata.handlers import EPOCH, FILE_NAME, HandlerEvent, Holder, notes_of_file, report_notes
-from torchrelay.metadata.statistics import NodeStats
+from torchrelay.metadata.handlers import (
+    EPOCH,
+    FILE_NAME,
+    HandlerEvent,
+    Holder,
+    NodeStats,
+    notes_of_file,
+    report_notes,
+)
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from torchrelay.errors import DamagedError, FormatError, UsageError
-from torchrelay.metadata.handlers import FileMetadataHandler, MetadataHandler
+from torchrelay.metadata.handlers import FileMetadataHandler, MetadataHandler, NodeStats, NodeTimes
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.statistics import NodeStats, NodeTimes
 
 
 def test_identity_is_written_once(tmp_path: Path) -> None:

@@ -36,11 +36,12 @@ from torchrelay.metadata.handlers import (
     HandlerEvent,
     Holder,
     MetadataHandler,
+    NodeStats,
+    NodeTimes,
     notes_of_file,
 )
 from torchrelay.metadata.sql.database import Database, merged, rows_of
 from torchrelay.metadata.sql.handler import BoundedCalls, Pending, parse_url
-from torchrelay.metadata.statistics import NodeStats, NodeTimes
 from torchrelay.tools.cli.main import main
 
 SAVE = "checkpoint_save"
@@ -178,7 +179,7 @@ def test_jobs_write_at_once(tmp_path: Path, url: str) -> None:
     code = (
         "import sys\n"
         "from torchrelay.metadata.handlers import Holder\n"
-        "from torchrelay.metadata.statistics import NodeStats, NodeTimes\n"
+        "from torchrelay.metadata.handlers import NodeStats, NodeTimes\n"
         "from torchrelay.metadata.sql.handler import SqlHandler\n"
         "handler = SqlHandler(sys.argv[1], deadline_secs=30)\n"
         "handler.set_params('/runs/x', 'torchrelay', ['a'])\n"

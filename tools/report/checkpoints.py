@@ -32,9 +32,8 @@ from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import RelayError
 from torchrelay.metadata.fs import read_lines
-from torchrelay.metadata.handlers import FILE_NAME
+from torchrelay.metadata.handlers import FILE_NAME, times_of
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.statistics import times_of
 from torchrelay.records import Json, dataclass
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.tools.report.run_data import (

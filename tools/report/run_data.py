@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchrelay.errors import RelayError
-from torchrelay.metadata.statistics import NodeTimes
+from torchrelay.metadata.handlers import NodeTimes
 from torchrelay.records import Json, dataclass
 from torchrelay.runners.monitoring.status import NOT_BEGUN, Standing
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from torchrelay.metadata.statistics import WAITING, NodeRow, StragglerSummary, summary
+from torchrelay.metadata.handlers import WAITING, NodeRow, StragglerSummary, summary
 from torchrelay.records import dataclass
 from torchrelay.tools.report.charts import (
     Cell,

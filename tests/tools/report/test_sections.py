@@ -12,8 +12,8 @@ import pytest
 from report_runs import noted
 from test_markup import read
 
+from torchrelay.metadata.handlers import NodeTimes
 from torchrelay.metadata.run_directory import RunDirectory
-from torchrelay.metadata.statistics import NodeTimes
 from torchrelay.tools.cli.main import main
 from torchrelay.tools.report.charts import Figure, number
 from torchrelay.tools.report.curves import metrics, step_counts, weights

@@ -31,9 +31,9 @@ from torchrelay.metadata.handlers import (
     Holder,
     notes_of_file,
     report_notes,
+    times_of,
 )
 from torchrelay.metadata.sql.handler import BoundedCalls, parse_url, rows_in
-from torchrelay.metadata.statistics import times_of
 from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, time_text
 from torchrelay.runners.monitoring.status import STATES

@@ -13,9 +13,15 @@ from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import StorageError, UnknownEpochError
 from torchrelay.metadata.fs import read_lines, read_note
-from torchrelay.metadata.handlers import FILE_NAME
+from torchrelay.metadata.handlers import (
+    FILE_NAME,
+    NodeTimes,
+    StragglerSummary,
+    StragglerVerdict,
+    summary,
+    times_of,
+)
 from torchrelay.metadata.lineage import KnownStage, find_stage, stages_of
-from torchrelay.metadata.statistics import NodeTimes, StragglerSummary, StragglerVerdict, summary, times_of
 from torchrelay.runners.monitoring.console import Output, human_number, time_text
 from torchrelay.runners.monitoring.status import standing
 from torchrelay.runners.remote_runs.resolve import RunLocation, find_entry, locate, locate_run, parse_selector
