@@ -14,40 +14,15 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Connection,
-    DateTime,
-    Double,
-    Engine,
-    MetaData,
-    PrimaryKeyConstraint,
-    Select,
-    String,
-    Table,
-    and_,
-    case,
-    create_engine,
-    event,
-    func,
-    insert,
-    inspect,
-    or_,
-    select,
-    text,
-)
+import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-from sqlalchemy.pool import NullPool
 
 from torchrelay.errors import FormatError, StorageError
 from torchrelay.metadata.handlers import EPOCH, HandlerEvent
 from torchrelay.metadata.sql.handler import masked, secrets_of, without
 
 Row = dict[str, Any]
-Rows = dict[str, list[Row]]
 MERGES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "relay_jobs": {"name": max, "prefix": max, "generation": max},
     "relay_branches": {"base": max},
@@ -56,30 +31,6 @@ MERGES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "relay_durations": {"secs": max},
 }
 """Merge rules of the columns that are not part of a key."""
-
-
-def rows_of(notes: Iterable[HandlerEvent]) -> Rows:
-    """Convert events to rows by table, one per key."""
-    found: dict[str, dict[tuple[Any, ...], Row]] = {table: {} for table in MERGES}
-    for note in notes:
-        for table, row in _rows_of(note):
-            merges = MERGES[table]
-            key = tuple(value for name, value in row.items() if name not in merges)
-            known = found[table].setdefault(key, row)
-            if known is not row:
-                found[table][key] = merged(table, known, row)
-    return {table: list(rows.values()) for table, rows in found.items()}
-
-
-def merged(table: str, one: Row, other: Row) -> Row:
-    """Merge two rows with the same key."""
-    if table == "relay_jobs" and one["generation"] != other["generation"]:
-        return max(one, other, key=lambda row: row["generation"])
-    result = dict(one)
-    for name, choose in MERGES[table].items():
-        known = [row[name] for row in (one, other) if row[name] is not None]
-        result[name] = choose(known) if known else None
-    return result
 
 
 def _rows_of(note: HandlerEvent) -> Iterable[tuple[str, Row]]:
@@ -100,70 +51,27 @@ def _rows_of(note: HandlerEvent) -> Iterable[tuple[str, Row]]:
 
 
 VERSION = 1
-metadata = MetaData()
+metadata = sa.MetaData()
 
-SCHEMA = Table("relay_schema", metadata, Column("version", BigInteger, primary_key=True, autoincrement=False))
 
-JOBS = Table(
-    "relay_jobs",
-    metadata,
-    Column("job", String, primary_key=True),
-    Column("name", String, nullable=False),
-    Column("prefix", String, nullable=False),
-    Column("generation", BigInteger, nullable=False),
+def _table(name: str, key: Mapping[str, Any], columns: Mapping[str, Any], *optional: str) -> sa.Table:
+    """Define a table; columns are not null unless they are `optional`."""
+    keys = [sa.Column(one, kind, primary_key=True, autoincrement=False) for one, kind in key.items()]
+    others = [sa.Column(one, kind, nullable=one in optional) for one, kind in columns.items()]
+    return sa.Table(name, metadata, *keys, *others)
+
+
+_TEXT, _COUNT = sa.String, sa.BigInteger
+_EPOCH = {"job": _TEXT, "epoch": _COUNT, "generation": _COUNT}
+_NODE = {**_EPOCH, "action": _TEXT, "node": _TEXT}
+SCHEMA = _table("relay_schema", {"version": _COUNT}, {})
+JOBS = _table("relay_jobs", {"job": _TEXT}, {"name": _TEXT, "prefix": _TEXT, "generation": _COUNT})
+BRANCHES = _table("relay_branches", {"job": _TEXT, "branch": _COUNT}, {"base": _COUNT}, "base")
+EPOCHS = _table(
+    "relay_epochs", _EPOCH, {"branch": _COUNT, "nodes": _COUNT, "saved_at": sa.DateTime(timezone=True)}
 )
-
-BRANCHES = Table(
-    "relay_branches",
-    metadata,
-    Column("job", String),
-    Column("branch", BigInteger, autoincrement=False),
-    Column("base", BigInteger),
-    PrimaryKeyConstraint("job", "branch"),
-)
-
-
-def _of_an_epoch() -> tuple[Column[str], Column[int], Column[int]]:
-    return (
-        Column("job", String),
-        Column("epoch", BigInteger, autoincrement=False),
-        Column("generation", BigInteger, autoincrement=False),
-    )
-
-
-EPOCHS = Table(
-    "relay_epochs",
-    metadata,
-    *_of_an_epoch(),
-    Column("branch", BigInteger, nullable=False),
-    Column("nodes", BigInteger, nullable=False),
-    Column("saved_at", DateTime(timezone=True), nullable=False),
-    PrimaryKeyConstraint("job", "epoch", "generation"),
-)
-
-_OF_A_NODE = ("job", "epoch", "generation", "action", "node")
-
-MOVED = Table(
-    "relay_moved",
-    metadata,
-    *_of_an_epoch(),
-    Column("action", String),
-    Column("node", String),
-    Column("bytes", BigInteger, nullable=False),
-    PrimaryKeyConstraint(*_OF_A_NODE),
-)
-
-DURATIONS = Table(
-    "relay_durations",
-    metadata,
-    *_of_an_epoch(),
-    Column("action", String),
-    Column("node", String),
-    Column("phase", String),
-    Column("secs", Double, nullable=False),
-    PrimaryKeyConstraint(*_OF_A_NODE, "phase"),
-)
-
+MOVED = _table("relay_moved", _NODE, {"bytes": _COUNT})
+DURATIONS = _table("relay_durations", {**_NODE, "phase": _TEXT}, {"secs": sa.Double})
 CURRENT_EPOCHS = """
 CREATE VIEW relay_current_epochs AS
 SELECT e.job, e.epoch, MAX(e.generation) AS generation, MAX(e.branch) AS branch, MAX(e.nodes) AS nodes,
@@ -182,11 +90,11 @@ _LOCK = 0x746F7263_68726C79
 """Key of the advisory lock in PostgreSQL, from the letters of the project's name."""
 
 
-def has_tables(connection: Connection, where: str) -> bool:
+def has_tables(connection: sa.Connection, where: str) -> bool:
     """Return True if the tables exist; raises FormatError for another version of the schema."""
-    if not inspect(connection).has_table(SCHEMA.name):
+    if not sa.inspect(connection).has_table(SCHEMA.name):
         return False
-    versions = sorted(connection.execute(select(SCHEMA.c.version)).scalars())
+    versions = sorted(connection.execute(sa.select(SCHEMA.c.version)).scalars())
     if versions == [VERSION]:
         return True
     found = ", ".join(map(str, versions)) or "none"
@@ -196,33 +104,37 @@ def has_tables(connection: Connection, where: str) -> bool:
     )
 
 
-def make_tables(connection: Connection, where: str) -> None:
+def make_tables(connection: sa.Connection, where: str) -> None:
     """Create missing tables in the open transaction; concurrent calls wait for each other."""
     if has_tables(connection, where):
         return
     if connection.dialect.name == "postgresql":
-        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+        connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
         if has_tables(connection, where):
             return
     metadata.create_all(connection)
-    connection.execute(text(CURRENT_EPOCHS))
-    connection.execute(insert(SCHEMA).values(version=VERSION))
+    connection.execute(sa.text(CURRENT_EPOCHS))
+    connection.execute(sa.insert(SCHEMA).values(version=VERSION))
 
 
-def put(connection: Connection, rows: Rows) -> None:
-    """Insert rows, or merge them with existing ones.
+def put(connection: sa.Connection, notes: Iterable[HandlerEvent]) -> None:
+    """Insert the rows of events, or merge them with existing ones.
 
     Rows are sorted, so that concurrent jobs lock them in the same order and do not deadlock.
     """
+    rows: dict[str, dict[tuple[Any, ...], Row]] = {name: {} for name in MERGES}
+    for note in notes:
+        for name, row in _rows_of(note):
+            rows[name][tuple(row.values())] = row
     for name, content in rows.items():
         if content:
             table = metadata.tables[name]
             keys = [column.name for column in table.primary_key]
-            in_order = sorted(content, key=lambda row: [row[key] for key in keys])
+            in_order = sorted(content.values(), key=lambda row: [row[key] for key in keys])
             connection.execute(_statement(connection.dialect.name, table), in_order)
 
 
-def _statement(dialect: str, table: Table) -> Any:
+def _statement(dialect: str, table: sa.Table) -> Any:
     insert: Any = postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
     new = insert.excluded
     changes = {}
@@ -231,10 +143,10 @@ def _statement(dialect: str, table: Table) -> Any:
         wins = new[name] < old if choose is min else new[name] > old
         if table.name == "relay_jobs":  # all follow the newer generation
             generation = table.c.generation
-            wins = or_(new.generation > generation, and_(new.generation == generation, wins))
+            wins = sa.or_(new.generation > generation, sa.and_(new.generation == generation, wins))
         else:
-            wins = or_(old.is_(None), wins)
-        changes[name] = case((wins, new[name]), else_=old)
+            wins = sa.or_(old.is_(None), wins)
+        changes[name] = sa.case((wins, new[name]), else_=old)
     keys = [column.name for column in table.primary_key]
     return insert.on_conflict_do_update(index_elements=keys, set_=changes)
 
@@ -252,50 +164,44 @@ _REMEDIES = {
 
 
 class Database:
-    """Stores and reads events.
+    """Stores and reads events; `deadline_secs` limits each step, as far as the driver supports it."""
 
-    `deadline_secs` limits a connect, a wait for a lock and a statement, as far as the driver supports it.
-    """
-
-    def __init__(self, url: URL, deadline_secs: float) -> None:
+    def __init__(self, url: sa.URL, deadline_secs: float) -> None:
         self.shown = masked(url)
         self.deadline_secs = deadline_secs
         self._secrets = secrets_of(url)
         self._engine = _engine(url, deadline_secs)
 
     def store(self, notes: Iterable[HandlerEvent]) -> None:
-        """Store events in one transaction, creating missing tables.
-
-        Raises StorageError, and FormatError for tables of another version.
-        """
+        """Store events in one transaction, creating missing tables."""
         with self._transaction() as connection:
             make_tables(connection, self.shown)
-            put(connection, rows_of(notes))
+            put(connection, notes)
 
     def known(self, uuid: str) -> set[tuple[int, int, str]]:
         """Return the keys of the stored events of a job; see `HandlerEvent.key`."""
         epochs, moved = EPOCHS.c, MOVED.c
-        saved = select(epochs.generation, epochs.epoch).where(epochs.job == uuid)
-        told = select(moved.generation, moved.epoch, moved.action).where(moved.job == uuid).distinct()
+        saved = sa.select(epochs.generation, epochs.epoch).where(epochs.job == uuid)
+        timed = sa.select(moved.generation, moved.epoch, moved.action).where(moved.job == uuid).distinct()
         found = {(generation, epoch, EPOCH) for generation, epoch in self._read(saved)}
-        return found | {(generation, epoch, action) for generation, epoch, action in self._read(told)}
+        return found | {(generation, epoch, action) for generation, epoch, action in self._read(timed)}
 
     def newest_epoch(self, *, uuid: str | None, prefix: str) -> int | None:
         """Return the newest current epoch of a job, or of the last job seen at a prefix."""
         if uuid is None:
             jobs, epochs = JOBS.c, EPOCHS.c
-            seen = func.max(epochs.saved_at).desc()
-            of_prefix = select(jobs.job).join(EPOCHS, epochs.job == jobs.job)
+            seen = sa.func.max(epochs.saved_at).desc()
+            of_prefix = sa.select(jobs.job).join(EPOCHS, epochs.job == jobs.job)
             of_prefix = of_prefix.where(jobs.prefix == prefix).group_by(jobs.job).order_by(seen)
             found = self._read(of_prefix.limit(1))
             if not found:
                 return None
             uuid = found[0][0]
-        current = text("SELECT MAX(epoch) FROM relay_current_epochs WHERE job = :job").bindparams(job=uuid)
+        current = sa.text("SELECT MAX(epoch) FROM relay_current_epochs WHERE job = :job").bindparams(job=uuid)
         rows = self._read(current)
         return None if not rows or rows[0][0] is None else int(rows[0][0])
 
-    def _read(self, query: Select[Any] | Any) -> list[tuple[Any, ...]]:
+    def _read(self, query: Any) -> list[tuple[Any, ...]]:
         """Return the rows of a query; empty if the tables do not exist."""
         with self._transaction() as connection:
             if not has_tables(connection, self.shown):
@@ -316,12 +222,12 @@ class Database:
             pause = min(2 * pause, _LONGEST_PAUSE_SECS)
 
     @contextmanager
-    def _transaction(self) -> Iterator[Connection]:
+    def _transaction(self) -> Iterator[sa.Connection]:
         try:
             with self._engine.connect() as connection, connection.begin():
                 if connection.dialect.name == "postgresql":
                     limit = max(1, int(1000 * self.deadline_secs))
-                    connection.execute(text(f"SET LOCAL statement_timeout = {limit}"))
+                    connection.execute(sa.text(f"SET LOCAL statement_timeout = {limit}"))
                 yield connection
         except (SQLAlchemyError, OverflowError, UnicodeError) as error:
             raise self._converted(error) from (error.orig if isinstance(error, DBAPIError) else None)
@@ -342,15 +248,15 @@ def _may_pass(error: StorageError) -> bool:
     return any(word in reason for word in _PASSING) or ("FATAL" not in reason and "ERROR" not in reason)
 
 
-def _engine(url: URL, deadline_secs: float) -> Engine:
+def _engine(url: sa.URL, deadline_secs: float) -> sa.Engine:
     """Create the engine; SQLite locks the file at the beginning, so that writers wait for each other."""
     if url.get_backend_name() == "sqlite":
-        engine = create_engine(url, poolclass=NullPool, connect_args={"timeout": deadline_secs})
-        event.listen(engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
-        event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+        engine = sa.create_engine(url, poolclass=sa.NullPool, connect_args={"timeout": deadline_secs})
+        sa.event.listen(engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+        sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
         return engine
     options: dict[str, Any] = {}
     if url.get_driver_name() in ("psycopg", "psycopg2"):
         # libpq requires integers >= 2
         options = {"connect_timeout": max(2, math.ceil(deadline_secs)), "application_name": "torchrelay"}
-    return create_engine(url, poolclass=NullPool, connect_args=options)
+    return sa.create_engine(url, poolclass=sa.NullPool, connect_args=options)

@@ -11,9 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchrelay.errors import (
     DamagedError,
@@ -48,10 +49,7 @@ _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"
 
 
 def parse_url(text: str) -> URL:
-    """Parse the URL of a SQLite file (made absolute) or a PostgreSQL server.
-
-    Raises UsageError for any other, and if SQLAlchemy or the driver is not installed.
-    """
+    """Parse the URL of a SQLite file (made absolute) or a PostgreSQL server; raises UsageError."""
     if not isinstance(text, str):
         raise UsageError(f"invalid database {type(text).__name__}: expected a URL, {FORMS}")
     try:
@@ -73,29 +71,15 @@ def parse_url(text: str) -> URL:
         raise UsageError(
             f"{masked(url)} is not a supported database: expected {FORMS}, without an asynchronous driver"
         )
-    return _with_file(url) if backend == "sqlite" else _with_driver(url)
-
-
-def _with_password(url: URL) -> URL:
-    """Move a password in the options to its proper place, where it is masked."""
-    password = url.query.get("password")
-    if password is None:
-        return url
-    if not isinstance(password, str):
-        raise ValueError("two passwords")
-    return url.difference_update_query(["password"]).set(password=password)
-
-
-def _with_file(url: URL) -> URL:
-    if url.query:
-        raise UsageError(f"options such as {min(url.query)}= are not supported for SQLite: expected {FORMS}")
-    name = url.database
-    if not name or name == ":memory:" or name.startswith("file:"):
-        raise UsageError(f"{masked(url)} has no file name: expected {FORMS}")
-    return url.set(database=str(Path(name).absolute()))
-
-
-def _with_driver(url: URL) -> URL:
+    if backend == "sqlite":
+        name = url.database
+        if url.query:
+            wrong = f"options such as {min(url.query)}= are not supported for SQLite"
+        elif name and name != ":memory:" and not name.startswith("file:"):
+            return url.set(database=str(Path(name).absolute()))
+        else:
+            wrong = f"{masked(url)} has no file name"
+        raise UsageError(f"{wrong}: expected {FORMS}")
     try:
         url.get_dialect().import_dbapi()
     except ImportError as error:
@@ -104,6 +88,14 @@ def _with_driver(url: URL) -> URL:
             f"{masked(url)} needs {package}, which is not installed: {install_command('postgresql')}"
         ) from error
     return url
+
+
+def _with_password(url: URL) -> URL:
+    """Move a password in the options to its proper place, where it is masked."""
+    password = url.query.get("password")
+    if isinstance(password, tuple):
+        raise ValueError("two passwords")
+    return url if password is None else url.difference_update_query(["password"]).set(password=password)
 
 
 def masked(url: URL) -> str:
@@ -116,7 +108,7 @@ def masked(url: URL) -> str:
 
 def secrets_of(url: URL) -> tuple[str, ...]:
     """Return the secrets in a URL."""
-    values = [url.password, *(url.query.get(key) for key in _SECRETS)]
+    values = (url.password, *(url.query.get(key) for key in _SECRETS))
     return tuple(value for value in values if isinstance(value, str) and value)
 
 
@@ -147,9 +139,6 @@ class Pending:
         self._rows = 0
         self._notes: deque[HandlerEvent] = deque()
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._notes)
 
     def add(self, notes: Sequence[HandlerEvent]) -> None:
         """Add events; at least the newest one is kept."""
@@ -185,8 +174,8 @@ class BoundedCalls:
     """Makes calls with a time limit, each in a daemon thread."""
 
     def __init__(self, what: str) -> None:
-        self._what = what
-        self._running: _DatabaseCall[object] | None = None
+        self._what, self._began = what, 0.0
+        self._running: Future[Any] | None = None
 
     def make(self, call: Callable[[], Result], wait_secs: float) -> Result:
         """Return the result of a call, or raise its error.
@@ -194,37 +183,22 @@ class BoundedCalls:
         Raises StorageError on a timeout, and, without calling, while an earlier call is still running. A call
         that timed out keeps running and may succeed.
         """
-        running = self._running
-        if running is not None and running.thread.is_alive():
-            raise StorageError(f"{self._what} has not answered for {time.monotonic() - running.began:.0f} s")
-        mine = _DatabaseCall(call)
-        self._running = mine  # type: ignore[assignment]
-        mine.thread.start()
-        mine.thread.join(wait_secs)
-        if mine.thread.is_alive():
+        if self._running is not None and not self._running.done():
+            raise StorageError(f"{self._what} has not answered for {time.monotonic() - self._began:.0f} s")
+        running: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                running.set_result(call())
+            except BaseException as error:
+                running.set_exception(error)
+
+        self._began = time.monotonic()
+        threading.Thread(target=run, name="metadata database", daemon=True).start()
+        self._running = running
+        if wait([running], wait_secs).not_done:
             raise StorageError(f"{self._what} did not answer within {wait_secs:g} s")
-        self._running = None
-        return mine.outcome()
-
-
-class _DatabaseCall(Generic[Result]):
-    def __init__(self, call: Callable[[], Result]) -> None:
-        self.began = time.monotonic()
-        self._call = call
-        self._results: list[Result] = []
-        self._error: BaseException = StorageError("the call has not finished")
-        self.thread = threading.Thread(target=self._run, name="metadata database", daemon=True)
-
-    def _run(self) -> None:
-        try:
-            self._results.append(self._call())
-        except BaseException as error:
-            self._error = error
-
-    def outcome(self) -> Result:
-        if self._results:
-            return self._results[0]
-        raise self._error
+        return running.result()
 
 
 DEADLINE_SECS = 5.0
@@ -275,8 +249,6 @@ class SqlHandler:
     def __repr__(self) -> str:
         return f"SqlHandler({masked(self._url)!r})"
 
-    # Events of a job
-
     def set_params(
         self,
         db_prefix: str,
@@ -285,7 +257,18 @@ class SqlHandler:
         path_prefix: str | None = None,
         path_type: str | None = None,
     ) -> None:
-        """Set the location of the checkpoints and the nodes."""
+        """Set the location of the checkpoints and the nodes.
+
+        Args:
+            db_prefix: Directory or URL of the checkpoints.
+            db_type: Not used.
+            node_names: The nodes whose state is saved.
+            path_prefix: Not used.
+            path_type: Not used.
+
+        Example:
+            handler.set_params("runs/a/checkpoints", "torchrelay", ["trainer_0"])
+        """
         self._prefix = db_prefix if "://" in db_prefix else str(Path(db_prefix).absolute())
         self._nodes, self._holder = len(node_names), None
 
@@ -301,7 +284,15 @@ class SqlHandler:
         self._send([note], always=True)
 
     def report(self, action: str, stats: Mapping[str, float]) -> None:
-        """Store the seconds of an action; ignored outside of a run."""
+        """Store the seconds of an action; ignored outside of a run.
+
+        Args:
+            action: Its name, such as `checkpoint_save`.
+            stats: Seconds by logical path; only a `NodeStats` of torchrelay is stored.
+
+        Example:
+            handler.report("checkpoint_save", stats)
+        """
         if self._holder is not None and isinstance(stats, NodeStats):
             notes = report_notes(self._holder, self._prefix, action, stats.nodes, time.time())
             self._send(notes, always=False)
@@ -309,8 +300,6 @@ class SqlHandler:
     def cp_accessible(self, epoch: int | None = None) -> bool:
         """Return True: saves do not need the database."""
         return True
-
-    # Resume decision
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """Return the user's choice, else with `decides` the newest epoch in the database; None: from scratch.
@@ -332,7 +321,7 @@ class SqlHandler:
         )
         if epoch is not None or uuid is None:
             return epoch
-        notes = notes_of_file(self._notes_file, Holder(uuid, "", 0), self._prefix)
+        notes = notes_of_file(Path(self._prefix).parent / FILE_NAME, Holder(uuid, "", 0), self._prefix)
         newest = max((note.epoch for note in notes if note.kind == EPOCH), default=None)
         if newest is not None:
             raise UsageError(
@@ -360,13 +349,6 @@ class SqlHandler:
             )
         return None
 
-    # Database access
-
-    @property
-    def _notes_file(self) -> Path:
-        """Return `metadata.jsonl` of the default handler, if the checkpoints are in a run directory."""
-        return Path(self._prefix).parent / FILE_NAME
-
     def _database(self) -> Database:
         if self._opened is None:
             from torchrelay.metadata.sql.database import Database
@@ -385,16 +367,13 @@ class SqlHandler:
             self._calls.make(lambda: self._store(retries), patience)
         except RelayError as error:
             self._answers = False
-            raise StorageError(f"{error}; {self._waiting()}") from error
-
-    def _waiting(self) -> str:
-        count, lost = len(self._pending), self._pending.given_up
-        waiting = "1 event waits" if count == 1 else f"{count} events wait"
-        more = f" ({lost} more were dropped)" if lost else ""
-        return (
-            f"{waiting} for it{more}. Training continues; the next success, or torchrelay runs index, "
-            "stores them"
-        )
+            count, lost = len(self._pending.all()), self._pending.given_up
+            waiting = "1 event waits" if count == 1 else f"{count} events wait"
+            more = f" ({lost} more were dropped)" if lost else ""
+            raise StorageError(
+                f"{error}; {waiting} for it{more}. Training continues; the next success, or torchrelay runs "
+                "index, stores them"
+            ) from error
 
     def _store(self, retry_secs: float) -> None:
         database, notes, holder, prefix = self._database(), self._pending.all(), self._holder, self._prefix

@@ -40,7 +40,7 @@ from torchrelay.metadata.handlers import (
     NodeTimes,
     notes_of_file,
 )
-from torchrelay.metadata.sql.database import Database, merged, rows_of
+from torchrelay.metadata.sql.database import Database
 from torchrelay.metadata.sql.handler import BoundedCalls, Pending, parse_url
 from torchrelay.tools.cli.main import main
 
@@ -161,17 +161,6 @@ def test_replays_and_repeats_give_the_same_rows(
     """Whatever is told again, in any order, and even if it differs: the rows follow from the set alone."""
     folder = tmp_path_factory.mktemp("any")
     check_any_order(lambda name: f"sqlite:///{folder / name}.db", told, seed)
-
-
-@given(st.lists(notes, min_size=3, max_size=3))
-def test_rows_are_merged_in_any_order(told: list[HandlerEvent]) -> None:
-    """Merging rows of one key is commutative, associative, idempotent, by the rule that SQL repeats."""
-    for table in ("relay_jobs", "relay_branches"):
-        a, b, c = (rows_of([note])[table][0] for note in told)
-        if table == "relay_branches":
-            a, b, c = ({**row, "branch": 0} for row in (a, b, c))
-        assert merged(table, a, a) == a and merged(table, a, b) == merged(table, b, a)
-        assert merged(table, merged(table, a, b), c) == merged(table, a, merged(table, b, c))
 
 
 def test_jobs_write_at_once(tmp_path: Path, url: str) -> None:
@@ -327,10 +316,9 @@ def test_a_call_that_hangs_is_left_behind() -> None:
         calls.make(lambda: go.wait(60), 0.05)
     with pytest.raises(StorageError, match="has not answered for"):
         calls.make(lambda: 1, 0.05)
-    thread = calls._running.thread if calls._running else None
+    running = calls._running
     go.set()
-    assert thread is not None
-    thread.join(60)
+    assert running is not None and running.result(60)
     assert calls.make(lambda: 2, 60) == 2
     with pytest.raises(ZeroDivisionError):
         calls.make(lambda: 1 // 0, 60)
