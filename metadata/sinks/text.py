@@ -13,20 +13,29 @@ import csv
 import io
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass as python_dataclass
-from dataclasses import field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torchrelay.errors import StorageError
 from torchrelay.metadata.fs import append_bytes, finite, open_regular, read_note, replace_file
-from torchrelay.records import dataclass
 
 
 @python_dataclass(frozen=True)
 class TrackedRun:
-    """The run of a sink: its directory, name, job and permanent id."""
+    """The run of a sink.
+
+    Args:
+        path: Its directory.
+        name: Its name.
+        job: The name of its job.
+        uuid: Its permanent id.
+
+    Example:
+        sink.open(TrackedRun(Path("runs/a"), "a", "hello", uuid4().hex), attempt=0)
+    """
 
     path: Path
     name: str
@@ -56,6 +65,9 @@ class MetricSink(Protocol):
         Args:
             run: Directory, name, job and permanent id of the run.
             attempt: The number of the launch, from 0.
+
+        Example:
+            sink.open(TrackedRun(Path("runs/a"), "a", "hello", uuid4().hex), attempt=0)
         """
 
     def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
@@ -65,6 +77,9 @@ class MetricSink(Protocol):
             epoch: The epoch that ended, from 1.
             step: The steps of all epochs so far, 0 without steps.
             metrics: Reduced values by name; may contain NaN and infinities.
+
+        Example:
+            sink.log(3, 1500, {"train/loss": 0.25})
         """
 
     def rewind(self, epoch: int, step: int) -> None:
@@ -73,6 +88,9 @@ class MetricSink(Protocol):
         Args:
             epoch: The last epoch to keep.
             step: The last step to keep.
+
+        Example:
+            sink.rewind(2, 1000)
         """
 
     def close(self) -> None:
@@ -89,10 +107,7 @@ def axis(epoch: int, step: int) -> int:
 
 
 def read_whole_lines(path: Path) -> list[str]:
-    """Return the complete lines of a file, without a last line truncated by a crash; empty without a file.
-
-    Raises StorageError if the file is unreadable or not text.
-    """
+    """Return the complete lines of a file, without a last line truncated by a crash; empty without a file."""
     try:
         with open_regular(path) as file:
             data = file.read()
@@ -104,10 +119,7 @@ def read_whole_lines(path: Path) -> list[str]:
 
 
 def foreign(path: Path, begins: str) -> bool:
-    """Return True if the file has another beginning: it is foreign and never overwritten.
-
-    Raises StorageError if it cannot be read.
-    """
+    """Return True if the file has another beginning: it is foreign and never overwritten."""
     try:
         with open_regular(path) as file:
             found = file.read(len(begins))
@@ -135,45 +147,50 @@ def replace_lines(path: Path, lines: Iterable[str]) -> None:
     replace_file(path, "".join(f"{line}\n" for line in lines).encode(), sync="content")
 
 
-class StepLines:
-    """A file with a line per point, in step order, created by the first one.
+class _TextSink:
+    """A file with a line per epoch, by default in `trackers/`, and a second one with a line per point.
 
-    `begins` is the beginning of such files; `step_of` returns the step of a line (None: a line to keep).
+    Class attributes are the file's name, the beginnings of both files, and what a foreign file is not.
     """
 
-    def __init__(self, own: Path, begins: str, step_of: Callable[[str], int | None]) -> None:
-        self.path = own.with_name(f"{own.stem}.steps{own.suffix}")
-        self._begins, self._step_of = begins, step_of
-
-    def append(self, lines: Iterable[str], header: str = "") -> None:
-        """Append points; raises StorageError."""
-        new = not self.path.exists()
-        self._check()
-        told = [header, *lines] if header and new else lines
-        append_text(self.path, "".join(f"{line}\n" for line in told))
-
-    def rewind(self, step: int) -> None:
-        """Delete points of later steps, and a truncated line; raises StorageError."""
-        if self.path.exists():
-            self._check()
-            replace_lines(self.path, [line for line in self.lines() if (self._step_of(line) or 0) <= step])
-
-    def lines(self) -> list[str]:
-        """Return the complete lines of the file."""
-        return read_whole_lines(self.path)
-
-    def _check(self) -> None:
-        if foreign(self.path, self._begins):
-            raise StorageError(f"{self.path} does not contain points by step: move it away")
-
-
-class _TextSink:
-    """A given file, or one in `trackers/` of the run directory, with a second file for points."""
+    FILE = BEGINS = STEPS_BEGIN = FOREIGN = ""
+    STEPS_HEADER: Sequence[str] = ()
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path).absolute()
         self._last: int | None = None
-        self._steps: StepLines | None = None
+        self._attempt = 0
+
+    def open(self, run: TrackedRun, attempt: int) -> None:
+        """Open the file, removing a truncated line."""
+        self.path, self._attempt = self.path or run.trackers / self.FILE, attempt
+        if foreign(self.path, self.BEGINS) and not self._read():
+            raise StorageError(f"{self.path} {self.FOREIGN}: choose another file")
+        self._write(self._read())
+
+    def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
+        """Append a line; rewrite the file for an existing epoch, and a table for a new metric."""
+        row = self._row(epoch, step, metrics)
+        if self._fits(row) and (self._last is None or epoch > self._last):
+            append_text(self._file, f"{self._line(row)}\n")
+            self._last = epoch
+        else:
+            self._write({**self._read(), epoch: row})
+
+    def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
+        """Append points within an epoch to a second file, such as `metrics.steps.csv`."""
+        path = self._steps_file()
+        begin = () if path.exists() else self.STEPS_HEADER
+        lines = [*begin, *(line for row in rows for line in self._points(*row))]
+        append_text(path, "".join(f"{line}\n" for line in lines))
+
+    def rewind(self, epoch: int, step: int) -> None:
+        """Delete lines of later epochs and points of later steps."""
+        if (path := self._steps_file()).exists():
+            kept = [line for line in read_whole_lines(path) if (self._step_of(line) or 0) <= step]
+            replace_lines(path, kept)
+        if self._last is not None and self._last > epoch:
+            self._write({one: row for one, row in self._read().items() if one <= epoch})
 
     def close(self) -> None:
         """Do nothing: every line is already written."""
@@ -184,18 +201,40 @@ class _TextSink:
             raise ValueError("the sink was not opened")
         return self.path
 
+    def _steps_file(self) -> Path:
+        path = self._file.with_name(f"{self._file.stem}.steps{self._file.suffix}")
+        if foreign(path, self.STEPS_BEGIN):
+            raise StorageError(f"{path} does not contain points by step: move it away")
+        return path
 
-CSV_FILE = "metrics.csv"
-_OWN = ("epoch", "step")
-_OF_STEPS = ("step", "epoch", "metric", "value")
+    def _write(self, rows: Mapping[int, Any]) -> None:
+        replace_lines(self._file, self._lines([rows[epoch] for epoch in sorted(rows)]))
+        self._last = max(rows, default=None)
+
+    def _fits(self, row: Any) -> bool:
+        return True
+
+    def _lines(self, rows: Iterable[Any]) -> Iterable[str]:
+        return map(self._line, rows)
+
+    def _read(self) -> dict[int, Any]:
+        raise NotImplementedError
+
+    def _row(self, epoch: int, step: int, metrics: Mapping[str, float]) -> Any:
+        raise NotImplementedError
+
+    def _line(self, row: Any) -> str:
+        raise NotImplementedError
+
+    def _points(self, epoch: int, step: int, metrics: Mapping[str, float]) -> Iterable[str]:
+        raise NotImplementedError
+
+    def _step_of(self, line: str) -> int | None:
+        raise NotImplementedError
 
 
-@dataclass
-class _Table:
-    """Content of the file: metric names in column order, and a row per epoch."""
-
-    names: list[str] = field(default_factory=list)
-    rows: dict[int, tuple[int, dict[str, str]]] = field(default_factory=dict)
+_OWN = ["epoch", "step"]
+_OF_STEPS = "step,epoch,metric,value"
 
 
 class CsvSink(_TextSink):
@@ -205,91 +244,55 @@ class CsvSink(_TextSink):
     at the right. Numbers can be read back exactly.
     """
 
+    FILE, BEGINS, STEPS_BEGIN, STEPS_HEADER = "metrics.csv", ",".join(_OWN), _OF_STEPS, (_OF_STEPS,)
+    FOREIGN = "is not a table of metrics by epoch and step"
+
     def __init__(self, path: str | Path | None = None) -> None:
         super().__init__(path)
         self._names: list[str] = []
 
-    def open(self, run: TrackedRun, attempt: int) -> None:
-        """Open the file, removing a truncated line."""
-        self.path = self.path or run.trackers / CSV_FILE
-
-        def step_of(line: str) -> int | None:
-            step = line.partition(",")[0]
-            return int(step) if step.isdecimal() else None
-
-        self._steps = StepLines(self.path, ",".join(_OF_STEPS), step_of)
-        if foreign(self.path, ",".join(_OWN)):
-            raise StorageError(
-                f"{self.path} is not a table of metrics by epoch and step: choose another file"
-            )
-        self._write(self._read())
-
-    def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a row; for a new metric or an existing epoch rewrite the file."""
-        cells = {name: repr(float(value)) for name, value in metrics.items()}
-        if set(cells) <= set(self._names) and (self._last is None or epoch > self._last):
-            append_text(self._file, _text(_cells(epoch, step, cells, self._names)))
-            self._last = epoch
-            return
-        table = self._read()
-        table.names += [name for name in cells if name not in table.names]
-        table.rows[epoch] = (step, cells)
-        self._write(table)
-
-    def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
-        """Append points within an epoch to `metrics.steps.csv`, a row per step and metric."""
-        if self._steps is not None:
-            cells = [(at, one, name, value) for one, at, values in rows for name, value in values.items()]
-            lines = [
-                _text([str(at), str(one), name, repr(float(value))])[:-1] for at, one, name, value in cells
-            ]
-            self._steps.append(lines, ",".join(_OF_STEPS))
-
-    def rewind(self, epoch: int, step: int) -> None:
-        """Delete rows of later epochs and points of later steps; columns stay."""
-        if self._steps is not None:
-            self._steps.rewind(step)
-        if self._last is not None and self._last > epoch:
-            table = self._read()
-            table.rows = {one: row for one, row in table.rows.items() if one <= epoch}
-            self._write(table)
-
     def rows(self) -> dict[int, dict[str, float]]:
         """Return the metrics in the file by epoch."""
-        rows = self._read().rows.items()
-        return {epoch: {name: float(cell) for name, cell in cells.items()} for epoch, (_, cells) in rows}
+        rows = self._read().items()
+        return {epoch: {name: float(cell) for name, cell in row[2].items()} for epoch, row in rows}
 
-    def _read(self) -> _Table:
+    def _row(self, epoch: int, step: int, metrics: Mapping[str, float]) -> Any:
+        return epoch, step, {name: repr(float(value)) for name, value in metrics.items()}
+
+    def _fits(self, row: Any) -> bool:
+        return set(row[2]) <= set(self._names)
+
+    def _line(self, row: Any) -> str:
+        epoch, step, cells = row
+        return _text([str(epoch), str(step), *(cells.get(name, "") for name in self._names)])
+
+    def _lines(self, rows: Iterable[Any]) -> Iterable[str]:
+        rows = list(rows)
+        self._names = list(dict.fromkeys([*self._names, *(name for row in rows for name in row[2])]))
+        return [_text([*_OWN, *self._names]), *map(self._line, rows)]
+
+    def _points(self, epoch: int, step: int, metrics: Mapping[str, float]) -> Iterable[str]:
+        return [_text([str(step), str(epoch), name, repr(float(one))]) for name, one in metrics.items()]
+
+    def _step_of(self, line: str) -> int | None:
+        step = line.partition(",")[0]
+        return int(step) if step.isdecimal() else None
+
+    def _read(self) -> dict[int, Any]:
         lines = csv.reader(f"{line}\n" for line in read_whole_lines(self._file))
-        header = next(lines, None)
-        if header is None or tuple(header[:2]) != _OWN:
-            return _Table()
-        table = _Table(header[2:])
-        for line in lines:
+        header, found = next(lines, []), {}
+        self._names = header[2:] if header[:2] == _OWN else []
+        for line in lines if header[:2] == _OWN else ():
             if len(line) >= 2 and line[0].isdecimal() and line[1].isdecimal():
-                cells = zip(table.names, line[2:], strict=False)
-                table.rows[int(line[0])] = (int(line[1]), {name: cell for name, cell in cells if cell})
-        return table
-
-    def _write(self, table: _Table) -> None:
-        rows = [_cells(epoch, *table.rows[epoch], table.names) for epoch in sorted(table.rows)]
-        replace_lines(self._file, (_text(row)[:-1] for row in [[*_OWN, *table.names], *rows]))
-        self._names, self._last = table.names, max(table.rows, default=None)
-
-
-def _cells(epoch: int, step: int, cells: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    return [str(epoch), str(step), *(cells.get(name, "") for name in names)]
+                cells = {name: cell for name, cell in zip(self._names, line[2:], strict=False) if cell}
+                found[int(line[0])] = int(line[0]), int(line[1]), cells
+        return found
 
 
 def _text(row: Iterable[str]) -> str:
     out = io.StringIO()
     csv.writer(out).writerow(row)  # with the file's line ending, so that cells with a part of it are quoted
-    return out.getvalue().removesuffix("\r\n") + "\n"
-
-
-JSONL_FILE = "metrics.jsonl"
-_BEGINS = '{"attempt": '
-"""Beginning of a valid line, also of a truncated first one."""
+    return out.getvalue().removesuffix("\r\n")
 
 
 class JsonlSink(_TextSink):
@@ -298,67 +301,19 @@ class JsonlSink(_TextSink):
     A line has epoch, step, attempt, time (Unix seconds) and metrics; NaN and infinities are strings.
     """
 
-    def __init__(self, path: str | Path | None = None) -> None:
-        super().__init__(path)
-        self._attempt = 0
-
-    def open(self, run: TrackedRun, attempt: int) -> None:
-        """Open the file, removing a truncated line."""
-        self.path = self.path or run.trackers / JSONL_FILE
-        self._attempt = attempt
-        self._steps = StepLines(self.path, _BEGINS, _jsonl_step)
-        rows = self.rows()
-        if not rows and foreign(self.path, _BEGINS):
-            raise StorageError(f"{self.path} does not contain metrics by epoch: choose another file")
-        replace_lines(self.path, map(_line, rows))
-        self._last = max((row["epoch"] for row in rows), default=None)
-
-    def log(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line, or replace that of an existing epoch."""
-        row = self._row(epoch, step, metrics)
-        if self._last is None or epoch > self._last:
-            append_text(self._file, f"{_line(row)}\n")
-            self._last = epoch
-            return
-        rows = [*(old for old in self.rows() if old["epoch"] != epoch), row]
-        replace_lines(self._file, map(_line, sorted(rows, key=lambda one: one["epoch"])))
-
-    def log_steps(self, rows: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
-        """Append points within an epoch to `metrics.steps.jsonl`, whose lines have the same form."""
-        if self._steps is not None:
-            self._steps.append(_line(self._row(*row)) for row in rows)
-
-    def rewind(self, epoch: int, step: int) -> None:
-        """Delete lines of later epochs and points of later steps."""
-        if self._steps is not None:
-            self._steps.rewind(step)
-        if self._last is not None and self._last > epoch:
-            kept = [row for row in self.rows() if row["epoch"] <= epoch]
-            replace_lines(self._file, map(_line, kept))
-            self._last = max((row["epoch"] for row in kept), default=None)
+    FILE, BEGINS, STEPS_BEGIN = "metrics.jsonl", '{"attempt": ', '{"attempt": '
+    FOREIGN = "does not contain metrics by epoch"
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the valid lines of the file in epoch order."""
-        found = {}
-        for line in read_whole_lines(self._file):
-            try:
-                row = read_note(line)
-            except ValueError:
-                continue
-            if (
-                isinstance(row, dict)
-                and type(row.get("epoch")) is int
-                and isinstance(row.get("metrics"), dict)
-            ):
-                found[row["epoch"]] = row
-        return [found[epoch] for epoch in sorted(found)]
+        return [row for _, row in sorted(self._read().items())]
 
     def step_rows(self) -> list[dict[str, Any]]:
         """Return the points within epochs, in step order."""
-        lines = self._steps.lines() if self._steps is not None else []
-        return [json.loads(line) for line in lines if _jsonl_step(line) is not None]
+        rows = map(_parsed, read_whole_lines(self._steps_file()))
+        return [row for row in rows if row is not None and type(row.get("step")) is int]
 
-    def _row(self, epoch: int, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    def _row(self, epoch: int, step: int, metrics: Mapping[str, float]) -> Any:
         return {
             "epoch": epoch,
             "step": step,
@@ -367,15 +322,25 @@ class JsonlSink(_TextSink):
             "metrics": {name: finite(value) for name, value in metrics.items()},
         }
 
+    def _line(self, row: Any) -> str:
+        return json.dumps(row, sort_keys=True, allow_nan=False)
 
-def _jsonl_step(line: str) -> int | None:
-    try:
+    def _points(self, epoch: int, step: int, metrics: Mapping[str, float]) -> Iterable[str]:
+        return [self._line(self._row(epoch, step, metrics))]
+
+    def _step_of(self, line: str) -> int | None:
+        step = (_parsed(line) or {}).get("step")
+        return step if type(step) is int else None
+
+    def _read(self) -> dict[int, Any]:
+        rows = [row for row in map(_parsed, read_whole_lines(self._file)) if row is not None]
+        return {row["epoch"]: row for row in rows if type(row.get("epoch")) is int}
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """Return the row of a line; None if it is not one."""
+    with suppress(ValueError):
         row = read_note(line)
-    except ValueError:
-        return None
-    step = row.get("step") if isinstance(row, dict) and isinstance(row.get("metrics"), dict) else None
-    return step if type(step) is int else None
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, sort_keys=True, allow_nan=False)
+        if isinstance(row, dict) and isinstance(row.get("metrics"), dict):
+            return row
+    return None
