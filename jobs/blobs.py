@@ -116,14 +116,10 @@ class Scope(str, Enum):
 
 @dataclass(frozen=True, eq=False)
 class Blob:
-    """A declared blob.
+    """A declared blob: its source is the object or its factory.
 
-    Attributes:
-        source: The object, or its factory.
-        scope: Explicit scope; None means inferred.
-        reshard: Explicit policy; None means "error".
-        container: Name of the container blob that holds the object, if any.
-        rebuilt: The program rebuilds the object to match the epoch that a launch resumes from.
+    `scope` and policy are the explicit ones. `container` is the name of the container blob that holds the
+    object. `rebuilt`: the program rebuilds it to match the epoch that a launch resumes from.
     """
 
     name: str
@@ -162,14 +158,8 @@ class LoopBlobs:
     """The blobs of a program with its own training loop, which holds them in its own variables.
 
     A load reaches such a program only through objects that are filled in place, and a save sees only the
-    registered objects. So immutable values, and entries that are replaced or added later, are refused.
-
-    Args:
-        given: The objects by name.
-        factories: Allow entries that are functions returning the object.
-
-    Raises:
-        UsageError: An entry cannot change in place, or is a function without `factories`.
+    registered objects. So immutable values, and entries that are replaced or added later, are refused, and
+    functions unless there may be `factories`.
     """
 
     def __init__(self, given: Mapping[str, Any] | None, *, factories: bool) -> None:

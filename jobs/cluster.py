@@ -27,11 +27,7 @@ _thread = threading.local()
 
 
 class Managed:
-    """Base of classes whose instances can be current inside a `with` block.
-
-    Entering an instance makes it current for its class and all managed base classes. As a decorator, an
-    instance is entered around each call.
-    """
+    """Base of classes whose instances can be current inside a `with` block, or around each decorated call."""
 
     @overload
     @classmethod
@@ -49,8 +45,7 @@ class Managed:
     def current(cls: type[M], value: M | None = None, *, required: bool = True) -> M | None:
         """Return `value` if there is one, else the innermost instance of this thread.
 
-        Raises UsageError for a value of another class, and NotAllowedNowError outside any `with`
-        block unless `required` is False, which gives None.
+        Raises UsageError for a value of another class; NotAllowedNowError without one, if `required`.
         """
         if value is not None:
             return _checked(cls, value)
@@ -150,7 +145,7 @@ def check_blob_names(names: Iterable[str], containers: Mapping[str, str] = Mappi
     """Check each name, and that none is reserved or a dotted prefix of another; raises UsageError.
 
     Leaves are addressed as `blob.leaf`, so with both `a` and `a.b` the address `a.b.c` would be ambiguous.
-    Exception: objects inside a container; `containers` maps their names to the container's.
+    Objects inside a container are an exception; `containers` maps their names to its name.
     """
     given = list(names)
     if not _all_plain(given):
@@ -291,11 +286,9 @@ def node_name(node: str | Node | None) -> str | None:
 
 @dataclass(frozen=True)
 class NodePlace:
-    """A node of the job and the process that hosts it.
+    """A node of the job, its rank among them, and the process that hosts it.
 
-    `name` is the node's name (`trainer_3`), `rank` its index among the job's nodes, `host` the
-    machine, `host_index` torchrun's group rank, `process` the rank of the hosting process
-    (emulated nodes share process 0).
+    `host_index` is torchrun's group rank; emulated nodes share process 0.
     """
 
     name: str

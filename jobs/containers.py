@@ -100,10 +100,7 @@ _SCALARS = {type(None), bool, int, float, complex, str, bytes}
 
 
 def within(value: object, path: str) -> tuple[Any, Any] | None:
-    """Resolve a dotted path inside a container to its innermost holder and key; None if it does not exist.
-
-    The last key may be a new key of a dict.
-    """
+    """Resolve a dotted path inside a container to its innermost holder and key, which may be a new one."""
     if isinstance(value, MAPPINGS):
         for name in [name for name in value if isinstance(name, str) and path.startswith(f"{name}.")]:
             if (found := within(value[name], path[len(name) + 1 :])) is not None:

@@ -67,9 +67,8 @@ _PADDED = 1024  # the words of a Mersenne Twister take 6.1 to 7 KiB in decimal
 class RandomStreams:
     """The random states of one process (or of one emulated node) at one moment.
 
-    `numpy` is None if numpy was not loaded. `cuda` holds the states of the devices, starting at the
-    process's current device, so that a rank keeps its stream if its local rank changes; it is empty while
-    CUDA is not initialised.
+    `numpy` is None if numpy was not loaded. `cuda` starts at the process's current device, so that a rank
+    keeps its stream if its local rank changes; it is empty while CUDA is not initialised.
     """
 
     python: bytes
@@ -92,11 +91,7 @@ class RandomStreams:
 
     @classmethod
     def derive(cls, seed: int, rank: int, epoch: int = 0) -> RandomStreams:
-        """Return the initial streams of a rank; pure, and different for different arguments.
-
-        Each stream starts from mix(seed, epoch, rank, stream) with stream 1 for Python, 2 for numpy,
-        3 for torch and 4 for CUDA (mixed once more with the device's number).
-        """
+        """Return the initial streams of a rank, each from mix(seed, epoch, rank, number of the stream)."""
         import torch
 
         words = random.Random(mix(seed, epoch, rank, _NUMPY)).getstate()[1][:_WORDS]  # noqa: S311
@@ -113,11 +108,7 @@ class RandomStreams:
         )
 
     def restore(self) -> None:
-        """Make this process continue from these states.
-
-        Imports numpy if it is installed and has a state here. States of missing CUDA devices are ignored;
-        devices without a state are not changed.
-        """
+        """Continue from these states; those of missing devices are ignored."""
         import torch
 
         random.setstate(_python_from(self.python))

@@ -38,12 +38,11 @@ _was_on = False
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Context manager that disables automatic garbage collection.
+    """Context manager that disables automatic garbage collection, also nested and in several threads.
 
     Saving or loading 50,000 tensors creates a million objects that stay in use, so full collections would
-    find nothing and take half of the time. Nested calls and calls from several threads are allowed; the last
-    exit restores. It then collects only the youngest generation, to avoid a pending full collection of
-    50 ms or more.
+    find nothing and take half of the time. At the end only the youngest generation is collected, because a
+    pending full collection takes 50 ms or more.
     """
     global _inside, _was_on  # noqa: PLW0603  # one switch per process is what there is
     with _lock:
@@ -86,25 +85,16 @@ class _Turn:
     """Decides whether background work may start: not between epochs, unless a thread waits for it."""
 
     def __init__(self) -> None:
-        self._changing = threading.Lock()
-        self._undivided = False
-        self._waiting = 0
+        self._changing, self._undivided, self._waiting = threading.Lock(), False, 0
 
-    def set(self, undivided: bool) -> None:
+    def change(self, undivided: bool | None = None, waiting: int = 0) -> None:
         with self._changing:
-            self._undivided = undivided
-            self._update()
-
-    def count(self, waiting: int) -> None:
-        with self._changing:
+            self._undivided = self._undivided if undivided is None else undivided
             self._waiting += waiting
-            self._update()
-
-    def _update(self) -> None:
-        if self._undivided and not self._waiting:
-            _may_begin.clear()
-        else:
-            _may_begin.set()
+            if self._undivided and not self._waiting:
+                _may_begin.clear()
+            else:
+                _may_begin.set()
 
 
 _turn = _Turn()
@@ -112,36 +102,36 @@ _turn = _Turn()
 
 @contextmanager
 def undivided(*, beyond: bool = False) -> Iterator[None]:
-    """Context manager during which background threads start nothing new, for at most `MOST_SECS` each.
+    """Keep background threads from starting anything new, for at most `MOST_SECS` each.
 
     With `beyond` this lasts until `begin_now` is called, unless the block raises.
     """
-    _turn.set(undivided=True)
+    _turn.change(undivided=True)
     try:
         yield
     except BaseException:
-        _turn.set(undivided=False)
+        _turn.change(undivided=False)
         raise
     if not beyond:
-        _turn.set(undivided=False)
+        _turn.change(undivided=False)
 
 
 def begin_now() -> None:
     """Allow background work to start; called when a task of the program starts."""
-    _turn.set(undivided=False)
+    _turn.change(undivided=False)
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
     """Context manager that allows background work to start, for a caller that waits for it."""
-    _turn.count(+1)
+    _turn.change(waiting=1)
     try:
         yield
     finally:
-        _turn.count(-1)
+        _turn.change(waiting=-1)
 
 
-def behind() -> None:
+def wait_for_turn() -> None:
     """Block a background thread until it may start."""
     _may_begin.wait(MOST_SECS)
 
@@ -302,10 +292,7 @@ _TAG = "@tag="
 
 
 def local_directory(given: str | os.PathLike[str], what: str) -> Path:
-    """Return the absolute path of `given` with `~` expanded, without file access.
-
-    Raises UsageError, which calls it `what`, for an empty path, a URL and control characters.
-    """
+    """Return the absolute path of `given` with `~` expanded, without file access; errors call it `what`."""
     if not isinstance(given, (str, bytes, os.PathLike)):
         raise UsageError(f"{what} {' '.join(repr(given).split()):.80}: expected a str or a Path")
     text = os.fspath(given)
@@ -326,10 +313,7 @@ def local_directory(given: str | os.PathLike[str], what: str) -> Path:
 
 
 def is_directory(path: Path) -> bool | None:
-    """Return True for a directory, False for anything else, and None if nothing exists.
-
-    Raises UsageError for an impossible path, StorageError if the path cannot be accessed.
-    """
+    """Return True for a directory, False for anything else, and None if nothing exists."""
     try:
         return S_ISDIR(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):

@@ -147,8 +147,7 @@ def decide(
 def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
     """Issue a warning in one of several processes.
 
-    If the program turns warnings into errors, it is printed instead of raised among several processes,
-    because the others would wait for the process that raised.
+    A warning that would be an error is printed instead, because the others would wait for this process.
     """
     try:
         warnings.warn(text, category, stacklevel=stacklevel + 1)
@@ -175,10 +174,7 @@ def _mark_unagreed(error: Exception, *, since: bool) -> None:
 
 
 def error_of(name: str, message: str, rank: int) -> RelayError:
-    """Rebuild the error that another rank reported; unknown classes, and PeerError, become RelayError.
-
-    PeerError would mean that the rank is lost, but it has just reported.
-    """
+    """Rebuild the error that another rank reported; unknown classes, and PeerError, become RelayError."""
     found = getattr(errors, name, None)
     known = isinstance(found, type) and issubclass(found, RelayError)
     kind: type[RelayError] = found if known else RelayError  # type: ignore[assignment]
@@ -188,10 +184,7 @@ def error_of(name: str, message: str, rank: int) -> RelayError:
 
 
 class Wire(Protocol):
-    """Connections between the processes of a session, separate from those of the training.
-
-    All processes make the same calls in the same order; decisions use `Peers`.
-    """
+    """Connections between the processes of a session, separate from those of the training."""
 
     rank: int
 
@@ -204,11 +197,7 @@ class Wire(Protocol):
 
 
 class Session(Protocol):
-    """Executes task groups on the nodes of a job.
-
-    A distributed session hosts one node per process. A local session hosts all nodes in one process, runs
-    them in turn and swaps their random streams.
-    """
+    """Executes task groups on the nodes of a job: one node per process, or all of them, in turn, in one."""
 
     peers: Peers
 
@@ -233,10 +222,7 @@ class Session(Protocol):
         """Set the random streams of a hosted node."""
 
     def wire(self) -> Wire | None:
-        """Return the connections between the processes, opened by the first call; None for one process.
-
-        All processes call this in the same order.
-        """
+        """Return the connections between the processes, opened by the first call; None for one process."""
 
     def run(self, work: Any) -> Any:
         """Run a TaskGroup, SessionGroup, Task or callable on its nodes; blocks until it has finished."""

@@ -51,8 +51,8 @@ class Origin(str, Enum):
 class Entry:
     """The value of a name in a workspace; `blob` is set if the name was registered.
 
-    `registered` is the registered container, which a load changes in place even if it was replaced since.
-    `check` raises UsageError if the program replaced an object whose replacement is not saved.
+    A load changes the `registered` container in place, even if it was replaced since. `check` raises
+    UsageError if the program replaced an object whose replacement is not saved.
     """
 
     value: Any
@@ -283,8 +283,7 @@ class Workspace(MutableMapping[str, Any]):
     def _write(self, name: str, entry: Entry | None, copied_from: torch.Tensor | None = None) -> None:
         """Set one own name, with the lock held; all writes of all workspaces pass through here.
 
-        The gate comes first: it blocks while a save still reads the old bytes of this workspace, so a save
-        must never wait for a workspace.
+        The gate blocks while a save still reads the old bytes, so a save must never wait for a workspace.
         """
         if self.gate is not None:
             self.gate()

@@ -276,10 +276,7 @@ class RunStore:
         return list(self.look().runs)
 
     def find(self, wanted: str) -> ProgramRun:
-        """Find a run by its id, a unique part of it, or its path.
-
-        Raises UsageError, or the error of an unreadable run that matches.
-        """
+        """Find a run by its id, a unique part of it, or its path; raises UsageError."""
         there = self.look()
         runs = there.runs
         for path, error in there.unread.items():
@@ -314,9 +311,9 @@ class RunStore:
     def begin_again(
         self, run: ProgramRun, note: ProgramRecord, best: tuple[str, str] | None, world_size: int
     ) -> tuple[ProgramRun, Path]:
-        """Move the contents of a run aside and create it again with the same id; returns the moved directory.
+        """Move the contents of a run aside, where they are then, and create it again with the same id.
 
-        No process may write to the run meanwhile. Raises StorageError.
+        No process may write to the run meanwhile.
         """
         number = 1
         while (aside := self.directory / ASIDE / f"{run.id}.{number}").exists():

@@ -25,10 +25,9 @@ _DIGITS = 300
 
 
 def read_note(data: bytes | str) -> Any:
-    """Parse JSON with finite numbers and integers in the range of a float.
+    """Parse JSON with finite numbers and integers in the range of a float; raises ValueError.
 
-    Raises ValueError for anything else, including NaN and nesting beyond 100 levels. Strings may contain lone
-    surrogates, as paths do.
+    Strings may contain lone surrogates, as paths do.
     """
     try:
         value = _DECODER.decode(data if isinstance(data, str) else data.decode())
@@ -78,10 +77,7 @@ MAX_JSON_BYTES = 16 << 20
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Replace `path` atomically by indented JSON: written to a temporary file, synced, renamed.
-
-    Unless `durable`, the directory is not synced, so a power cut may restore the older content.
-    """
+    """Replace `path` atomically by indented JSON; if not `durable`, a power cut may restore the older one."""
     data = (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
     if len(data) > MAX_JSON_BYTES:
         raise UsageError(f"{path} would have {len(data)} bytes, more than the limit of {MAX_JSON_BYTES}")
@@ -89,7 +85,7 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
 
 
 def replace_file(path: Path, data: bytes, *, sync: Literal["all", "content", "nothing"] = "all") -> None:
-    """Replace `path` atomically by these bytes, like `write_json`; raises StorageError.
+    """Replace `path` atomically by these bytes: written to a temporary file, synced, renamed.
 
     With `sync="nothing"` a power cut may leave an empty file, except on ext4.
     """
@@ -165,10 +161,7 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
 
 
 def append_bytes(path: Path, data: bytes) -> int:
-    """Append with a single write if possible, and return the file's size; raises OSError.
-
-    Pipes and devices are refused, to avoid blocking.
-    """
+    """Append to a regular file with a single write if possible, and return its size; raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o644)
     try:
@@ -224,7 +217,7 @@ def sync_directory(directory: Path) -> None:
 class SamePlace:
     """Detects that a directory was replaced, by device and inode of the first check at which it exists.
 
-    Check right before each write; a write between check and replacement can still reach the other directory.
+    A write between check and replacement can still reach the other directory.
     """
 
     def __init__(self, path: Path) -> None:

@@ -36,10 +36,9 @@ _ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 @dataclass(frozen=True)
 class StageRecord:
-    """One stage: the run, its epoch, and what was used; `asked` is the user's text.
+    """One stage: the run, where it was then, its epoch, and what was used; `asked` is the user's text.
 
-    `path` is its location at that time, for information only. `applied` are the warm starts from it, `kept`
-    its blobs that are part of every checkpoint of this run, by their names there.
+    `applied` are the warm starts from it, `kept` its blobs that are part of every checkpoint of this run.
     """
 
     asked: str
@@ -214,10 +213,7 @@ class KnownStage:
 
 
 def stages_of(run: Path) -> list[KnownStage]:
-    """Return all stages that a run was built on, each before its own upstream stages.
-
-    Raises DamagedError for an invalid record.
-    """
+    """Return all stages that a run was built on, each before its own upstream stages; raises DamagedError."""
     return list(_below(run, ()))
 
 

@@ -65,10 +65,7 @@ _GENERATION_FILE = re.compile(r"(metrics|steps|events)\.([0-9]+)\.jsonl")
 
 
 class RunDirectory:
-    """The files of one run; the constructor does not access files.
-
-    `url` is the location of a remote run, whose small files are mirrored at `path`.
-    """
+    """The files of one run; a remote run has a `url`, and its small files are mirrored at `path`."""
 
     def __init__(self, path: str | Path, url: str | None = None) -> None:
         self.path = Path(path).absolute()
@@ -118,16 +115,10 @@ class RunDirectory:
         known: str | None = None,
         warn: Callable[[str], object] = warnings.warn,
     ) -> dict[str, Any]:
-        """Write `run.json` unless the run exists, and return its content.
+        """Write `run.json` unless the run exists, and return its content; UsageError for another job.
 
-        Args:
-            job_name: name of the job.
-            best: metric and direction that define "best".
-            world_size: number of nodes.
-            known: the run's id in its epochs, if any; a lost or damaged file is rewritten with it.
-            warn: called with a message about that.
-
-        Raises UsageError when the directory holds a run of another job.
+        `best` is a metric and its direction. `known` is the run's id in its epochs, if any: a damaged file is
+        rewritten with it, after a warning.
         """
         found, damage = None, f"{self.where}/run.json is missing" if known else ""
         try:
@@ -231,10 +222,7 @@ class RunDirectory:
             return {}
 
     def check_job(self, job_name: str | None) -> None:
-        """Raise UsageError if the directory holds a run of another job; None means the directory's name.
-
-        If `run.json` is damaged, the checkpoint log is checked instead.
-        """
+        """Raise UsageError if the directory holds a run of another job; None means the directory's name."""
         found = self.known_identity()
         if found:
             self._check_same_job(found, job_name or self.name)
@@ -305,10 +293,7 @@ class RunDirectory:
                 yield {**line, "generation": generation}
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return one line per epoch, without those replaced by a later launch or a rewind.
-
-        A later generation that logs epoch k makes all older lines from epoch k on obsolete.
-        """
+        """Return one line per epoch; a later generation makes older lines from its epoch on obsolete."""
         kept: list[dict[str, Any]] = []
         for generation, path in self.generations("metrics"):
             for line in read_lines(path):

@@ -48,11 +48,7 @@ class ZipMembers:
     _zip: zipfile.ZipFile
 
     def read(self, name: str, limit_bytes: int) -> bytes:
-        """Read a member and check its CRC.
-
-        Raises DamagedError if it is missing, larger than the limit, or damaged; StorageError if the file
-        cannot be read.
-        """
+        """Read a member and check its CRC; raises DamagedError, also above the limit, or StorageError."""
         member = self.members.get(name)
         if member is None:
             raise DamagedError(f"{self.what}: has no member {name!r}")
@@ -66,10 +62,7 @@ class ZipMembers:
             raise _unreadable(self.what, error) from error
 
     def read_into(self, name: str, at: int, destination: memoryview) -> None:
-        """Fill `destination` (1-D bytes) from byte `at` of a member, without checking the CRC.
-
-        For members with their own digests. Raises DamagedError if the member is too short, StorageError.
-        """
+        """Fill `destination` from byte `at` of a member, without checking the CRC: it has its own digests."""
         member = self.members[name]
         if at + len(destination) > member.nbytes:
             raise DamagedError(f"{self.what}: {name!r} ends before byte {at + len(destination)}")
@@ -86,10 +79,7 @@ class ZipMembers:
 
 @contextmanager
 def open_zip(path: str | os.PathLike[str], what: str = "") -> Iterator[ZipMembers]:
-    """Open and check an archive, which must be a regular file; errors call it `what`, or by its path.
-
-    Raises DamagedError for an unsupported archive, StorageError if the file cannot be read.
-    """
+    """Open and check an archive, which must be a regular file; errors call it `what`, or by its path."""
     what = what or str(path)
     try:
         file = _regular(path)

@@ -52,7 +52,7 @@ class Deletions:
         """Run `work` in the thread; if it raises, `what` and the reason are kept as a failure."""
 
         def run() -> None:
-            runtime.behind()
+            runtime.wait_for_turn()
             try:
                 work()
             except Exception as error:

@@ -203,7 +203,7 @@ class _Flight:
         """Run in the background thread; `ended` gets the outcome."""
 
         def run() -> None:
-            runtime.behind()
+            runtime.wait_for_turn()
             self._go.wait()
             if self._given_up:
                 return

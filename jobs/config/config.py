@@ -91,11 +91,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Config:
-    """A configuration from a file and overrides; made by `read_config` and `load_config`.
+    """A configuration from a file, whose text is `source`, and overrides; see `load_config`.
 
-    `source` is the text of the file at that time. `settings` has the typed keys of the schema, `section`
-    gives the user's own keys. Immutable, except that it records which of the user's keys are read, for
-    `unused`.
+    Immutable, except that it records which of the user's keys are read, for `unused`.
     """
 
     name: str
@@ -188,11 +186,9 @@ class Config:
         return (ConfigProblem(tree.origin(where), tree.path(where), why),)
 
     def unused(self, sections: Sequence[Tracked] | None = None) -> tuple[ConfigProblem, ...]:
-        """Return the user's keys that have not been read so far, in the order of the text.
+        """Return the user's keys of some sections, or all, that were not read so far, in text order.
 
-        `sections` limits the check, None means all. Keys of the schema are never included; a section that was
-        converted to a dict counts as read. The suggested name is a missing key that was asked for, else one
-        of the schema.
+        A section that was converted to a dict counts as read.
         """
         parts = user_sections(self.settings) if sections is None else sections
         found = [self._unread(where) for part in parts for where in part.unread()]
@@ -320,10 +316,7 @@ def read_config(
     source: Path | None = None,
     place: RunPlace | None = None,
 ) -> Config:
-    """Validate a configuration text, called `name` in messages; `folder` is the base of a relative workspace.
-
-    Imports and writes nothing. Raises ConfigError with all problems.
-    """
+    """Validate a configuration text, called `name` in messages; raises ConfigError with all problems."""
     given = Overrides(tuple(overrides))
     read = recovered(data, name)
     if read.tree is None:

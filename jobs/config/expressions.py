@@ -139,11 +139,11 @@ class UpstreamValueError(UsageError):
 
 
 def stage_folder(alias: str, run: str | None, own: Sequence[str | Path]) -> Path:
-    """Return the directory with the configuration and source of an upstream.
+    """Return the directory with the configuration and source of an upstream, else raise UpstreamValueError.
 
     `run` is its absolute path or URL (None: unknown), `own` are the runs that may be built on it. A copy of
     the same run in one of them is preferred to the upstream's directory. If that is gone, `own` may also be
-    directories of runs, whose newest copy is used. Raises UpstreamValueError if there is neither.
+    directories of runs, whose newest copy is used.
     """
     path = None if run is None else split_run(run)[0]
     there = path is not None and os.path.isdir(path)  # noqa: PTH112 - False for a name too long
@@ -183,11 +183,7 @@ def _parsed(path: str, _changed: tuple[int, int]) -> dict[str, Any]:
 
 
 def configuration(folder: Path) -> dict[str, Any]:
-    """Return all configuration values of the last launch of a run, with the workspace in paths expanded.
-
-    `folder` is a run directory or its copy in `lineage/`. Raises UpstreamValueError if it has no
-    configuration.
-    """
+    """Return all configuration values of the last launch of a run, or of its copy in `lineage/`."""
     for path in _resolved_forms(folder):
         at = path.stat()
         return _parsed(str(path), (at.st_mtime_ns, at.st_size))
@@ -201,7 +197,6 @@ def value_of(alias: str, folder: Path, path: str) -> Any:
     """Return a value of an upstream by its dotted path; `upstream.NAME.` is the upstream's own upstream.
 
     A path that does not begin with a key of the schema, such as `width`, is looked up in `hyper_parameters`.
-    Raises UpstreamValueError with the most similar path.
     """
     words = path.split(".")
     if words[0] == UPSTREAM and len(words) > 2 and key_at((UPSTREAM, words[1], words[2])) is None:

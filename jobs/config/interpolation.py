@@ -58,10 +58,7 @@ _BROKEN: Any = object()
 
 @dataclass(frozen=True)
 class Expanded:
-    """Result of the expansion: `tree` is fully expanded, `portable` still contains `{workspace}`.
-
-    `referred` are the locations that some `${key.path}` refers to.
-    """
+    """Result of the expansion; `portable` still has `{workspace}`, `referred` has targets of references."""
 
     tree: ConfigTree
     portable: dict[str, Any]

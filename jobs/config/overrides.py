@@ -340,7 +340,7 @@ class _References:
     def _stored_models(self, where: Where, runner: _Keys, training: Sequence[_Keys]) -> None:
         """Report an `infer` runner whose model is not trained by the runner whose epochs it evaluates.
 
-        A model of another class is accepted if only one is trained, because it may have the same weights.
+        Another class is accepted if only one is trained, because it may have the same weights.
         """
         source = training
         if runner.get("init_model_path"):

@@ -89,10 +89,7 @@ _ANCESTOR = "paddlerec."
 
 @dataclass(frozen=True)
 class ClassPath:
-    """A class in a `file` or an importable `module`, one of which is set.
-
-    `text` is the user's text with expressions expanded.
-    """
+    """A class in a `file` or an importable `module`, one of which is set; `text` is what the user wrote."""
 
     text: str
     name: str
@@ -171,10 +168,7 @@ _WORDS: dict[str, Kind] = {"latest": "latest", "last": "latest", "best": "best",
 
 @dataclass(frozen=True)
 class EpochChoice:
-    """Selected epochs; for kind `numbers` the `listed` epochs in order, or the range `first` to `last`.
-
-    An epoch's number is 0 after init and k after k epochs. `last` is inclusive; None means no end.
-    """
+    """Selected epochs; kind `numbers` has the `listed` ones, or those from `first` to `last`, if any."""
 
     kind: Kind
     listed: tuple[int, ...] = ()
@@ -182,10 +176,7 @@ class EpochChoice:
     last: int | None = None
 
     def chosen(self, available: Iterable[int], best: int | None = None) -> list[int]:
-        """Return the selected ones of the existing epochs, in order; see `absent` for missing ones.
-
-        `best` is the best epoch, None if unknown.
-        """
+        """Return the selected ones of the existing epochs, in order; `best` is the best one, if known."""
         there = sorted(set(available))
         if self.kind in ("all", "latest"):
             return there if self.kind == "all" else there[-1:]
@@ -232,10 +223,7 @@ _PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, 
 
 
 def bound(to: Any, value: Any, at: At) -> Any:
-    """Convert `value` to class `to`, recording its keys as read; WRONG after a reported problem.
-
-    Raises UsageError for an unsupported class.
-    """
+    """Convert `value` to class `to`, recording its keys as read; WRONG after a reported problem."""
     if callable(getattr(to, "model_validate", None)):
         return _validated(to, value, at)
     if dataclasses.is_dataclass(to) and isinstance(to, type):

@@ -91,10 +91,7 @@ class ConfigProblem:
 
 
 class ConfigError(UsageError):
-    """An invalid configuration; `problems` has all problems in the order of the text.
-
-    `outcome` ends the report, by default "nothing was started".
-    """
+    """An invalid configuration; `problems` are in the order of the text, `outcome` ends the report."""
 
     def __init__(self, problems: Sequence[ConfigProblem], outcome: str = "nothing was started") -> None:
         self._outcome = outcome
@@ -135,7 +132,7 @@ _DIGITS = re.compile(r"0|[1-9][0-9]{0,8}")
 
 @dataclass(frozen=True)
 class ConfigTree:
-    """Nested mappings and lists (`value`), with the locations of values (`origins`) and `keys`. Immutable.
+    """Nested mappings and lists (`value`), with the locations of values (`origins`) and `keys`.
 
     Values at `broken` locations have been reported and are invalid.
     """
@@ -247,10 +244,7 @@ _NEAR = 10
 
 @dataclass(frozen=True)
 class Recovered:
-    """Result of a reading with error recovery; `tree` is None if nothing could be read.
-
-    `whole`: no line was skipped, so keys missing in the tree are missing in the file.
-    """
+    """Result of a reading with error recovery; if not `whole`, lines were skipped."""
 
     tree: ConfigTree | None
     problems: list[ConfigProblem]
@@ -336,8 +330,7 @@ def hint(given: str, names: Iterable[str]) -> str:
 class Tracked(Mapping[str, Any]):
     """A read-only mapping of the configuration; `[]`, `get`, `items` and `**` count as reading.
 
-    Inner mappings have the same type, lists are copies. `in`, `len` and iteration over keys do not count as
-    reading. `[]` raises ConfigKeyError for a missing key.
+    Inner mappings have the same type, lists are copies. `[]` raises ConfigKeyError for a missing key.
     """
 
     def __init__(self, content: Mapping[str, Any], where: Where, reading: Reading) -> None:

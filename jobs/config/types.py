@@ -33,7 +33,7 @@ A_TEXT: Json = {"type": "string", "minLength": 1}
 class Reading:
     """One validation of a tree: its problems, the workspace of its paths, and the free keys read.
 
-    `source` is a directory that replaces the workspace for files with classes, such as an unpacked archive.
+    The directory `source`, such as an unpacked archive, replaces the workspace for files with classes.
     """
 
     tree: ConfigTree
@@ -241,10 +241,7 @@ TEXTS = One(
 
 @dataclass(frozen=True)
 class Many(FieldType):
-    """Values of one type: a list, which becomes a tuple, or a dict with the user's names.
-
-    With `lone` a single value may be written without a list.
-    """
+    """Values of one type: a list, which becomes a tuple, or a dict; if `lone`, also one without a list."""
 
     item: FieldType
     kind: type
@@ -295,7 +292,7 @@ class KeySpec:
     """One key. `default` is in file notation; None means that the key is optional without a default.
 
     `identity`: another value makes another run. `infer_only`: not valid for a runner that trains.
-    `name` is the key in files, `attribute` the dataclass field (a field cannot be called `class`).
+    `attribute` is the dataclass field (which cannot be called `class`).
     """
 
     form: FieldType
@@ -397,10 +394,7 @@ class Section(FieldType):
 
 @cache
 def section(of: type, short: str | None = None) -> Section:
-    """Return the type of mappings with the keys of a dataclass, defined by `key` and `free`.
-
-    With `short`, a single text is also accepted.
-    """
+    """Return the type of mappings with the keys of a dataclass, or of a text, which is the key `short`."""
     keys: dict[str, KeySpec] = {}
     free, free_doc = None, ""
     for one in dataclasses.fields(of):

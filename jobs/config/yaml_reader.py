@@ -131,8 +131,7 @@ def yaml_content(path: str | os.PathLike[str]) -> bytes:
 class ParseResult:
     """Result of a reading: the value, the location of every value and key, and the problems.
 
-    `broken` are locations with a problem, whose values are invalid. `ended` is the location of the problem
-    that ended the reading, None if everything was read.
+    `broken` values are invalid; `ended` is the location of the problem that ended the reading, if any.
     """
 
     value: Any
@@ -144,10 +143,7 @@ class ParseResult:
 
 
 def read_yaml(data: bytes, name: str) -> ParseResult:
-    """Read a document that is a mapping, called `name` in messages.
-
-    Raises YamlError with all problems, or all up to a syntax error.
-    """
+    """Read a document that is a mapping, called `name` in messages; raises YamlError with all problems."""
     found = read_findings(data)
     problems = list(found.problems)
     if not problems and not isinstance(found.value, dict):

@@ -69,10 +69,7 @@ class _WarningContext(torch.autograd.Function):
 
 @functools.cache
 def _spend_warning() -> None:
-    """Trigger and hide torch's one-time warning about a reducer that finds no unused parameters.
-
-    With an incompatible version of torch the warning is shown at the first step instead.
-    """
+    """Trigger and hide torch's one-time warning about a reducer that finds no unused parameters."""
     parameter = torch.zeros(1, requires_grad=True)
     group = distributed.distributed_c10d._get_default_group()
     with suppress(Exception), warnings.catch_warnings(), torch.enable_grad():
@@ -85,10 +82,7 @@ def _spend_warning() -> None:
 
 
 def broadcast_buffers() -> list[torch.Tensor]:
-    """Return the buffers that live DDP objects broadcast from rank 0 before each forward pass.
-
-    Excludes DDP objects that are not trained, such as an averaged copy.
-    """
+    """Return the buffers that trained DDP objects broadcast from rank 0 before each forward pass."""
     senders = {id(one): one for one in (*_ours, *_all_instances()) if _sends_buffers(one)}
     return [
         buffer
@@ -104,11 +98,7 @@ def _sends_buffers(wrapper: DistributedDataParallel) -> bool:
 
 
 def _is_trained(wrapper: DistributedDataParallel) -> bool:
-    """Return True if a backward pass has finished here.
-
-    Flags of the module are copied with it, but its reducer is not: that has the times of the last backward
-    pass (except for static graphs), and its logger counts forward passes.
-    """
+    """Return True if a backward pass has finished here: a copy has the flags, but not the reducer."""
     times = wrapper.reducer.get_backward_stats()
     return any(times) or wrapper._get_ddp_logging_data().get("iteration", 0) > 0
 

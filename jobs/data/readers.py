@@ -252,10 +252,7 @@ class ReaderWithLimit:
 
 
 def run_workspace(ws: Workspace) -> Workspace:
-    """Return the workspace of the run that contains `ws`: the PRIVATE one directly below the GLOBAL one.
-
-    Instances of a PRIVATE task have children of it. For a GLOBAL workspace it is `ws` itself.
-    """
+    """Return the workspace of the run that contains `ws`: the one directly below the GLOBAL one, if any."""
     while ws.parent is not None and ws.parent.parent is not None:
         ws = ws.parent
     return ws

@@ -207,10 +207,10 @@ def _info(name: str) -> zipfile.ZipInfo:
 
 
 def unpack_source(archive: Archive, directory: Path, *, force: bool = False) -> None:
-    """Write the files and links of an archive; files that begin with `#!` become executable.
+    """Write the files and links of an archive, never through links; files with `#!` become executable.
 
-    Raises UsageError for a directory that is not empty, unless `force` is given, which overwrites files and
-    keeps others. Never writes through links. Raises DamagedError before writing anything, StorageError.
+    The directory must be empty, unless `force` is given, which overwrites files and keeps others. Raises
+    DamagedError before writing anything.
     """
     contents = archive.read_all()
     if not force and (directory.is_symlink() or directory.exists()) and not _is_empty(directory):

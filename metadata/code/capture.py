@@ -44,11 +44,7 @@ _CODE_ID = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Given:
-    """Configuration of a launch.
-
-    `config` has the files as read, by name below `config/`; `config_id` is the digest of the identifying
-    part, `overrides` are those of the command line.
-    """
+    """Configuration of a launch: its files as read, by name, and the digest of the identifying part."""
 
     config: Mapping[str, bytes] = field(default_factory=dict)
     config_id: str | None = None
@@ -64,14 +60,9 @@ _PARAMS_BYTES = 256 << 10
 
 
 def params_of(given: Any) -> dict[str, Any] | None:
-    """Convert hyper-parameters to JSON values; None stays None.
+    """Convert hyper-parameters (a mapping, Namespace or dataclass object) to JSON values; None stays None.
 
-    Args:
-        given: A mapping by name, an `argparse.Namespace`, or a dataclass object. Values that JSON does not
-            support are stored as text, and passwords in URLs are masked.
-
-    Raises:
-        UsageError: It is none of these, a value cannot be written, or its JSON is longer than 256 kB.
+    Other values become texts, with passwords in URLs masked. Raises UsageError, also for more than 256 kB.
     """
     if given is None:
         return None
@@ -173,10 +164,7 @@ def write_capture(run: Path, attempt: int, content: Mapping[str, Any]) -> Path:
 
 
 def write_config(run: Path, given: Given, attempt: int) -> str | None:
-    """Write the files to `config/`, or to `config/attempt_N/` if an earlier launch had other ones.
-
-    Returns the folder; None without files. Raises StorageError.
-    """
+    """Write the files to `config/`, or `config/attempt_N/` if an earlier launch had others."""
     if not given.config:
         return None
     for folder in ("config", f"config/attempt_{attempt}"):

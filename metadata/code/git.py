@@ -98,10 +98,7 @@ def repository(directory: Path) -> Iterator[Repository | None]:
 
 
 def _without_filters(directory: Path) -> dict[str, str] | None:
-    """Return an environment without filter programs of the repository; None if git fails.
-
-    Not with `-c`, which splits names at the first `=`.
-    """
+    """Return an environment without filter programs (`-c` splits names at `=`); None if git fails."""
     told = _git(directory, "config", "--null", "--list", "--name-only")
     if told is None or len(told) >= LIMIT_BYTES:
         return None
@@ -123,10 +120,7 @@ def _git(
     index: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> bytes | None:
-    """Run git and return its output, with limits on size and time.
-
-    Also ends processes started by git, which would keep the pipe open.
-    """
+    """Run git with limits on size and time; also ends its children, which would keep the pipe open."""
     own = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     own |= {**_QUIET, **(env or {})}
     if index is not None:
@@ -171,10 +165,7 @@ _DEEPEST = 10
 
 @dataclass
 class Listing:
-    """File names relative to the directory.
-
-    `submodules` has the commit recorded by the outer repository, or "" if there is none.
-    """
+    """File names relative to the directory; `submodules` has the commits in the outer repository, or ""."""
 
     tracked: set[str] = field(default_factory=set)
     untracked: set[str] = field(default_factory=set)
@@ -276,10 +267,9 @@ _SUBMODULE_LINE = b"160000 "
 
 @dataclass(frozen=True)
 class Provenance:
-    """Git metadata; None means unknown.
+    """Git metadata; None means unknown, for `commit` none yet, for `branch` a detached HEAD.
 
-    `commit` is also None before the first commit, `branch` with a detached HEAD. `dirty` is that of the root;
-    `diff` is from the commit to the tracked files of the root, truncated at DIFF_BYTES.
+    `dirty` is that of the root; `diff` is from the commit to its tracked files, truncated at DIFF_BYTES.
     """
 
     commit: str | None

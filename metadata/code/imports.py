@@ -36,10 +36,7 @@ _PATIENCE_SECS = 10.0
 
 
 class ArchivedImports:
-    """The modules of one archive, each imported once on request.
-
-    `prefix` is part of their names in `sys.modules`, but not of their imports.
-    """
+    """The modules of one archive; `prefix` is part of their names in `sys.modules`, not of their imports."""
 
     def __init__(
         self, what: str, contents: Mapping[str, bytes], links: Mapping[str, str], folders: Sequence[str]
@@ -249,10 +246,7 @@ class LoadedCode:
         self._imports = ArchivedImports(what, files, links, _folders(code))
 
     def import_module(self, name: str) -> ModuleType:
-        """Import a module of the archive by its full name; it runs at the first call.
-
-        Raises ModuleNotFoundError for modules outside the archive.
-        """
+        """Import a module of the archive by its full name, at the first call; raises ModuleNotFoundError."""
         return self._imports.module(name)
 
     @property

@@ -146,10 +146,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardSink:
-    """Sink for TensorBoard that writes to `trackers/tensorboard` in the run directory, or a given directory.
-
-    The axis is the step, or the epoch of a job without steps; `epoch` is a separate curve.
-    """
+    """Sink that writes to `trackers/tensorboard` in the run directory, or a given one; `epoch` is a curve."""
 
     def __init__(self, directory: str | Path | None = None) -> None:
         self.directory = None if directory is None else Path(directory).absolute()
@@ -199,10 +196,7 @@ ASIDE = "replaced"
 
 
 class WandbSink:
-    """Sink for W&B, in `trackers/wandb` of the run directory; `project` defaults to the job's name.
-
-    `options` go to `wandb.init` (entity, tags, notes, config).
-    """
+    """Sink for W&B, by default in the job's project; `options` (entity, tags, notes) go to `wandb.init`."""
 
     def __init__(self, project: str | None = None, **options: Any) -> None:
         self.project, self.options = project, options
@@ -297,11 +291,7 @@ _METHODS = ("open", "log", "rewind", "close")
 
 
 def sinks_of(trackers: Iterable[Any]) -> tuple[MetricSink, ...]:
-    """Return the sinks for a list of names and objects; creates no file.
-
-    Raises UsageError for an unknown name, a missing package, an object that is not a sink, and two built-in
-    sinks with the same name, which would write to the same file.
-    """
+    """Return the sinks for a list of names and objects, without creating files; raises UsageError."""
     if isinstance(trackers, (str, bytes)) or not isinstance(trackers, Iterable):
         raise UsageError(f"invalid trackers={trackers!r:.80}: expected a list such as ['csv', 'tensorboard']")
     given = list(trackers)

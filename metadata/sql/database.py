@@ -118,10 +118,7 @@ def make_tables(connection: sa.Connection, where: str) -> None:
 
 
 def put(connection: sa.Connection, notes: Iterable[HandlerEvent]) -> None:
-    """Insert the rows of events, or merge them with existing ones.
-
-    Rows are sorted, so that concurrent jobs lock them in the same order and do not deadlock.
-    """
+    """Insert the rows of events, or merge them with existing ones; sorted, so that jobs do not deadlock."""
     rows: dict[str, dict[tuple[Any, ...], Row]] = {name: {} for name in MERGES}
     for note in notes:
         for name, row in _rows_of(note):

@@ -180,8 +180,7 @@ class BoundedCalls:
     def make(self, call: Callable[[], Result], wait_secs: float) -> Result:
         """Return the result of a call, or raise its error.
 
-        Raises StorageError on a timeout, and, without calling, while an earlier call is still running. A call
-        that timed out keeps running and may succeed.
+        StorageError if it takes too long, when it keeps running and may succeed, or if an earlier one does.
         """
         if self._running is not None and not self._running.done():
             raise StorageError(f"{self._what} has not answered for {time.monotonic() - self._began:.0f} s")

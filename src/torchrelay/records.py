@@ -70,7 +70,7 @@ def _first_init(self: Any, *args: Any, **kwargs: Any) -> None:
 def _binder(of: Any) -> tuple[Any, Callable[[Any, Sequence[Any], dict[str, Any]], bool]]:
     """Return the class that declares the fields, and a function that sets them like Python's `__init__`.
 
-    The function returns False if `__init__` would raise, or after some objects have been created.
+    It returns False if `__init__` would raise, or after some objects have been created.
     """
     cls = next(one for one in of.__mro__ if one in _declared)
     declared = fields(cls)

@@ -15,7 +15,7 @@ def _begun() -> threading.Event:
     begun = threading.Event()
 
     def work() -> None:
-        runtime.behind()
+        runtime.wait_for_turn()
         begun.set()
 
     threading.Thread(target=work, daemon=True).start()
