@@ -27,7 +27,6 @@ from torchrelay.jobs.config.runner_schema import RunnerSection
 from torchrelay.jobs.session import Peers, Solo
 from torchrelay.metadata.code.archive import NO_CHANGES, SHORT, SourceChanges, changes, open_archive
 from torchrelay.metadata.code.snapshot import (
-    GONE,
     LARGEST_UNKNOWN_BYTES,
     Root,
     Snapshot,
@@ -195,7 +194,7 @@ class BaseCommand:
                 with suppress(OSError):
                     if path.lstat().st_size <= LARGEST_UNKNOWN_BYTES:
                         digest = digest_in(root, path.relative_to(root.path).as_posix())
-                        found |= {path: {digest: written}} if digest != GONE else {}
+                        found |= {path: {digest: written}} if digest else {}
         return found
 
     def source_name(self, run: ProgramRun, path: Path) -> str | None:
