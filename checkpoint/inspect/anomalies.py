@@ -1,4 +1,4 @@
-"""Find epochs with problems: the first bad one, jumps of a metric, and why one is not used.
+"""Find epochs with problems: the first bad one, jumps of a metric, NaN and Inf, and why one is not used.
 
 A change from one epoch to the next is a jump if it is more than `factor` spreads from the median of the
 changes before it (at most `WINDOW` of them, at least `LEAST`). The spread is their median absolute deviation,
@@ -13,7 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 
+from torchrelay.checkpoint.format.dtypes import BLOCK, block_count
 from torchrelay.checkpoint.format.position import CommittedPosition, Position
+from torchrelay.checkpoint.inspect.contents import (
+    CAN_BE_BAD,
+    CHUNK_BYTES,
+    Buffer,
+    Epoch,
+    LeafPart,
+    NodeLeaf,
+    parts,
+)
 from torchrelay.checkpoint.load.verify import Verification, VerificationStatus, verify_epoch
 from torchrelay.checkpoint.log.state import Happening, History, happened_to
 from torchrelay.checkpoint.log.view import LogView
@@ -70,20 +80,14 @@ def first_jump(values: Sequence[float], factor: float = FACTOR) -> Jump | None:
         if not math.isfinite(value):
             return Jump(at)
         if at > LEAST:
-            change = value - values[at - 1]
-            usual, spread = _usual(values[max(0, at - 1 - WINDOW) : at])
+            change, row = value - values[at - 1], values[max(0, at - 1 - WINDOW) : at]
+            changes = [after - before for before, after in pairwise(row)]
+            usual, level = median(changes), median(map(abs, row))
+            deviation = median(abs(change - usual) for change in changes)
+            spread = max(_TO_STANDARD_DEVIATION * deviation, _LEVEL * level)
             if abs(change - usual) > factor * spread:
                 return Jump(at, change, usual, spread)
     return None
-
-
-def _usual(values: Sequence[float]) -> tuple[float, float]:
-    """The median change and the spread of changes of a row."""
-    changes = [after - before for before, after in pairwise(values)]
-    usual = median(changes)
-    deviation = median(abs(change - usual) for change in changes)
-    level = median(abs(value) for value in values)
-    return usual, max(_TO_STANDARD_DEVIATION * deviation, _LEVEL * level)
 
 
 @dataclass(frozen=True)
@@ -98,14 +102,9 @@ class Account:
 
     def json(self) -> dict[str, Json]:
         """An object of `why --json`."""
-        return {
-            "epoch": self.position.epoch,
-            "step": self.position.step,
-            "branch": self.branch,
-            "standing": self.standing,
-            "reason": self.reason,
-            "happened": [one.json() for one in self.happened],
-        }
+        said = {**vars(self), "happened": [one.json() for one in self.happened]}
+        del said["position"]
+        return {"epoch": self.position.epoch, "step": self.position.step, **said}
 
 
 @dataclass(frozen=True)
@@ -209,11 +208,6 @@ def _standing(
     failed = next((one for one in start.passed if one.entry.key == entry.key), None)
     if failed is not None:
         return failed.outcome.value, failed.reason
-    return _usable(start, entry)
-
-
-def _usable(start: ResumePreview, entry: CommittedPosition) -> tuple[str, str]:
-    """Standing and reason of a healthy entry."""
     kind = "" if entry.position.boundary else "mid-epoch, for automatic resume only; "
     if start.chosen is None:
         return "not reached", f"{kind}a newer one comes before it"
@@ -226,3 +220,87 @@ def _last(happened: tuple[Happening, ...], kind: str, otherwise: str) -> str:
     """Text of the last event of a kind."""
     found = next((one for one in reversed(happened) if one.kind == kind), None)
     return otherwise if found is None else f"{found.text}, {found.when}"
+
+
+@dataclass(frozen=True)
+class BadLeaf:
+    """A tensor with `nan` NaN and `inf` Inf; `first` is the index of the first in row-major order."""
+
+    name: str
+    blob: str
+    dtype: str
+    shape: tuple[int, ...]
+    nan: int
+    inf: int
+    first: int
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """The index of the first, one number per dimension."""
+        found, rest = [], self.first
+        for extent in reversed(self.shape):
+            rest, at = divmod(rest, extent)
+            found.append(at)
+        return tuple(reversed(found))
+
+
+class BadElementSearch:
+    """Searches epochs of one run; blocks that were good are not read again. Needs numpy.
+
+    With `nan_only` Inf is ignored, because masks contain some on purpose. `loads` counts the epochs.
+    """
+
+    def __init__(self, patterns: Sequence[str] = (), *, nan_only: bool = False) -> None:
+        from torchrelay.checkpoint.inspect import statistics
+
+        self.loads = 0
+        self._statistics = statistics
+        self._patterns, self._nan_only = patterns, nan_only
+        self._good: set[tuple[str, bytes]] = set()
+        self._buffer = Buffer()
+
+    def bad_leaves(self, epoch: Epoch) -> list[BadLeaf]:
+        """All leaves that have a NaN or Inf, in the order of the manifest; deleted leaves are skipped.
+
+        Raises DamagedError, naming file, leaf and block, or StorageError.
+        """
+        self.loads += 1
+        there = (item for item in epoch.chosen(self._patterns).values() if not epoch.gone(item))
+        able = (item for item in there if item.tensor and item.leaf.dtype in CAN_BE_BAD)
+        return [bad for item in able if (bad := self._look(epoch, item)) is not None]
+
+    def _look(self, epoch: Epoch, item: NodeLeaf) -> BadLeaf | None:
+        leaf, dtype = item.leaf, str(item.leaf.dtype)
+        nan = inf = 0
+        firsts: list[int] = []
+        for part in parts(epoch, item):
+            for start, stop in self._unknown(part, dtype):
+                first: int | None = None
+                at = start // part.item_bytes
+                data = self._buffer.filled(epoch, part, start, stop)
+                for values in self._statistics.steps(data, part.item_bytes, dtype):
+                    more_nan, more_inf, place = self._statistics.bad_in(values, nan_only=self._nan_only)
+                    nan, inf = nan + more_nan, inf + more_inf
+                    first = at + place if first is None and place is not None else first
+                    at += values.size
+                if first is not None:
+                    firsts.append(part.index_of(first))
+                    continue
+                for block in range(start // BLOCK, block_count(stop)):
+                    self._good.add((dtype, part.digest(block)))
+        if not firsts:
+            return None
+        return BadLeaf(item.name, leaf.blob, dtype, leaf.shape, nan, inf, min(firsts))
+
+    def _unknown(self, part: LeafPart, dtype: str) -> Iterator[tuple[int, int]]:
+        """Byte ranges of blocks that are not known to be good, at most a chunk at a time."""
+        start = stop = 0
+        for block in range(block_count(part.nbytes)):
+            first, last = block * BLOCK, min((block + 1) * BLOCK, part.nbytes)
+            known = (dtype, part.digest(block)) in self._good
+            if start < stop and (known or last - start > CHUNK_BYTES):
+                yield start, stop
+                start = stop = first
+            start, stop = (last, last) if known else (start, last)
+        if start < stop:
+            yield start, stop

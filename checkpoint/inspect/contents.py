@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
+from torchrelay.checkpoint.format.dtypes import SIZE
 from torchrelay.checkpoint.format.manifest.layouts import parts_of
 from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, PerNode
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, Interval, range_boxes, runs, volume, whole
-from torchrelay.checkpoint.format.names import Box, Flat, Key, format_key, nearest
+from torchrelay.checkpoint.format.names import Box, Flat, format_key, nearest
 from torchrelay.checkpoint.format.position import CommittedPosition, matches
 from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.format.shard.reads import ReadRequest
@@ -60,7 +61,16 @@ class Epoch:
     @cached_property
     def items(self) -> dict[str, NodeLeaf]:
         """All items by name, in the order of the manifest."""
-        return {item.name: item for item in _items(self.manifest)}
+        manifest, names, found = self.manifest, self.manifest.world.names, []
+        for row, leaf in enumerate(manifest.leaves):
+            layout = manifest.layouts[leaf.layout]
+            if isinstance(layout, PerNode):
+                found += [NodeLeaf(f"{names[one]}:{leaf.name}", row, leaf, one) for one in layout.nodes]
+            elif len(manifest.rows[leaf.name]) > 1:
+                found.append(NodeLeaf(f"{names[layout.nodes[0]]}:{leaf.name}", row, leaf))
+            else:
+                found.append(NodeLeaf(leaf.name, row, leaf))
+        return {item.name: item for item in found}
 
     def gone(self, item: NodeLeaf) -> bool:
         """Whether retention has deleted the files of its group."""
@@ -68,7 +78,6 @@ class Epoch:
 
     @cached_property
     def _removed(self) -> frozenset[str]:
-        """Groups whose files are deleted."""
         return self.manifest.removed(self.groups)
 
     def chosen(self, patterns: Sequence[str]) -> dict[str, NodeLeaf]:
@@ -110,20 +119,6 @@ def check_chosen(epochs: Sequence[Epoch], patterns: Sequence[str]) -> None:
             raise UsageError(f"no blob or leaf matches {pattern!r}{nearest(pattern, known)}")
 
 
-def _items(manifest: Manifest) -> Iterator[NodeLeaf]:
-    """All leaves, per node if they differ."""
-    names = manifest.world.names
-    for row, leaf in enumerate(manifest.leaves):
-        layout = manifest.layouts[leaf.layout]
-        if isinstance(layout, PerNode):
-            for node in layout.nodes:
-                yield NodeLeaf(f"{names[node]}:{leaf.name}", row, leaf, node)
-        elif len(manifest.rows[leaf.name]) > 1:
-            yield NodeLeaf(f"{names[layout.nodes[0]]}:{leaf.name}", row, leaf)
-        else:
-            yield NodeLeaf(leaf.name, row, leaf)
-
-
 CHUNK_BYTES = 8 << 20
 """Bytes of a part that are read at a time."""
 SMALL_BYTES = 32 << 10
@@ -149,6 +144,10 @@ class LeafPart:
     def digests(self) -> bytes:
         """One digest per block."""
         return self.header.entries[self.key].digests
+
+    def digest(self, block: int) -> bytes:
+        """That of one block."""
+        return self.digests[block * SIZE : (block + 1) * SIZE]
 
     @property
     def nbytes(self) -> int:
@@ -188,27 +187,22 @@ def parts(epoch: Epoch, item: NodeLeaf) -> list[LeafPart]:
 
     Raises DamagedError or StorageError.
     """
-    leaf = item.leaf
+    leaf, everything = item.leaf, whole(item.leaf.shape)
     layout = epoch.manifest.layouts[leaf.layout]
     found = []
     for node, key in parts_of(layout, item.row, leaf):
         if item.owner in (None, node):
+            box: Bounds | None = None
+            if isinstance(key, Flat):
+                run: Interval | None = (key.start, key.stop)
+            else:
+                box = key.intervals if isinstance(key, Box) else everything
+                first, *more = [*itertools.islice(runs(everything, box), 2)] or [(0, 0)]
+                run, box = (None, box) if more else (first, None)
             text = format_key(key)
-            run, box = _extent(key, leaf.shape)
             header = epoch.reader.header(leaf, node, text)
             found.append(LeafPart(header, text, leaf.shape, leaf.item_bytes, run, box))
     return found
-
-
-def _extent(key: Key, shape: tuple[int, ...]) -> tuple[Interval | None, Bounds | None]:
-    """The range or the box of a key."""
-    if isinstance(key, Flat):
-        return (key.start, key.stop), None
-    box = key.intervals if isinstance(key, Box) else whole(shape)
-    found = list(itertools.islice(runs(whole(shape), box), 2))
-    if volume(box) == 0:
-        return (0, 0), None
-    return (found[0], None) if len(found) == 1 else (None, box)
 
 
 class Buffer:

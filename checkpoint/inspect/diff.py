@@ -7,11 +7,11 @@ writers and any mesh. Memory stays below 64 MiB.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
 from typing import TYPE_CHECKING, Literal
 
-from torchrelay.checkpoint.format.dtypes import BLOCK, SIZE
+from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, intersect
 from torchrelay.checkpoint.inspect.contents import (
     CHUNK_BYTES,
@@ -58,14 +58,16 @@ class Strip:
         start, shift = self.a_at * width, (self.b_at - self.a_at) * width
         stop = start + self.count * width
         if shift % BLOCK:
-            return [Suspect(0, self.count, differs=False)] if self.count else []
+            return self.everything
         found: list[Suspect] = []
         for first in range(start // BLOCK * BLOCK, stop, BLOCK):
             equal = self._equal(first, shift, start, stop)
-            if equal is not True:
-                low, high = max(first, start), min(first + BLOCK, stop)
-                suspect = Suspect((low - start) // width, (high - start) // width, differs=equal is False)
-                _append(found, suspect)
+            if equal is True:
+                continue
+            low, high = (max(first, start) - start) // width, (min(first + BLOCK, stop) - start) // width
+            if found and found[-1].stop == low and found[-1].differs == (equal is False):
+                low = found.pop().start
+            found.append(Suspect(low, high, differs=equal is False))
         return found
 
     @property
@@ -79,8 +81,7 @@ class Strip:
         other = first + shift
         if first < start or end > stop or other < 0 or min(other + BLOCK, self.b.nbytes) != end + shift:
             return None
-        a, b = first // BLOCK * SIZE, other // BLOCK * SIZE
-        return self.a.digests[a : a + SIZE] == self.b.digests[b : b + SIZE]
+        return self.a.digest(first // BLOCK) == self.b.digest(other // BLOCK)
 
 
 @dataclass(frozen=True)
@@ -99,15 +100,6 @@ class Region:
     box: Bounds
 
 
-def _append(found: list[Suspect], one: Suspect) -> None:
-    """Add a suspect, merged with the one before if adjacent."""
-    last = found[-1] if found else None
-    if last is not None and last.stop == one.start and last.differs == one.differs:
-        found[-1] = Suspect(last.start, one.stop, differs=last.differs)
-    else:
-        found.append(one)
-
-
 def matched(a: Sequence[LeafPart], b: Sequence[LeafPart]) -> Iterator[Strip | Region]:
     """All elements of a leaf, each once, as stored in the parts of both epochs."""
     boxes = {part.box: part for part in b if part.box is not None}
@@ -118,34 +110,20 @@ def matched(a: Sequence[LeafPart], b: Sequence[LeafPart]) -> Iterator[Strip | Re
     a = [part for part in a if part.box is None or part.box not in done]
     b = [part for part in b if part.box is None or part.box not in done]
     if all(part.run is not None for part in (*a, *b)):
-        yield from _along(a, b)
-    else:
-        yield from _across(a, b)
-
-
-def _along(a: Sequence[LeafPart], b: Sequence[LeafPart]) -> Iterator[Strip]:
-    """Runs of elements on both sides: from one cut to the next."""
-    left = sorted(((part.run, part) for part in a if part.run), key=lambda pair: pair[0])
-    right = sorted(((part.run, part) for part in b if part.run), key=lambda pair: pair[0])
-    i = j = 0
-    while i < len(left) and j < len(right):
-        (first, last), one = left[i]
-        (begin, end), other = right[j]
-        low, high = max(first, begin), min(last, end)
-        if low < high:
-            yield Strip(one, other, low - first, low - begin, high - low)
-        i, j = i + (last <= end), j + (end <= last)
-
-
-def _across(a: Sequence[LeafPart], b: Sequence[LeafPart]) -> Iterator[Region]:
-    """Boxes of one cut intersected with boxes of the other."""
-    for one in a:
-        for a_source, a_first in one.boxes:
-            for other in b:
-                for b_source, b_first in other.boxes:
-                    box = intersect(a_source, b_source)
-                    if box is not None:
-                        yield Region(one, other, a_source, b_source, a_first, b_first, box)
+        left, right = (sorted(side, key=lambda part: part.run or (0, 0)) for side in (a, b))
+        i = j = 0
+        while i < len(left) and j < len(right):  # from one cut to the next
+            one, other = left[i], right[j]
+            (first, last), (begin, end) = one.run or (0, 0), other.run or (0, 0)
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                yield Strip(one, other, low - first, low - begin, high - low)
+            i, j = i + (last <= end), j + (end <= last)
+        return
+    for one, other in product(a, b):
+        for (a_source, a_first), (b_source, b_first) in product(one.boxes, other.boxes):
+            if (box := intersect(a_source, b_source)) is not None:
+                yield Region(one, other, a_source, b_source, a_first, b_first, box)
 
 
 _TOGETHER = 256
@@ -196,30 +174,20 @@ def leaf_changes(a: Epoch, b: Epoch, wish: DiffOptions = WITH_FIGURES) -> Iterat
     before, after = a.chosen(wish.patterns), b.chosen(wish.patterns)
     sources = PartReader(a), PartReader(b)
     items = iter(after.items())
-    while group := list(islice(items, _TOGETHER)):
-        yield from _compared_together(sources, before, group, wish)
+    while group := list(islice(items, _TOGETHER)):  # small ones that differ are read with few reads
+        known = [
+            _known(*sources, before[name], item)
+            if name in before
+            else LeafChange(name, item.leaf.blob, "added", None, item.form, item.leaf.elements)
+            for name, item in group
+        ]
+        pairs = [pair for one in known if isinstance(one, Comparison) and wish.figures for pair in one.small]
+        sources[0].fetch(pair.a for pair in pairs)
+        sources[1].fetch(pair.b for pair in pairs)
+        yield from (_compared(one, wish) if isinstance(one, Comparison) else one for one in known)
     for name, item in before.items():
         if name not in after:
             yield LeafChange(name, item.leaf.blob, "removed", item.form, None, item.leaf.elements)
-
-
-def _compared_together(
-    sources: tuple[PartReader, PartReader],
-    before: Mapping[str, NodeLeaf],
-    group: Sequence[tuple[str, NodeLeaf]],
-    wish: DiffOptions,
-) -> Iterator[LeafChange]:
-    """Compare some leaves; small ones that differ are read with few reads."""
-    known = [
-        _known(*sources, before[name], item)
-        if name in before
-        else LeafChange(name, item.leaf.blob, "added", None, item.form, item.leaf.elements)
-        for name, item in group
-    ]
-    pairs = [pair for one in known if isinstance(one, Comparison) and wish.figures for pair in one.small]
-    sources[0].fetch(pair.a for pair in pairs)
-    sources[1].fetch(pair.b for pair in pairs)
-    yield from (_looked_into(one, wish) if isinstance(one, Comparison) else one for one in known)
 
 
 def _known(left: PartReader, right: PartReader, one: NodeLeaf, other: NodeLeaf) -> LeafChange | Comparison:
@@ -240,17 +208,16 @@ def _known(left: PartReader, right: PartReader, one: NodeLeaf, other: NodeLeaf) 
     return LeafChange(name, blob, "same", *forms, size) if comparison.alike else comparison
 
 
-def _looked_into(comparison: Comparison, wish: DiffOptions) -> LeafChange:
-    """The change of a comparison."""
-    item = comparison.item
-    told = (item.form, item.form, item.leaf.elements)
+def _compared(comparison: Comparison, wish: DiffOptions) -> LeafChange:
+    item, change = comparison.item, None
     if wish.figures and item.leaf.dtype in HAVE_NUMBERS:
         change = comparison.change(whole=wish.whole)
-        if change.changed:
-            return LeafChange(item.name, item.leaf.blob, "content", *told, change)
-        return LeafChange(item.name, item.leaf.blob, "same", *told)
-    kind: Kind = "content" if comparison.differs() else "same"
-    return LeafChange(item.name, item.leaf.blob, kind, *told)
+        differs = change.changed > 0
+    else:
+        differs = comparison.differs()
+    kind: Kind = "content" if differs else "same"
+    forms = (item.form, item.form, item.leaf.elements)
+    return LeafChange(item.name, item.leaf.blob, kind, *forms, change if differs else None)
 
 
 class Comparison:
@@ -275,23 +242,18 @@ class Comparison:
 
     def differs(self) -> bool:
         """Whether a bit differs; reads only if no digest decides."""
-        suspects = [
-            one for pair in self._pairs if isinstance(pair, Strip) for one in pair.unequal() if one.differs
-        ]
-        return bool(suspects) or any(bytearray(a) != b for a, b in self._chunks(whole=False))
+        strips = (pair for pair in self._pairs if isinstance(pair, Strip))
+        if any(one.differs for strip in strips for one in strip.unequal()):
+            return True
+        return any(bytearray(a) != b for a, b in self._chunks(whole=False))
 
     def change(self, *, whole: bool) -> Change:
         """Statistics of the blocks that digests do not show to be equal, or of all if any bit differs."""
         from torchrelay.checkpoint.inspect.statistics import change_between, joined_changes
 
-        whole = whole and self.differs()
-        chunks = self._chunks(whole=whole)
-        dtype = str(self.item.leaf.dtype)
-        return joined_changes(change_between(a, b, self._width, dtype) for a, b in chunks)
-
-    @property
-    def _width(self) -> int:
-        return self._pairs[0].a.item_bytes
+        chunks = self._chunks(whole=whole and self.differs())
+        width, dtype = self.item.leaf.item_bytes, str(self.item.leaf.dtype)
+        return joined_changes(change_between(a, b, width, dtype) for a, b in chunks)
 
     def _chunks(self, *, whole: bool) -> Iterator[tuple[memoryview, memoryview]]:
         """The same elements of both, as bytes; valid until the next ones are requested."""
@@ -299,22 +261,18 @@ class Comparison:
             yield from self._of_strip(pair, whole) if isinstance(pair, Strip) else self._of_region(pair)
 
     def _of_strip(self, strip: Strip, whole: bool) -> Iterator[tuple[memoryview, memoryview]]:
-        width = self._width
+        width = strip.a.item_bytes
         for suspect in strip.everything if whole else strip.unequal():
             for low in range(suspect.start, suspect.stop, CHUNK_BYTES // width):
                 high = min(suspect.stop, low + CHUNK_BYTES // width)
-                at, there = strip.a_at + low, strip.b_at + low
-                yield (
-                    self._a.filled(strip.a, at * width, (at + high - low) * width),
-                    self._b.filled(strip.b, there * width, (there + high - low) * width),
-                )
+                at, there = (strip.a_at + low) * width, (strip.b_at + low) * width
+                length = (high - low) * width
+                a = self._a.filled(strip.a, at, at + length)
+                yield a, self._b.filled(strip.b, there, there + length)
 
-    def _of_region(self, region: Region) -> Iterator[tuple[memoryview, memoryview]]:
+    def _of_region(self, of: Region) -> Iterator[tuple[memoryview, memoryview]]:
         from torchrelay.checkpoint.inspect.statistics import gathered, small_boxes
 
-        a, b = self._a, self._b
-        for box in small_boxes(region.a, region.a_source, region.a_first, region.box):
-            yield (
-                gathered(a.epoch, region.a, region.a_source, region.a_first, box, a.buffer),
-                gathered(b.epoch, region.b, region.b_source, region.b_first, box, b.buffer),
-            )
+        for box in small_boxes(of.a, of.a_source, of.a_first, of.box):
+            a = gathered(self._a.epoch, of.a, of.a_source, of.a_first, box, self._a.buffer)
+            yield a, gathered(self._b.epoch, of.b, of.b_source, of.b_first, box, self._b.buffer)

@@ -23,7 +23,7 @@ from torchrelay.checkpoint.inspect.contents import (
     Epoch,
     LeafPart,
 )
-from torchrelay.checkpoint.load.reads.boxes import Copy, Slab
+from torchrelay.checkpoint.load.reads.boxes import Copy
 from torchrelay.errors import UsageError, install_command
 from torchrelay.records import dataclass
 
@@ -165,8 +165,8 @@ def _both(a: Moments, b: Moments) -> Moments:
     left, right = a.finite / total, b.finite / total
     between = math.sqrt(left) * math.sqrt(right)
     apart = a.mean * between - b.mean * between
-    std = math.hypot(_of(a.std) * math.sqrt(left), _of(b.std) * math.sqrt(right), apart)
-    ends = min(_of(a.minimum), _of(b.minimum)), max(_of(a.maximum), _of(b.maximum))
+    std = math.hypot((a.std or 0.0) * math.sqrt(left), (b.std or 0.0) * math.sqrt(right), apart)
+    ends = min(a.minimum or 0.0, b.minimum or 0.0), max(a.maximum or 0.0, b.maximum or 0.0)
     return Moments(*counts, norms, a.mean * left + b.mean * right, std, *ends)
 
 
@@ -239,11 +239,6 @@ def finite_json(value: Any) -> Any:
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
-def _of(number: float | None) -> float:
-    """A number; 0.0 for None."""
-    return 0.0 if number is None else number
-
-
 def small_boxes(part: LeafPart, source: Bounds, first: int, box: Bounds) -> list[Bounds]:
     """The box cut so that each can be read from the part with one range of a few MiB."""
     return [slab.box for slab in _copy(source, first, box).slabs(part.item_bytes)]
@@ -260,12 +255,14 @@ def gathered(
     many = part.item_bytes // words
     copy = _copy(source, first, box)
     out = np.empty((*copy.shape, many), f"<u{words}")
-    strides = _strides(source, part.item_bytes)
+    extents = [stop - start for start, stop in source]
+    strides = [part.item_bytes * math.prod(extents[dim + 1 :]) for dim in range(len(extents))]
     for slab in copy.slabs(part.item_bytes):
         data = np.frombuffer(buffer.filled(epoch, part, *slab.span), f"<u{words}")
         size = [high - low for low, high in slab.box]
         stored = np.lib.stride_tricks.as_strided(data, [*size, many], [*strides, words], writeable=False)
-        out[_place(slab, box)] = stored
+        place = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(slab.box, box, strict=True))
+        out[place] = stored
     return out.reshape(-1).view(np.uint8).data
 
 
@@ -273,15 +270,6 @@ def _copy(source: Bounds, first: int, box: Bounds) -> Copy:
     """The copy of a box into memory of its shape."""
     extents = tuple(stop - start for start, stop in box)
     return Copy(source, first, box, whole(extents), extents)
-
-
-def _strides(source: Bounds, item_bytes: int) -> list[int]:
-    extents = [stop - start for start, stop in source]
-    return [item_bytes * math.prod(extents[dim + 1 :]) for dim in range(len(extents))]
-
-
-def _place(slab: Slab, box: Bounds) -> tuple[slice, ...]:
-    return tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(slab.box, box, strict=True))
 
 
 _LARGE = 1e307
@@ -348,14 +336,11 @@ def joined_changes(changes: Iterable[Change]) -> Change:
 
 
 def _both_changes(one: Change, other: Change) -> Change:
-    """The change of two together."""
-    paired_a = math.hypot(one.paired_a, other.paired_a)
-    paired_b = math.hypot(one.paired_b, other.paired_b)
-    weights = (_share(part.paired_a, paired_a) * _share(part.paired_b, paired_b) for part in (one, other))
     first, second = vars(one), vars(other)
     counts: dict[str, Any] = {name: first[name] + second[name] for name in _COUNTS}
     norms: dict[str, Any] = {name: math.hypot(first[name], second[name]) for name in _NORMS}
-    along = sum(part.along * weight for part, weight in zip((one, other), weights, strict=True))
+    a, b = norms["paired_a"], norms["paired_b"]
+    along = sum(of.along * (_share(of.paired_a, a) * _share(of.paired_b, b)) for of in (one, other))
     return Change(**counts, **norms, max_abs=max(one.max_abs, other.max_abs), along=along)
 
 
@@ -369,23 +354,16 @@ def _share(part: float, whole: float) -> float:
 def _of_bytes(a: memoryview, b: memoryview, item_bytes: int, dtype: str) -> Change:
     """The change between chunks of stored bytes."""
     one, other = numbers(a, dtype), numbers(b, dtype)
-    changed = changed_elements(a, b, item_bytes)
+    words = next(size for size in (8, 4, 2, 1) if item_bytes % size == 0)
+    differ = np.frombuffer(a, f"<u{words}") != np.frombuffer(b, f"<u{words}")
+    changed = differ.reshape(-1, item_bytes // words).any(axis=1) if words < item_bytes else differ
     first, nan_a, inf_a = finite_part(one)
     second, nan_b, inf_b = finite_part(other)
-    counts = (one.size, changed, nan_a, nan_b, inf_a, inf_b)
+    counts = (one.size, int(np.count_nonzero(changed)), nan_a, nan_b, inf_a, inf_b)
     if not (nan_a or inf_a or nan_b or inf_b):
         return Change(*counts, *_figures(first, second))
     both = np.isfinite(one) & np.isfinite(other)
     return Change(*counts, norm(first), norm(second), *_figures(one[both], other[both])[2:])
-
-
-def changed_elements(a: memoryview, b: memoryview, item_bytes: int) -> int:
-    """Number of elements that differ in their bits."""
-    words = next(size for size in (8, 4, 2, 1) if item_bytes % size == 0)
-    differ = np.frombuffer(a, f"<u{words}") != np.frombuffer(b, f"<u{words}")
-    if words < item_bytes:
-        differ = differ.reshape(-1, item_bytes // words).any(axis=1)
-    return int(np.count_nonzero(differ))
 
 
 def _figures(a: Array, b: Array) -> tuple[float, ...]:
@@ -400,7 +378,8 @@ def _figures(a: Array, b: Array) -> tuple[float, ...]:
     distance, more = safe(apart, a)
     norms = (unscaled(norm_a, power_a), unscaled(norm_b, power_b))
     size = unscaled(math.sqrt(inner(distance, distance)), power + more)
-    return (*norms, size, unscaled(_largest(apart, a), power), *norms, min(1.0, max(-1.0, along)))
+    most = float(np.abs(apart.view(np.complex128)).max()) if np.iscomplexobj(a) else largest(apart)
+    return (*norms, size, unscaled(most, power), *norms, min(1.0, max(-1.0, along)))
 
 
 def _difference(a: Array, b: Array, one: Array, other: Array) -> tuple[Array, int]:
@@ -414,8 +393,3 @@ def _difference(a: Array, b: Array, one: Array, other: Array) -> tuple[Array, in
     if is_wide(a) and max(largest(one), largest(other)) > _LARGE:
         return other / 4 - one / 4, 2
     return other - one, 0
-
-
-def _largest(apart: Array, a: Array) -> float:
-    """The largest absolute value of differences of numbers like `a`."""
-    return float(np.abs(apart.view(np.complex128)).max()) if np.iscomplexobj(a) else largest(apart)

@@ -15,7 +15,7 @@ from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.format.position import Key, Position
-from torchrelay.checkpoint.inspect.bad_elements import BadElementSearch
+from torchrelay.checkpoint.inspect.anomalies import BadElementSearch
 from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.metadata.run_directory import RunDirectory

@@ -9,10 +9,17 @@ import argparse
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrelay.checkpoint.format.position import CommittedPosition
-from torchrelay.checkpoint.inspect.anomalies import FACTOR, Jump, first_bad, first_jump
+from torchrelay.checkpoint.inspect.anomalies import (
+    FACTOR,
+    BadElementSearch,
+    BadLeaf,
+    Jump,
+    first_bad,
+    first_jump,
+)
 from torchrelay.checkpoint.inspect.contents import check_chosen, open_epoch
 from torchrelay.checkpoint.load.info import glance_or_notes
 from torchrelay.errors import DamagedError, UsageError
@@ -20,9 +27,6 @@ from torchrelay.records import dataclass
 from torchrelay.runners.monitoring.console import Output, human_number
 from torchrelay.runners.remote_runs.resolve import RunLocation, Selected, locate_run, parse_selector, select
 from torchrelay.tools.cli.arguments import Add, add_blobs, add_epoch
-
-if TYPE_CHECKING:
-    from torchrelay.checkpoint.inspect.bad_elements import BadElementSearch, BadLeaf
 
 
 @dataclass(frozen=True)
@@ -184,8 +188,6 @@ def find_bad(chosen: argparse.Namespace, output: Output) -> int:
 
 
 def _find_nan(chosen: argparse.Namespace, output: Output) -> int:
-    from torchrelay.checkpoint.inspect.bad_elements import BadElementSearch
-
     selected = select(chosen.path)
     entries = _whole_epochs(selected, output)
     search = BadElementSearch(tuple(chosen.blobs or ()), nan_only=chosen.nan_only)
