@@ -23,11 +23,11 @@ from bench.coordinator import Aside, Coordinator, Crowd, Unsynced
 from bench.everybody import Everybody, RankPeers, content_of
 from torchrelay import open_checkpoint
 from torchrelay.checkpoint.coordinator.session_log import LeaseInfo
+from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.codec import encode
-from torchrelay.checkpoint.format.manifest.layouts import local_target
 from torchrelay.checkpoint.format.manifest.schema import Manifest, shard_path
 from torchrelay.checkpoint.format.mesh import Mesh
-from torchrelay.checkpoint.format.mesh_geometry import uncovered, whole
+from torchrelay.checkpoint.format.mesh_geometry import local_target, uncovered, whole
 from torchrelay.checkpoint.format.names import manifest_path
 from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
@@ -207,7 +207,7 @@ def read_back(root: Path, everybody: Everybody, plan: SavePlan, rank: int, writt
     data = LocalStorage(root).read_range(manifest_path(manifest.tries[0]), 0, 1 << 26)
     line["manifest_bytes"] = len(data)
     with taking(line, "decode_secs"):
-        decoded = Manifest.decode(data)
+        decoded = codec.decode(data)
     assert decoded == manifest and encode(decoded) == data, "another manifest was read"
     reads = list(part_of(everybody, rank))
     planner = LeafReader(LocalStorage(root), manifest, Unopened())  # type: ignore[arg-type]
@@ -258,7 +258,7 @@ def part_of(everybody: Everybody, rank: int) -> Iterator[LeafRead]:
 def fill(root: Path) -> None:
     """Put holes of the right length in place of the files that were not written."""
     for made in sorted((root / "data").iterdir()):
-        manifest = Manifest.decode((made / "manifest.json").read_bytes())
+        manifest = codec.decode((made / "manifest.json").read_bytes())
         for row in manifest.shards:
             path = root / shard_path(manifest, row)
             if not path.exists():

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from torchrelay.checkpoint.files.publish import as_written
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.dtypes import memory_of
-from torchrelay.checkpoint.format.manifest.layouts import Near
-from torchrelay.checkpoint.format.manifest.schema import LeafRow
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Near
 from torchrelay.checkpoint.format.mesh_geometry import whole
 from torchrelay.checkpoint.format.names import all_plain, encode_name
 from torchrelay.checkpoint.format.shard.entries import LEAVES, METADATA_KEY, EntryForm, WrittenRows

@@ -34,6 +34,7 @@ from torchrelay.checkpoint.files.tensor_files import (
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.dtypes import by_name, memory_of
+from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest, ShardRow
 from torchrelay.checkpoint.format.names import attempt_directory, manifest_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
@@ -479,7 +480,7 @@ def _shards(
 
 
 def _commit(storage: LocalStorage, log: LogWriter, manifest: Manifest) -> None:
-    data = manifest.encode()
+    data = codec.encode(manifest)
     storage.link_exclusive(manifest_path(manifest.tries[0]), data)
     storage.sync_dir(attempt_directory(manifest.tries[0]))
     log.commit(

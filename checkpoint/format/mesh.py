@@ -247,11 +247,8 @@ class Mesh:
     extents: tuple[int, ...]
     placements: tuple[Placement, ...]
     rule: int = RULE
-
-    @property
-    def split(self) -> bool:
-        """Whether different nodes store different parts of one leaf."""
-        return True
+    split = True
+    """Whether different nodes store different parts of one leaf."""
 
     @cached_property
     def place(self) -> dict[int, int]:

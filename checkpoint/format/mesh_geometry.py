@@ -220,6 +220,55 @@ def halves(box: Bounds) -> list[Bounds]:
     return [(*box[:dim], side, *box[dim + 1 :]) for side in ((start, middle), (middle, stop))]
 
 
+@dataclass(frozen=True)
+class Window:
+    """The box `box` of a leaf belongs in the box `place`, of the same extents, of a destination."""
+
+    box: Bounds
+    place: Bounds
+
+
+@dataclass(frozen=True)
+class LocalTarget:
+    """A destination of `shape`, and the parts of a leaf that belong in it; their places cover it exactly."""
+
+    shape: tuple[int, ...]
+    windows: tuple[Window, ...]
+
+
+def whole_target(shape: Sequence[int]) -> LocalTarget:
+    """A destination for a whole leaf."""
+    everything = whole(shape)
+    return LocalTarget(tuple(shape), (Window(everything, everything),))
+
+
+def local_target(intervals: Sequence[Sequence[Interval]]) -> LocalTarget:
+    """A local tensor that has these indices of each dimension, in this order."""
+    placed = [_placed(one) for one in intervals]
+    windows = tuple(
+        Window(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
+        for pairs in itertools.product(*placed)
+    )
+    return LocalTarget(tuple(sum(b - a for a, b in one) for one in intervals), windows)
+
+
+def place_of(intervals: Sequence[Sequence[Interval]], box: Bounds) -> Bounds:
+    """The place of a box in a `local_target`; each side of it is within one of the intervals."""
+    return tuple(
+        next((a - low + at, b - low + at) for (low, high), (at, _) in _placed(one) if low <= a and b <= high)
+        for one, (a, b) in zip(intervals, box, strict=True)
+    )
+
+
+def _placed(intervals: Sequence[Interval]) -> list[tuple[Interval, Interval]]:
+    """Each interval with its place in the concatenation of all."""
+    found, at = [], 0
+    for start, stop in intervals:
+        found.append(((start, stop), (at, at + stop - start)))
+        at += stop - start
+    return found
+
+
 RULE = 2
 """The rule of this version's writer."""
 KNOWN = frozenset((1, 2))

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from torchrelay.checkpoint.format.dtypes import SIZE
-from torchrelay.checkpoint.format.manifest.layouts import parts_of
-from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, PerNode
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, PerNode, parts_of
 from torchrelay.checkpoint.format.mesh_geometry import Bounds, Interval, range_boxes, runs, volume, whole
 from torchrelay.checkpoint.format.names import Box, Flat, format_key, nearest
 from torchrelay.checkpoint.format.position import CommittedPosition, matches

@@ -25,8 +25,15 @@ from typing import Any, Protocol
 import torch
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, by_name, memory_of, torch_dtype
-from torchrelay.checkpoint.format.manifest.layouts import LocalTarget, Window, whole_target
-from torchrelay.checkpoint.format.mesh_geometry import Bounds, halves, intersect, whole
+from torchrelay.checkpoint.format.mesh_geometry import (
+    Bounds,
+    LocalTarget,
+    Window,
+    halves,
+    intersect,
+    whole,
+    whole_target,
+)
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.format.position import matches
 from torchrelay.checkpoint.format.shard.reads import ReadOptions

@@ -29,8 +29,14 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torchrelay.checkpoint.format.manifest import codec
-from torchrelay.checkpoint.format.manifest.layouts import alike, holding
-from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, ShardRow, shard_path
+from torchrelay.checkpoint.format.manifest.schema import (
+    LeafRow,
+    Manifest,
+    ShardRow,
+    alike,
+    holding,
+    shard_path,
+)
 from torchrelay.checkpoint.format.names import all_plain, position_of
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity

@@ -18,9 +18,9 @@ import torch
 from torch.optim import Optimizer
 
 from torchrelay.checkpoint.format.dtypes import logical_name
-from torchrelay.checkpoint.format.manifest.layouts import place_of
 from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import place_of
 from torchrelay.checkpoint.format.names import nearest
 from torchrelay.checkpoint.format.position import EVERYTHING, Position, Selection
 from torchrelay.checkpoint.save.assignments import Assignment

@@ -128,7 +128,7 @@ def _of_manifest(leaf: LeafRow) -> list[object]:
     if leaf.alias_of is not None:
         return []
     stated = (leaf.blob, leaf.group, leaf.role, leaf.dtype, leaf.shape, leaf.scope, leaf.elements)
-    odd = leaf.gradient_is_odd
+    odd = has_odd_gradient(leaf.role, leaf.frozen)
     return _stated(*stated, odd, leaf.order, leaf.order_changed, leaf.device, leaf.same_as)
 
 

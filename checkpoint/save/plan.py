@@ -17,7 +17,6 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format import canonical_json
-from torchrelay.checkpoint.format.manifest.layouts import alike, holding
 from torchrelay.checkpoint.format.manifest.schema import (
     Cut,
     Layout,
@@ -27,6 +26,8 @@ from torchrelay.checkpoint.format.manifest.schema import (
     ReplicatedLayout,
     ShardRow,
     Split,
+    alike,
+    holding,
     in_order,
     table,
 )

@@ -16,9 +16,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchrelay.checkpoint.format.dtypes import logical_dtype
-from torchrelay.checkpoint.format.manifest.layouts import LocalTarget, local_target
 from torchrelay.checkpoint.format.mesh import MAX_SPLIT_FACTOR, Mesh, intervals_at
-from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded
+from torchrelay.checkpoint.format.mesh_geometry import (
+    LocalTarget,
+    Placement,
+    Replicated,
+    Sharded,
+    local_target,
+)
 from torchrelay.errors import BlobError
 from torchrelay.records import dataclass
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from torchrelay.checkpoint.format.dtypes import as_copied, by_name, torch_dtype
-from torchrelay.checkpoint.format.manifest.layouts import LocalTarget
+from torchrelay.checkpoint.format.mesh_geometry import LocalTarget
 from torchrelay.checkpoint.state.leaf import LeafSpec, is_sharded, order_of
 from torchrelay.checkpoint.state.wrappers import is_wrapper
 

@@ -15,10 +15,17 @@ from typing import Any
 import torch
 
 from torchrelay.checkpoint.format.dtypes import memory_of
-from torchrelay.checkpoint.format.manifest.layouts import LocalTarget, local_target
+from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
-from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded, local_intervals
+from torchrelay.checkpoint.format.mesh_geometry import (
+    LocalTarget,
+    Placement,
+    Replicated,
+    Sharded,
+    local_intervals,
+    local_target,
+)
 from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
@@ -139,7 +146,7 @@ class Saved:
 
     def run(self) -> LeafReader:
         """Plan, write all shards, encode the manifest and open it again."""
-        return LeafReader(self.storage, Manifest.decode(self.manifest().encode()))  # type: ignore[arg-type]
+        return LeafReader(self.storage, codec.decode(codec.encode(self.manifest())))  # type: ignore[arg-type]
 
     def manifest(self) -> Manifest:
         """Plan and write all shards."""

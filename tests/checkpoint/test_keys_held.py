@@ -7,7 +7,6 @@ import random
 import pytest
 from meshes import random_mesh, random_shape
 
-from torchrelay.checkpoint.format.manifest.layouts import parts_of
 from torchrelay.checkpoint.format.manifest.schema import (
     Cut,
     LeafRow,
@@ -15,6 +14,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
     ReplicatedLayout,
     Split,
     keys_held,
+    parts_of,
 )
 from torchrelay.checkpoint.format.names import format_key
 

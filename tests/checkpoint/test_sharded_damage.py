@@ -11,7 +11,7 @@ import torch
 from meshes import ATTEMPT_NAME, MemoryStorage, Saved, load, local_part, target
 
 from torchrelay.checkpoint.format.canonical_json import sha256
-from torchrelay.checkpoint.format.manifest.schema import Manifest
+from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
 from torchrelay.checkpoint.format.names import manifest_path
@@ -37,7 +37,7 @@ class Epoch:
     def __init__(self, fill: float) -> None:
         self.wholes = {name: torch.arange(63.0).reshape(9, 7) + fill + n for n, name in enumerate(MESHES)}
         saved = Saved(self.wholes, MESHES, len(NODES))
-        data = saved.run().manifest.encode()
+        data = codec.encode(saved.run().manifest)
         self.manifest = manifest_path(ATTEMPT_NAME)
         self.files = {**saved.storage.files, self.manifest: bytearray(data)}
         self.entry = CommittedPosition(
@@ -47,7 +47,7 @@ class Epoch:
             len(data),
             sha256(data),
             (),
-            Manifest.decode(data).groups,
+            codec.decode(data).groups,
             resumable=True,
         )
 
@@ -66,7 +66,7 @@ class Epoch:
                 wanted = None if node is None else target(OTHER, whole.shape, node)
                 expected = whole if node is None else local_part(whole, OTHER, node)
                 try:
-                    manifest = Manifest.decode(bytes(files[self.manifest]))
+                    manifest = codec.decode(bytes(files[self.manifest]))
                     found = load(LeafReader(storage_of(files), manifest), name, whole, wanted)
                 except (RelayError, KeyError):
                     failed += 1

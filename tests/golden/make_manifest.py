@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
+from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import BlobRow, Manifest, ShardRow
 from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.save.assignments import NodeClass
@@ -134,4 +135,4 @@ def shared() -> Manifest:
 if __name__ == "__main__":
     kinds = {one.__name__: one for one in (frozen, learning, ordered, order_changed, on_devices, shared)}
     which = kinds.get(sys.argv[-1], manifest)
-    sys.stdout.buffer.write(which().encode())
+    sys.stdout.buffer.write(codec.encode(which()))

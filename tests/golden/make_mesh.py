@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh, placements_json
 from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded
@@ -85,7 +86,7 @@ def manifest() -> Manifest:
 
 
 if __name__ == "__main__":
-    (HERE / "manifest_mesh_rule2.json").write_bytes(manifest().encode())
+    (HERE / "manifest_mesh_rule2.json").write_bytes(codec.encode(manifest()))
     for rule, name in ((1, "stored_boxes.json"), (2, "stored_boxes_rule2.json")):
         text = ",\n".join(json.dumps(row) for row in box_rows(rule))
         (HERE / name).write_text(f"[\n{text}\n]\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
@@ -32,7 +33,7 @@ WRAPPER = {
 
 def earlier() -> Manifest:
     """The epoch that is referred to."""
-    return Manifest.decode((HERE / "manifest_mesh_v1.json").read_bytes())
+    return codec.decode((HERE / "manifest_mesh_v1.json").read_bytes())
 
 
 def _wrapper() -> tuple[LeafSpec, ...]:
@@ -68,4 +69,4 @@ def manifest() -> Manifest:
 
 
 if __name__ == "__main__":
-    (HERE / "manifest_referring_rule2.json").write_bytes(manifest().encode())
+    (HERE / "manifest_referring_rule2.json").write_bytes(codec.encode(manifest()))

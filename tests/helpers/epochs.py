@@ -19,6 +19,7 @@ from given_entries import ShardEntry, write_shard
 
 from torchrelay.checkpoint.format import values
 from torchrelay.checkpoint.format.canonical_json import sha256
+from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.names import Flat, Whole, attempt_directory, manifest_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
@@ -147,7 +148,7 @@ class Writing:
         return rows
 
     def _commit(self, manifest: Manifest) -> CommittedPosition:
-        data = manifest.encode()
+        data = codec.encode(manifest)
         self.storage.link_exclusive(manifest_path(manifest.tries[0]), data)
         entry = CommittedPosition(
             manifest.branch, manifest.position, manifest.tries[0], len(data), sha256(data), manifest.needs,

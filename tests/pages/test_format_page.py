@@ -22,9 +22,8 @@ from torchrelay.checkpoint.format import dtypes as digest
 from torchrelay.checkpoint.format import names as columns
 from torchrelay.checkpoint.format.canonical_json import FEATURES
 from torchrelay.checkpoint.format.manifest import codec, schema, validation
-from torchrelay.checkpoint.format.manifest.layouts import local_target
 from torchrelay.checkpoint.format.mesh import intervals_at, placements_of
-from torchrelay.checkpoint.format.mesh_geometry import describe
+from torchrelay.checkpoint.format.mesh_geometry import describe, local_target
 from torchrelay.checkpoint.format.names import DATA, GROUP, NODE, Whole, format_key
 from torchrelay.checkpoint.format.position import (
     DAMAGED,

@@ -12,7 +12,8 @@
 - shards: {node, group, part, bytes, header_bytes, try} and header_sha256: base64 of all, joined
 - values: [leaf row, typed value]
 
-Columns of whole numbers and of names are packed; repeated words are indexes into `words`.
+Columns of whole numbers and of names are packed; repeated words are indexes into `words`. Of the kinds of
+layouts `boxes` is reserved. Cut points are stored, so reading needs no planning code.
 """
 
 from __future__ import annotations
@@ -20,23 +21,30 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, count
+from itertools import chain
 from typing import Any, TypeVar
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.canonical_json import Fields
-from torchrelay.checkpoint.format.manifest.layouts import layout_json, layout_of
 from torchrelay.checkpoint.format.manifest.schema import (
     BlobRow,
+    Cut,
     EpochNodes,
+    Layout,
     LeafRow,
     Manifest,
+    PerNode,
+    ReplicatedLayout,
     ShardRow,
+    Split,
     has_odd_gradient,
     in_order,
 )
-from torchrelay.checkpoint.format.manifest.validation import RequiredFiles, check, check_files, check_tables
+from torchrelay.checkpoint.format.manifest.validation import RequiredFiles, check_files, check_tables
+from torchrelay.checkpoint.format.mesh import Mesh, placements_json, placements_of
+from torchrelay.checkpoint.format.mesh_geometry import KNOWN
 from torchrelay.checkpoint.format.names import (
     Recent,
     manifest_path,
@@ -47,7 +55,7 @@ from torchrelay.checkpoint.format.names import (
 )
 from torchrelay.checkpoint.format.position import CommittedPosition, Position, facts_in, facts_json
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.errors import DamagedError
+from torchrelay.errors import DamagedError, FormatError
 from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.records import Json, dataclass
 
@@ -63,7 +71,7 @@ _KNOWN = frozenset([*_KEYS.split(), "values", "words"])
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`; raises DamagedError for a manifest that no reader would accept."""
-    tables = _tables_of(manifest)
+    tables = prepare(manifest)
     check_files(manifest, tables.stored, _NEW)
     words = _Numbers(tables.words)
     known = {
@@ -78,8 +86,10 @@ def encode(manifest: Manifest) -> bytes:
         "values": [[row, manifest.values[row]] for row in sorted(manifest.values)],
     }
     texts = {key: _text(value) for key, value in {**manifest.extra, **known}.items()}
-    texts["shards"] = _shards_text(manifest.shards, words)
-    return canonical_json.object_of({**texts, **tables.texts, "words": tables.words_text(words)})
+    texts |= {**tables.texts, "shards": _shards_text(manifest.shards, words)}
+    if len(words.numbers) > len(tables.words):
+        texts["words"] = _text(list(words.numbers))
+    return canonical_json.object_of(texts)
 
 
 def _features(manifest: Manifest) -> list[str]:
@@ -88,9 +98,13 @@ def _features(manifest: Manifest) -> list[str]:
     return [canonical_json.GRADIENTS] * gradients + [canonical_json.PLACES] * bool(manifest.facts.places)
 
 
-def prepare(manifest: Manifest) -> None:
+def prepare(manifest: Manifest) -> _Tables:
     """Check and encode ahead what `encode` needs for a manifest of the same leaves, without shards."""
-    _tables_of(manifest)
+    parts = _parts(manifest)
+    return _recent.get(
+        lambda one: all(known is part or known == part for known, part in zip(one.of, parts, strict=True)),
+        lambda: _tables(manifest),
+    )
 
 
 def _text(value: Json) -> bytes:
@@ -99,28 +113,15 @@ def _text(value: Json) -> bytes:
 
 @dataclass(frozen=True)
 class _Tables:
-    """The checked and encoded parts that most saves share: world, blobs, leaves, layouts."""
+    """The checked and encoded parts that most saves share; `of` immutable parts, compared by identity."""
 
     of: tuple[object, ...]
     stored: tuple[RequiredFiles, ...]
     words: tuple[str, ...]
     texts: Mapping[str, bytes]
-    """`words` among them, if no other part of the manifest has more."""
-
-    def words_text(self, words: _Numbers) -> bytes:
-        """The words of these tables, and of what was numbered after them."""
-        return self.texts["words"] if len(words.items) == len(self.words) else _text(words.items)
-
-    def fits(self, manifest: Manifest) -> bool:
-        """Whether these are the tables of a manifest, by the identity of its immutable parts."""
-        return all(one is other or one == other for one, other in zip(self.of, _parts(manifest), strict=True))
 
 
 _recent: Recent[_Tables] = Recent(4)
-
-
-def _tables_of(manifest: Manifest) -> _Tables:
-    return _recent.get(lambda one: one.fits(manifest), lambda: _tables(manifest))
 
 
 def _parts(manifest: Manifest) -> tuple[object, ...]:
@@ -132,30 +133,37 @@ def _parts(manifest: Manifest) -> tuple[object, ...]:
 def _tables(manifest: Manifest) -> _Tables:
     stored = check_tables(manifest, _NEW)
     words, classes = _Numbers(), _Numbers()
-    layouts = [layout_json(layout, classes.of(layout.nodes)) for layout in manifest.layouts]
+    world = manifest.world
+    blobs = {
+        "name": [blob.name for blob in manifest.blobs],
+        "kind": words.column([blob.kind for blob in manifest.blobs]),
+        "scope": words.column([blob.scope for blob in manifest.blobs]),
+    }
+    packed = {key: pack_names(getattr(world, key)) for key in ("nodes", "others", "hosts")}
     texts = {
-        "world": _text(_world_json(manifest.world)),
-        "classes": _text([pack_numbers(nodes) for nodes in classes.items]),
-        "layouts": _text(layouts),
-        "blobs": _text(_blobs_json(manifest.blobs, words)),
+        "world": _text({**packed, "host_of": pack_numbers(world.host_of)}),
+        "layouts": _text([_layout_json(one, classes.of(one.nodes)) for one in manifest.layouts]),
+        "classes": _text([pack_numbers(nodes) for nodes in classes.numbers]),
+        "blobs": _text(blobs),
         "leaves": _leaves_text(manifest.leaves, words),
     }
     of = (len(manifest.tries), frozenset(manifest.values), *_parts(manifest)[2:])
-    return _Tables(of, stored, tuple(words.items), {**texts, "words": _text(words.items)})
+    return _Tables(of, stored, tuple(words.numbers), {**texts, "words": _text(list(words.numbers))})
 
 
 def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
-    """Read a manifest whose size and digest were compared with its record already.
+    """Read a manifest whose size and digest were compared with its record already; `what` names the file.
 
-    Raises FormatError for unknown versions, features and kinds of layout, DamagedError for malformed data;
-    `what` names the file in both.
+    Raises FormatError for unknown versions, features and kinds of layout, DamagedError for malformed data.
     """
     raw = canonical_json.loads(data, what=what, limit_bytes=len(data))
     fields = Fields(raw if isinstance(raw, dict) else {}, what)
     canonical_json.check_stamp(fields.values.get("format"), what=what)
     words = fields.texts("words")
     classes = [unpack_numbers(nodes, f"{what} (classes)") for nodes in fields.items("classes")]
-    job, position = fields.fields("job"), fields.fields("position")
+    job, position, world = fields.fields("job"), fields.fields("position"), fields.fields("world")
+    host_of = _numbers_in(world, "host_of")
+    blobs = TableColumns(fields.fields("blobs"), words)
     manifest = Manifest(
         job_uuid=job.text("uuid"),
         job_name=job.text("name"),
@@ -163,17 +171,19 @@ def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
         branch=fields.integer("branch"),
         generation=fields.integer("generation"),
         tries=fields.texts("tries"),
-        world=_world(fields.fields("world")),
-        blobs=_blobs(TableColumns(fields.fields("blobs"), words)),
+        world=EpochNodes(
+            _names_in(world, "nodes"), _names_in(world, "hosts"), host_of, _names_in(world, "others")
+        ),
+        blobs=tuple(map(BlobRow, blobs.names("name"), blobs.words("kind"), blobs.words("scope"))),
         leaves=_leaves(TableColumns(fields.fields("leaves"), words)),
-        layouts=fields.each("layouts", lambda one: layout_of(one, classes)),
+        layouts=fields.each("layouts", lambda one: _layout_of(one, classes)),
         shards=_shards(TableColumns(fields.fields("shards"), words)),
         plan_hash=fields.text("plan"),
-        values=_by_row(fields.items("values"), fields, "values"),
+        values=_by_row(fields, "values"),
         facts=facts_in(fields.fields("facts")),
         extra=fields.rest(_KNOWN),
     )
-    check(manifest, what)
+    check_files(manifest, check_tables(manifest, what), what)
     return manifest
 
 
@@ -205,12 +215,10 @@ def read_bytes(storage: Storage, entry: CommittedPosition) -> bytes:
 def read(storage: Storage, entry: CommittedPosition) -> Manifest:
     """Read the manifest of a log entry; raises DamagedError if size or digest differ."""
     path = manifest_path(entry.attempt_name)
-    data = read_bytes(storage, entry)
-    manifest = decode(data, what=path)
+    manifest = decode(read_bytes(storage, entry), what=path)
     if (manifest.position, manifest.tries) != (entry.position, entry.tries):
-        raise DamagedError(
-            f"{path} is the manifest of {manifest.position}, attempts {', '.join(manifest.tries)}"
-        )
+        tries = ", ".join(manifest.tries)
+        raise DamagedError(f"{path} is the manifest of {manifest.position}, attempts {tries}")
     return manifest
 
 
@@ -223,26 +231,82 @@ def read_of_attempt(storage: Storage, attempt_name: str) -> Manifest:
     return decode(storage.read_range(path, 0, size), what=path)
 
 
+def _layout_json(layout: Layout, number: int) -> Json:
+    """A layout as stored in a manifest; `number` is that of its node set."""
+    if isinstance(layout, PerNode):
+        return {"kind": "node", "class": number}
+    if isinstance(layout, ReplicatedLayout):
+        return {"kind": "replicated", "class": number}
+    if isinstance(layout, Mesh):
+        placements = placements_json(layout.placements)
+        mesh, rule = list(layout.extents), layout.rule
+        return {"kind": "mesh", "class": number, "mesh": mesh, "placements": placements, "rule": rule}
+    return {
+        "kind": "replicated",
+        "class": number,
+        "items": pack_numbers(layout.items),
+        "cut_items": pack_numbers([cut.item for cut in layout.cuts]),
+        "cut_elements": pack_numbers([cut.element for cut in layout.cuts]),
+    }
+
+
+def _layout_of(fields: Fields, classes: Sequence[tuple[int, ...]]) -> Layout:
+    """Read the JSON of `_layout_json`; raises FormatError for a kind or rule of another version."""
+    kind = fields.text("kind")
+    remedy = "use the version of torchrelay that wrote it, or a newer one"
+    if kind not in ("node", "replicated", "mesh"):
+        raise FormatError(
+            f"{fields.what} has a layout of kind {kind!r}, which this version does not read: {remedy}"
+        )
+    number = fields.integer("class")
+    if number >= len(classes):
+        raise fields.wrong("class")
+    nodes = classes[number]
+    if kind == "node":
+        return PerNode(nodes)
+    if kind == "replicated":
+        if "items" not in fields.values:
+            return ReplicatedLayout(nodes)
+        items, *cuts = (_numbers_in(fields, key) for key in ("items", "cut_items", "cut_elements"))
+        if len(cuts[0]) != len(cuts[1]):
+            raise fields.wrong("cut_elements")
+        return Split(nodes, items, tuple(map(Cut, *cuts)))
+    if (rule := fields.integer("rule")) not in KNOWN:
+        raise FormatError(
+            f"{fields.what} has a mesh whose replicas share the writing by rule {rule}, which this version "
+            f"does not know: {remedy}"
+        )
+    extents, placements = fields.items("mesh"), placements_of(fields.values.get("placements"))
+    if not all(type(extent) is int and extent > 0 for extent in extents):
+        raise fields.wrong("mesh")
+    if placements is None or len(placements) != len(extents):
+        raise fields.wrong("placements")
+    return Mesh(nodes, tuple(extents), placements, rule)
+
+
+def _numbers_in(fields: Fields, key: str) -> tuple[int, ...]:
+    return unpack_numbers(fields.items(key), f"{fields.what} ({key})")
+
+
+def _names_in(fields: Fields, key: str) -> tuple[str, ...]:
+    return unpack_names(fields.items(key), f"{fields.what} ({key})")
+
+
 class _Numbers:
     """Numbers distinct items in order of first use."""
 
     def __init__(self, items: Iterable[Any] = ()) -> None:
-        self.items: list[Any] = list(items)
-        self._numbers: dict[Any, int] = {item: number for number, item in enumerate(self.items)}
+        self.numbers: dict[Any, int] = {item: number for number, item in enumerate(items)}
 
     def of(self, item: Any) -> int:
-        if item not in self._numbers:
-            self._numbers[item] = len(self.items)
-            self.items.append(item)
-        return self._numbers[item]
+        return self.numbers.setdefault(item, len(self.numbers))
 
     def column(self, items: Sequence[Any]) -> list[Json]:
         if items and items.count(items[0]) == len(items):
             return pack_numbers([self.of(items[0])] * len(items))
-        new = [item for item in dict.fromkeys(items) if item not in self._numbers]
-        self._numbers.update(zip(new, count(len(self.items)), strict=False))
-        self.items += new
-        return pack_numbers(list(map(self._numbers.__getitem__, items)))
+        for item in dict.fromkeys(items):
+            self.of(item)
+        return pack_numbers(list(map(self.numbers.__getitem__, items)))
 
 
 class TableColumns:
@@ -255,14 +319,14 @@ class TableColumns:
 
     def numbers(self, key: str) -> tuple[int, ...]:
         """Whole numbers from 0 on."""
-        found = unpack_numbers(self.fields.items(key), f"{self.fields.what} ({key})")
+        found = _numbers_in(self.fields, key)
         if min(found, default=0) < 0:
             raise self.fields.wrong(key)
         return self._checked(found, key)
 
     def names(self, key: str) -> tuple[str, ...]:
         """Names, packed."""
-        return self._checked(unpack_names(self.fields.items(key), f"{self.fields.what} ({key})"), key)
+        return self._checked(_names_in(self.fields, key), key)
 
     def words(self, key: str) -> tuple[str, ...]:
         """Repeated words."""
@@ -282,33 +346,9 @@ class TableColumns:
         return found
 
 
-def _world_json(world: EpochNodes) -> Json:
-    return {
-        "nodes": pack_names(world.nodes),
-        "others": pack_names(world.others),
-        "hosts": pack_names(world.hosts),
-        "host_of": pack_numbers(world.host_of),
-    }
-
-
-def _world(fields: Fields) -> EpochNodes:
-    def names(key: str) -> tuple[str, ...]:
-        return unpack_names(fields.items(key), f"{fields.what} ({key})")
-
-    host_of = unpack_numbers(fields.items("host_of"), f"{fields.what} (host_of)")
-    return EpochNodes(names("nodes"), names("hosts"), host_of, names("others"))
-
-
-def _blobs_json(blobs: Sequence[BlobRow], words: _Numbers) -> Json:
-    return {
-        "name": [blob.name for blob in blobs],
-        "kind": words.column([blob.kind for blob in blobs]),
-        "scope": words.column([blob.scope for blob in blobs]),
-    }
-
-
-def _blobs(columns: TableColumns) -> tuple[BlobRow, ...]:
-    return tuple(map(BlobRow, columns.names("name"), columns.words("kind"), columns.words("scope")))
+def _by_column(kind: type[LeafRow | ShardRow], rows: Sequence[tuple[Any, ...]]) -> dict[str, Sequence[Any]]:
+    columns = zip(*rows, strict=True) if rows else [()] * len(kind._fields)
+    return dict(zip(kind._fields, columns, strict=True))
 
 
 def _leaves_text(leaves: Sequence[LeafRow], words: _Numbers) -> bytes:
@@ -330,56 +370,55 @@ def _leaves_text(leaves: Sequence[LeafRow], words: _Numbers) -> bytes:
         said = [(row, frozen) for row, frozen in enumerate(of["frozen"]) if of["role"][row] == role]
         if any(frozen is not None for _, frozen in said):
             table[key] = pack_numbers([row for row, frozen in said if has_odd_gradient(role, frozen)])
-    if orders := sorted({order for order in of["order"] if order is not None}):
-        rows = {order: [row for row, one in enumerate(of["order"]) if one == order] for order in orders}
-        table["order"] = [[list(order), pack_numbers(rows[order])] for order in orders]
     if changed := [row for row, one in enumerate(of["order_changed"]) if one]:
         table["order_changed"] = pack_numbers(changed)
-    if devices := sorted({device for device in of["device"] if device is not None}):
-        on = {device: [row for row, one in enumerate(of["device"]) if one == device] for device in devices}
-        table["device"] = [[device, pack_numbers(on[device])] for device in devices]
+    for key in ("order", "device"):
+        rows: dict[Any, list[int]] = defaultdict(list)
+        for row, value in enumerate(of[key]):
+            if value is not None:
+                rows[value].append(row)
+        if rows:
+            table[key] = [[value, pack_numbers(rows[value])] for value in sorted(rows)]
     if shared := [[row, name] for row, name in enumerate(of["same_as"]) if name is not None]:
         table["same_as"] = shared
     texts = {key: _text(column) for key, column in table.items()}
-    return canonical_json.object_of({**texts, "shape": _shapes_text(of["shape"])})
-
-
-def _by_column(kind: type[LeafRow | ShardRow], rows: Sequence[tuple[Any, ...]]) -> dict[str, Sequence[Any]]:
-    columns = zip(*rows, strict=True) if rows else [()] * len(kind._fields)
-    return dict(zip(kind._fields, columns, strict=True))
-
-
-def _shapes_text(shapes: Sequence[tuple[int, ...]]) -> bytes:
-    """Many leaves have few shapes, each of which is written once."""
-    texts = {shape: _text(shape) for shape in set(shapes)}
-    return b"[%b]" % b",".join(map(texts.__getitem__, shapes))
+    shapes = {shape: _text(shape) for shape in set(of["shape"])}  # many leaves have few
+    texts["shape"] = b"[%b]" % b",".join(map(shapes.__getitem__, of["shape"]))
+    return canonical_json.object_of(texts)
 
 
 def _leaves(columns: TableColumns) -> tuple[LeafRow, ...]:
-    names = columns.names("name")
-    aliases = _names_by_row(columns.fields, "alias_of", len(names))
-    shared = _names_by_row(columns.fields, "same_as", len(names))
-    shapes = _shapes(columns)
+    fields, names = columns.fields, columns.names("name")
+    rows = range(len(names))
+    aliases = _by_row(fields, "alias_of")
+    shared = _by_row(fields, "same_as") if "same_as" in fields.values else {}
+    for key, found in (("alias_of", aliases), ("same_as", shared)):
+        if not all(isinstance(name, str) and row < len(names) for row, name in found.items()):
+            raise fields.wrong(key)
+    shapes = list(columns.each("shape"))
+    extents: list[Json] = list(chain.from_iterable(shapes)) if set(map(type, shapes)) <= {list} else [None]
+    if not set(map(type, extents)) <= {int} or min(extents, default=0) < 0:
+        raise fields.wrong("shape")
+    shapes = list(map(tuple, shapes))
     words = {key: columns.words(key) for key in ("blob", "kind", "role", "dtype", "scope", "group")}
     numbers = {key: columns.numbers(key) for key in ("bytes", "layout", "try")}
     dtypes = [word or None for word in words["dtype"]]
+    orders, devices = (dict(_said(fields, key, len(names))) for key in ("order", "device"))
+    for row, order in orders.items():
+        whole = isinstance(order, list) and set(map(type, order)) == {int}
+        if not whole or sorted(order) != list(range(len(shapes[row]))):
+            raise fields.wrong("order")
+    if not all(isinstance(device, str) and _DEVICE.fullmatch(device) for device in devices.values()):
+        raise fields.wrong("device")
+    changed = _rows(fields, "order_changed", len(names))
     table = (
         *(names, words["blob"], words["kind"], words["role"], dtypes, shapes, numbers["bytes"]),
-        *(words["scope"], words["group"], numbers["layout"], map(aliases.get, range(len(names)))),
-        *(numbers["try"], _frozen(columns.fields, words["role"])),
-        map(_orders(columns.fields, shapes).get, range(len(names))),
-        map(_rows(columns.fields, "order_changed", len(names)).__contains__, range(len(names))),
-        map(_devices(columns.fields, len(names)).get, range(len(names))),
-        map(shared.get, range(len(names))),
+        *(words["scope"], words["group"], numbers["layout"], map(aliases.get, rows)),
+        *(numbers["try"], _frozen(fields, words["role"])),
+        (tuple(orders[row]) if row in orders else None for row in rows),
+        *(map(changed.__contains__, rows), map(devices.get, rows), map(shared.get, rows)),
     )
     return tuple(map(LeafRow, *table))
-
-
-def _names_by_row(fields: Fields, key: str, count: int) -> dict[int, str]:
-    found = _by_row(fields.items(key) if key in fields.values or key == "alias_of" else [], fields, key)
-    if not all(isinstance(name, str) and row < count for row, name in found.items()):
-        raise fields.wrong(key)
-    return found
 
 
 _DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,4})?")
@@ -401,7 +440,7 @@ def _frozen(fields: Fields, roles: Sequence[str]) -> list[bool | None]:
 
 def _rows(fields: Fields, key: str, count: int) -> set[int]:
     """The row numbers in an optional column, checked against the number of rows."""
-    rows = unpack_numbers(fields.items(key), f"{fields.what} ({key})") if key in fields.values else ()
+    rows = _numbers_in(fields, key) if key in fields.values else ()
     if len(set(rows)) != len(rows) or not all(0 <= row < count for row in rows):
         raise fields.wrong(key)
     return set(rows)
@@ -421,35 +460,6 @@ def _said(fields: Fields, key: str, count: int) -> Iterator[tuple[int, Json]]:
             yield row, word
 
 
-def _orders(fields: Fields, shapes: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-    """The memory order of a leaf's dimensions, by row, if stored."""
-    found: dict[int, tuple[int, ...]] = {}
-    for row, order in _said(fields, "order", len(shapes)):
-        if not isinstance(order, list) or set(map(type, order)) != {int}:
-            raise fields.wrong("order")
-        if sorted(order) != list(range(len(shapes[row]))):
-            raise fields.wrong("order")
-        found[row] = tuple(order)
-    return found
-
-
-def _devices(fields: Fields, count: int) -> dict[int, str]:
-    """The GPU of a leaf, by row, if stored."""
-    found = dict(_said(fields, "device", count))
-    if not all(isinstance(device, str) and _DEVICE.fullmatch(device) for device in found.values()):
-        raise fields.wrong("device")
-    return found
-
-
-def _shapes(columns: TableColumns) -> list[tuple[int, ...]]:
-    found = columns.each("shape")
-    lists = set(map(type, found)) <= {list}
-    extents: list[Json] = list(chain.from_iterable(found)) if lists else [None]
-    if not set(map(type, extents)) <= {int} or min(extents, default=0) < 0:
-        raise columns.fields.wrong("shape")
-    return list(map(tuple, found))
-
-
 def _shards_text(shards: Sequence[ShardRow], words: _Numbers) -> bytes:
     """The text of checked rows, whose numbers need no further check."""
     of = _by_column(ShardRow, sorted(shards, key=in_order))
@@ -463,32 +473,27 @@ def _shards_text(shards: Sequence[ShardRow], words: _Numbers) -> bytes:
         "header_sha256": base64.b64encode(digests).decode("ascii"),
         "try": pack_numbers(of["source"]),
     }
-    return canonical_json.object_of(
-        {key: canonical_json.dumps_read(column) for key, column in columns.items()}
-    )
+    texts = {key: canonical_json.dumps_read(column) for key, column in columns.items()}
+    return canonical_json.object_of(texts)
 
 
 def _shards(columns: TableColumns) -> tuple[ShardRow, ...]:
-    nodes = columns.numbers("node")
-    digests = _digests(columns.fields, len(nodes))
+    nodes, key = columns.numbers("node"), "header_sha256"
+    try:
+        joined = base64.b64decode(columns.fields.text(key), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise columns.fields.wrong(key) from error
+    if len(joined) != len(nodes) * _SHA256_BYTES:
+        raise columns.fields.wrong(key)
+    digests = [joined[at : at + _SHA256_BYTES].hex() for at in range(0, len(joined), _SHA256_BYTES)]
     numbers = (columns.numbers(key) for key in ("part", "bytes", "header_bytes"))
     return tuple(map(ShardRow, nodes, columns.words("group"), *numbers, digests, columns.numbers("try")))
 
 
-def _digests(fields: Fields, count: int) -> list[str]:
-    try:
-        joined = base64.b64decode(fields.text("header_sha256"), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise fields.wrong("header_sha256") from error
-    if len(joined) != count * _SHA256_BYTES:
-        raise fields.wrong("header_sha256")
-    return [joined[at : at + _SHA256_BYTES].hex() for at in range(0, len(joined), _SHA256_BYTES)]
-
-
-def _by_row(pairs: list[Json], fields: Fields, key: str) -> dict[int, Json]:
+def _by_row(fields: Fields, key: str) -> dict[int, Json]:
     """Pairs of a leaf row and its value."""
     found: dict[int, Json] = {}
-    for pair in pairs:
+    for pair in fields.items(key):
         if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int or pair[0] in found:
             raise fields.wrong(key)
         found[pair[0]] = pair[1]

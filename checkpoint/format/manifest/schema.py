@@ -1,5 +1,8 @@
 """Represent the content of an epoch: leaves, their layouts, their files.
 
+A layout states which nodes hold which elements of a leaf, in memory and on disk, and under which keys. Nodes
+are indexes into the manifest's node table, leaves are row numbers.
+
 A manifest states for every leaf which nodes hold which elements, and for every shard file its length and the
 digest of its header. It does not repeat the headers, so its size grows with blobs + nodes and not with their
 product.
@@ -7,11 +10,12 @@ product.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property, lru_cache, partial
+from itertools import compress
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -53,58 +57,26 @@ class LeafSlice:
 
 
 @dataclass(frozen=True)
-class ReplicatedLayout:
-    """Equal on all `nodes`; the first one writes it whole."""
+class _WholeOnNodes:
+    """Nodes that have a leaf whole; `writers` are those that store it."""
 
     nodes: tuple[int, ...]
-
-    @property
-    def split(self) -> bool:
-        """Whether different nodes store different parts of one leaf."""
-        return False
-
-    @property
-    def writers(self) -> tuple[int, ...]:
-        """The nodes that store something."""
-        return self.nodes[:1]
-
-    def pieces(self, leaf: int, size: int) -> tuple[LeafSlice, ...]:
-        """The one piece that is stored."""
-        return (LeafSlice(self.nodes[0], 0, size),)
-
-    def stores(self, node: int) -> bool:
-        """Whether `node` stores leaves, which it then does whole."""
-        return node == self.nodes[0]
-
-    def held_by(self, node: int, leaf: int, size: int) -> LeafSlice | None:
-        """What `node` stores of the leaf; None for nothing."""
-        return LeafSlice(node, 0, size) if self.stores(node) else None
-
-
-@dataclass(frozen=True)
-class PerNode:
-    """Each of `nodes` has and writes its own value."""
-
-    nodes: tuple[int, ...]
-
-    @property
-    def split(self) -> bool:
-        """Whether different nodes store different parts of one leaf."""
-        return False
+    split = False
+    """Whether different nodes store different parts of one leaf."""
 
     @property
     def writers(self) -> tuple[int, ...]:
         """The nodes that store something: all."""
         return self.nodes
 
-    def pieces(self, leaf: int, size: int) -> tuple[LeafSlice, ...]:
-        """One whole piece per node; they are not parts of one whole."""
-        return tuple(LeafSlice(node, 0, size) for node in self.nodes)
-
     @cached_property
     def members(self) -> frozenset[int]:
-        """The nodes as a set."""
-        return frozenset(self.nodes)
+        """The writers as a set."""
+        return frozenset(self.writers)
+
+    def pieces(self, leaf: int, size: int) -> tuple[LeafSlice, ...]:
+        """The stored pieces, each whole."""
+        return tuple(LeafSlice(node, 0, size) for node in self.writers)
 
     def stores(self, node: int) -> bool:
         """Whether `node` stores leaves, which it then does whole."""
@@ -113,6 +85,21 @@ class PerNode:
     def held_by(self, node: int, leaf: int, size: int) -> LeafSlice | None:
         """What `node` stores of the leaf; None for nothing."""
         return LeafSlice(node, 0, size) if self.stores(node) else None
+
+
+@dataclass(frozen=True)
+class PerNode(_WholeOnNodes):
+    """Each of `nodes` has and writes its own value."""
+
+
+@dataclass(frozen=True)
+class ReplicatedLayout(_WholeOnNodes):
+    """Equal on all `nodes`; the first one writes it whole."""
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The nodes that store something."""
+        return self.nodes[:1]
 
 
 @dataclass(frozen=True)
@@ -126,11 +113,7 @@ class Split:
     nodes: tuple[int, ...]
     items: tuple[int, ...]
     cuts: tuple[Cut, ...]
-
-    @property
-    def split(self) -> bool:
-        """Whether different nodes store different parts of one leaf."""
-        return True
+    split = True
 
     @cached_property
     def index(self) -> dict[int, int]:
@@ -159,13 +142,9 @@ class Split:
         """The stored pieces of a leaf of `size` elements, in order; they cover it exactly."""
         item = self.index[leaf]
         share = bisect_right(self.cuts, Cut(item, 0)) - 1
-        found: list[LeafSlice] = []
-        while share < len(self.nodes) and self.cuts[share] < Cut(item + 1, 0):
-            piece = self._piece(share, item, size)
-            if piece is not None:
-                found.append(piece)
-            share += 1
-        return tuple(found)
+        end = bisect_left(self.cuts, Cut(item + 1, 0), share, len(self.nodes))
+        pieces = (self._piece(number, item, size) for number in range(share, end))
+        return tuple(piece for piece in pieces if piece is not None)
 
     def held_by(self, node: int, leaf: int, size: int) -> LeafSlice | None:
         """What `node` stores of the leaf; None for nothing."""
@@ -174,8 +153,7 @@ class Split:
 
     def items_of(self, node: int) -> Iterator[int]:
         """The leaf rows of which `node` may store something."""
-        share = self.writer.get(node)
-        if share is not None:
+        if (share := self.writer.get(node)) is not None:
             start, stop = self.cuts[share], self.cuts[share + 1]
             last = min(stop.item + (stop.element > 0), len(self.items))
             yield from self.items[start.item : last] if start < stop else ()
@@ -196,10 +174,8 @@ def keys_held(layout: Layout, node: int, row: int, leaf: LeafRow) -> tuple[str, 
     """The keys, as text, under which one node stores parts of a leaf; for a value its name."""
     if isinstance(layout, Mesh):
         held = layout.stored_by(node, leaf.name, leaf.shape, leaf.item_bytes)
-        name = encode_name(leaf.name) if held else ""
-        return tuple([name + suffix for suffix in suffixes_of(tuple(leaf.shape), held)])
-    piece = layout.held_by(node, row, leaf.elements)
-    if piece is None:
+        return tuple([encode_name(leaf.name) + suffix for suffix in suffixes_of(tuple(leaf.shape), held)])
+    if (piece := layout.held_by(node, row, leaf.elements)) is None:
         return ()
     return (leaf.name if leaf.kind == "value" else format_key(piece_key(leaf, piece)),)
 
@@ -264,10 +240,7 @@ class BlobRow(NamedTuple):
 
 
 class LeafRow(NamedTuple):
-    """A leaf: `layout` is an index into the manifest's layouts, `source` one into its attempts.
-
-    A named tuple, because there are many: quick to make, and to convert to columns.
-    """
+    """A leaf: `layout` is an index into the manifest's layouts, `source` one into its attempts."""
 
     name: str
     blob: str
@@ -293,11 +266,6 @@ class LeafRow(NamedTuple):
     """The leaf of another file that was the same tensor; both files hold it."""
 
     @property
-    def gradient_is_odd(self) -> bool:
-        """Whether a parameter had no gradient, or another tensor had one."""
-        return has_odd_gradient(self.role, self.frozen)
-
-    @property
     def elements(self) -> int:
         """The number of elements; a value counts as one."""
         return prod(self.shape) if self.kind == "tensor" else 1
@@ -314,10 +282,7 @@ def has_odd_gradient(role: str, frozen: bool | None) -> bool:
 
 
 class ShardRow(NamedTuple):
-    """A shard file: sizes in bytes, the SHA-256 (hex) of its header.
-
-    A named tuple, because there are many.
-    """
+    """A shard file: sizes in bytes, the SHA-256 (hex) of its header."""
 
     node: int
     group: str
@@ -333,6 +298,7 @@ class ShardRow(NamedTuple):
         return (self.source, self.node, self.group)
 
 
+# Rows are named tuples, because there are many: quick to make, and to convert to columns.
 def table(kind: type[R], rows: Iterable[tuple[Any, ...]]) -> tuple[R, ...]:
     """Named tuples of a kind from complete rows; twice as fast as one by one."""
     return tuple(map(partial(tuple.__new__, kind), rows))
@@ -344,7 +310,7 @@ def columns(kind: type[LeafRow | BlobRow | ShardRow], *fields: str) -> itemgette
 
 
 in_order = columns(ShardRow, "source", "group", "part", "node")
-"""Sort key of a manifest's shards: source, group, part, node, the order in which their columns pack best."""
+"""Sort key of a manifest's shards: the order in which their columns pack best."""
 
 
 @dataclass(frozen=True)
@@ -368,19 +334,7 @@ class Manifest:
     facts: Facts = field(default_factory=Facts)
     extra: Mapping[str, Json] = field(default_factory=dict)
     """Unknown fields of a newer minor version; kept when written again."""
-
-    def encode(self) -> bytes:
-        """The bytes of `manifest.json`; see `codec.encode`."""
-        from torchrelay.checkpoint.format.manifest import codec
-
-        return codec.encode(self)
-
-    @staticmethod
-    def decode(data: bytes, *, what: str = "manifest.json") -> Manifest:
-        """Read the bytes of a manifest; see `codec.decode` for what is refused."""
-        from torchrelay.checkpoint.format.manifest import codec
-
-        return codec.decode(data, what=what)
+    _owners: dict[tuple[int, bool], frozenset[int]] = field(default_factory=dict, init=False, compare=False)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -393,10 +347,7 @@ class Manifest:
         return tuple(sorted({shard.group for shard in self.shards}))
 
     def removed(self, left: Collection[str]) -> frozenset[str]:
-        """The groups whose files are not `left` any more (empty: all files are left).
-
-        A group that never had files, an optimizer's whose values are all in the manifest, does not count.
-        """
+        """The groups whose files are not `left` (empty: all are); one that never had files does not count."""
         return frozenset(self.groups).difference(left) if left else frozenset()
 
     @cached_property
@@ -406,17 +357,17 @@ class Manifest:
         once = dict(zip(names, zip(range(len(names)), strict=True), strict=True))
         if len(once) == len(names):
             return once
-        found: dict[str, list[int]] = {}
+        found: dict[str, list[int]] = defaultdict(list)
         for row, name in enumerate(names):
-            found.setdefault(name, []).append(row)
+            found[name].append(row)
         return {name: tuple(rows) for name, rows in found.items()}
 
     @cached_property
     def files(self) -> Mapping[tuple[int, int, str], tuple[ShardRow, ...]]:
         """The parts of each file in order, by (attempt, node, group)."""
-        found: dict[tuple[int, int, str], list[ShardRow]] = {}
+        found: dict[tuple[int, int, str], list[ShardRow]] = defaultdict(list)
         for shard in self.shards:
-            found.setdefault((shard.source, shard.node, shard.group), []).append(shard)
+            found[shard.holder].append(shard)
         return {holder: tuple(sorted(parts, key=itemgetter(2))) for holder, parts in found.items()}
 
     def nodes_of(self, leaf: LeafRow) -> tuple[int, ...]:
@@ -424,10 +375,7 @@ class Manifest:
         return self.layouts[leaf.layout].nodes
 
     def owners_of(self, leaf: LeafRow) -> frozenset[int]:
-        """The nodes of this epoch that own a leaf; of scope `host` all nodes of the hosts that have it.
-
-        Without nodes of earlier attempts, and places of a mesh without a node.
-        """
+        """The nodes of this epoch that own a leaf; of scope `host` all nodes of the hosts that have it."""
         asked = (leaf.layout, leaf.scope == "host")
         if asked not in self._owners:
             nodes = self.layouts[leaf.layout].nodes
@@ -436,10 +384,6 @@ class Manifest:
                 nodes = tuple(node for node, host in enumerate(self.world.host_of) if host in hosts)
             self._owners[asked] = frozenset(node for node in nodes if node < len(self.world.nodes))
         return self._owners[asked]
-
-    @cached_property
-    def _owners(self) -> dict[tuple[int, bool], frozenset[int]]:
-        return {}
 
     def is_shared(self, leaf: LeafRow) -> bool:
         """Whether all nodes of this epoch own a leaf with equal content, so that any node can load it."""
@@ -493,3 +437,64 @@ def shard_path(manifest: Manifest, shard: ShardRow) -> str:
 def shard_paths(manifest: Manifest, node: str) -> list[str]:
     """All files of the node with this stored name."""
     return [shard_path(manifest, one) for one in manifest.shards if manifest.world.names[one.node] == node]
+
+
+def parts_of(layout: Layout, row: int, leaf: LeafRow) -> Iterator[tuple[int, Key]]:
+    """All stored parts of a leaf, with their nodes; a value is one whole part."""
+    if isinstance(layout, Mesh):
+        for node, box in layout.stored(leaf.name, leaf.shape, leaf.item_bytes):
+            yield node, box_key(leaf.name, leaf.shape, box)
+    else:
+        for piece in layout.pieces(row, leaf.elements):
+            yield piece.node, piece_key(leaf, piece)
+
+
+PartForm = tuple[bool, Bounds]
+"""Form of a stored part: whether it is a range of elements, and its intervals."""
+
+
+class Near(NamedTuple):
+    """Stored parts of a leaf, as columns: nodes, key suffixes, forms; shared by leaves with equal parts."""
+
+    nodes: tuple[int, ...]
+    suffixes: tuple[str, ...]
+    forms: tuple[PartForm, ...]
+
+    def of(self, node: int) -> Near:
+        """The parts of one node."""
+        here = [one == node for one in self.nodes]
+        nodes, suffixes = compress(self.nodes, here), compress(self.suffixes, here)
+        return Near(tuple(nodes), tuple(suffixes), tuple(compress(self.forms, here)))
+
+
+def parts_near(layout: Layout, row: int, leaf: LeafRow, wanted: Sequence[Bounds]) -> Near:
+    """Those of `parts_of`, at least, that share elements with one of the boxes `wanted`."""
+    shape = tuple(leaf.shape)
+    if isinstance(layout, Mesh):
+        return _near_boxes(shape, layout.stored_near(leaf.name, shape, leaf.item_bytes, wanted))
+    found = list(parts_of(layout, row, leaf))
+    forms = (
+        (True, ((key.start, key.stop),)) if isinstance(key, Flat) else (False, whole(shape))
+        for _, key in found
+    )
+    return Near(tuple(node for node, _ in found), tuple(suffix_of(key) for _, key in found), tuple(forms))
+
+
+@lru_cache(maxsize=1 << 8)
+def _near_boxes(shape: tuple[int, ...], stored: tuple[tuple[int, Bounds], ...]) -> Near:
+    nodes, boxes = (tuple(column) for column in zip(*stored, strict=True)) if stored else ((), ())
+    return Near(nodes, suffixes_of(shape, boxes), tuple((False, box) for box in boxes))
+
+
+def holding(layout: Layout, row: int, leaf: LeafRow) -> tuple[frozenset[int], ...]:
+    """The nodes whose files hold parts of a leaf, as one or several sets that many leaves share."""
+    if isinstance(layout, Mesh):
+        return layout.writers(leaf.name, leaf.shape, leaf.item_bytes)
+    return (frozenset(piece.node for piece in layout.pieces(row, leaf.elements)),)
+
+
+def alike(layout: Layout, leaf: LeafRow) -> tuple[object, ...] | None:
+    """Key that is equal for leaves of one layout in the same files; None if every leaf differs."""
+    if isinstance(layout, Mesh):
+        return layout.alike(leaf.name, leaf.shape, leaf.item_bytes)
+    return None if layout.split else ()

@@ -35,19 +35,12 @@ LARGEST = 2**53 - 1
 """Sizes above this are not canonical JSON; no product of a shape may exceed it either."""
 _MAX_MESH_DIMS = 32
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
 _KIND = columns(BlobRow, "kind", "scope")
 _COMMON = columns(LeafRow, "kind", "role", "dtype", "shape", "nbytes", "scope", "group", "layout", "source")
 _FORM = columns(LeafRow, "shape", "nbytes")
 _PLACE = columns(LeafRow, "layout", "source", "group")
 _FILES = columns(ShardRow, "source", "group")
 _NAME, _BLOB, _LAYOUT, _NODE = map(attrgetter, ("name", "blob", "layout", "node"))
-
-
-def check(manifest: Manifest, what: str) -> None:
-    """Raise DamagedError for the first error."""
-    check_files(manifest, check_tables(manifest, what), what)
 
 
 @dataclass(frozen=True)
@@ -137,7 +130,6 @@ def _check_blobs(manifest: Manifest, demand: Demand) -> None:
 
 
 def _check_lengths(names: Collection[str], what: str, demand: Demand) -> None:
-    """Check the lengths of names."""
     lengths = set(map(len, names))
     if lengths and not 0 < min(lengths) <= max(lengths) <= LONGEST_NAME:
         name = next(name for name in names if not 0 < len(name) <= LONGEST_NAME)
@@ -149,7 +141,16 @@ def _check_layout(manifest: Manifest, layout: Layout, number: int, demand: Deman
     demand(bool(nodes) and len(set(nodes)) == len(nodes), f"layout {number} has a node twice, or none")
     demand(_within(nodes, len(manifest.world.names)), f"layout {number} has unknown nodes")
     if isinstance(layout, Mesh):
-        _check_mesh(layout, number, demand)
+        demand(
+            len(layout.extents) <= _MAX_MESH_DIMS
+            and math.prod(layout.extents) == len(nodes)
+            and len(layout.placements) == len(layout.extents),
+            f"layout {number}: a mesh of {list(layout.extents)} does not have {len(nodes)} nodes",
+        )
+        splits = [one for one in layout.placements if isinstance(one, Sharded)]
+        possible = all(one.dim >= 0 and one.split_factor >= 1 for one in splits)
+        factor = math.prod(one.split_factor for one in splits)
+        demand(possible and factor <= MAX_SPLIT_FACTOR, f"layout {number} has invalid placements")
     if isinstance(layout, Split):
         _check_split(manifest, layout, number, demand)
 
@@ -175,19 +176,6 @@ def _check_split(manifest: Manifest, layout: Split, number: int, demand: Demand)
             demand(False, f"{leaves[row].name} is split by two layouts")
 
 
-def _check_mesh(mesh: Mesh, number: int, demand: Demand) -> None:
-    demand(
-        len(mesh.extents) <= _MAX_MESH_DIMS
-        and math.prod(mesh.extents) == len(mesh.nodes)
-        and len(mesh.placements) == len(mesh.extents),
-        f"layout {number}: a mesh of {list(mesh.extents)} does not have {len(mesh.nodes)} nodes",
-    )
-    splits = [one for one in mesh.placements if isinstance(one, Sharded)]
-    possible = all(one.dim >= 0 and one.split_factor >= 1 for one in splits)
-    factor = math.prod(one.split_factor for one in splits)
-    demand(possible and factor <= MAX_SPLIT_FACTOR, f"layout {number} has invalid placements")
-
-
 def _check_leaves(manifest: Manifest, demand: Demand) -> None:
     """Check the leaves. Common properties are checked once, others for each leaf that differs."""
     _check_lengths([leaf.name for leaf in manifest.leaves], "leaf", demand)
@@ -200,11 +188,6 @@ def _check_leaves(manifest: Manifest, demand: Demand) -> None:
     for row, number in enumerate(map(_LAYOUT, manifest.leaves)) if split else ():
         if number in split and row not in split[number]:
             demand(False, f"{manifest.leaves[row].name} is not among the leaves of its layout")
-
-
-def _highest_dim(mesh: Mesh) -> int:
-    """The last dimension of a tensor that a mesh splits; -1 for none."""
-    return max((one.dim for one in mesh.placements if isinstance(one, Sharded)), default=-1)
 
 
 def _check_form(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:
@@ -220,13 +203,13 @@ def _check_form(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:
     if isinstance(layout, Split):
         demand(leaf.kind == "tensor", f"{name} is not among the leaves of its layout")
     if isinstance(layout, Mesh):
+        dims = [one.dim for one in layout.placements if isinstance(one, Sharded)]
         possible = leaf.kind == "tensor" and leaf.scope == "sharded"
-        demand(possible and _highest_dim(layout) < len(leaf.shape), f"{leaf.name} cannot be sharded so")
+        demand(possible and max(dims, default=-1) < len(leaf.shape), f"{leaf.name} cannot be sharded so")
     demand(leaf.kind in ("tensor", "value"), f"{name} is of kind {leaf.kind!r}")
 
 
 def _check_size(leaf: LeafRow, demand: Demand) -> None:
-    """Check dtype, shape and bytes of a leaf."""
     if leaf.kind == "value":
         demand(leaf.dtype is None and leaf.shape == (), f"value {leaf.name} has a dtype or a shape")
         return
@@ -243,7 +226,7 @@ def _check_size(leaf: LeafRow, demand: Demand) -> None:
 
 
 def _check_names(manifest: Manifest, demand: Demand) -> None:
-    """Check that a node has each name once."""
+    """Check that a node has each name once, and that the targets of aliases exist."""
     several = manifest.rows if len(set(map(_NAME, manifest.leaves))) < len(manifest.leaves) else {}
     for name, rows in several.items():
         if len(rows) > 1:
@@ -251,18 +234,13 @@ def _check_names(manifest: Manifest, demand: Demand) -> None:
             demand(len(set(nodes)) == len(nodes), f"{name} occurs twice on one node")
     for leaf in manifest.leaves:
         if leaf.alias_of is not None:
-            _check_alias(manifest, leaf, demand)
-
-
-def _check_alias(manifest: Manifest, leaf: LeafRow, demand: Demand) -> None:
-    """Check that the target of an alias exists."""
-    targets = [manifest.leaves[row] for row in manifest.rows.get(leaf.alias_of or "", ())]
-    fits = [one for one in targets if (one.dtype, one.shape, one.kind) == (leaf.dtype, leaf.shape, leaf.kind)]
-    demand(bool(fits) and all(one.alias_of is None for one in fits), f"{leaf.name} is an alias of nothing")
+            form = (leaf.dtype, leaf.shape, leaf.kind)
+            targets = [manifest.leaves[row] for row in manifest.rows.get(leaf.alias_of, ())]
+            fits = [one.alias_of is None for one in targets if (one.dtype, one.shape, one.kind) == form]
+            demand(bool(fits) and all(fits), f"{leaf.name} is an alias of nothing")
 
 
 def _check_values(manifest: Manifest, demand: Demand) -> None:
-    """Check the values in the manifest."""
     for row in manifest.values:
         demand(0 <= row < len(manifest.leaves), f"a value is of unknown leaf {row}")
         leaf = manifest.leaves[row]

@@ -16,11 +16,11 @@ from itertools import groupby
 from typing import Any
 
 from torchrelay.checkpoint.format.dtypes import BLOCK
-from torchrelay.checkpoint.format.manifest.layouts import LocalTarget, Near, PartForm
-from torchrelay.checkpoint.format.manifest.schema import LeafRow
+from torchrelay.checkpoint.format.manifest.schema import LeafRow, Near, PartForm
 from torchrelay.checkpoint.format.mesh_geometry import (
     Bounds,
     Interval,
+    LocalTarget,
     halves,
     intersect,
     range_boxes,

@@ -17,9 +17,16 @@ from typing import Any
 import xxhash
 
 from torchrelay.checkpoint.format import values
-from torchrelay.checkpoint.format.manifest.layouts import LocalTarget, parts_near, parts_of, whole_target
-from torchrelay.checkpoint.format.manifest.schema import LeafRow, Manifest, ReplicatedLayout, Split
+from torchrelay.checkpoint.format.manifest.schema import (
+    LeafRow,
+    Manifest,
+    ReplicatedLayout,
+    Split,
+    parts_near,
+    parts_of,
+)
 from torchrelay.checkpoint.format.mesh import Mesh
+from torchrelay.checkpoint.format.mesh_geometry import LocalTarget, whole_target
 from torchrelay.checkpoint.format.names import Flat, Key, encode_name, format_key
 from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.format.shard.reads import (

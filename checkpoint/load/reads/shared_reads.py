@@ -18,8 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 
 from torchrelay.checkpoint.format.dtypes import BLOCK, memory_of
-from torchrelay.checkpoint.format.manifest.layouts import parts_of
-from torchrelay.checkpoint.format.manifest.schema import Manifest, ReplicatedLayout, Split
+from torchrelay.checkpoint.format.manifest.schema import Manifest, ReplicatedLayout, Split, parts_of
 from torchrelay.checkpoint.format.names import Flat, format_key
 from torchrelay.checkpoint.format.shard.reader import ShardHeader
 from torchrelay.checkpoint.format.shard.reads import ReadOptions, ReadRequest

@@ -136,7 +136,7 @@ def test_a_glance_sees_what_reading_sees(
     finally:
         fsspec.filesystem("memory").rm("/glance", recursive=True)
     try:
-        data = replace(manifest, facts=Facts(metrics=metrics, stop=stop, total_steps=7)).encode()
+        data = codec.encode(replace(manifest, facts=Facts(metrics=metrics, stop=stop, total_steps=7)))
     except UsageError:  # a lone surrogate, which no manifest can hold
         return
     seen, read = info._seen_in(data.decode(), "it"), codec.decode(data)
