@@ -11,6 +11,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from torchrelay.integrations.lightning import TorchrelayCheckpoint
@@ -48,6 +51,11 @@ class Net(pl.LightningModule):
         self.net = torch.nn.Sequential(
             torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
         )
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.net, FSDPModule):
+            for one in (self.net[0], self.net[3], self.net):
+                fully_shard(one, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.event(self.current_epoch, batch_idx)
@@ -92,14 +100,16 @@ def train(
     epochs: int = EPOCHS,
     accumulate: int = 1,
     check: float = 1.0,
+    sharded: int = 0,
     **options: Any,
 ) -> str:
-    """Train to the end; the digest of all that is left, and the counts."""
+    """Train to the end, by FSDP 2 on `sharded` ranks; the digest of all that is left, and the counts."""
     pl.seed_everything(0, verbose=False)
     model, stopping = Net(event), pl.callbacks.EarlyStopping("val", patience=50)
     trainer = trainer_of(
         stopping, TorchrelayCheckpoint(where, **options), epochs=epochs,
         accumulate_grad_batches=accumulate, val_check_interval=check,
+        strategy=ModelParallelStrategy(sharded, 1) if sharded else "auto",
     )  # fmt: skip
     trainer.fit(model, *loaders(workers))
     return digest(trainer, stopping)
@@ -111,6 +121,7 @@ def digest(trainer: Any, stopping: Any) -> str:
     parts = [*model.state_dict().values(), stopping.best_score, torch.rand(1)]
     parts += [state[one][key] for one in model.parameters() for key in ("exp_avg", "exp_avg_sq", "step")]
     parts += [torch.tensor(one.scheduler.get_last_lr()) for one in trainer.lr_scheduler_configs]
+    parts = [one.full_tensor() if isinstance(one, DTensor) else one for one in parts]
     data = b"".join(one.detach().numpy().tobytes() for one in parts)
     bad = trainer.lr_scheduler_configs[1].scheduler.num_bad_epochs
     return f"{hashlib.sha256(data).hexdigest()},{trainer.current_epoch},{trainer.global_step},{bad}"

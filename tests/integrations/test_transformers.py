@@ -50,12 +50,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return training(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize(("kill", "options"), [(7, []), (7, ["--every", "5"])])
-def test_a_killed_trainer_is_resumed_exactly(
-    kill: int, options: list[str], tmp_path: Path, whole: Finished
-) -> None:
+@pytest.mark.parametrize("options", [[], ["--every", "5"], ["--every", "5", "--sharded"]])
+def test_a_killed_trainer_is_resumed_exactly(options: list[str], tmp_path: Path, whole: Finished) -> None:
     """Killed by SIGKILL, it resumes at an epoch or within one: same bits, batches and logs as undisturbed."""
-    killed = training(tmp_path, "--kill", str(kill), *options)
+    if "--sharded" in options:
+        whole = training(tmp_path / "whole", *options)
+    killed = training(tmp_path, "--kill", "7", *options)
     assert killed.rc != 0 and "digest" not in killed.out
     resumed = training(tmp_path, *options)
     assert lines(resumed, "digest") == lines(whole, "digest")

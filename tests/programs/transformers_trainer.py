@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
 from transformers import (
     EarlyStoppingCallback,
     LlamaConfig,
@@ -37,6 +40,20 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class ShardedTrainer(Trainer):
+    """Trains with FSDP 2. accelerate refuses it on CPUs, where torch can do it."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.state.distributed_type = DistributedType.FSDP
+        self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
+        self.is_fsdp_enabled = True
+
+
 def print_batch(model: torch.nn.Module, _: Any, given: dict[str, Any]) -> None:
     """Show which samples are trained on."""
     if model.training:
@@ -51,6 +68,7 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=None)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sharded", action="store_true")
     given = parser.parse_args()
     set_seed(3)
     shape = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
@@ -76,7 +94,7 @@ if __name__ == "__main__":
         disable_tqdm=True,
     )
     relay = RelayCallback(given.folder, every=given.every)
-    trainer = Trainer(
+    trainer = (ShardedTrainer if given.sharded else Trainer)(
         model,
         arguments,
         train_dataset=data,
@@ -88,6 +106,8 @@ if __name__ == "__main__":
     states = trainer.optimizer.state
     parts = [*inner.state_dict().values(), torch.rand(1)]
     parts += [states[one][name] for one in inner.parameters() for name in ("exp_avg", "exp_avg_sq")]
+    assert given.sharded == any(isinstance(one, DTensor) for one in parts)
+    parts = [one.full_tensor() if isinstance(one, DTensor) else one for one in parts]
     digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in parts)).hexdigest()
     times = ("runtime", "_per_second", "_preparation_time")
     logs = [
