@@ -18,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from meshes import Saved, random_mesh, random_shape
 
+from torchrelay import Checkpointer
 from torchrelay.checkpoint.format.dtypes import BLOCK
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Replicated, Sharded
@@ -274,6 +275,19 @@ def test_diff_for_people(run: Path, capsys: pytest.CaptureFixture[str]):
     assert lines[3].split() == ["lr", "0.0", "->", "0.2"]
     assert lines[4].endswith("1 changed, 1 changed values")
     assert lines[5].startswith("read ")
+
+
+def test_saved_gradients_are_no_change_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """They are saved where the program may add to them: one line names them, `--blobs` lists them."""
+    model = torch.nn.Linear(2, 1)
+    model(torch.ones(2)).backward()
+    with Checkpointer(tmp_path, dict(model=model), asynchronous=False) as checkpointer:
+        checkpointer.save(1)
+        model.zero_grad()
+        checkpointer.save(2)
+    lines = told(capsys, "ckpt", "diff", f"{tmp_path}@1", "@2")[1].splitlines()
+    assert "removed" not in "".join(lines) and lines[-1].startswith("not shown: saved gradients")
+    assert "3 removed" in told(capsys, "ckpt", "diff", f"{tmp_path}@1", "@2", "--blobs", "@grad")[1]
 
 
 def test_diff_as_json(run: Path, capsys: pytest.CaptureFixture[str]):

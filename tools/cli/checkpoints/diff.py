@@ -17,6 +17,7 @@ from torchrelay.checkpoint.inspect.contents import Epoch, open_epoch
 from torchrelay.checkpoint.inspect.diff import DiffOptions, Kind, LeafChange, leaf_changes
 from torchrelay.checkpoint.storage.open import CountingStorage
 from torchrelay.errors import RelayError, install_command
+from torchrelay.jobs.cluster import GRADIENTS
 from torchrelay.runners.monitoring.console import Output, human_number
 from torchrelay.runners.monitoring.text import human_bytes
 from torchrelay.runners.remote_runs.resolve import Selected, parse_selector, select
@@ -120,6 +121,9 @@ def diff(chosen: argparse.Namespace, output: Output) -> int:
         if number % 100 == 0 or change.elements > 1 << 20:
             output.progress(f"{number} leaves compared, {human_bytes(count_a() + count_b())} read")
     output.progress("")
+    gradients = [one for one in found if one.name.startswith(GRADIENTS)]
+    if not (output.json or chosen.blobs):  # saved where the program may add to them: no change of the model
+        found = [one for one in found if not one.name.startswith(GRADIENTS)]
     changes = sorted((change for change in found if change.kind != "same"), key=_most_first)
     shown = changes[: chosen.top]
     read = count_a() + count_b()
@@ -127,6 +131,8 @@ def diff(chosen: argparse.Namespace, output: Output) -> int:
         output.value(_json(one, other, found, shown, read, _tensor_bytes(a, b)))
     else:
         _say(output, one, other, found, shown, len(changes), read, _tensor_bytes(a, b))
+        if not chosen.blobs and any(change.kind != "same" for change in gradients):
+            output.line(f"not shown: saved gradients, which differ; --blobs {GRADIENTS} lists them")
     return 0
 
 
