@@ -384,12 +384,13 @@ def test_combine_follows_the_rule(rule, answers, stop):
 
 
 def test_combined_reason_names_the_nodes():
-    """The reason is kept with the nodes that gave it, a few of many."""
+    """The reason is kept with the nodes that gave it, a few of many; without them where all did."""
     assert combine(nodes_of(NO, YES), "any").reason == "it is done (trainer_1)"
     assert (
-        combine(nodes_of(*[YES] * 5), "all").reason
+        combine(nodes_of(*[YES] * 5, NO), "any").reason
         == "it is done (trainer_0, trainer_1, trainer_2 and 2 more)"
     )
+    assert combine(nodes_of(YES, YES), "all").reason == "it is done"
 
 
 def test_combine_refuses_unknown_rules():

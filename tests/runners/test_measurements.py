@@ -55,7 +55,7 @@ def test_early_stopping_waits_for_the_first_measurement(tmp_path: Path) -> None:
     """A metric of every second epoch ends no run by not being there yet, and the run ends as it should."""
     rising = {epoch: float(epoch) for epoch in GAPS}
     result = train(tmp_path, rising, early_stopping("val/acc", mode="max", patience=3))
-    assert (result, result.status, result.stop) == (8, "FINISHED", ("8 epochs are done (trainer_0)",))
+    assert (result, result.status, result.stop) == (8, "FINISHED", ("8 epochs are done",))
 
 
 @pytest.mark.parametrize(

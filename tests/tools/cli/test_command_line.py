@@ -173,6 +173,7 @@ def test_show_tells_identity_status_and_events(run: Path, capsys: pytest.Capture
     code, out, _ = told(capsys, "show", run, "--events", 1)
     assert code == 0
     assert all(word in out for word in ("hello", "FINISHED", "val/acc max", "events (1)", "end"))
+    assert "tail" not in out and "trainer_0" not in out
     assert "attempt=0" not in out
     _, out, _ = told(capsys, "show", run, "--json")
     found = json.loads(out)
