@@ -61,6 +61,12 @@ _TEXT = 64 << 10
 """Longest reason in `status.json`, in characters."""
 _PASSWORD = re.compile(r"(://[^/@:]*:).*@", re.DOTALL)
 _OPTION = re.compile(r"([?&](?:ssl)?password=)[^&]*")
+MASK = "***"
+_WORD = re.compile(r"[A-Z]*[a-z0-9]+|[A-Z]+")
+_SECRET = re.compile(
+    "_(password|passwd|passphrase|secrets?|credentials?|apikey|(api|access|private|account)_key)_"
+)
+_TOKENS_OF_TEXT = [[name] for name in ("bos", "cls", "eos", "mask", "pad", "sep", "unk")]
 _GENERATION_FILE = re.compile(r"(metrics|steps|events)\.([0-9]+)\.jsonl")
 
 
@@ -135,7 +141,7 @@ class RunDirectory:
             "created": round(time.time(), 3),
             "best": list(best) if best else None,
             "world_size": world_size,
-            "command": [without_password(word) for word in sys.argv],
+            "command": command_words(),
             "python": platform.python_version(),
         }
         try:
@@ -334,6 +340,28 @@ def _digest_of(identity: Mapping[str, Any]) -> str:
 def without_password(word: str) -> str:
     """Mask passwords of URLs in a text."""
     return _OPTION.sub(r"\1***", _PASSWORD.sub(r"\1***@", word))
+
+
+def names_secret(name: str) -> bool:
+    """Return True for `password`, `apiKey` or `hub_token`; not for `max_tokens` or `eos_token`."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    if _SECRET.search("_".join(["", *words, ""])):
+        return True
+    return words[-1:] == ["token"] and words[-2:-1] not in _TOKENS_OF_TEXT
+
+
+def command_words() -> list[str]:
+    """Return the command line of this process; passwords of URLs and values of secret options are masked."""
+    found, hides = [], False
+    for word in sys.argv:
+        name, has_value, _ = word.partition("=")
+        is_option = word.startswith("-")
+        if has_value and names_secret(name):
+            found.append(f"{name}={MASK}")
+        else:
+            found.append(MASK if hides and not is_option else without_password(word))
+        hides = is_option and not has_value and names_secret(name)
+    return found
 
 
 def _directory_at(path: Path, run: Path) -> bool | None:

@@ -34,7 +34,7 @@ from typing import Any
 from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.metadata.code.archive import is_plain
 from torchrelay.metadata.fs import finite, read_json, replace_file, write_json
-from torchrelay.metadata.run_directory import without_password
+from torchrelay.metadata.run_directory import MASK, command_words, names_secret, without_password
 from torchrelay.records import dataclass
 
 FORMAT = {"major": 1, "minor": 0, "features": []}
@@ -62,7 +62,8 @@ _PARAMS_BYTES = 256 << 10
 def params_of(given: Any) -> dict[str, Any] | None:
     """Convert hyper-parameters (a mapping, Namespace or dataclass object) to JSON values; None stays None.
 
-    Other values become texts, with passwords in URLs masked. Raises UsageError, also for more than 256 kB.
+    Other values become texts. Passwords in URLs are masked, and texts named as secrets (`names_secret`).
+    Raises UsageError, also for more than 256 kB.
     """
     if given is None:
         return None
@@ -86,20 +87,25 @@ def params_of(given: Any) -> dict[str, Any] | None:
     return found
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: Any, *, secret: bool = False) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _plain_value(one) for name, one in value.items()}
+        return {
+            str(name): _plain_value(one, secret=secret or names_secret(str(name)))
+            for name, one in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [_plain_value(one) for one in value]
+        return [_plain_value(one, secret=secret) for one in value]
     if value is None or type(value) in (bool, int):
         return value
-    return finite(value) if type(value) is float else without_password(str(value))
+    if type(value) is float:
+        return finite(value)
+    return MASK if secret and str(value) else without_password(str(value))
 
 
 def command() -> dict[str, Any]:
     """Return the current command line and directory of the process, which a program may change."""
     return {
-        "argv": [without_password(word) for word in sys.argv],
+        "argv": command_words(),
         "directory": os.getcwd(),  # noqa: PTH109 - the text
     }
 

@@ -14,6 +14,8 @@ import torch
 import torchrelay
 from torchrelay.errors import UsageError
 from torchrelay.metadata.code.capture import captures
+from torchrelay.metadata.run_directory import command_words
+from torchrelay.tools.cli.main import main
 
 
 @dataclass
@@ -40,11 +42,36 @@ def recorded(folder: Path, params: Any, epochs: int = 1) -> list[dict[str, Any] 
         ({"model": {"depth": 2}, 3: True}, {"model": {"depth": 2}, "3": True}),
         ({"limit": float("inf"), "dtype": torch.float32}, {"limit": "inf", "dtype": "torch.float32"}),
         ({"db": "postgresql://me:secret@host/x"}, {"db": "postgresql://me:***@host/x"}),
+        (
+            {"apiKey": "x", "hub_token": "x", "aws": {"secret": ["x"]}},
+            {"apiKey": "***", "hub_token": "***", "aws": {"secret": ["***"]}},
+        ),
+        (
+            {"max_tokens": 5, "token": None, "eos_token": "</s>", "password": ""},
+            {"max_tokens": 5, "token": None, "eos_token": "</s>", "password": ""},
+        ),
     ],
 )
 def test_params_are_recorded_as_json(tmp_path: Path, given: Any, stored: Any) -> None:
-    """Mappings, namespaces and dataclasses are stored by name; other values as text, without passwords."""
+    """Mappings, namespaces and dataclasses are stored by name; other values as text, without secrets."""
     assert recorded(tmp_path / "run", given) == [stored]
+
+
+def test_secret_options_of_a_command_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value follows its option, or an equals sign; other options are kept."""
+    given = ["train.py", "--api-key", "k", "--lr", "0.1", "--hub-token=t", "db.password=p", "--secret", "--x"]
+    monkeypatch.setattr("sys.argv", given)
+    masked = {2: "***", 5: "--hub-token=***", 6: "db.password=***"}
+    assert command_words() == [masked.get(at, word) for at, word in enumerate(given)]
+
+
+def test_show_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`torchrelay show` has the hyper-parameters of the newest launch, nested ones in one line."""
+    recorded(tmp_path / "run", {"lr": 0.1, "model": {"depth": 2}})
+    assert main(["show", str(tmp_path / "run")]) == 0
+    assert "params\n  lr     0.1\n  model  depth=2\nstatus\n" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["params"] == {"lr": 0.1, "model": {"depth": 2}}
 
 
 def test_each_start_records_its_own(tmp_path: Path) -> None:

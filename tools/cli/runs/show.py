@@ -11,7 +11,7 @@ from typing import Any
 from torchrelay.checkpoint.format.names import stats_path
 from torchrelay.checkpoint.format.position import CommittedPosition
 from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.errors import StorageError, UnknownEpochError
+from torchrelay.errors import RelayError, StorageError, UnknownEpochError
 from torchrelay.metadata.fs import read_lines, read_note
 from torchrelay.metadata.handlers import (
     FILE_NAME,
@@ -47,22 +47,37 @@ def show(chosen: argparse.Namespace, output: Output) -> int:
     run = locate_run(chosen.path, whole=False)
     identity, status = run.known_identity(output.notice), run.known_status(output.notice)
     events = list(deque(run.events(), maxlen=chosen.events)) if chosen.events else []
-    stands = standing(run.path)
+    stands, params = standing(run.path), _params(run.path)
     if output.json:
         output.value(
             {
                 "run": identity, "stands": stands.word, "why": stands.why, "status": status,
-                "events": events,
+                "params": params, "events": events,
             }
         )  # fmt: skip
         return 0
     _show_fields(output, "run", identity)
+    if params:
+        _show_fields(output, "params", params)
     shown = {name: value for name, value in status.items() if name not in _INTERNAL}
+    if isinstance(tail := shown.pop("tail", None), dict) and tail:
+        shown["finalization"] = f"{_text('done', tail.get('done'))} done after epoch {tail.get('epoch')}"
     _show_fields(output, "status", {"summary": str(stands), **shown} if shown else {})
     output.line(f"events ({len(events)})")
     for event in events:
         output.line(f"  {_event(event)}")
     return 0
+
+
+def _params(run: Path) -> dict[str, Any] | None:
+    """Return the hyper-parameters that the newest launch recorded; None without any."""
+    from torchrelay.metadata.code.capture import captures  # its imports take longer than this command
+
+    try:
+        found = [one.get("params") for one in captures(run)]
+    except RelayError:  # the report says what is wrong
+        return None
+    return found[-1] if found and isinstance(found[-1], dict) else None
 
 
 def _show_fields(output: Output, title: str, fields: Mapping[str, Any]) -> None:
