@@ -88,22 +88,17 @@ class StopCondition(Protocol):
 
 
 def combine(answers_by_node: Mapping[str, StopAnswer], rule: str) -> StopAnswer:
-    """Combine the nodes' answers (in rank order); the reason is that of the first node that stops.
-
-    It has the names of those that stop, unless all do.
-    """
+    """Combine the answers of nodes (in rank order); the reason has the nodes that stop unless all do."""
     if rule not in RULES:
         raise UsageError(f"{rule!r} is not a rule of a stop condition: use one of {', '.join(RULES)}")
     asked = dict(list(answers_by_node.items())[:1]) if rule == "rank0" else answers_by_node
     stopping = [node for node, answer in asked.items() if answer.stop]
     if not stopping or (rule == "all" and len(stopping) < len(asked)):
         return StopAnswer(False)
-    reason = asked[stopping[0]].reason
-    if reason and len(stopping) == len(answers_by_node):
-        return StopAnswer(True, reason)
-    names, more = ", ".join(stopping[:_SHOWN]), len(stopping) - _SHOWN
-    others = f" and {more} more" if more > 0 else ""
-    return StopAnswer(True, f"{reason} ({names}{others})".lstrip())
+    reason, names, more = asked[stopping[0]].reason, ", ".join(stopping[:_SHOWN]), len(stopping) - _SHOWN
+    names += f" and {more} more" if more > 0 else ""
+    all_stop = reason and len(stopping) == len(answers_by_node)
+    return StopAnswer(True, reason if all_stop else f"{reason} ({names})".lstrip())
 
 
 def made_with(condition: Any) -> dict[str, Any] | None:
