@@ -268,9 +268,19 @@ _MOST_POINTS = 400
 Pairs = Sequence[tuple[int, float]]
 
 
+_COLOURS = 8
+_PATTERNS = ("", " dashed", " mixed")
+
+
+def hue(colour: int) -> str:
+    """Return the CSS classes of a line: eight colours, the same in dashes, then in dashes and dots."""
+    pattern = _PATTERNS[(colour - 1) // _COLOURS % len(_PATTERNS)]
+    return f"s{(colour - 1) % _COLOURS + 1}{pattern}"
+
+
 @dataclass(frozen=True)
 class Series:
-    """A line: `colour` from 1 to 8, `stale` for what was abandoned (dashed)."""
+    """A line: `colour` from 1 (see `hue`), `stale` for what was abandoned (dotted)."""
 
     name: str
     colour: int
@@ -426,10 +436,10 @@ def _path(points: Iterable[tuple[int, float]], x: Scale, y: Scale) -> str:
 
 def _line(series: Series, x: Scale, y: Scale) -> Shape:
     shown = thinned(series.points)
-    drawn = [path(f"line s{series.colour}{' stale' if series.stale else ''}", _path(shown, x, y))]
+    drawn = [path(f"line {hue(series.colour)}{' stale' if series.stale else ''}", _path(shown, x, y))]
     finite = [one for one in shown if _plottable(one[1], y.log)]
     if len(finite) <= 40 and not series.stale:
-        drawn += [dot(f"dot s{series.colour}", x(epoch), y(value), 2.1) for epoch, value in finite]
+        drawn += [dot(f"dot {hue(series.colour)}", x(epoch), y(value), 2.1) for epoch, value in finite]
     return Shape("g", "", inside=drawn)
 
 
@@ -438,7 +448,7 @@ def _missing(series: Series, x: Scale, unit: str) -> list[Shape]:
     odd = [(epoch, value) for epoch, value in series.points if not math.isfinite(value)]
     return [
         path(
-            f"cross s{series.colour}",
+            f"cross {hue(series.colour)}",
             f"M{x(epoch) - 3:.1f} {TOP - 9}l6 6m0 -6l-6 6",
             f"{series.name}: {number(value)} at {unit} {epoch}",
         )
@@ -451,7 +461,7 @@ def _mark(mark: EpochMarker, x: Scale, y: Scale) -> Shape:
     at, top = x(mark.epoch), y.end - 8
     if mark.kind == "best":
         place = y(mark.value) if mark.value is not None else y.end
-        return dot(f"best s{mark.colour}", at, place, 5.5, mark.text)
+        return dot(f"best {hue(mark.colour)}", at, place, 5.5, mark.text)
     signs = {
         "resume": f"M{at - 3:.1f} {top - 4:.1f}l7 4l-7 4z",
         "rewind": f"M{at + 3:.1f} {top - 4:.1f}l-7 4l7 4z",
@@ -472,5 +482,5 @@ def _hover_data(series: Sequence[Series]) -> str:
     for one in series:
         shown = thinned(one.points)
         values = [[epoch, value if math.isfinite(value) else number(value)] for epoch, value in shown]
-        said.append([one.name, one.colour, int(one.stale), values])
+        said.append([one.name, (one.colour - 1) % _COLOURS + 1, int(one.stale), values])
     return json.dumps(said, ensure_ascii=False, separators=(",", ":"))

@@ -16,6 +16,7 @@ from torchrelay.tools.report.charts import (
     StepCounts,
     Table,
     count,
+    hue,
     line_chart,
     number,
     shade,
@@ -125,8 +126,8 @@ def _compared(name: str, measured: Sequence[tuple[RunFacts, Measured]], unit: st
 def _figure(
     index: int, name: str, runs: Sequence[RunFacts], span: tuple[int, int] | None, counts: StepCounts | None
 ) -> Figure:
-    series = [one for at, run in enumerate(runs) for one in _series(name, run, at % 8 + 1)]
-    marks = [one for at, run in enumerate(runs) for one in _marks(name, run, at % 8 + 1)]
+    series = [one for at, run in enumerate(runs) for one in _series(name, run, at + 1)]
+    marks = [one for at, run in enumerate(runs) for one in _marks(name, run, at + 1)]
     measured = [(run, _pairs(name, run.course.points)) for run in runs]
     title = finding_of(name, runs[0]) if len(runs) == 1 else _compared(name, measured, "epoch")
     label = f"{name} over epochs. {title}"
@@ -143,7 +144,7 @@ def _step_figure(index: int, name: str, runs: Sequence[RunFacts], counts: StepCo
         (run, tuple((one.step, one.metrics[name]) for one in run.steps if name in one.metrics))
         for run in runs
     ]
-    series = [Series(run.name, at % 8 + 1, points) for at, (run, points) in enumerate(measured) if points]
+    series = [Series(run.name, at + 1, points) for at, (run, points) in enumerate(measured) if points]
     one_run = len(runs) == 1
     title = _trend(name, series[0].points, "step") if one_run else _compared(name, measured, "step")
     label = f"{name} over steps. {title}"
@@ -220,7 +221,7 @@ def _not_finite(run: RunFacts) -> str:
 
 def _legend(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
     kinds = {joint.kind for run in runs for joint in run.course.joints}
-    entries = [(f"line s{at % 8 + 1}", run.name) for at, run in enumerate(runs)]
+    entries = [(f"line {hue(at + 1)}", run.name) for at, run in enumerate(runs)]
     if any(run.course.abandoned for run in runs):
         entries.append(("line stale", "abandoned by a rewind"))
     signs = {"resume": "resumed here", "rewind": "rewound to here", "fallback": "fell back to here"}
@@ -315,7 +316,7 @@ def _norms(said: Norms, name: str) -> Figure:
     series = [
         Series(
             leaf,
-            at % 8 + 1,
+            at + 1,
             tuple(
                 (row.epoch, math.nan if row.nonfinite else row.norm) for row in said.rows if row.leaf == leaf
             ),
@@ -328,7 +329,7 @@ def _norms(said: Norms, name: str) -> Figure:
         "norm of the weights",
         title if not largest.nonfinite else f"No parameter is finite at epoch {last}",
         line_chart(f"Norms of the largest parameters of {name} over epochs", series),
-        legend=[(f"line s{one.colour}", one.name) for one in series],
+        legend=[(f"line {hue(one.colour)}", one.name) for one in series],
     )
 
 

@@ -20,7 +20,7 @@ import torchrelay
 from torchrelay.errors import RelayError
 from torchrelay.jobs.config.yaml_reader import read_yaml
 from torchrelay.runners.monitoring.text import human_bytes
-from torchrelay.tools.report.charts import PageSection, brief, count, moment, number, seconds, visible
+from torchrelay.tools.report.charts import PageSection, brief, count, hue, moment, number, seconds, visible
 from torchrelay.tools.report.checkpoints import NOT_ASKED
 from torchrelay.tools.report.curves import metric_names, metrics, weights
 from torchrelay.tools.report.epochs import checkpoints, sizes, story, tone_of
@@ -413,7 +413,13 @@ def _environment() -> Environment:
         finalize=shown,
     )
     made.filters.update(
-        number=number, moment=moment, bytes=human_bytes, short=short, brief=brief, breakable=breakable
+        number=number,
+        moment=moment,
+        bytes=human_bytes,
+        short=short,
+        brief=brief,
+        hue=hue,
+        breakable=breakable,
     )
     made.globals.update(
         count=count,

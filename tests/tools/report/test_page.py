@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -95,6 +96,16 @@ def test_several_runs_are_laid_over_each_other(story: RunDirectory, trained: Pat
     assert 'class="differs"' in text
     for series in (json.loads(value or "") for name, value in page.attributes if name == "data-series"):
         assert {"story", "other"} <= {one[0] for one in series}
+
+
+def test_sixteen_runs_have_different_lines(story: RunDirectory) -> None:
+    """Above eight runs the colours repeat in dashes, in the legend, the charts and the cards of the runs."""
+    facts = gather(story, QUICK)
+    text = report_page([replace(facts, name=f"run {number}") for number in range(16)])
+    for place in ('class="(line s[0-9][^"]*)"></path></svg><span', 'class="(chip [^"]*)"'):
+        found = re.findall(place, text)
+        assert len(found) == len(set(found)) == 16
+    assert 'class="line s8 dashed"' in text and ".line.dashed {" in text
 
 
 def test_the_verb_writes_a_page_and_says_so(story: RunDirectory, tmp_path: Path, capsys) -> None:
