@@ -161,7 +161,7 @@ def early_reasons(job: Job, by_condition: Mapping[str, Mapping[str, Any]]) -> st
 
 def only_time_is_up(job: Job, verdict: StopVerdict) -> bool:
     """Return True if only `max_time` ends the run: it is stopped but not finished."""
-    timed = {condition.name for condition in job.stop_conditions if hasattr(condition, "secs")}
+    timed = {one.name for one in job.stop_conditions if getattr(one, "secs", None) is not None}
     stopping = {name for name, answer in verdict.by_condition.items() if answer["stop"]}
     return bool(stopping) and stopping <= timed
 
