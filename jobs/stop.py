@@ -180,13 +180,14 @@ SILENT = object()
 class AskedValue:
     """Condition on the truth of a value, which `read` gets from the `ctx` of each node.
 
-    `steps` and `secs` are the totals of a limit; `settings` fingerprint a function.
+    `epochs`, `steps` and `secs` are totals of a limit; `settings` fingerprint a function.
     """
 
     name: str
     read: Callable[[Any], Any]
     reason: str
     limit: bool = False
+    epochs: int | None = None
     steps: int | None = None
     secs: float | None = None
     settings: Mapping[str, Any] | None = None
@@ -220,7 +221,7 @@ class AskedValue:
 def max_epochs(n: int) -> StopCondition:
     """Stop after `n` (>= 1) epochs of the run, including those of earlier launches."""
     whole_number("max_epochs", n)
-    return AskedValue("max_epochs", lambda ctx: ctx.epoch >= n, f"{n} epochs are done", limit=True)
+    return AskedValue("max_epochs", lambda ctx: ctx.epoch >= n, f"{n} epochs are done", True, epochs=n)
 
 
 def max_steps(n: int) -> StopCondition:
@@ -286,7 +287,7 @@ def epoch_limiter(job: Job, num_epochs: int) -> StopCondition:
             return bool(ctx.epoch >= epochs)
         return node in (None, Node(ws.node)) and ws[counter] >= epochs
 
-    condition = AskedValue(counter, reached, f"{epochs} epochs are done", limit=True)
+    condition = AskedValue(counter, reached, f"{epochs} epochs are done", True, epochs=epochs)
     job.add_stop_condition(condition)
     return condition
 
