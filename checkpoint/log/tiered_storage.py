@@ -18,7 +18,7 @@ from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, unse
 from torchrelay.checkpoint.format.names import DATA
 from torchrelay.checkpoint.log.record import JOB_PATH, encode_job, open_job, read_job
 from torchrelay.checkpoint.log.view import LogView
-from torchrelay.checkpoint.storage.base import LongReads, ReadHandle, SingleWriter, Storage, reads_of
+from torchrelay.checkpoint.storage.base import LongReads, ReadHandle, SeparateReads, Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.local_io import LocalReadHandle
 from torchrelay.checkpoint.storage.open import NOTES as PATH
@@ -34,10 +34,10 @@ class TierStorage(LocalStorage):
     is damaged or unfinished in one of them, which verification detects.
     """
 
-    def __init__(self, near: str | Path, far: Storage, *, single_writer: SingleWriter = None) -> None:
-        super().__init__(near, single_writer=single_writer)
+    def __init__(self, near: str | Path, far: Storage) -> None:
+        super().__init__(near)
         self.far = far
-        self.near = LocalStorage(near, single_writer=single_writer)
+        self.near = LocalStorage(near)
         """The same directory without the remote one."""
         self._from_far: frozenset[str] = frozenset()
 
@@ -90,7 +90,7 @@ class TierStorage(LocalStorage):
                 if not _in_attempt(path):
                     raise
         far: ReadHandle
-        far = self.far.open_read(path) if isinstance(self.far, LongReads) else reads_of(self.far, path)
+        far = self.far.open_read(path) if isinstance(self.far, LongReads) else SeparateReads(self.far, path)
         return cast(LocalReadHandle, far)  # it has the methods that are used
 
     def _reads_locally(self, path: str) -> bool:

@@ -1,21 +1,28 @@
-"""Define the storage interface, and check that a storage keeps a second writer out.
+"""Define the storage interface, retry calls, and check that a storage keeps a second writer out.
 
 Paths are relative to the storage's root, with `/` between parts that were validated before
 (`format/names.py`). An implementation refuses paths that would leave the root or follow a link. Methods raise
 StorageError naming path and reason, except where a docstring states otherwise. Committed files are never
 opened for writing again: `open_exclusive` and `link_exclusive` create. The protection against a second job
 depends on exclusive creation, so it is probed before anything is written.
+
+Only calls that can be repeated are retried, or those whose outcome is checked first.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from torchrelay.errors import StorageError, UsageError
+from torchrelay.records import dataclass
+
+T = TypeVar("T")
 
 PRIVATE = ".tmp-"
 """Prefix of temporary files, for storages that name a file when it is complete."""
@@ -166,8 +173,8 @@ def worth_of_a_request(storage: Storage) -> int:
     return storage.request_bytes if isinstance(storage, Distant) else 0
 
 
-class _EachAlone:
-    """Reads of a storage that opens a file for each."""
+class SeparateReads:
+    """A handle that opens the file for each read; making it accesses nothing."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         self._storage = storage
@@ -199,15 +206,10 @@ def read_each(
     return done
 
 
-def reads_of(storage: Storage, path: str) -> ReadHandle:
-    """A handle on a file of a storage that keeps none open; accesses nothing."""
-    return _EachAlone(storage, path)
-
-
 @contextmanager
 def open_for_reading(storage: Storage, path: str) -> Iterator[ReadHandle]:
     """Open a file for many reads in any storage; raises as `read_into` does."""
-    handle = storage.open_read(path) if isinstance(storage, LongReads) else reads_of(storage, path)
+    handle = storage.open_read(path) if isinstance(storage, LongReads) else SeparateReads(storage, path)
     try:
         yield handle
     finally:
@@ -258,8 +260,6 @@ def check_exclusion(storage: Storage) -> None:
     try:
         fault = _fault(storage, path)
     except Exception as error:
-        from torchrelay.checkpoint.storage.transfers import may_pass
-
         if not may_pass(error):
             _delete(storage, path)
         raise  # a store that does not answer was retried for long enough
@@ -279,8 +279,6 @@ def _fault(storage: Storage, path: str) -> str | None:
     try:
         storage.link_exclusive(path, first)
     except StorageError as error:
-        from torchrelay.checkpoint.storage.transfers import may_pass
-
         if may_pass(error):
             raise
         storage.replace(path, first)  # if this fails too, exclusion is not the problem
@@ -293,3 +291,99 @@ def _fault(storage: Storage, path: str) -> str | None:
     except StorageError as error:
         return f"refuses to create a file exclusively ({error})"
     return "creates a file although its name is taken"
+
+
+AT_LEAST = 3
+"""Minimum of attempts, even if the first ones took longer than the deadline (large files do)."""
+_PASSING = frozenset(
+    {
+        errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EPIPE,
+        errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENETDOWN, errno.ENETUNREACH,
+        errno.EHOSTUNREACH,
+    }
+)  # fmt: skip
+_PASSING_NAMES = frozenset(
+    {
+        "HTTPClientError", "ConnectionError", "ClientConnectionError", "ClientPayloadError", "IncompleteRead",
+        "ResponseParserError", "ServiceRequestError", "ServiceResponseError",
+    }
+)  # fmt: skip
+"""Names of error classes of the clients below fsspec that are not OSError."""
+_PASSING_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+
+
+@dataclass(frozen=True)
+class RetryTimeouts:
+    """Seconds until retries stop, and the longest pause between them."""
+
+    deadline_secs: float = 120.0
+    first_pause_secs: float = 0.1
+    longest_pause_secs: float = 5.0
+
+
+def persistently(work: Callable[[], T], patience: RetryTimeouts) -> T:
+    """Do `work`, and repeat it while its error may be temporary; raises the last error."""
+    until, longest, attempt = time.monotonic() + patience.deadline_secs, patience.first_pause_secs, 1
+    while True:
+        # From the system's randomness: the user's streams must not change.
+        pause = longest * secrets.SystemRandom().uniform(0.5, 1.0)
+        try:
+            return work()
+        except Exception as error:
+            settled = isinstance(error, StorageError) or not may_pass(error)  # already retried
+            if settled or (time.monotonic() + pause > until and attempt >= AT_LEAST):
+                raise
+        time.sleep(pause)
+        longest, attempt = min(2 * longest, patience.longest_pause_secs), attempt + 1
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether an error may be temporary: overload, time-outs, lost connections."""
+    step: BaseException | None = error
+    for _ in range(8):
+        if step is None:
+            return False
+        if _passes(step):
+            return True
+        step = step.__cause__
+    return False
+
+
+def refusal(place: str, verb: str, error: BaseException) -> StorageError:
+    """The StorageError for an error of a store."""
+    reason = str(error).strip() or type(error).__name__
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
+        hint = "; check the credentials and their permissions"
+    elif isinstance(error, FileNotFoundError):
+        hint = "; check that the bucket exists"
+    elif may_pass(error):
+        hint = "; try again when the store answers"
+    else:
+        hint = ""
+    failure = StorageError(f"cannot {verb} {place}: {reason}{hint}")
+    failure.errno = number
+    return failure
+
+
+def _passes(error: BaseException) -> bool:
+    """Whether a single error may be temporary."""
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _PASSING
+    if _status(error) in _PASSING_STATUS:
+        return True
+    return any(cls.__name__ in _PASSING_NAMES for cls in type(error).__mro__)
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status of an error of botocore, aiohttp or azure."""
+    response = getattr(error, "response", None)
+    status = (
+        response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+    )
+    for found in (status, getattr(error, "status", None), getattr(error, "status_code", None)):
+        if type(found) is int:
+            return found
+    return None

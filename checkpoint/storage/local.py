@@ -9,10 +9,8 @@ import os
 import secrets
 import stat as stat_module
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import cache
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 from torchrelay.checkpoint.storage.base import PRIVATE, Memory, SingleWriter
 from torchrelay.checkpoint.storage.local_io import (
@@ -22,6 +20,7 @@ from torchrelay.checkpoint.storage.local_io import (
     DirectFile,
     LocalReadHandle,
     Pacer,
+    c_function,
     open_direct,
 )
 from torchrelay.checkpoint.storage.work import call_in_flight, moved
@@ -67,32 +66,22 @@ def _rename(temporary: Path, full: Path, no_link: OSError, *, alone: bool) -> No
 
 def rename_without_replacing(source: Path, target: Path) -> None:
     """`renameat2` with RENAME_NOREPLACE; OSError with ENOSYS if the system lacks it."""
-    call = _renameat2()
-    if call is None:
+    if _renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(target))
-    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _NOREPLACE) != 0:
+    if _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _NOREPLACE) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(target))
 
 
-@cache
-def _renameat2() -> Any:
-    """The C function, or None."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
-        return None
-    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    return call
+_renameat2 = c_function(
+    "renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint
+)
 
 
 def _same_file(one: Path, other: Path) -> bool:
-    """Whether two names are one file."""
-    try:
-        a, b = os.lstat(one), os.lstat(other)
-    except OSError:
-        return False
-    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
+    with suppress(OSError):
+        return os.path.samestat(os.lstat(one), os.lstat(other))
+    return False
 
 
 MODE = 0o644
@@ -255,7 +244,7 @@ class LocalStorage:
         full = self.url
         for part in parts[:-1]:
             full = f"{full}/{part}"
-            if _is_link(full):
+            if os.path.islink(full):  # noqa: PTH114 - a text: many reads ask
                 raise StorageError(
                     f"{full} is a link, which is not allowed in a checkpoint directory: remove it"
                 )
@@ -300,13 +289,10 @@ class LocalStorage:
                 temporary.unlink()
 
     def _write_whole(self, full: Path, data: bytes, *, sync: bool) -> None:
-        handle = _create(full)
-        try:
+        with closing(_create(full)) as handle:
             handle.write_at(0, memoryview(data))
             if sync:
                 handle.sync_file()
-        finally:
-            handle.close()
 
     def mkdir(self, path: str) -> None:
         """Create the directory and its parents."""
@@ -333,19 +319,13 @@ class LocalStorage:
         size = self.stat(path)
         if size is None:
             raise FileNotFoundError(errno.ENOENT, "no such file", str(self._path(path)))
-        handle = self.open_read(path)
-        try:
+        with closing(self.open_read(path)) as handle:
             return handle.read(offset, max(0, min(length, size - offset)))
-        finally:
-            handle.close()
 
     def read_into(self, path: str, offset: int, destination: memoryview) -> int:
         """Read in place; a special file or a link raises."""
-        handle = self.open_read(path)
-        try:
+        with closing(self.open_read(path)) as handle:
             return handle.read_into(offset, destination)
-        finally:
-            handle.close()
 
     def open_read(self, path: str) -> LocalReadHandle:
         """Open for many reads; a special file or a link raises."""
@@ -378,19 +358,17 @@ class LocalStorage:
 
     def list(self, path: str) -> list[str]:
         """Sorted names, without temporary ones."""
-        full = self._path(path)
-        with _named(full, "list"):
-            try:
-                return sorted(name for name in os.listdir(full) if not name.startswith(PRIVATE))
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+        return self._names(path, temporary=False)
 
     def leftovers(self, path: str) -> builtins.list[str]:
         """Sorted temporary names, of writes in flight and of crashed ones."""
+        return self._names(path, temporary=True)
+
+    def _names(self, path: str, *, temporary: bool) -> builtins.list[str]:
         full = self._path(path)
         with _named(full, "list"):
             try:
-                return sorted(name for name in os.listdir(full) if name.startswith(PRIVATE))
+                return sorted(name for name in os.listdir(full) if name.startswith(PRIVATE) is temporary)
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
@@ -402,13 +380,6 @@ class LocalStorage:
             return None
         files = found.f_favail if found.f_files else 2**63
         return (found.f_bavail * found.f_frsize, files) if found.f_blocks else None
-
-
-def _is_link(full: str) -> bool:
-    try:
-        return stat_module.S_ISLNK(os.lstat(full).st_mode)
-    except OSError:  # the use of the path raises the error
-        return False
 
 
 def _create(full: Path) -> LocalWriteHandle:

@@ -16,8 +16,9 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from torchrelay.checkpoint.storage.base import Memory, read_each
 from torchrelay.records import dataclass
@@ -60,24 +61,25 @@ def expect_long_read(descriptor: int, nbytes: int) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
-def _found() -> Callable[..., int] | None:
-    """The C function, or None."""
+def c_function(name: str, *arguments: Any) -> Any:
+    """A function of the C library with these types of arguments, or None; it sets `ctypes.get_errno`."""
     try:
-        found = ctypes.CDLL(None).sync_file_range
+        found = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError):
         return None
-    found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    found.argtypes = arguments
     return found
 
 
-_sync_file_range = _found()
+_sync_file_range = c_function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 DIRECT_FROM = 1 << 20
 """Below this size reads do not bypass the cache."""
 ALIGN = 4096
 """Alignment of direct reads, in the file and in memory."""
-_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
+"""Errors of file systems that do not support direct reads or writes, or not these."""
 
 
 class LocalReadHandle:
@@ -98,7 +100,7 @@ class LocalReadHandle:
         A long `direct` read bypasses the page cache, unless that has the bytes already.
         """
         view, done = destination.cast("B"), 0
-        if len(view) >= DIRECT_FROM and direct and not self._is_cached(offset, len(view)):
+        if len(view) >= DIRECT_FROM and direct and not self.is_at_hand(offset, len(view)):
             done = self._read_direct(offset, view)
         if not done and not self._announced:
             self._announced = len(view) >= DIRECT_FROM
@@ -130,21 +132,17 @@ class LocalReadHandle:
             return done
         return read_each(self.read_into, offset, destinations)
 
-    def is_at_hand(self, offset: int, nbytes: int) -> bool:
-        """Whether bytes of the range are in the page cache; True if unknown."""
-        return self._is_cached(offset, nbytes)
-
     def close(self) -> None:
         """Close once; later calls do nothing."""
-        descriptors = (self._descriptor, self._direct)
+        descriptor, direct = self._descriptor, self._direct
         # A descriptor whose close failed is closed anyway: its number may be reused.
         self._descriptor, self._direct, self._refused = -1, -1, True
         try:
-            _close(descriptors[0])
+            _close(descriptor)
         finally:
-            _close(descriptors[1])
+            _close(direct)
 
-    def _is_cached(self, offset: int, nbytes: int) -> bool:
+    def is_at_hand(self, offset: int, nbytes: int) -> bool:
         """Whether two bytes of the range are in the page cache; True if unknown.
 
         A query caches the page that it asks for, so one hit is not conclusive.
@@ -248,8 +246,6 @@ ALIGNMENT = max(4096, mmap.PAGESIZE)
 """Alignment of offset, length and address of direct writes: no known disk needs more."""
 WORTH_IT = 16 << 20
 """File size from which direct writes pay."""
-REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
-"""Errors of file systems that do not support direct writes, or not these."""
 
 
 class DirectFile:
@@ -266,13 +262,13 @@ class DirectFile:
         Writes nothing unless `offset` and the memory are aligned. Raises OSError other than a refusal.
         """
         whole, done = len(view) - len(view) % ALIGNMENT, 0
-        if offset % ALIGNMENT or not _is_aligned(view):
+        if offset % ALIGNMENT or view.readonly or len(view) < ALIGNMENT or _address(view) % ALIGNMENT:
             return 0
         while done < whole and done % ALIGNMENT == 0 and not self.refused:
             try:
                 written = os.pwrite(self._descriptor, view[done:whole], offset + done)
             except OSError as error:
-                if error.errno not in REFUSALS:
+                if error.errno not in _NO_DIRECT:
                     raise
                 written = 0
             self.refused = self.refused or written == 0
@@ -282,8 +278,7 @@ class DirectFile:
     def close(self) -> None:
         """Close once; raises delayed errors."""
         descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        _close(descriptor)
 
 
 def open_direct(path: str, descriptor: int) -> DirectFile | None:
@@ -298,9 +293,3 @@ def open_direct(path: str, descriptor: int) -> DirectFile | None:
         os.close(second)
         return None
     return DirectFile(second)
-
-
-def _is_aligned(view: memoryview) -> bool:
-    if view.readonly or len(view) < ALIGNMENT:
-        return False
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT == 0

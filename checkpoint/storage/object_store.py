@@ -3,31 +3,38 @@
 An object is absent or complete. A record is created by one small conditional PUT (`If-None-Match`), which
 alone decides between writers. An ambiguous answer is resolved by reading back, because no two records are
 equal. Shards have unique names. Nothing is inferred from listings, and none is cached.
+
+Large files are sent in parts. Incomplete uploads are invisible but cost money until they are aborted: here
+after a failed part, and at a takeover of the log those of a killed writer.
+
+A store cannot overwrite a header at offset 0 of an object, so files are staged first. Staging needs local
+space for the file (in the directory for temporary files) and a copy; nothing is visible before.
 """
 
 from __future__ import annotations
 
 import builtins
 import errno
+import os
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from torchrelay.checkpoint.storage.base import PRIVATE, Memory, ReadHandle, SingleWriter
-from torchrelay.checkpoint.storage.open import open_file_system, shown
-from torchrelay.checkpoint.storage.transfers import (
+from torchrelay.checkpoint.storage.base import (
+    PRIVATE,
+    Memory,
+    ReadHandle,
     RetryTimeouts,
-    StagedFile,
-    give_up,
+    SeparateReads,
+    SingleWriter,
     persistently,
-    put_in_parts,
     refusal,
-    size_of,
-    takes_parts,
-    unfinished,
 )
+from torchrelay.checkpoint.storage.open import open_file_system, shown
+from torchrelay.checkpoint.storage.work import share
 from torchrelay.errors import StorageError
 
 if TYPE_CHECKING:
@@ -76,7 +83,7 @@ class ObjectStorage:
         protocol = system.protocol
         self._protocols = frozenset((protocol,) if isinstance(protocol, str) else protocol)
         self._flat = bool(self._protocols & _FLAT)
-        self._escaped = "" if self._protocols & _COLONS else ":"
+        self._escapes = not self._protocols & _COLONS
 
     @classmethod
     def open(cls, url: str, what: str, single_writer: SingleWriter = None) -> Self:
@@ -97,14 +104,12 @@ class ObjectStorage:
         parts = path.split("/") if path else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
             raise StorageError(f"{path!r} is not a path below {self.url}")
-        return "/".join([self.root, *map(self._encoded, parts)])
-
-    def _encoded(self, part: str) -> str:
-        """A part of a name as the store takes it."""
-        return part.replace("%", "%25").replace(":", "%3A") if self._escaped else part
+        if self._escapes:
+            parts = [part.replace("%", "%25").replace(":", "%3A") for part in parts]
+        return "/".join([self.root, *parts])
 
     def _decoded(self, part: str) -> str:
-        return part.replace("%3A", ":").replace("%25", "%") if self._escaped else part
+        return part.replace("%3A", ":").replace("%25", "%") if self._escapes else part
 
     def _try(self, verb: str, path: str, work: Callable[[], T], passing: type[Exception] = StorageError) -> T:
         """Do work with retries; the last error becomes a StorageError, except `passing`."""
@@ -125,7 +130,7 @@ class ObjectStorage:
     def open_exclusive(self, path: str) -> StagedFile:
         """Stage a new object. Its name is only checked to be free, because it contains a nonce."""
         if self.stat(path) is not None:
-            raise FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}")
+            raise self._taken(path)
         return StagedFile(f"{self.url}/{path}", partial(self._put_staged, path))
 
     def open_replacing(self, path: str) -> StagedFile:
@@ -144,8 +149,11 @@ class ObjectStorage:
             self.link_exclusive(path, file.read())
             return
         if create and self.stat(path) is not None:
-            raise FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}")
+            raise self._taken(path)
         self._put_staged(path, file, nbytes)
+
+    def _taken(self, path: str) -> FileExistsError:
+        return FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}")
 
     def _put_staged(self, path: str, file: IO[bytes], nbytes: int) -> None:
         name = self._name(path)
@@ -158,7 +166,7 @@ class ObjectStorage:
             else:
                 self.system.put_file(f"/proc/self/fd/{file.fileno()}", name)
 
-        if nbytes > PUT_IN_ONE_BYTES and takes_parts(self.system):
+        if nbytes > PUT_IN_ONE_BYTES and hasattr(self.system, "call_s3"):
             self._try_once(
                 "write", path, lambda: put_in_parts(self.system, name, file, nbytes, self.patience)
             )
@@ -181,7 +189,7 @@ class ObjectStorage:
 
         def create() -> None:
             try:
-                with self._alone():
+                with _IN_THIS_PROCESS if "memory" in self._protocols else nullcontext():
                     self._create(path, name, data)
             except Exception as error:
                 self._resolve(path, data, error)
@@ -195,7 +203,7 @@ class ObjectStorage:
             self.system.pipe_file(name, data, mode="create")
             return
         if self.stat(path) is not None:
-            raise FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}")
+            raise self._taken(path)
         self.system.pipe_file(name, data)
 
     def _resolve(self, path: str, data: bytes, error: Exception) -> None:
@@ -205,11 +213,7 @@ class ObjectStorage:
         except FileNotFoundError:
             raise error from None
         if found != data:
-            raise FileExistsError(errno.EEXIST, "the name is taken", f"{self.url}/{path}") from error
-
-    def _alone(self) -> AbstractContextManager[object]:
-        """A lock for fsspec's memory file system, which is not atomic."""
-        return _IN_THIS_PROCESS if "memory" in self._protocols else nullcontext()
+            raise self._taken(path) from error
 
     def replace(self, path: str, data: bytes) -> None:
         """Put over any existing object."""
@@ -246,21 +250,17 @@ class ObjectStorage:
                 except OSError as error:
                     if error.errno != errno.EINVAL:  # no such range
                         raise
-            return self._nothing_at(path, offset, length)
+            size = self.stat(path)
+            if size is None:
+                raise FileNotFoundError(errno.ENOENT, "no such file", f"{self.url}/{path}")
+            if length > 0 and offset < size:
+                raise StorageError(f"{self.url}/{path}: the store refused a range that exists: try again")
+            return b""
 
         data = self._try("read", path, read, FileNotFoundError)
         if len(data) > max(0, length):
             raise StorageError(f"{self.url}/{path}: the store does not read ranges: choose another one")
         return data
-
-    def _nothing_at(self, path: str, offset: int, length: int) -> bytes:
-        """Return no bytes, if the file has none at `offset` or none are wanted."""
-        size = self.stat(path)
-        if size is None:
-            raise FileNotFoundError(errno.ENOENT, "no such file", f"{self.url}/{path}")
-        if length > 0 and offset < size:
-            raise StorageError(f"{self.url}/{path}: the store refused a range that exists: try again")
-        return b""
 
     def read_into(self, path: str, offset: int, destination: memoryview) -> int:
         """Read and copy."""
@@ -318,13 +318,25 @@ class ObjectStorage:
 
     def unfinished(self, path: str) -> builtins.list[tuple[str, str]]:
         """Multipart uploads below a path that are incomplete; see `Unfinished`."""
-        if not takes_parts(self.system):
+        if not hasattr(self.system, "call_s3"):
             return []
-        return self._try("list uploads of", path, lambda: unfinished(self.system, self._name(path)))
+        bucket, key, _ = self.system.split_path(self._name(path))
+
+        def look() -> builtins.list[tuple[str, str]]:  # at most 1000
+            found = self.system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
+            return [(f"{bucket}/{one['Key']}", one["UploadId"]) for one in found.get("Uploads", ())]
+
+        return self._try("list uploads of", path, look)
 
     def give_up(self, upload: tuple[str, str]) -> None:
         """Abort a multipart upload."""
-        self._try("abort an upload to", "", lambda: give_up(self.system, *upload))
+        bucket, key, _ = self.system.split_path(upload[0])
+
+        def abort() -> None:
+            with suppress(FileNotFoundError):
+                self.system.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload[1])
+
+        self._try("abort an upload to", "", abort)
 
     def _list(self, path: str) -> builtins.list[str]:
         name = self._name(path)
@@ -341,18 +353,10 @@ class ObjectStorage:
         return self._try("list", path, look)
 
 
-class _Reads:
+class _Reads(SeparateReads):
     """Reads of one object; adjacent ranges share a request."""
 
-    def __init__(self, storage: ObjectStorage, path: str) -> None:
-        self._storage, self._path = storage, path
-
-    def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
-        """One ranged GET."""
-        return self._storage.read_into(self._path, offset, destination)
-
     def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
-        """Fill all destinations with one ranged GET."""
         views = [memoryview(one).cast("B") for one in destinations]
         data = memoryview(self._storage.read_range(self._path, offset, sum(map(len, views))))
         at = 0
@@ -362,5 +366,117 @@ class _Reads:
             at += len(part)
         return at
 
+
+def size_of(system: Any, name: str) -> int | None:
+    """The size of a file; None for a directory. Raises FileNotFoundError and the client's errors.
+
+    s3fs also lists names below a missing one, which is too slow for hundreds of files.
+    """
+    if hasattr(system, "call_s3"):
+        bucket, key, _ = system.split_path(name)
+        return int(system.call_s3("head_object", Bucket=bucket, Key=key)["ContentLength"])
+    found = system.info(name)
+    return int(found["size"]) if found.get("type") == "file" else None
+
+
+PART_BYTES = 16 << 20
+PARTS_AT_A_TIME = 4
+"""Together 64 MiB of memory."""
+_MOST_PARTS = 10_000
+
+
+def put_in_parts(system: Any, name: str, file: IO[bytes], nbytes: int, patience: RetryTimeouts) -> None:
+    """Upload a local file in parts; every request is retried by itself. Raises the client's errors.
+
+    The name must be unique: after a lost answer the object is recognised by its size.
+    """
+    bucket, key, _ = system.split_path(name)
+    size = max(PART_BYTES, -(-nbytes // _MOST_PARTS))
+    numbers = range(1, -(-nbytes // size) + 1)
+    tags: dict[int, str] = {}
+
+    def ask(verb: str, **what: Any) -> Any:
+        return persistently(lambda: system.call_s3(verb, Bucket=bucket, Key=key, **what), patience)
+
+    upload = ask("create_multipart_upload")["UploadId"]
+
+    def send(mine: Iterator[int]) -> None:
+        for number in mine:
+            begin = (number - 1) * size
+            length = min(size, nbytes - begin)
+            data = os.pread(file.fileno(), length, begin)
+            if len(data) != length:
+                raise StorageError(f"the staged file ends at byte {begin + len(data)}: try again")
+            tags[number] = ask("upload_part", UploadId=upload, PartNumber=number, Body=data)["ETag"]
+
+    try:
+        share(send, numbers, PARTS_AT_A_TIME, name="torchrelay-parts")
+        parts = [{"PartNumber": number, "ETag": tags[number]} for number in numbers]
+        persistently(lambda: _complete(system, name, nbytes, upload, parts), patience)
+    except BaseException:
+        with suppress(Exception):
+            system.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
+        raise
+
+
+def _complete(system: Any, name: str, nbytes: int, upload: str, parts: list[dict[str, Any]]) -> None:
+    """Complete an upload; a repeated request fails if the first one succeeded."""
+    bucket, key, _ = system.split_path(name)
+    try:
+        system.call_s3(
+            "complete_multipart_upload",
+            Bucket=bucket, Key=key, UploadId=upload, MultipartUpload={"Parts": parts},
+        )  # fmt: skip
+    except Exception as error:
+        with suppress(Exception):
+            if size_of(system, name) == nbytes:
+                return
+        raise error
+
+
+class StagedFile:
+    """The write handle of an object. `sync_file` uploads it; closed before that, it never existed."""
+
+    alignment = 0
+
+    def __init__(self, path: str, put: Callable[[IO[bytes], int], None]) -> None:
+        self.path = path
+        self._put = put
+        try:
+            self._file: IO[bytes] = tempfile.TemporaryFile(prefix="torchrelay-")  # noqa: SIM115 - see `close`
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write into the staged file."""
+        try:
+            view = data.cast("B")
+            while len(view):
+                written = os.pwrite(self._file.fileno(), view, offset)
+                view, offset = view[written:], offset + written
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def preallocate(self, nbytes: int) -> None:
+        """Reserve local space if the file system can."""
+        try:
+            if nbytes:
+                os.posix_fallocate(self._file.fileno(), 0, nbytes)
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def sync_file(self) -> None:
+        """Upload the object; it is durable when the store has answered."""
+        self._put(self._file, os.fstat(self._file.fileno()).st_size)
+
     def close(self) -> None:
-        """Do nothing."""
+        """Delete the staged file; later calls do nothing."""
+        self._file.close()
+
+    def _no_room(self, error: OSError) -> StorageError:
+        """The error for a full local disk."""
+        where = tempfile.gettempdir()
+        return StorageError(
+            f"{self.path} cannot be staged in {where}: {error.strerror or error}; the whole file is "
+            "stored there before it is sent: set TMPDIR to a place with room for the largest shard"
+        )

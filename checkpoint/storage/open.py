@@ -17,7 +17,6 @@ from torchrelay.checkpoint.storage.base import (
     ReadHandle,
     SingleWriter,
     Storage,
-    WriteHandle,
     open_for_reading,
     worth_of_a_request,
 )
@@ -45,11 +44,6 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-def protocol_of(url: str) -> str:
-    """The part before `://`."""
-    return url.partition("://")[0]
-
-
 def shown(url: str) -> str:
     """A URL for display: without the part before an `@` in its host, which may contain a password."""
     protocol, mark, rest = url.partition("://")
@@ -70,7 +64,7 @@ def open_file_system(url: str, what: str) -> tuple[Any, str]:
         raise UsageError(f"{what} {shown(url)!r} has control characters: choose another URL")
     if "::" in url:
         raise UsageError(f"{what} {shown(url)!r} chains file systems: give the store itself")
-    protocol = protocol_of(url)
+    protocol = url.partition("://")[0]
     try:
         system, root = _sftp(url) if protocol in _SFTP else _by_fsspec(url, protocol)
     except ImportError as error:
@@ -113,12 +107,12 @@ def _sftp(url: str) -> tuple[Any, str]:
 
     from torchrelay.checkpoint.storage.sftp import SftpFileSystem
 
-    told = infer_storage_options(url)
-    path = told.pop("path")
-    del told["protocol"]
+    stated = infer_storage_options(url)
+    path = stated.pop("path")
+    del stated["protocol"]
     now: dict[str, dict[str, Any]] = {}
     set_conf_env(now, {name: text for name, text in os.environ.items() if name.startswith("FSSPEC_SFTP")})
-    options = {**now.get("sftp", {}), **conf.get("sftp", {}), **told}
+    options = {**now.get("sftp", {}), **conf.get("sftp", {}), **stated}
     if not options.get("host"):
         raise ValueError("it names no host")
     if "port" in options:
@@ -189,11 +183,12 @@ class CountingStorage:
     """Passes all calls to `storage`; `bytes_read` and `reads` count what was read."""
 
     def __init__(self, storage: Storage) -> None:
-        self.storage = storage
-        self.url = storage.url
-        self.bytes_read = 0
-        self.reads = 0
+        self.storage, self.url = storage, storage.url
+        self.bytes_read = self.reads = 0
         self._lock = threading.Lock()
+        self.open_exclusive, self.link_exclusive = storage.open_exclusive, storage.link_exclusive
+        self.replace, self.mkdir, self.sync_dir = storage.replace, storage.mkdir, storage.sync_dir
+        self.stat, self.delete, self.list = storage.stat, storage.delete, storage.list
 
     @property
     def request_bytes(self) -> int:
@@ -202,7 +197,9 @@ class CountingStorage:
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Read and count."""
-        return self._counted(self.storage.read_range(path, offset, length))
+        data = self.storage.read_range(path, offset, length)
+        self.count(len(data))
+        return data
 
     def read_into(self, path: str, offset: int, destination: memoryview) -> int:
         """Read in place and count."""
@@ -214,48 +211,11 @@ class CountingStorage:
         """A handle whose reads are counted."""
         return _CountedReads(self, open_for_reading(self.storage, path))
 
-    def _counted(self, data: bytes) -> bytes:
-        """Count bytes, and return them."""
-        self.count(len(data))
-        return data
-
     def count(self, nbytes: int) -> None:
         """Count one read."""
         with self._lock:
             self.reads += 1
             self.bytes_read += nbytes
-
-    def open_exclusive(self, path: str) -> WriteHandle:
-        """Pass on."""
-        return self.storage.open_exclusive(path)
-
-    def link_exclusive(self, path: str, data: bytes) -> None:
-        """Pass on."""
-        self.storage.link_exclusive(path, data)
-
-    def replace(self, path: str, data: bytes) -> None:
-        """Pass on."""
-        self.storage.replace(path, data)
-
-    def mkdir(self, path: str) -> None:
-        """Pass on."""
-        self.storage.mkdir(path)
-
-    def sync_dir(self, path: str) -> None:
-        """Pass on."""
-        self.storage.sync_dir(path)
-
-    def stat(self, path: str) -> int | None:
-        """Pass on."""
-        return self.storage.stat(path)
-
-    def delete(self, path: str) -> None:
-        """Pass on."""
-        self.storage.delete(path)
-
-    def list(self, path: str) -> list[str]:
-        """Pass on."""
-        return self.storage.list(path)
 
 
 class _CountedReads:

@@ -13,8 +13,9 @@ import errno
 import secrets
 import stat
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,6 +28,7 @@ from torchrelay.checkpoint.storage.base import PRIVATE
 _PIECE_BYTES = 8 << 20
 _PATIENCE = {"connect_timeout": 20, "login_timeout": 20, "keepalive_interval": 10, "keepalive_count_max": 3}
 """Seconds; a server that is silent for this long is lost."""
+_LOST = (asyncssh.SFTPConnectionLost, asyncssh.SFTPNoConnection)
 
 
 class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not annotated
@@ -52,28 +54,22 @@ class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not an
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[Any]:
-        """The connection; raises errors of the operating system."""
-        line = await self._connected()
+        """The cached connection, or a new one; raises errors of the operating system."""
+        if self._connecting is None:
+            self._connecting = asyncio.Lock()
+        async with self._connecting:
+            line = self._line = self._line or await self._connect()
         try:
             yield line[1]
         except asyncssh.SFTPError as error:
-            self._drop_if_lost(line, error)
-            raise _in_other_words(error) from error
+            if isinstance(error, _LOST):
+                self._drop(line)
+            raise _as_os_error(error) from error
         except (asyncssh.Error, ConnectionError) as error:
             self._drop(line)
             raise ConnectionResetError(f"the connection to {self.host} was lost: {error}") from error
 
-    async def _connected(self) -> tuple[Any, Any]:
-        """The cached connection, or a new one."""
-        if self._connecting is None:
-            self._connecting = asyncio.Lock()
-        async with self._connecting:
-            if self._line is None:
-                self._line = await self._connect()
-            return self._line
-
     async def _connect(self) -> tuple[Any, Any]:
-        """Make a connection."""
         try:
             connection = await asyncssh.connect(self.host, **self._options)
             weakref.finalize(self, _close, self.loop, connection)
@@ -85,11 +81,6 @@ class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not an
         except (asyncssh.Error, TimeoutError, asyncio.TimeoutError) as error:
             raise ConnectionResetError(f"no connection to {self.host}: {error}") from error
 
-    def _drop_if_lost(self, line: tuple[Any, Any], error: Exception) -> None:
-        """Drop a connection after an error that means it was lost."""
-        if isinstance(error, (asyncssh.SFTPConnectionLost, asyncssh.SFTPNoConnection)):
-            self._drop(line)
-
     def _drop(self, line: tuple[Any, Any]) -> None:
         if self._line is line:
             self._line = None
@@ -100,7 +91,7 @@ class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not an
     async def _info(self, path: str, **_: Any) -> dict[str, Any]:
         path = self._strip_protocol(path)
         async with self._client() as client:
-            return _told(path, await client.stat(path))
+            return _described(path, await client.stat(path))
 
     async def _ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         path = self._strip_protocol(path)
@@ -108,8 +99,8 @@ class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not an
             if not stat.S_ISDIR((await client.stat(path)).permissions or 0):
                 raise NotADirectoryError(path)
             found = [one for one in await client.readdir(path) if one.filename not in (".", "..")]
-        told = [_told(f"{path}/{one.filename}", one.attrs) for one in found]
-        return told if detail else [one["name"] for one in told]
+        files = [_described(f"{path}/{one.filename}", one.attrs) for one in found]
+        return files if detail else [one["name"] for one in files]
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         first = start or 0
@@ -118,26 +109,29 @@ class SftpFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec is not an
 
     # Writing
 
-    async def _pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+    async def _write(
+        self, path: str, pieces: Iterable[bytes], give_name: Callable[..., Awaitable[None]]
+    ) -> None:
         path = self._strip_protocol(path)
         async with self._client() as client, _beside(client, path) as temporary:
             async with client.open(temporary, "xb") as file:
-                for at in range(0, len(value), _PIECE_BYTES):
-                    await file.write(value[at : at + _PIECE_BYTES], at)
-                await _sync(file)
-            await (_link if mode == "create" else _replace)(client, temporary, path)
+                at = 0
+                for piece in pieces:
+                    await file.write(piece, at)
+                    at += len(piece)
+                with suppress(
+                    asyncssh.SFTPOpUnsupported
+                ):  # then a server does not state when bytes are durable
+                    await file.fsync()
+            await give_name(client, temporary, path)
+
+    async def _pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        pieces = (value[at : at + _PIECE_BYTES] for at in range(0, len(value), _PIECE_BYTES))
+        await self._write(path, pieces, _link if mode == "create" else _replace)
 
     async def _put_file(self, lpath: str, rpath: str, **_: Any) -> None:
-        path = self._strip_protocol(rpath)
-        async with self._client() as client, _beside(client, path) as temporary:
-            with Path(lpath).open("rb") as source:
-                async with client.open(temporary, "xb") as file:
-                    at = 0
-                    while piece := source.read(_PIECE_BYTES):
-                        await file.write(piece, at)
-                        at += len(piece)
-                    await _sync(file)
-            await _replace(client, temporary, path)
+        with Path(lpath).open("rb") as source:
+            await self._write(rpath, iter(partial(source.read, _PIECE_BYTES), b""), _replace)
 
     async def _makedirs(self, path: str, exist_ok: bool = False) -> None:
         async with self._client() as client:
@@ -200,13 +194,7 @@ async def _replace(client: Any, temporary: str, path: str) -> None:
         await client.rename(temporary, path)
 
 
-async def _sync(file: Any) -> None:
-    """Make a file durable, if the server can."""
-    with suppress(asyncssh.SFTPOpUnsupported):  # then a server does not state when bytes are durable
-        await file.fsync()
-
-
-def _told(path: str, attributes: Any) -> dict[str, Any]:
+def _described(path: str, attributes: Any) -> dict[str, Any]:
     """The description of a file for fsspec."""
     permissions = attributes.permissions or 0
     kinds = (("directory", stat.S_ISDIR), ("link", stat.S_ISLNK), ("file", stat.S_ISREG))
@@ -214,7 +202,7 @@ def _told(path: str, attributes: Any) -> dict[str, Any]:
     return {"name": path, "size": attributes.size, "type": kind, "mtime": attributes.mtime}
 
 
-def _in_other_words(error: Exception) -> Exception:
+def _as_os_error(error: Exception) -> Exception:
     """The operating system's error for an SFTP error."""
     if isinstance(error, (asyncssh.SFTPNoSuchFile, asyncssh.SFTPNoSuchPath)):
         return FileNotFoundError(str(error))
@@ -222,7 +210,7 @@ def _in_other_words(error: Exception) -> Exception:
         return PermissionError(str(error))
     if isinstance(error, asyncssh.SFTPFileAlreadyExists):
         return FileExistsError(str(error))
-    if isinstance(error, (asyncssh.SFTPConnectionLost, asyncssh.SFTPNoConnection)):
+    if isinstance(error, _LOST):
         return ConnectionResetError(str(error))
     return OSError(f"the server refuses: {error}")
 

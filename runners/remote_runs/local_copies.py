@@ -26,8 +26,7 @@ from pathlib import Path
 
 from torchrelay.checkpoint.log.record import JOB_PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import slot_path
-from torchrelay.checkpoint.storage.base import check_exclusion
-from torchrelay.checkpoint.storage.transfers import RetryTimeouts
+from torchrelay.checkpoint.storage.base import RetryTimeouts, check_exclusion
 from torchrelay.errors import DirectoryInUseError, StorageError, UsageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import Peers, together

@@ -35,9 +35,9 @@ from torchrelay.checkpoint.log.lease import WriterIdentity
 from torchrelay.checkpoint.log.record import JOB_PATH as JOB_FILE
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
-from torchrelay.checkpoint.storage import object_store, transfers
+from torchrelay.checkpoint.storage import object_store
+from torchrelay.checkpoint.storage.base import RetryTimeouts
 from torchrelay.checkpoint.storage.open import storage_of
-from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.errors import FencedError, RelayError
 from torchrelay.tools.cli.main import main
 
@@ -392,6 +392,6 @@ def impatient() -> Iterator[None]:
     with (
         patch.object(object_store, "RetryTimeouts", _PATIENCE),
         patch.object(object_store, "PUT_IN_ONE_BYTES", 1 << 20),
-        patch.object(transfers, "PART_BYTES", 5 << 20),
+        patch.object(object_store, "PART_BYTES", 5 << 20),
     ):
         yield

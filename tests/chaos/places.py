@@ -26,10 +26,9 @@ from torchrelay.chaos.scenarios import (
     demand,
     prepare,
 )
-from torchrelay.checkpoint.storage.base import SingleWriter
+from torchrelay.checkpoint.storage.base import SingleWriter, refusal
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import joined, shown
-from torchrelay.checkpoint.storage.transfers import refusal
 from torchrelay.errors import RelayError, StorageError, UsageError
 from torchrelay.records import dataclass
 

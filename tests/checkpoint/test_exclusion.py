@@ -18,10 +18,9 @@ from stores import QUICK, DoubleLiar, Faulty, Liar, Refusing, Terse, store_of
 from torchrelay import JobRunner, MultiNodeCheckpointManager, open_checkpoint
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage import local
-from torchrelay.checkpoint.storage.base import check_exclusion
+from torchrelay.checkpoint.storage.base import RetryTimeouts, check_exclusion
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.errors import StorageError, UsageError
 
 LIARS = {

@@ -132,7 +132,7 @@ def test_a_file_system_without_direct_reads_is_read_through_its_cache(storage, c
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(local_io, "_read_aligned", refusing)
-    monkeypatch.setattr(local_io.LocalReadHandle, "_is_cached", lambda *given: False)
+    monkeypatch.setattr(local_io.LocalReadHandle, "is_at_hand", lambda *given: False)
     handle, room = storage.open_read("file"), bytearray(SIZE)
     for start in (0, 2 * BLOCK):
         handle.read_into(start, memoryview(room)[start : start + 2 * BLOCK], direct=True)
@@ -150,7 +150,7 @@ def test_other_errors_of_a_direct_read_are_told_with_the_file(storage, monkeypat
     if not takes_direct(storage.root / "file"):
         pytest.skip("this file system has no direct reads")
     monkeypatch.setattr(local_io, "_read_aligned", failing)
-    monkeypatch.setattr(local_io.LocalReadHandle, "_is_cached", lambda *given: False)
+    monkeypatch.setattr(local_io.LocalReadHandle, "is_at_hand", lambda *given: False)
     handle = storage.open_read("file")
     with pytest.raises(StorageError, match=r"cannot read .*file: Input/output error"):
         handle.read_into(0, memoryview(bytearray(SIZE)), direct=True)

@@ -21,10 +21,10 @@ import torchrelay
 from torchrelay.checkpoint.format.position import Retirement
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.storage import object_store
+from torchrelay.checkpoint.storage.base import AT_LEAST, RetryTimeouts, may_pass, persistently
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import joined, storage_of
-from torchrelay.checkpoint.storage.transfers import AT_LEAST, RetryTimeouts, may_pass, persistently
 from torchrelay.errors import StorageError, UsageError
 
 PATHS = ("log/0.json", "log/1.json", "data/e1/trainer:0.safetensors", "HINT", "data/e1", "log")

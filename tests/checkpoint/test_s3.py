@@ -15,10 +15,9 @@ from test_object_storage import story, write
 
 from torchrelay import MultiNodeCheckpointManager, open_checkpoint
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.storage.base import check_exclusion
+from torchrelay.checkpoint.storage.base import RetryTimeouts, check_exclusion
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import open_file_system, storage_of
-from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.errors import StorageError
 from torchrelay.tools.cli.main import main
 

@@ -19,9 +19,9 @@ from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.retention import KEEP_ALL
 from torchrelay.checkpoint.log.tiered_storage import TierStorage
 from torchrelay.checkpoint.log.writer import LogWriter
+from torchrelay.checkpoint.storage.base import RetryTimeouts
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import storage_of
-from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.checkpoint.tiering import session_log
 from torchrelay.checkpoint.tiering.replicator import Replicator
 from torchrelay.checkpoint.tiering.session_log import TierLedger

@@ -13,10 +13,10 @@ from tiers import Places, numbers_in
 from torchrelay.checkpoint.format.canonical_json import seal
 from torchrelay.checkpoint.format.position import CommittedPosition, Position, Retirement, State
 from torchrelay.checkpoint.log.tiered_storage import PATH, Notes, read_notes, refuse_part, write_notes
+from torchrelay.checkpoint.storage.base import RetryTimeouts
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import Tier
-from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.checkpoint.tiering import hosts
 from torchrelay.checkpoint.tiering.hosts import LocalLogStatus, claim_of, given_up, teller
 from torchrelay.checkpoint.tiering.upload import (

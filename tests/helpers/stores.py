@@ -9,8 +9,8 @@ from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
+from torchrelay.checkpoint.storage.base import RetryTimeouts
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 
 QUICK = RetryTimeouts(deadline_secs=30.0, first_pause_secs=0.0, longest_pause_secs=0.0)
 

@@ -17,11 +17,10 @@ from surroundings import surroundings
 
 from torchrelay import MultiNodeCheckpointManager, open_checkpoint
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.storage import object_store, transfers
-from torchrelay.checkpoint.storage.base import check_exclusion
+from torchrelay.checkpoint.storage import object_store
+from torchrelay.checkpoint.storage.base import RetryTimeouts, check_exclusion
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import storage_of
-from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 from torchrelay.errors import StorageError, UsageError
 from torchrelay.tools.cli.main import main
 
@@ -151,7 +150,7 @@ def test_a_few_of_many_blobs_take_a_few_requests(server: Served, tell) -> None:
 def test_large_files_go_in_parts_whatever_happens(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts go side by side, each is repeated by itself, and a lost answer to the last word is looked up."""
     monkeypatch.setattr(object_store, "PUT_IN_ONE_BYTES", 1 << 20)
-    monkeypatch.setattr(transfers, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
     data = secrets.token_bytes(1 << 20) * 17
     with behind(server) as (proxy, url):
         storage = storage_of(url, "the place")
@@ -177,7 +176,7 @@ def test_large_files_go_in_parts_whatever_happens(server: Served, monkeypatch: p
 def test_parts_that_nobody_completes_are_given_up(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the writer whose part fails for good, and by the next one after a writer was killed."""
     monkeypatch.setattr(object_store, "PUT_IN_ONE_BYTES", 1 << 20)
-    monkeypatch.setattr(transfers, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
     with behind(server, patient=True) as (proxy, url):
         storage = storage_of(url, "the place")
         proxy.schedule = lambda asked: "501" if "partNumber=2" in asked.query else ""

@@ -20,8 +20,7 @@ from torchrelay.checkpoint.log.record import JOB_PATH as JOB_FILE
 from torchrelay.checkpoint.log.record import slot_path
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.manager.base import Manager
-from torchrelay.checkpoint.storage.base import Storage
-from torchrelay.checkpoint.storage.transfers import RetryTimeouts
+from torchrelay.checkpoint.storage.base import RetryTimeouts, Storage
 from torchrelay.errors import FencedError, RelayError, StorageError
 from torchrelay.jobs.cluster import NodePlace
 from torchrelay.jobs.session import decide, together

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.chaos.faults import Fault, fault_of
+from torchrelay.checkpoint.storage.base import RetryTimeouts
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
-from torchrelay.checkpoint.storage.transfers import RetryTimeouts
 
 _PATIENCE = RetryTimeouts(deadline_secs=0.3, first_pause_secs=0.01, longest_pause_secs=0.05)
 """A lasting error is believed after a moment: waiting longer would find nothing else."""
