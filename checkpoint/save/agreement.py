@@ -23,7 +23,6 @@ from torchrelay.checkpoint.save.assignments import NodeClass, SavePlan, leaves_d
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.plan import plan_classes, shared_unlike, unusual
 from torchrelay.checkpoint.save.replicas import (
-    WHOLE_EVERY,
     Lone,
     MeshParts,
     Mode,
@@ -52,42 +51,8 @@ _REMEMBERED = 4
 """Number of cached plans: a save that references older bytes asks twice."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Answered:
-    """A plan and its arguments. Classes and scopes are compared by identity: they never change."""
-
-    classes: tuple[NodeClass, ...]
-    scopes: Mapping[str, str]
-    hosts: tuple[int, ...]
-    referenced: frozenset[str]
-    plan: SavePlan
-
-    def to(self, classes: object, scopes: object, hosts: tuple[int, ...], referenced: frozenset[str]) -> bool:
-        """Whether the plan was made for these arguments."""
-        same = self.classes is classes and self.scopes is scopes
-        return same and self.hosts == hosts and self.referenced == referenced
-
-
-class RepeatedPlans:
-    """Caches the last few plans; arguments are compared by identity."""
-
-    def __init__(self) -> None:
-        self._answered: Recent[_Answered] = Recent(_REMEMBERED)
-
-    def plan(
-        self,
-        classes: tuple[NodeClass, ...],
-        scopes: Mapping[str, str],
-        hosts: tuple[int, ...],
-        referenced: frozenset[str] = frozenset(),
-    ) -> SavePlan:
-        """The plan of `plan_classes` for the same arguments."""
-
-        def make() -> _Answered:
-            plan = plan_classes(classes, scopes=scopes, hosts=hosts, referenced=referenced)
-            return _Answered(classes, scopes, hosts, referenced, plan)
-
-        return self._answered.get(lambda one: one.to(classes, scopes, hosts, referenced), make).plan
+_Made = tuple[tuple[NodeClass, ...], Mapping[str, str], tuple[int, ...], frozenset[str], SavePlan]
+"""A plan after its arguments."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +82,30 @@ class SpecExchange:
     """Caches the classes and plans of earlier saves; one per engine."""
 
     def __init__(self) -> None:
-        self.plans = RepeatedPlans()
+        self._plans: Recent[_Made] = Recent(_REMEMBERED)
         self._known: dict[str, Described] = {}
         self._mine: dict[int, Described] = {}
         self._last: _Answer | None = None
         self._agreed: str | None = None
         self._confirmed: str | None = None
+
+    def plan(
+        self,
+        classes: tuple[NodeClass, ...],
+        scopes: Mapping[str, str],
+        hosts: tuple[int, ...],
+        referenced: frozenset[str] = frozenset(),
+    ) -> SavePlan:
+        """The plan of `plan_classes`; of the last few, known by the identity of classes and scopes."""
+
+        def fits(made: _Made) -> bool:
+            return made[0] is classes and made[1] is scopes and made[2:4] == (hosts, referenced)
+
+        def make() -> _Made:
+            plan = plan_classes(classes, scopes=scopes, hosts=hosts, referenced=referenced)
+            return classes, scopes, hosts, referenced, plan
+
+        return self._plans.get(fits, make)[-1]
 
     def confirmed(self, plan: SavePlan) -> bool:
         """Whether all processes stated, in the last exchange, that they agreed on this plan."""
@@ -141,13 +124,13 @@ class SpecExchange:
         """
         self._mine = {state.rank: self._described(state) for state in states}
         # Counted from the process's own rank: processes with equal leaves then send equal messages.
-        told = [[rank - peers.rank, described.digest] for rank, described in self._mine.items()]
-        answers = peers.exchange("save: leaves", [told, self._agreed])
+        digests = [[rank - peers.rank, described.digest] for rank, described in self._mine.items()]
+        answers = peers.exchange("save: leaves", [digests, self._agreed])
         posted = [part for part, _ in answers]
         agreed = {hashed for _, hashed in answers}
         self._confirmed = self._agreed if len(agreed) == 1 else None
         by_rank = {process + rank: digest for process, part in enumerate(posted) for rank, digest in part}
-        self._learn(peers, posted, {one.digest: one for one in self._mine.values()})
+        self._learn(peers, posted)
         members = _members(by_rank)
         self._known = {digest: self._known[digest] for digest in members}
         if self._last is None or self._last[0] != members or not self._same(self._last[1]):
@@ -174,29 +157,22 @@ class SpecExchange:
         """Whether the classes are those of the last save."""
         return known.keys() == self._known.keys() and all(known[one] is self._known[one] for one in known)
 
-    def _learn(self, peers: Peers, posted: list[Any], mine: Mapping[str, Described]) -> None:
-        """Exchange the specs of new digests, and cache all classes."""
+    def _learn(self, peers: Peers, posted: list[Any]) -> None:
+        """Receive the specs of new classes, each from the lowest process that has it.
+
+        Nothing is sent if there is one class and every process has a node that is saved.
+        """
+        mine = {one.digest: one for one in self._mine.values()}
         first: dict[str, int] = {}
         for process, part in enumerate(posted):
             for _, digest in part:
                 first.setdefault(digest, process)
-        self._explain(peers, first, mine, everybody=all(posted))
-        self._known.update(mine)  # of values, with their current length
-
-    def _explain(
-        self, peers: Peers, first: Mapping[str, int], mine: Mapping[str, Described], *, everybody: bool
-    ) -> None:
-        """Receive the specs of new classes, each from the lowest process that has it.
-
-        Nothing is sent if there is one class and `everybody` has a node that is saved.
-        """
         unknown = [digest for digest in first if digest not in self._known]
-        if (len(first) == 1 and everybody) or not unknown:
-            return
-        told = [class_json(mine[digest]) for digest in unknown if first[digest] == peers.rank]
-        for part in peers.exchange("save: classes", told):
-            for one in part:
-                self._known[one["digest"]] = class_of(one)
+        if unknown and not (len(first) == 1 and all(posted)):
+            own = [class_json(mine[digest]) for digest in unknown if first[digest] == peers.rank]
+            for part in peers.exchange("save: classes", own):
+                self._known.update((one["digest"], class_of(one)) for one in part)
+        self._known.update(mine)  # of values, with their current length
 
 
 def _class(ranks: tuple[int, ...], described: Described) -> NodeClass:
@@ -225,21 +201,19 @@ def class_json(described: Described) -> dict[str, Any]:
         }
         for spec in specs
     ]
-    told = [
+    listed = [
         [list(mesh.nodes), list(mesh.extents), placements_json(mesh.placements), mesh.rule]
         for mesh in meshes.values()
     ]
-    return {"digest": described.digest, "meshes": told, "specs": rows, "scopes": dict(described.scopes)}
-
-
-def _mesh(json: Any) -> Mesh:
-    nodes, extents, placements, rule = json
-    return Mesh(tuple(nodes), tuple(extents), placements_of(placements) or (), rule)
+    return {"digest": described.digest, "meshes": listed, "specs": rows, "scopes": dict(described.scopes)}
 
 
 def class_of(one: Mapping[str, Any]) -> Described:
     """The leaves and scopes in the JSON of `class_json`."""
-    meshes = [_mesh(json) for json in one["meshes"]]
+    meshes = [
+        Mesh(tuple(nodes), tuple(extents), placements_of(placements) or (), rule)
+        for nodes, extents, placements, rule in one["meshes"]
+    ]
     specs = tuple(
         LeafSpec(
             **{
@@ -273,7 +247,7 @@ def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names:
                 continue
             first = seen.setdefault(leaf.name, (same(leaf), node_class.nodes[0], leaf))
             if first[0] != same(leaf):
-                one, other = _told(first[2], leaf), _told(leaf, first[2])
+                one, other = _distinguished(first[2], leaf), _distinguished(leaf, first[2])
                 raise SaveFailedError(
                     f"{leaf.name!r} is replicated, but it is {one} on {names[first[1]]} and {other} on "
                     f"{names[node_class.nodes[0]]}: make it equal on all ranks, or register blob "
@@ -281,7 +255,7 @@ def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names:
                 )
 
 
-def _told(leaf: LeafSpec, other: LeafSpec) -> str:
+def _distinguished(leaf: LeafSpec, other: LeafSpec) -> str:
     """Describe a leaf by what distinguishes it from another one."""
     parts = [str(leaf)]
     if leaf.role is not other.role:
@@ -295,11 +269,6 @@ def _told(leaf: LeafSpec, other: LeafSpec) -> str:
     return ", ".join(parts)
 
 
-def all_listed(peers: Peers, topic: str, failed: Exception | None) -> None:
-    """Raise on all processes the error that kept one from listing its leaves."""
-    together(peers, topic, lambda: _check(failed))
-
-
 def _check(failed: Exception | None) -> None:
     if failed is not None:
         raise failed
@@ -308,7 +277,7 @@ def _check(failed: Exception | None) -> None:
 class ReplicaCheck:
     """Compares replicas at every save, fully every `every` epochs; caches which buffers DDP broadcasts."""
 
-    def __init__(self, every: int = WHOLE_EVERY) -> None:
+    def __init__(self, every: int) -> None:
         self._every = every
         self._first = True
         """Nothing was found equal yet."""
@@ -317,11 +286,7 @@ class ReplicaCheck:
         self._broadcast = BroadcastBuffers()
 
     def run(
-        self,
-        job: SaveJob,
-        forced: frozenset[str],
-        *,
-        failed: Exception | None = None,
+        self, job: SaveJob, forced: frozenset[str], *, failed: Exception | None = None
     ) -> tuple[frozenset[str], WholeBytes | None]:
         """Compare replicas across ranks; returns the leaves to demote to scope `rank`, and a full comparison.
 
@@ -334,7 +299,7 @@ class ReplicaCheck:
         replicas that must be equal and are not.
         """
         if len(job.places) == 1:
-            all_listed(job.peers, "save: boundary", failed)
+            together(job.peers, "save: boundary", lambda: _check(failed))
             return frozenset(), None
         mode = mode_at(job.position.epoch, first=self._first or self._pending, every=self._every)
         self._pending = mode is Mode.WHOLE

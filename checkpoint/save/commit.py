@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import (
-    BlobRow,
     EpochNodes,
     Manifest,
     ShardRow,
@@ -25,7 +24,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
 )
 from torchrelay.checkpoint.format.names import Recent, attempt_directory, manifest_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
-from torchrelay.checkpoint.save.assignments import PlannedLeaf, SavePlan
+from torchrelay.checkpoint.save.assignments import SavePlan
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.storage.base import Storage, SupportsFreeSpace
 from torchrelay.errors import SaveFailedError, StorageError
@@ -78,13 +77,11 @@ def compose(
     shards: Sequence[ShardRow],
     values: Mapping[str, Json],
     facts: Facts,
-    blobs: Sequence[BlobRow] | None = None,
     sizes: Mapping[int, int] | None = None,
 ) -> Manifest:
     """The manifest of an attempt. `values` has the typed form of the plan's inline values, by leaf name.
 
-    `sizes` are the current bytes of values by row. `blobs` adds blobs without leaves and forced scopes; all
-    others are inferred from the leaves.
+    `sizes` are the current bytes of values by row. Blobs are inferred from the leaves.
     """
     return Manifest(
         job_uuid=identity.job_uuid,
@@ -94,7 +91,7 @@ def compose(
         generation=identity.generation,
         tries=(identity.attempt_name,),
         world=world,
-        blobs=_with_said(plan.blob_rows, blobs) if blobs else plan.blob_rows,
+        blobs=plan.blob_rows,
         leaves=plan.rows_with(sizes or {}),
         layouts=plan.layouts,
         shards=tuple(sorted(shards, key=in_order)),
@@ -102,12 +99,6 @@ def compose(
         values={row: values[name] for row, name in plan.inline_rows.items()},
         facts=facts,
     )
-
-
-def _with_said(found: Sequence[BlobRow], said: Sequence[BlobRow]) -> tuple[BlobRow, ...]:
-    """Replace inferred rows of blobs by the given ones."""
-    blobs = {blob.name: blob for blob in (*found, *said)}
-    return tuple(blobs[name] for name in sorted(blobs))
 
 
 FILE_BYTES = 8 << 10
@@ -129,7 +120,9 @@ def check_room(
         return
     free_bytes, free_files = room
     files = sum(1 for node, _ in plan.writers if nodes is None or node in nodes) + OWN_FILES
-    total = plan.total_bytes if nodes is None else _bytes_of(plan, nodes)
+    total = plan.total_bytes
+    if nodes is not None:
+        total = sum(one.nbytes for node in nodes for one in plan.assignments(node) if not one.inline)
     nbytes = total + files * FILE_BYTES
     if nbytes > free_bytes:
         raise _full(
@@ -141,16 +134,6 @@ def check_room(
             f"No space left for epoch {position} in {storage.url}: it needs {files} files, {free_files} "
             "can be made (inodes); delete files there, or keep fewer epochs (keep_last)"
         )
-
-
-def _bytes_of(plan: SavePlan, nodes: Collection[int]) -> int:
-    """Bytes that these nodes write."""
-    return sum(one.nbytes for node in nodes for one in plan.assignments(node) if not one.inline)
-
-
-def is_full(error: OSError) -> bool:
-    """Whether an error means that no space was left, so that nothing was created."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _full(text: str) -> SaveFailedError:
@@ -231,7 +214,7 @@ def commit(job: SaveJob, plan: SavePlan, attempt_name: str, rows: list[Row]) -> 
     try:
         job.commit(entry)
     except StorageError as error:
-        if is_full(error) and not job.known(entry):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not job.known(entry):
             discard(job, attempt_name)  # else a full disk would fail all later saves
         raise
     return entry
@@ -249,7 +232,13 @@ def discard(job: SaveJob, attempt_name: str) -> None:
 def _write_manifest(job: SaveJob, plan: SavePlan, attempt_name: str, rows: list[Row]) -> CommittedPosition:
     """Check that the set of shards is exact, and write the manifest durably."""
     shards = shards_in(rows)
-    _check_exact(job, plan, len(rows), shards)
+    wanted, found = plan.writers, set(map(_FILE, shards))
+    if wanted != found or len(rows) != len(job.places):
+        names = {place.rank: place.name for place in job.places}
+        missing = ", ".join(f"{names.get(node, node)} ({group})" for node, group in sorted(wanted ^ found))
+        raise SaveFailedError(
+            f"epoch {job.position}: the shards do not match the plan: {missing or len(rows)}"
+        )
     manifest = _manifest(job, plan, attempt_name, shards, values_in(rows))
     if job.reuse is not None:
         manifest = job.reuse.completed(manifest)
@@ -288,24 +277,10 @@ def _value_sizes(job: SaveJob, plan: SavePlan) -> dict[int, int]:
         planned = plan.rows[row]
         for state in job.states:
             leaf = state.leaves.get(planned.leaf.name)
-            if leaf is not None and isinstance(leaf.content, Value) and _holds(plan, planned, state.rank):
+            holds = state.rank in plan.layouts[planned.layout].nodes
+            if leaf is not None and isinstance(leaf.content, Value) and holds:
                 sizes[row] = leaf.content.nbytes
     return sizes
-
-
-def _holds(plan: SavePlan, planned: PlannedLeaf, node: int) -> bool:
-    """Whether a node has a planned leaf."""
-    return node in plan.layouts[planned.layout].nodes
-
-
-def _check_exact(job: SaveJob, plan: SavePlan, reports: int, shards: Sequence[ShardRow]) -> None:
-    """Raise SaveFailedError unless the shards are exactly those of the plan."""
-    wanted = plan.writers
-    found = set(map(_FILE, shards))
-    if wanted != found or reports != len(job.places):
-        names = {place.rank: place.name for place in job.places}
-        missing = ", ".join(f"{names.get(node, node)} ({group})" for node, group in sorted(wanted ^ found))
-        raise SaveFailedError(f"epoch {job.position}: the shards do not match the plan: {missing or reports}")
 
 
 @dataclass(frozen=True)

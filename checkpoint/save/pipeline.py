@@ -124,32 +124,27 @@ def make_plan(job: SaveJob, exchange: SpecExchange) -> SavePlan:
     The hash of the last plan travels with the leaves, so an unchanged plan needs no further exchange.
     """
     try:
-        return _planned(job, exchange)
+        classes, scopes = exchange.classes(job.peers, job.states, job.places)
+        hosts = tuple(place.host_index for place in job.places)
+        plan = exchange.plan(classes, scopes, hosts)
+        if job.reuse is not None:
+            unchanged = job.reuse.choose(job, plan, patience_secs(plan.largest_share))
+            plan = exchange.plan(classes, scopes, hosts, frozenset(unchanged))
+        if job.reuse is None and exchange.confirmed(plan):
+            return plan
+        hashes = job.peers.exchange("save: plan", plan.hash)
+        odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
+        if odd:
+            raise SaveFailedError(
+                f"epoch {job.position}: the plan of rank {', '.join(map(str, odd))} differs from that of "
+                "rank 0: all ranks must run the same version of the program and of torchrelay"
+            )
+        exchange.agree(plan)
+        return plan
     except BaseException:
         if job.reuse is not None:
             job.reuse.let_go()
         raise
-
-
-def _planned(job: SaveJob, exchange: SpecExchange) -> SavePlan:
-    """The plan before its comparison."""
-    classes, scopes = exchange.classes(job.peers, job.states, job.places)
-    hosts = tuple(place.host_index for place in job.places)
-    plan = exchange.plans.plan(classes, scopes, hosts)
-    if job.reuse is not None:
-        unchanged = job.reuse.choose(job, plan, _patience_secs(plan))
-        plan = exchange.plans.plan(classes, scopes, hosts, frozenset(unchanged))
-    if job.reuse is None and exchange.confirmed(plan):
-        return plan
-    hashes = job.peers.exchange("save: plan", plan.hash)
-    odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
-    if odd:
-        raise SaveFailedError(
-            f"epoch {job.position}: the plan of rank {', '.join(map(str, odd))} differs from that of rank 0: "
-            "all ranks must run the same version of the program and of torchrelay"
-        )
-    exchange.agree(plan)
-    return plan
 
 
 def save_epoch(
@@ -189,7 +184,12 @@ def carry_out(job: SaveJob, plan: SavePlan, clock: Clock, whole: WholeBytes | No
             discard(job, attempt_name)
         raise
     begin = time.monotonic()
-    entry = decide(job.peers, "save: commit", lambda: _commit_and_tell(job, plan, attempt_name, rows))
+
+    def append() -> Any:  # other hosts need the entry
+        entry = commit(job, plan, attempt_name, rows)
+        return None if job.apart is None else entry_json(entry)
+
+    entry = decide(job.peers, "save: commit", append)
     if job.apart is not None:
         job.apart.committed(entry_of(entry, "the commit"))
     if job.reuse is not None:
@@ -225,21 +225,16 @@ def _make_attempt(job: SaveJob, plan: SavePlan) -> str:
         return name
 
     made = str(decide(job.peers, "save: try", lambda: make(job.position.directory(secrets.token_hex(6)))))
-    if job.apart is not None:
-        _make_others(job, made, make)
+    if job.apart is not None:  # the leaders of the hosts that do not see rank 0's directory
+        others = job.leads and job.peers.rank != 0
+        try:
+            together(job.peers, "save: attempt of each host", lambda: make(made) if others else None)
+        except PeerError:
+            raise
+        except Exception:
+            discard(job, made)
+            raise
     return made
-
-
-def _make_others(job: SaveJob, made: str, make: Callable[[str], str]) -> None:
-    """Create the directories on hosts that do not see rank 0's."""
-    others = job.leads and job.peers.rank != 0
-    try:
-        together(job.peers, "save: attempt of each host", lambda: make(made) if others else None)
-    except PeerError:
-        raise
-    except Exception:
-        discard(job, made)
-        raise
 
 
 def _write_all(
@@ -267,13 +262,8 @@ def _write_all(
             with suppress(Exception):  # the commit fails with the same error, and reports it
                 prepare(job, plan)
 
-    secs = _patience_secs(plan) + (0.0 if job.reuse is None else job.reuse.patience_secs)
+    secs = patience_secs(plan.largest_share) + (0.0 if job.reuse is None else job.reuse.patience_secs)
     return together(job.peers, "save: write", write, deadline_secs=secs, for_first=True, meanwhile=meanwhile)
-
-
-def _patience_secs(plan: SavePlan) -> float:
-    """Seconds for the slowest node: what a very slow disk needs for the largest share."""
-    return patience_secs(plan.largest_share)
 
 
 def _write_node(
@@ -310,29 +300,21 @@ def _contents(job: SaveJob, plan: SavePlan, state: NodeState, group: str) -> tup
         else:
             piece = state.piece(assignment)
             digests = None if job.reuse is None else job.reuse.digests(state.rank, assignment)
-            if digests is not None and isinstance(piece, memoryview):
-                _check_copied(leaf.name, piece, digests)
+            if (
+                digests is not None
+                and isinstance(piece, memoryview)
+                and block_digests(piece[: len(digests) // SIZE * BLOCK]) != digests
+            ):
+                raise SaveFailedError(
+                    f"{leaf.name!r} changed while being copied in the background: before such writes call "
+                    "ctx.before_mutation(), or the Checkpointer's wait()"
+                )
             data.append(piece)
     return plan.tensors(state.rank, group).of(data), values
 
 
-def _check_copied(name: str, piece: memoryview, digests: bytes) -> None:
-    """Raise SaveFailedError if a piece copied in the background differs from its earlier digests."""
-    if block_digests(piece[: len(digests) // SIZE * BLOCK]) != digests:
-        raise SaveFailedError(
-            f"{name!r} changed while being copied in the background: before such writes call "
-            "ctx.before_mutation(), or the Checkpointer's wait()"
-        )
-
-
 def _json(leaf: Leaf) -> Any:
     return leaf.content.json if isinstance(leaf.content, Value) else None
-
-
-def _commit_and_tell(job: SaveJob, plan: SavePlan, attempt_name: str, rows: list[Row]) -> Any:
-    """Commit; returns the entry if other hosts need it. Rank 0 only."""
-    entry = commit(job, plan, attempt_name, rows)
-    return None if job.apart is None else entry_json(entry)
 
 
 def _times(job: SaveJob, row: Row, more: Mapping[str, float]) -> NodeTimes:

@@ -353,8 +353,8 @@ def _together() -> Iterator[Bug]:
     yield Bug(
         "plans of ranks are not compared",
         "checkpoint/save/pipeline.py",
-        "    odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]\n",
-        "    odd = list[int]()\n",
+        "        odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]\n",
+        "        odd = list[int]()\n",
         ["tests/review/test_one_rank_alone.py"],
     )
     yield Bug(
@@ -388,7 +388,7 @@ def _together() -> Iterator[Bug]:
     yield Bug(
         "shards of another number of nodes are committed",
         "checkpoint/save/commit.py",
-        "    if wanted != found or reports != len(job.places):\n",
+        "    if wanted != found or len(rows) != len(job.places):\n",
         "    if False:\n",
         ["tests/review/test_one_rank_alone.py"],
     )

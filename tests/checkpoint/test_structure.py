@@ -105,7 +105,7 @@ def planned(nodes: list[Node], structures: Structures, exchange: SpecExchange) -
         classes, scopes = exchange.classes(Solo(), states, NAMES)
     except SaveFailedError as error:
         return str(error)
-    plan = exchange.plans.plan(classes, scopes, HOSTS)
+    plan = exchange.plan(classes, scopes, HOSTS)
     assert plan == plan_classes(classes, scopes=scopes, hosts=HOSTS)
     return classes, scopes, plan.hash, plan.rows, plan.layouts
 
@@ -143,7 +143,7 @@ def test_an_unchanged_structure_is_recognised() -> None:
 
     def plan() -> Any:
         states = [state_of(rank, node, structures) for rank, node in enumerate(nodes)]
-        return exchange.plans.plan(*exchange.classes(Solo(), states, NAMES), HOSTS)
+        return exchange.plan(*exchange.classes(Solo(), states, NAMES), HOSTS)
 
     first = plan()
     nodes = [changed(node, ("other memory", "model.2")) for node in nodes]
@@ -160,7 +160,7 @@ def test_a_value_that_grows_keeps_its_plan_until_it_is_too_long_for_a_manifest()
         node = first_node()
         node["note"] = replace(node["note"][0], content=Value(value)), "replicated"
         states = [state_of(rank, node, structures) for rank in range(NODES)]
-        return exchange.plans.plan(*exchange.classes(Solo(), states, NAMES), HOSTS)
+        return exchange.plan(*exchange.classes(Solo(), states, NAMES), HOSTS)
 
     first = plan("9")
     assert plan("10") is first
@@ -226,7 +226,7 @@ def test_who_understands_leaves_otherwise_makes_another_plan() -> None:
     def planned_with(change: dict[str, Any]) -> str:
         exchange = SpecExchange()
         told = Beside(Described(other.specs, other.scopes), change)
-        return exchange.plans.plan(*exchange.classes(told, [here], NAMES), (0, 0)).hash
+        return exchange.plan(*exchange.classes(told, [here], NAMES), (0, 0)).hash
 
     changes = [
         {},

@@ -366,7 +366,7 @@ def test_ranks_that_remember_different_things_agree_and_meet(seed: int) -> None:
             classes, scopes = exchange.classes(peers, states, names)
         except SaveFailedError as error:
             return str(error)
-        return exchange.plans.plan(classes, scopes, (0,) * RANKS).hash
+        return exchange.plan(classes, scopes, (0,) * RANKS).hash
 
     def work(rank: int) -> list[str]:
         exchange, peers = SpecExchange(), Line(rank, RANKS, shared)

@@ -24,7 +24,7 @@ from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.manager import engine as engine_module
 from torchrelay.checkpoint.save import agreement
 from torchrelay.checkpoint.save import pipeline as save_module
-from torchrelay.checkpoint.save.agreement import RepeatedPlans
+from torchrelay.checkpoint.save.agreement import SpecExchange
 from torchrelay.errors import BlobError, FencedError, RelayError, SaveFailedError, UsageError
 from torchrelay.jobs.random import RandomStreams
 from torchrelay.jobs.session import warn
@@ -154,13 +154,13 @@ def test_a_rank_whose_plan_differs_is_named_and_nothing_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of different versions would write other bytes than the manifest says."""
-    plan = RepeatedPlans.plan
+    plan = SpecExchange.plan
 
-    def other(self: RepeatedPlans, *about: Any) -> Any:
+    def other(self: SpecExchange, *about: Any) -> Any:
         found = plan(self, *about)
         return replace(found, hash="other") if threading.current_thread().name == "rank 1" else found
 
-    monkeypatch.setattr(RepeatedPlans, "plan", other)
+    monkeypatch.setattr(SpecExchange, "plan", other)
     both = sessions()
     managers = [MultiNodeCheckpointManager(tmp_path) for _ in both]
 
