@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+
+from torch.optim import Optimizer
 
 from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.save.assignments import SavePlan
-from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.change_detection import Verify
 from torchrelay.checkpoint.save.pipeline import SaveJob, carry_out
 from torchrelay.checkpoint.save.replicas import WholeBytes
-from torchrelay.checkpoint.save.staging import StagedCopies, guarded_addresses, stage
-from torchrelay.checkpoint.save.staging_memory import (
-    Arena,
+from torchrelay.checkpoint.save.staging import (
     Block,
     Pieces,
-    free_share,
-    likely_bytes,
+    StagedCopies,
+    guarded_addresses,
     pieces_of,
+    stage,
 )
+from torchrelay.checkpoint.state.flatten import leaves_of
+from torchrelay.checkpoint.state.leaf import Role, spec_of
+from torchrelay.checkpoint.state.names import local_part
 from torchrelay.checkpoint.state.restore import gate
 from torchrelay.checkpoint.storage.work import Clock
+from torchrelay.errors import RelayError
 from torchrelay.jobs import runtime
 from torchrelay.jobs.runtime import Worker, WorkItem
 from torchrelay.jobs.session import Peers, Session
@@ -57,7 +64,8 @@ class Background:
         self.verify = verify
         self.blocking: set[str] = set()
         """Blobs that were written without waiting at the gate."""
-        self._arena = Arena()
+        self._block = Block(0)
+        """That of earlier saves, as long as it is large enough."""
         self._standby = Worker(SAVES, STANDS_BY)
         self._guards = gate.Guards()
         self._pieces: Pieces | None = None
@@ -73,15 +81,21 @@ class Background:
         self._reserve(session, likely_bytes(session))
 
     def _reserve(self, session: Session, nbytes: int) -> Block | None:
-        """Memory for so many bytes, or None without room for them now."""
+        """Memory for so many bytes, or None without room for them now; earlier slots must not be in use.
+
+        Touching the pages takes longer than copying into them, so it is done once and early.
+        """
         if self.staging_limit is None:
             self.staging_limit = free_share(session) // 2
         if nbytes > self.staging_limit:
             return None
-        try:
-            return self._arena.reserve(nbytes)
-        except MemoryError:
-            return None
+        if nbytes > len(self._block.view):
+            self._block = Block(0)  # released before the larger one is made
+            try:
+                self._block = Block(nbytes)
+            except (MemoryError, RuntimeError):  # torch raises the latter when it gets no memory
+                return None
+        return self._block
 
     # Capture
 
@@ -106,7 +120,10 @@ class Background:
         flight = self._flight = _Flight(job, plan, clock, whole, self._standby, before)
         try:
             with clock.spent("stage"):
-                pieces = self._pieces_of(plan, [state.rank for state in job.states])
+                nodes = tuple(state.rank for state in job.states)
+                pieces = self._pieces
+                if pieces is None or pieces.plan is not plan or pieces.nodes != nodes:
+                    pieces = self._pieces = pieces_of(plan, nodes)
                 block = self._reserve(session, pieces.nbytes)
                 if block is not None:
                     flight.stage, states = stage(job.states, pieces, block, self.verify, self.blocking)
@@ -115,13 +132,17 @@ class Background:
                         whole.hash_but(
                             {one.rank: guarded_addresses(one, self.blocking) for one in job.states}
                         )
-                    self._guards.put(_owners(job.states, flight.stage))
+                    late = {
+                        piece.blob for piece in flight.stage.late
+                    }  # the objects that hold what is copied late
+                    objects = [one for state in job.states for one in state.objects.items()]
+                    self._guards.put([value for name, value in objects if name in late])
                     flight.stage.close_gate()
         except Exception as error:
             flight.failed = error
         for place in session.local_nodes:
             session.workspace(place.name).gate = gate.gate
-        flight.start(self._ended)
+        flight.start(self._outcomes.append)
         if flight.stage is None:
             with runtime.waiting():
                 flight.on_disk.wait()
@@ -134,21 +155,11 @@ class Background:
         if self._flight is None or not self._flight.takes(work):
             work()
 
-    def _pieces_of(self, plan: SavePlan, nodes: Sequence[int]) -> Pieces:
-        """The pieces that the hosted nodes stage; cached for saves of the same plan."""
-        if self._pieces is None or not self._pieces.belong_to(plan, nodes):
-            self._pieces = pieces_of(plan, nodes)
-        return self._pieces
-
     def _peers(self, session: Session) -> Peers:
         """The processes on the background's own connection, opened at the first save of a session."""
         if self._line is None or self._line[0] is not session.peers:
             self._line = (session.peers, session.peers.apart())
         return self._line[1]
-
-    def _ended(self, outcome: Outcome) -> None:
-        """Keep the outcome of a save."""
-        self._outcomes.append(outcome)
 
     # Waiting
 
@@ -241,8 +252,13 @@ class _Flight:
         job = replace(self.job, written=self._written)
         del self.job
         try:
-            left_undone = self._do_aside()
-            self._copy()
+            left_undone = None
+            while self._aside:
+                try:
+                    self._aside.popleft()()
+                except Exception as error:
+                    left_undone = left_undone or error
+            self._copy()  # in any case, because training waits
             self.failed = self.failed or left_undone
             if self.whole is not None:
                 self.whole.compare(job.peers, self.failed)
@@ -253,16 +269,6 @@ class _Flight:
             self.on_disk.set()
             if self.stage is not None:
                 self.stage.forget()
-
-    def _do_aside(self) -> Exception | None:
-        """Run all added work; returns the first error. Copies follow in any case, because training waits."""
-        failed = None
-        while self._aside:
-            try:
-                self._aside.popleft()()
-            except Exception as error:
-                failed = failed or error
-        return failed
 
     def _copy(self) -> None:
         """Make the late copies; an error is kept, to be reported to the others in their order."""
@@ -284,8 +290,44 @@ class _Flight:
         self.on_disk.set()
 
 
-def _owners(states: Sequence[NodeState], copies: StagedCopies) -> list[object]:
-    """The registered objects that hold what is copied late."""
-    blobs = {piece.blob for piece in copies.late}
-    objects: Iterable[tuple[str, object]] = (one for state in states for one in state.objects.items())
-    return [value for name, value in objects if name in blobs]
+STATES_PER_PARAMETER = 2
+"""Tensors of its size that an optimizer will keep per parameter, before its first step creates them."""
+SLACK_BYTES = 1 << 20
+
+
+def likely_bytes(session: Session) -> int:
+    """Estimate the bytes that this process will stage; replicas write a share each."""
+    total = 0
+    for place in session.local_nodes:
+        entries = session.workspace(place.name).entries()
+        objects = {name: entry.value for name, entry in entries.items() if entry.blob is not None}
+        with suppress(RelayError):  # the save itself raises for what cannot be stored
+            total += _bytes_of(objects, len(session.nodes))
+    return total + total // 16 + SLACK_BYTES
+
+
+def _bytes_of(objects: dict[str, object], replicas: int) -> int:
+    """Bytes of objects that are split between so many replicas."""
+    shared = alone = 0
+    for leaf in leaves_of(objects):
+        spec = spec_of(leaf)
+        if spec.kind == "tensor" and leaf.alias_of is None:
+            split = leaf.role in (Role.PARAMETER, Role.OPTIMIZER)
+            shared, alone = (shared + spec.nbytes, alone) if split else (shared, alone + spec.nbytes)
+    for one in objects.values():
+        if isinstance(one, Optimizer) and not local_part(one).state:
+            sizes = [p.nbytes for group in one.param_groups for p in group["params"]]
+            shared += STATES_PER_PARAMETER * sum(sizes)
+    return shared // replicas + alone
+
+
+def free_share(session: Session) -> int:
+    """The share of the memory that is free on the host, for each process there."""
+    own = session.local_nodes[0]
+    processes = {place.process for place in session.nodes if place.host_index == own.host_index}
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    return free // max(1, len(processes))

@@ -14,19 +14,18 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchrelay.checkpoint.format.dtypes import stored_bytes
+from torchrelay.checkpoint.format.dtypes import memory_of, stored_bytes
 from torchrelay.checkpoint.format.names import format_key
-from torchrelay.checkpoint.save.assignments import Assignment
+from torchrelay.checkpoint.save.assignments import Assignment, SavePlan
 from torchrelay.checkpoint.save.capture import NodeState
 from torchrelay.checkpoint.save.change_detection import SAMPLE_BYTES, Verify, digest
-from torchrelay.checkpoint.save.staging_memory import Block, Pieces, StagedPiece, StagingSlot
 from torchrelay.checkpoint.state.flatten import parameter_names
 from torchrelay.checkpoint.state.leaf import is_sharded, memory_of_shard
 from torchrelay.checkpoint.state.module_leaves import parameters, parts_of, state_prefix
@@ -35,6 +34,89 @@ from torchrelay.checkpoint.state.restore.gate import takes_gate
 from torchrelay.errors import SaveFailedError
 from torchrelay.jobs import runtime
 from torchrelay.records import dataclass
+
+ALIGNMENT = 64
+"""Pieces begin at multiples of a cache line."""
+
+
+class Block:
+    """One allocation; pinned if this process computes on a GPU, so that copies run in parallel.
+
+    It is not pinned otherwise: that would initialise an unused GPU, with memory and random states to save.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        pinned = nbytes > 0 and torch.cuda.is_initialized()
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).zero_()
+        self.view = memory_of(self.tensor)
+        self.address = self.tensor.data_ptr()
+
+
+@dataclass(frozen=True, eq=False)
+class StagingSlot:
+    """A place in a block. It keeps the block alive."""
+
+    block: Block
+    at: int
+    nbytes: int
+
+    @cached_property
+    def address(self) -> int:
+        """Its address."""
+        return self.block.address + self.at
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its bytes as a tensor."""
+        return self.block.tensor[self.at : self.at + self.nbytes]
+
+
+@dataclass(frozen=True, eq=False)
+class StagedPiece:
+    """A piece of a tensor, the key under which a shard holds it, and its slot."""
+
+    assignment: Assignment
+    key: str
+    at: int
+    nbytes: int
+    entire: bool
+    """Whether it is a whole tensor of a single node."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """The pieces of each hosted node of a plan; `nbytes` is their total size."""
+
+    plan: SavePlan
+    nodes: tuple[int, ...]
+    by_node: tuple[tuple[StagedPiece, ...], ...]
+    nbytes: int
+    _slots: list[Any] = field(default_factory=list)
+
+    def slots_in(self, block: Block) -> tuple[tuple[StagingSlot, ...], ...]:
+        """Slots of the pieces of each node in a block; the same objects for the same block."""
+        if not self._slots or self._slots[0] is not block:
+            slots = (tuple(StagingSlot(block, one.at, one.nbytes) for one in part) for part in self.by_node)
+            self._slots[:] = [block, tuple(slots)]
+        found: tuple[tuple[StagingSlot, ...], ...] = self._slots[1]
+        return found
+
+
+def pieces_of(plan: SavePlan, nodes: Sequence[int]) -> Pieces:
+    """Lay out the tensors that these nodes write in staging memory, one after the other."""
+    at = 0
+    by_node = []
+    for node in nodes:
+        found = []
+        for one in plan.assignments(node):
+            if one.leaf.kind == "tensor":
+                nbytes = one.nbytes
+                entire = one.box is None and one.whole
+                found.append(StagedPiece(one, format_key(one.key), at, nbytes, entire))
+                at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        by_node.append(tuple(found))
+    return Pieces(plan, tuple(nodes), tuple(by_node), at)
+
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -143,7 +225,11 @@ def late_leaves(
     foreign = {
         id(one) for other in optimizers.values() if not waits_at_the_gate(other) for one in parameters(other)
     }
-    ungated = _ungated(objects)
+    # Parameters that a module writes without a gate: in `load_state_dict` or in `forward`.
+    modules = (value for value in objects.values() if isinstance(value, nn.Module))
+    parts = [part for module in modules for part in parts_of(module)]
+    ungated = {id(one) for part in parts if not takes_gate(part) for one in part.parameters()}
+    ungated |= {id(part.weight) for part in parts if isinstance(part, _NORMALISING) and part.max_norm}
     found: dict[str, Find] = {}
     for blob, optimizer in optimizers.items():
         for parameter in parameters(optimizer):
@@ -157,14 +243,6 @@ def late_leaves(
                 if isinstance(value, torch.Tensor) and value.nbytes > above_bytes and _settled(value):
                     found[f"{prefix}{key}"] = partial(_state_of, optimizer, parameter, key)
     return found
-
-
-def _ungated(objects: Mapping[str, Any]) -> set[int]:
-    """Parameters, by id, that a module writes without a gate: in `load_state_dict` or in `forward`."""
-    modules = (value for value in objects.values() if isinstance(value, nn.Module))
-    parts = [part for module in modules for part in parts_of(module)]
-    found = {id(one) for part in parts if not takes_gate(part) for one in part.parameters()}
-    return found | {id(part.weight) for part in parts if isinstance(part, _NORMALISING) and part.max_norm}
 
 
 _NORMALISING = (nn.Embedding, nn.EmbeddingBag)
@@ -366,13 +444,15 @@ def stage(
     """
     copies = StagedCopies(verify)
     staged = []
-    for state, part, rooms in zip(states, pieces.by_node, pieces.rooms_in(block), strict=True):
+    for state, part, slots in zip(states, pieces.by_node, pieces.slots_in(block), strict=True):
         late = late_leaves(state.objects, state.names, above_bytes=SAMPLE_BYTES)
-        for one, target in zip(part, rooms.rooms, strict=True):
+        for one, target in zip(part, slots, strict=True):
             leaf = one.assignment.leaf
             find = late.get(leaf.name) if one.nbytes > SAMPLE_BYTES and leaf.blob not in blocking else None
             _stage_one(copies, state, one, target, find)
-        staged.append(_staged(state, rooms.views))
+        views = {one.key: block.view[one.at : one.at + one.nbytes] for one in part}
+        kept = (state.place, state.leaves, state.specs, state.scopes, state.objects, state.names)
+        staged.append(StagedState(*kept, views))
     return copies, tuple(staged)
 
 
@@ -400,7 +480,6 @@ def _stage_one(
 
 
 def _versions(leaf: torch.Tensor, source: torch.Tensor) -> tuple[int, int]:
-    """Version counters of a leaf and its source."""
     return leaf._version, source._version
 
 
@@ -409,10 +488,3 @@ def guarded_addresses(state: NodeState, blocking: Collection[str]) -> frozenset[
     late = late_leaves(state.objects, state.names)
     leaves = (state.leaves[name] for name in late if name in state.leaves)
     return frozenset(late[leaf.name]().data_ptr() for leaf in leaves if leaf.blob not in blocking)
-
-
-def _staged(state: NodeState, views: Mapping[str, memoryview]) -> StagedState:
-    """The state with its staged pieces."""
-    return StagedState(
-        state.place, state.leaves, state.specs, state.scopes, state.objects, state.names, views
-    )

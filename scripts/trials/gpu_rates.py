@@ -14,8 +14,7 @@ import torch
 import torchrelay
 from torchrelay import Context, Job, JobRunner, LocalSession, max_epochs
 from torchrelay.checkpoint.manager.engine import Engine
-from torchrelay.checkpoint.save.staging import Copier, StagedCopies
-from torchrelay.checkpoint.save.staging_memory import Block, StagingSlot
+from torchrelay.checkpoint.save.staging import Block, Copier, StagedCopies, StagingSlot
 
 PARTS = 16
 """Parameters of the measured model; with AdamW three tensors each."""

@@ -15,7 +15,7 @@ from samples import WHOLE
 
 from torchrelay.checkpoint.save import staging
 from torchrelay.checkpoint.save import staging as copying
-from torchrelay.checkpoint.save.staging_memory import Block, StagingSlot
+from torchrelay.checkpoint.save.staging import Block, StagingSlot
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
