@@ -5,6 +5,7 @@ Every method is called by all processes of the session in the same order.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,8 +21,8 @@ from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
 from torchrelay.checkpoint.save.agreement import ReplicaCheck, SpecExchange
 from torchrelay.checkpoint.save.capture import (
+    NodeHistory,
     NodeState,
-    Structures,
     Unsaved,
     built_by_program,
     capture,
@@ -111,7 +112,7 @@ class Engine:
         """Names of blobs registered by any node of the job."""
         self._made_by_init: tuple[str, ...] = ()
         self._demoted: set[str] = set()
-        self._structures = Structures()
+        self._histories: defaultdict[str, NodeHistory] = defaultdict(NodeHistory)
         self._exchange = SpecExchange()
         self._compare_every = checked_every(compare_every)
         self._replicas = ReplicaCheck(self._compare_every)
@@ -128,7 +129,7 @@ class Engine:
         """Serve the job of this name; None stands for the name of the directory."""
         self.ledger.job_name = job_name
         self._replicas = ReplicaCheck(self._compare_every)
-        self._structures.start_over()
+        self._histories.clear()  # other objects follow
         if self._reuse is not None:
             self._reuse.forget()
 
@@ -202,7 +203,8 @@ class Engine:
 
     def _check_placed(self, place: NodePlace, workspace: Workspace) -> None:
         """Raise for tensors that `init` sharded: a resume skips `init` and would use unsharded ones."""
-        placed = self._structures.placed(place.name, NodeStructure(built_by_program(workspace)))
+        start = self._histories[place.name].start
+        placed = start.placed(NodeStructure(built_by_program(workspace))) if start else []
         if names := [name for name in placed if self.selection.saves(name)]:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise BlobError(
@@ -310,7 +312,7 @@ class Engine:
         """Record the program's state before a load, and allocate memory for saves."""
         for place in session.local_nodes:
             built = built_by_program(session.workspace(place.name))
-            self._structures.began(place.name, NodeStructure(built), orders_of(built))
+            self._histories[place.name].began(built, orders_of(built))
         if self.background is not None:
             self.background.prepare(session)
         else:
@@ -353,7 +355,7 @@ class Engine:
         try:
             for place in session.local_nodes:
                 stored, names = self._stored(place.name), members.get(place.name, {})
-                known = (names, self._demoted, self._structures)
+                known = (names, self._demoted, self._histories[place.name])
                 if place.name not in saved:  # compared only, so it need not be fit to be saved
                     with suppress(Exception):
                         states.append(capture(session, place, stored, *known, self.selection, self._resumes))
@@ -418,7 +420,7 @@ class Engine:
         today = renamed_manifest(target.manifest, self.resume.rename, registered)
         wrappers = frozenset(leaf.name for leaf in today.leaves if leaf.role == "subclass")
         for place in session.local_nodes:
-            self._structures.loaded(place.name, wrappers)
+            self._histories[place.name].shown = wrappers
         if self._reuse is not None:
             self._reuse.loaded(target.manifest)
 

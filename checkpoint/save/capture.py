@@ -72,85 +72,42 @@ class Structure:
     scopes: Mapping[str, str]
 
 
-class Structures:
-    """Caches the last structure of each hosted node; holds no tensors."""
+@dataclass(eq=False)
+class NodeHistory:
+    """What is known of a hosted node from its start and its last save; holds no tensors."""
 
-    def __init__(self) -> None:
-        self._last: dict[str, Structure] = {}
-        self._rehearsed: dict[str, tuple[tuple[LeafSpec, ...], Relations]] = {}
-        self._starts: dict[str, NodeStructure] = {}
-        self._orders: dict[str, Mapping[str, Order]] = {}
-        self._shown: dict[str, frozenset[str]] = {}
+    last: Structure | None = None
+    start: NodeStructure | None = None
+    """What the program built, before anything was loaded or trained."""
+    orders: Mapping[str, Order] = field(default_factory=dict)
+    """Memory order of what the program built."""
+    rehearsed: tuple[tuple[LeafSpec, ...], Relations | None] = ((), None)
+    """Leaves, and their relations, of which a load was found to fit."""
+    shown: frozenset[str] | None = None
+    """Wrapper subclasses that objects had initially, or that a load found a place for."""
 
-    def of(self, node: str, leaves: Sequence[Leaf], scopes: Mapping[str, str]) -> Structure:
-        """The structure of a node's leaves: the same object if nothing changed.
+    def structure(self, leaves: Sequence[Leaf], scopes: Mapping[str, str]) -> Structure:
+        """The structure of the node's leaves: the same object if nothing changed.
 
         Raises BlobError for placements and dtypes that have no stored form.
         """
-        last = self._last.get(node)
-        specs = _described(leaves, last.specs if last else (), self._orders.get(node, {}))
+        last = self.last
+        specs = _described(leaves, last.specs if last else (), self.orders)
         if last is None or scopes != last.scopes or not _same(specs, last.specs):
-            last = self._last[node] = Structure(specs, dict(scopes))
+            last = self.last = Structure(specs, dict(scopes))
         return last
 
-    def began(self, node: str, start: NodeStructure, orders: Mapping[str, Order]) -> None:
-        """Keep what the program built, with memory order, before anything was loaded or trained."""
-        self._starts[node], self._orders[node] = start, orders
-        self._last.pop(node, None)
+    def began(self, built: Mapping[str, Any], orders: Mapping[str, Order]) -> None:
+        """Keep the structure and memory order of what the program built."""
+        self.start, self.orders, self.last = NodeStructure(built), orders, None
 
-    def overlaps(self, node: str, leaves: Sequence[Leaf]) -> dict[str, tuple[str, int]]:
+    def overlaps(self, leaves: Sequence[Leaf]) -> dict[str, tuple[str, int]]:
         """Current overlaps of those leaves that shared part of their memory when the program built them."""
-        start = self._starts.get(node)
-        if start is None or not start.overlaps:
+        if self.start is None or not self.start.overlaps:
             return {}
-        names = {*start.overlaps, *(other for other, _ in start.overlaps.values())}
+        names = {*self.start.overlaps, *(other for other, _ in self.start.overlaps.values())}
         shared = {leaf.name: leaf.content for leaf in leaves if leaf.name in names}
         return overlaps_of({name: one for name, one in shared.items() if not isinstance(one, Value)})
-
-    def has_arrays(self, node: str) -> bool:
-        """Whether the program built numpy arrays as blobs."""
-        return node in self._starts and bool(self._starts[node].arrays)
-
-    def changes(self, node: str, now: NodeStructure, wanted: Callable[[str], bool]) -> list[str]:
-        """Differences of `now` from what was built, in `wanted` leaves; empty if not recorded."""
-        start = self._starts.get(node)
-        found = start.differences(now) if start else ()
-        return [f"{name} {text}" for name, text in found if wanted(name)]
-
-    def placed(self, node: str, now: NodeStructure) -> list[str]:
-        """Tensors that were sharded, or gathered, since the program built them."""
-        start = self._starts.get(node)
-        return start.placed(now) if start else []
-
-    def is_rehearsed(self, node: str, structure: Structure, relations: Relations) -> bool:
-        """Whether a load of these leaves, of any node and with these relations, was found to fit."""
-        specs, known = self._rehearsed.get(node, ((), None))
-        return known == relations and _same(structure.specs, specs)
-
-    def rehearsed(self, node: str, structure: Structure, relations: Relations) -> None:
-        """Note that a load of these leaves fits; the first ones stand for the initial objects."""
-        self._rehearsed[node] = structure.specs, relations
-        self._shown.setdefault(node, _wrappers(structure.specs))
-
-    def loaded(self, node: str, wrappers: frozenset[str]) -> None:
-        """Note wrapper subclasses that a load found a place for."""
-        self._shown[node] = wrappers
-
-    def shown(self, node: str) -> frozenset[str] | None:
-        """Wrapper subclasses that objects had initially; None before the first listing."""
-        return self._shown.get(node)
-
-    def start_over(self) -> None:
-        """Forget everything, because other objects follow."""
-        self._rehearsed.clear()
-        self._shown.clear()
-        self._starts.clear()
-        self._orders.clear()
-
-
-def _wrappers(specs: Sequence[LeafSpec]) -> frozenset[str]:
-    """Names of wrapper subclasses in these specs."""
-    return frozenset(spec.name for spec in specs if spec.role is Role.SUBCLASS)
 
 
 def _described(
@@ -169,16 +126,11 @@ def _spec(leaf: Leaf, known: LeafSpec | None, built: Mapping[str, Order]) -> Lea
     found = spec_of(leaf)
     if found.kind == "tensor" and built.get(leaf.name, found.order) != found.order:
         found = replace(found, order_changed=True)
-    if known is None:
-        return found
-    return known if found == known or _small_values(found, known) else found
-
-
-def _small_values(found: LeafSpec, known: LeafSpec) -> bool:
-    """Whether two values differ only in length, and both are short enough for a manifest."""
-    if found.kind != "value" or max(found.nbytes, known.nbytes) > VALUE_LIMIT_BYTES:
-        return False
-    return replace(found, nbytes=known.nbytes) == known
+    if known is None or found == known:
+        return known or found
+    # Values that differ only in length, and are short enough for a manifest, have one spec.
+    small = found.kind == "value" and max(found.nbytes, known.nbytes) <= VALUE_LIMIT_BYTES
+    return known if small and replace(found, nbytes=known.nbytes) == known else found
 
 
 def _unchanged(leaf: Leaf, known: LeafSpec) -> bool:
@@ -248,13 +200,13 @@ def capture(
     stored_name: str,
     members: Mapping[str, SetMember],
     demoted: set[str],
-    structures: Structures,
+    history: NodeHistory,
     selection: Selection = EVERYTHING,
     resumes: Callable[[str], bool] = lambda name: True,
 ) -> NodeState:
     """List the leaves of a hosted node, its random states included; tensors are not copied.
 
-    `structures` are those of earlier saves. Random states are listed for any `selection`. `resumes` is a test
+    `history` is that of the node. Random states are listed for any `selection`. `resumes` is a test
     whether a resume loads a leaf. Leaves of a new structure are rehearsed, so that nothing is saved that a
     resume would refuse.
 
@@ -268,12 +220,15 @@ def capture(
     learning = {leaf.blob for leaf in listed if leaf.frozen is False}
     gradients = gradient_leaves(objects, names, selection.saves, learning)
     leaves = [*select(listed, objects, selection), *gradients, *random_leaves(session.streams(place.name))]
-    structure = structures.of(place.name, leaves, scopes_of(leaves, members, objects, demoted))
+    structure = history.structure(leaves, scopes_of(leaves, members, objects, demoted))
+    start = history.start
     # The value that `ctx[name] = ...` put in place of an array may have another form.
-    arrays = arrays_of(built_by_program(workspace)) if structures.has_arrays(place.name) else {}
-    relations = groups_of(objects), structures.overlaps(place.name, leaves), arrays
-    if not structures.is_rehearsed(place.name, structure, relations):
+    arrays = arrays_of(built_by_program(workspace)) if start is not None and start.arrays else {}
+    relations = groups_of(objects), history.overlaps(leaves), arrays
+    specs, known = history.rehearsed
+    if known != relations or not _same(structure.specs, specs):
         chosen = {leaf.name for leaf in leaves}
+        differences = start.differences(NodeStructure(built_by_program(workspace))) if start else ()
         rehearse(
             _as_started(workspace, members),
             leaves,
@@ -281,14 +236,14 @@ def capture(
             states,
             str(place),
             kept={leaf.name for leaf in listed if leaf.name not in chosen},
-            shown=structures.shown(place.name),
-            changed=structures.changes(
-                place.name,
-                NodeStructure(built_by_program(workspace)),
-                lambda name: resumes(name) and selection.saves(name),
-            ),
+            shown=history.shown,
+            changed=[
+                f"{name} {text}" for name, text in differences if resumes(name) and selection.saves(name)
+            ],
         )
-        structures.rehearsed(place.name, structure, relations)
+        history.rehearsed = structure.specs, relations
+        if history.shown is None:  # the first ones stand for the initial objects
+            history.shown = frozenset(spec.name for spec in structure.specs if spec.role is Role.SUBCLASS)
     for leaf, spec in zip(leaves, structure.specs, strict=True):
         if spec.sharding is not None:
             _check_local(leaf, spec, spec.sharding, place)
@@ -386,8 +341,8 @@ class Unsaved:
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
         self._looked_at_patterns = selection.everything
-        self._told_names: set[str] = set()
-        self._told_optimizers = WeakSet[Optimizer]()
+        self._warned_names: set[str] = set()
+        self._warned_optimizers = WeakSet[Optimizer]()
         self._looked_at_parameters = False
 
     def patterns(self, session: Session, states: Sequence[NodeState], position: Position) -> None:
@@ -406,10 +361,12 @@ class Unsaved:
     def late_names(self, session: Session, place: NodePlace, members: Mapping[str, SetMember]) -> None:
         """Warn of names created too late to be saved."""
         late = [
-            name for name in newcomers(session.workspace(place.name), members) if name not in self._told_names
+            name
+            for name in newcomers(session.workspace(place.name), members)
+            if name not in self._warned_names
         ]
         if late:
-            self._told_names.update(late)
+            self._warned_names.update(late)
             warn(
                 f"{', '.join(map(repr, late))} appeared on {place} after init and will not be saved: "
                 "register it as a blob",
@@ -419,9 +376,9 @@ class Unsaved:
     def training(self, session: Session, place: NodePlace, state: NodeState) -> None:
         """Warn of optimizers and parameters that are trained but not saved."""
         held = (entry.target for entry in session.workspace(place.name).entries().values())
-        unsaved = list(unsaved_optimizers(state.names, held, state.leaves.values(), self._told_optimizers))
-        self._told_optimizers.update(optimizer for optimizer, _ in unsaved)
-        said = [
+        unsaved = list(unsaved_optimizers(state.names, held, state.leaves.values(), self._warned_optimizers))
+        self._warned_optimizers.update(optimizer for optimizer, _ in unsaved)
+        texts = [
             f"{type(optimizer).__name__}, which trains {name}, is not a blob: its state is not saved, "
             "and a resumed run begins without it. Register it: blobs=dict(..., optimizer=optimizer)"
             for optimizer, name in unsaved
@@ -430,12 +387,12 @@ class Unsaved:
         self._looked_at_parameters = True
         if left_out:
             more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-            said.append(
+            texts.append(
                 f"{', '.join(left_out[:3])}{more}: trained by a registered optimizer, but absent from "
                 "the state_dict() of its module, so it is not saved, and a resume begins with its "
                 "initial value. Register it as a separate blob"
             )
-        for text in said if session.peers.rank == 0 else ():
+        for text in texts if session.peers.rank == 0 else ():
             warn(text, stacklevel=2)
 
     def _left_out(self, state: NodeState) -> list[str]:

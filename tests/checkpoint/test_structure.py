@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.format.names import Recent
 from torchrelay.checkpoint.save.agreement import Described, SpecExchange, class_json
 from torchrelay.checkpoint.save.assignments import NodeClass, PlannedLeaf
-from torchrelay.checkpoint.save.capture import NodeState, Structures
+from torchrelay.checkpoint.save.capture import NodeHistory, NodeState
 from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, Value, spec_of
 from torchrelay.errors import SaveFailedError
@@ -78,10 +79,10 @@ def changed(node: Node, change: tuple[str, str]) -> Node:
     return {**node, name: CHANGES[what](*node[name])}
 
 
-def state_of(rank: int, node: Node, structures: Structures) -> NodeState:
+def state_of(rank: int, node: Node, histories: dict[str, NodeHistory]) -> NodeState:
     leaves = [leaf for leaf, _ in node.values()]
     scopes = {name: scope for name, (_, scope) in node.items()}
-    found = structures.of(NAMES[rank], leaves, scopes)
+    found = histories[NAMES[rank]].structure(leaves, scopes)
     place = NodePlace(NAMES[rank], rank, NODES, f"host{HOSTS[rank]}", HOSTS[rank])
     return NodeState(place, {leaf.name: leaf for leaf in leaves}, found.specs, found.scopes, {})
 
@@ -98,9 +99,9 @@ def unsized(found: Any) -> Any:
     return found._replace(leaf=unsized(found.leaf)) if isinstance(found, PlannedLeaf) else found
 
 
-def planned(nodes: list[Node], structures: Structures, exchange: SpecExchange) -> Any:
+def planned(nodes: list[Node], histories: dict[str, NodeHistory], exchange: SpecExchange) -> Any:
     """The whole answer, or the error."""
-    states = [state_of(rank, node, structures) for rank, node in enumerate(nodes)]
+    states = [state_of(rank, node, histories) for rank, node in enumerate(nodes)]
     try:
         classes, scopes = exchange.classes(Solo(), states, NAMES)
     except SaveFailedError as error:
@@ -122,27 +123,27 @@ steps = st.tuples(
 def test_cached_and_fresh_plans_are_equal(sequence: list[tuple[str, str, tuple[int, ...]]]) -> None:
     """Whatever changes, on one node or on all: specs, classes, scopes and plans are as if new."""
     nodes = [first_node() for _ in range(NODES)]
-    structures, exchange = Structures(), SpecExchange()
-    planned(nodes, structures, exchange)
+    histories, exchange = defaultdict(NodeHistory), SpecExchange()
+    planned(nodes, histories, exchange)
     for what, name, where in sequence:
         nodes = [
             changed(node, (what, name)) if rank in where else dict(node) for rank, node in enumerate(nodes)
         ]
         for rank, node in enumerate(nodes):
-            specs = state_of(rank, node, structures).specs
+            specs = state_of(rank, node, histories).specs
             assert unsized(specs) == unsized(tuple(spec_of(leaf) for leaf, _ in node.values()))
-        assert unsized(planned(nodes, structures, exchange)) == unsized(
-            planned(nodes, Structures(), SpecExchange())
+        assert unsized(planned(nodes, histories, exchange)) == unsized(
+            planned(nodes, defaultdict(NodeHistory), SpecExchange())
         )
 
 
 def test_an_unchanged_structure_is_recognised() -> None:
     """Other tensors of the same form give the very same plan; another form never does."""
-    structures, exchange = Structures(), SpecExchange()
+    histories, exchange = defaultdict(NodeHistory), SpecExchange()
     nodes = [first_node() for _ in range(NODES)]
 
     def plan() -> Any:
-        states = [state_of(rank, node, structures) for rank, node in enumerate(nodes)]
+        states = [state_of(rank, node, histories) for rank, node in enumerate(nodes)]
         return exchange.plan(*exchange.classes(Solo(), states, NAMES), HOSTS)
 
     first = plan()
@@ -154,12 +155,12 @@ def test_an_unchanged_structure_is_recognised() -> None:
 
 def test_a_value_that_grows_keeps_its_plan_until_it_is_too_long_for_a_manifest() -> None:
     """A counter from 9 to 10 is no new plan; a value that must lie in a shard from now on is one."""
-    structures, exchange = Structures(), SpecExchange()
+    histories, exchange = defaultdict(NodeHistory), SpecExchange()
 
     def plan(value: str) -> Any:
         node = first_node()
         node["note"] = replace(node["note"][0], content=Value(value)), "replicated"
-        states = [state_of(rank, node, structures) for rank in range(NODES)]
+        states = [state_of(rank, node, histories) for rank in range(NODES)]
         return exchange.plan(*exchange.classes(Solo(), states, NAMES), HOSTS)
 
     first = plan("9")
@@ -221,7 +222,9 @@ class Beside(Solo):
 def test_who_understands_leaves_otherwise_makes_another_plan() -> None:
     """What was heard of a class counts, not the digest under which it came: so ranks find the difference."""
     there = {"own": (tensor("own"), "replicated"), **first_node()}
-    here, other = (state_of(rank, node, Structures()) for rank, node in enumerate((first_node(), there)))
+    here, other = (
+        state_of(rank, node, defaultdict(NodeHistory)) for rank, node in enumerate((first_node(), there))
+    )
 
     def planned_with(change: dict[str, Any]) -> str:
         exchange = SpecExchange()
