@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -35,11 +36,6 @@ if TYPE_CHECKING:
     from torchrelay.checkpoint.state.leaf import LeafSpec
 
 
-def sorted_leaves(leaves: Iterable[LeafSpec]) -> list[LeafSpec]:
-    """Leaves in the order of their names."""
-    return sorted(leaves, key=attrgetter("name"))
-
-
 def same(leaf: LeafSpec) -> tuple[object, ...]:
     """Key that is equal for leaves that are one leaf on several nodes.
 
@@ -59,7 +55,7 @@ def leaves_digest(leaves: Sequence[LeafSpec]) -> str:
     value's size it covers whether a manifest can hold it. Raises UsageError for values without canonical
     JSON.
     """
-    ordered = sorted_leaves(leaves)
+    ordered = sorted(leaves, key=attrgetter("name"))
     # Looked up by identity, because comparing is slow; the digest is used, because several objects may be
     # equal.
     distinct = {id(leaf.sharding): leaf.sharding for leaf in ordered}
@@ -160,6 +156,11 @@ class SavePlan:
     rows: tuple[PlannedLeaf, ...]
     layouts: tuple[Layout, ...]
     hash: str
+    _assigned: dict[int, tuple[Assignment, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _files: dict[int, dict[str, tuple[Assignment, ...]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _described: dict[tuple[int, str], Entries] = field(default_factory=dict, repr=False, compare=False)
 
     def assignments(self, node: int) -> tuple[Assignment, ...]:
         """What a node writes, in the order of the rows; aliases are written under their first name only.
@@ -169,11 +170,6 @@ class SavePlan:
         if node not in self._assigned:
             self._assigned[node] = tuple(self._assign(node))
         return self._assigned[node]
-
-    @cached_property
-    def _assigned(self) -> dict[int, tuple[Assignment, ...]]:
-        """Cache of `assignments`."""
-        return {}
 
     def _assign(self, node: int) -> list[Assignment]:
         found = []
@@ -194,20 +190,12 @@ class SavePlan:
         Repeated calls return the same objects.
         """
         if node not in self._files:
-            self._files[node] = self._filed(node)
+            groups: dict[str, list[Assignment]] = {}
+            for one in self.assignments(node):
+                if not one.inline:
+                    groups.setdefault(one.leaf.group, []).append(one)
+            self._files[node] = {group: tuple(found) for group, found in sorted(groups.items())}
         return self._files[node]
-
-    @cached_property
-    def _files(self) -> dict[int, dict[str, tuple[Assignment, ...]]]:
-        """Cache of `files`."""
-        return {}
-
-    def _filed(self, node: int) -> dict[str, tuple[Assignment, ...]]:
-        groups: dict[str, list[Assignment]] = {}
-        for assignment in self.assignments(node):
-            if not assignment.inline:
-                groups.setdefault(assignment.leaf.group, []).append(assignment)
-        return {group: tuple(found) for group, found in sorted(groups.items())}
 
     def tensors(self, node: int, group: str) -> Entries:
         """Header entries of the tensors of a node's file, in the order of `files`; without data."""
@@ -219,11 +207,6 @@ class SavePlan:
                 [one.leaf.shape for one in found],
             )
         return self._described[node, group]
-
-    @cached_property
-    def _described(self) -> dict[tuple[int, str], Entries]:
-        """Cache of `tensors`."""
-        return {}
 
     @cached_property
     def writers(self) -> frozenset[tuple[int, str]]:
@@ -251,7 +234,11 @@ class SavePlan:
         found: Counter[int] = Counter()
         for layout in self.layouts:
             if isinstance(layout, Split):
-                found.update(_split_shares(layout, [self.rows[row].leaf for row in layout.items]))
+                leaves = [self.rows[row].leaf for row in layout.items]
+                starts = (0, *accumulate([leaf.nbytes for leaf in leaves]))
+                widths = [*map(item_bytes, leaves), 0]
+                places = [starts[item] + element * widths[item] for item, element in layout.cuts]
+                found.update(dict(zip(layout.nodes, map(sub, places[1:], places), strict=True)))
         for (number, _), leaves in self._stored.items():
             nodes, share = _share_of_each(self.layouts[number], leaves)
             found.update(dict.fromkeys(nodes, share))
@@ -343,14 +330,6 @@ def _share_of_each(layout: Layout, leaves: Sequence[LeafSpec]) -> tuple[tuple[in
         return layout.nodes, sum(shares)
     share = sum([leaf.nbytes for leaf in leaves if leaf.kind == "tensor"])
     return layout.nodes if isinstance(layout, PerNode) else layout.nodes[:1], share
-
-
-def _split_shares(split: Split, leaves: Sequence[LeafSpec]) -> dict[int, int]:
-    """Bytes that each node writes of the joined bytes of split leaves."""
-    starts = (0, *accumulate([leaf.nbytes for leaf in leaves]))
-    widths = [*map(item_bytes, leaves), 0]
-    places = [starts[item] + element * widths[item] for item, element in split.cuts]
-    return dict(zip(split.nodes, map(sub, places[1:], places), strict=True))
 
 
 _FORM = attrgetter("shape", "nbytes")

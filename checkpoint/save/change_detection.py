@@ -92,11 +92,27 @@ def known_of(storage: Storage, manifest: Manifest, nodes: Sequence[str], hosted:
         rank = number_of.get(name, number % len(nodes))
         if rank in here:
             mine[number] = rank
-    headers = _Headers(storage, manifest)
+    shards, broken = ShardSet(storage, manifest), set[Holder]()
+
+    def find(leaf: LeafRow, node: int, key: str) -> tuple[bytes, str, int] | None:
+        """Digests, path and size of the file of a part; None when it cannot be read, which is tried once."""
+        holder = (leaf.source, node, leaf.group)
+        if holder in broken:
+            return None
+        try:
+            headers = shards.open(holder).headers
+        except (RelayError, OSError):
+            broken.add(holder)
+            return None
+        for header, row in zip(headers, manifest.files[holder], strict=True):
+            if key in header.entries:
+                return bytes(header.entries[key].digests), header.path, row.nbytes
+        return None
+
     files: dict[tuple[int, str, int], dict[LeafRange, bytes]] = {}
     lost = set()
     for number, leaf, part, key in _parts_of(manifest, mine):
-        found = headers.find(leaf, number, key)
+        found = find(leaf, number, key)
         if found is None:
             lost.add(leaf.name)
         else:
@@ -129,30 +145,6 @@ def _held(manifest: Manifest, row: int, leaf: LeafRow, number: int) -> Iterator[
     if piece is not None:
         part = LeafRange(leaf.name, piece.first, piece.last, (piece.last - piece.first) * width)
         yield part, format_key(piece_key(leaf, piece))
-
-
-class _Headers:
-    """The headers of an epoch's files; a file that cannot be opened is tried once."""
-
-    def __init__(self, storage: Storage, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._shards = ShardSet(storage, manifest)
-        self._broken: set[Holder] = set()
-
-    def find(self, leaf: LeafRow, node: int, key: str) -> tuple[bytes, str, int] | None:
-        """Digests, path and size of the file of a part; None when it cannot be read."""
-        holder = (leaf.source, node, leaf.group)
-        if holder in self._broken:
-            return None
-        try:
-            files = self._shards.open(holder)
-        except (RelayError, OSError):
-            self._broken.add(holder)
-            return None
-        for header, row in zip(files.headers, self._manifest.files[holder], strict=True):
-            if key in header.entries:
-                return bytes(header.entries[key].digests), header.path, row.nbytes
-        return None
 
 
 MANY_BLOCKS = 8

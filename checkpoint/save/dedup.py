@@ -48,7 +48,7 @@ from torchrelay.checkpoint.save.change_detection import (
     parts_by_key,
 )
 from torchrelay.checkpoint.save.plan import with_references
-from torchrelay.checkpoint.state.leaf import Value, is_sharded
+from torchrelay.checkpoint.state.leaf import LeafSpec, Value, is_sharded
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.errors import ChangedAfterAllError, RelayError
 from torchrelay.jobs.session import Peers, decide, together
@@ -99,7 +99,17 @@ def same_leaves(
 
 def _alike(plan: SavePlan, rows: Sequence[PlannedLeaf], nodes: Sequence[str], manifest: Manifest) -> bool:
     old = [manifest.leaves[row] for row in manifest.rows.get(rows[0].leaf.name, ())]
-    if sorted(map(_of_plan, rows)) != sorted(map(_of_manifest, old)):
+    planned = [
+        _stated(one.leaf, one.leaf.role.value, one.scope, elements(one.leaf),
+                has_odd_gradient(one.leaf.role.value, one.leaf.frozen))
+        for one in rows
+    ]  # fmt: skip
+    stored = [
+        [] if one.alias_of is not None
+        else _stated(one, one.role, one.scope, one.elements, has_odd_gradient(one.role, one.frozen))
+        for one in old
+    ]  # fmt: skip
+    if sorted(planned) != sorted(stored):
         return False
     if len(rows) == 1 and rows[0].scope == "replicated":
         world, known = set(range(len(nodes))), set(range(len(manifest.world.nodes)))
@@ -117,23 +127,10 @@ def _places(layout: Layout, names: Sequence[str]) -> list[str]:
     return sorted(found)
 
 
-def _of_plan(one: PlannedLeaf) -> list[object]:
-    leaf = one.leaf
-    stated = (leaf.blob, leaf.group, leaf.role.value, leaf.dtype, leaf.shape, one.scope, elements(leaf))
-    odd = has_odd_gradient(leaf.role.value, leaf.frozen)
-    return _stated(*stated, odd, leaf.order, leaf.order_changed, leaf.device, leaf.same_as)
-
-
-def _of_manifest(leaf: LeafRow) -> list[object]:
-    if leaf.alias_of is not None:
-        return []
-    stated = (leaf.blob, leaf.group, leaf.role, leaf.dtype, leaf.shape, leaf.scope, leaf.elements)
-    odd = has_odd_gradient(leaf.role, leaf.frozen)
-    return _stated(*stated, odd, leaf.order, leaf.order_changed, leaf.device, leaf.same_as)
-
-
-def _stated(*of_leaf: object) -> list[object]:
-    return [str(one) for one in of_leaf]
+def _stated(leaf: LeafSpec | LeafRow, *more: object) -> list[str]:
+    """What must be equal of a leaf in a plan and in a manifest, in a form that can be sorted."""
+    own = (leaf.blob, leaf.group, leaf.dtype, leaf.shape, leaf.order, leaf.order_changed)
+    return [str(one) for one in (*own, leaf.device, leaf.same_as, *more)]
 
 
 @dataclass(frozen=True)
@@ -182,12 +179,12 @@ def _worth_it(
             along |= known[one].kept_with
     sources = {number for number, one in enumerate(manifest.tries) if one in tries}
     files = {holder for holder, used in by_file.items() if used >= MIN_FILE_BYTES and holder[0] in sources}
-    return frozenset(name for name in names if _keeps(lying[name], sources, files))
-
-
-def _keeps(places: Sequence[_LeafFiles], sources: Collection[int], files: Collection[_Holder]) -> bool:
-    in_files = (holder for place in places for holder, _ in place.stored)
-    return all(place.source in sources for place in places) and any(one in files for one in in_files)
+    return frozenset(
+        name
+        for name in names
+        if all(place.source in sources for place in lying[name])
+        and any(holder in files for place in lying[name] for holder, _ in place.stored)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,16 +316,18 @@ class Reuse:
         self._current = _Current(
             world=_world_of(job), patience_secs=deadline_secs if job.assume_unchanged else 0.0
         )
-        order = self._comparable(plan)
-        told = together(
+        if self._order is None or self._order[0] is not plan:
+            self._order = plan, comparable(plan)
+        order = self._order[1]
+        looks = together(
             job.peers,
             "save: changed leaves",
             lambda: self._look(job, plan, order),
             deadline_secs=deadline_secs,
         )
-        if any(one is None or one[0] != told[0][0] for one in told):
+        if any(one is None or one[0] != looks[0][0] for one in looks):
             return frozenset()
-        unchanged = set(order) - of_any((bits for _, bits in told), order)
+        unchanged = set(order) - of_any((bits for _, bits in looks), order)
         if not unchanged:
             return frozenset()
         chosen = decide(job.peers, "save: references", lambda: self._chosen(plan, order, unchanged))
@@ -336,31 +335,30 @@ class Reuse:
         self._current.blobs = plan.blob_rows
         return self._current.referenced
 
-    def _comparable(self, plan: SavePlan) -> tuple[str, ...]:
-        if self._order is None or self._order[0] is not plan:
-            self._order = plan, comparable(plan)
-        return self._order[1]
-
     def _look(self, job: SaveJob, plan: SavePlan, order: Sequence[str]) -> list[str] | None:
         """The attempt to compare with, and which leaves differ from it; None without one."""
-        base = self._base = self._base_now()
-        if base is None:
-            return None
-        self._turn += 1
-        gone, there = _by_presence(self._storage, base.known.files)
-        surprising = self._surprising
-        assume_unchanged = (lambda leaf: leaf not in surprising) if job.assume_unchanged else None
-        found = self._current.found = look(there, _tensors(job, plan), self._turn, assume_unchanged)
-        return [base.attempt_name, in_bits(found.changed | gone | base.known.lost, order)]
-
-    def _base_now(self) -> _Base | None:
-        """The epoch to compare with; None without one, or if the nodes have changed."""
         world = self._current.world
         if self._loaded is not None:
             manifest, self._loaded = self._loaded, None
             known = known_of(self._storage, manifest, world[1], world[2])
-            return _Base(manifest.tries[0], world, known, manifest)
-        return self._base if self._base is not None and self._base.world == world else None
+            self._base = _Base(manifest.tries[0], world, known, manifest)
+        elif self._base is not None and self._base.world != world:  # the nodes have changed
+            self._base = None
+        base = self._base
+        if base is None:
+            return None
+        self._turn += 1
+        there = [file for file in base.known.files if self._storage.stat(file.path) == file.nbytes]
+        missing = (
+            [file for file in base.known.files if file not in there]
+            if len(there) < len(base.known.files)
+            else []
+        )
+        gone = {part.leaf for file in missing for part in file.parts if part is not None}
+        surprising = self._surprising
+        assume_unchanged = (lambda leaf: leaf not in surprising) if job.assume_unchanged else None
+        found = self._current.found = look(there, _tensors(job, plan), self._turn, assume_unchanged)
+        return [base.attempt_name, in_bits(found.changed | gone | base.known.lost, order)]
 
     def _chosen(self, plan: SavePlan, order: Sequence[str], unchanged: Collection[str]) -> str:
         """The unchanged leaves to reference, as bits. Rank 0 only."""
@@ -462,13 +460,6 @@ class Reuse:
         self._base = _Base(attempt_name, current.world, known, current.manifest)
         self._tables = current.tables
         self._current = _Current()
-
-
-def _by_presence(storage: Storage, files: Sequence[KnownFile]) -> tuple[set[str], list[KnownFile]]:
-    """The leaves whose files are missing or of another length, and the files that exist."""
-    there = [file for file in files if storage.stat(file.path) == file.nbytes]
-    gone = [file for file in files if file not in there] if len(there) < len(files) else []
-    return {part.leaf for file in gone for part in file.parts if part is not None}, there
 
 
 def _tensors(job: SaveJob, plan: SavePlan) -> TensorOf:

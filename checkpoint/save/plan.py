@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.manifest.schema import (
     Cut,
     Layout,
-    LeafRow,
     Manifest,
     PerNode,
     ReplicatedLayout,
@@ -42,7 +42,6 @@ from torchrelay.checkpoint.save.assignments import (
     cuts_between,
     item_bytes,
     same,
-    sorted_leaves,
 )
 from torchrelay.errors import SaveFailedError
 from torchrelay.records import dataclass
@@ -130,10 +129,6 @@ class PlanInputs:
     hosts: tuple[int, ...] | None = None
     referenced: frozenset[str] = frozenset()
 
-    def scope_of(self, leaf: LeafSpec) -> str:
-        """The scope of a leaf."""
-        return "sharded" if leaf.sharding is not None else self.scopes.get(leaf.name, "replicated")
-
 
 def plan_classes(
     classes: Sequence[NodeClass],
@@ -146,7 +141,24 @@ def plan_classes(
     """Plan a save of nodes of several classes; see `PlanInputs`."""
     known_hosts = None if hosts is None else tuple(hosts)
     question = PlanInputs(tuple(classes), cut, dict(scopes or {}), known_hosts, frozenset(referenced))
-    return _make(question, plan_hash(question))
+    held = _holders(question.classes, question.referenced)
+    rows = tuple(leaf for leaf, _ in held)
+    layouts, numbers, scope_of = _Layouts(), [-1] * len(rows), question.scopes
+    stated = ["sharded" if one.sharding is not None else scope_of.get(one.name, "replicated") for one in rows]
+    strings: dict[tuple[int, str], tuple[tuple[int, ...], list[int]]] = {}  # of node sets by identity
+    for row, (leaf, nodes) in enumerate(held):
+        if leaf.sharding is not None:
+            numbers[row] = layouts.number(leaf.sharding)
+        elif stated[row] == "replicated" and _splits(leaf):
+            strings.setdefault((id(nodes), leaf.group), (nodes, []))[1].append(row)
+        else:
+            numbers[row] = layouts.unsplit(stated[row], nodes, question.hosts)
+    for nodes, _, members in sorted((nodes, group, rows) for (_, group), (nodes, rows) in strings.items()):
+        number = layouts.number(_split_layout(nodes, members, rows, cut))
+        for row in members:
+            numbers[row] = number
+    planned = table(PlannedLeaf, zip(rows, stated, numbers, strict=True))
+    return SavePlan(planned, tuple(layouts.found), plan_hash(question))
 
 
 def unusual(scopes: Mapping[str, str]) -> dict[str, str]:
@@ -171,35 +183,15 @@ def plan_hash(question: PlanInputs) -> str:
     return canonical_json.sha256(canonical_json.object_of(stated))
 
 
-def _make(question: PlanInputs, key: str) -> SavePlan:
-    held = _holders(question.classes, question.referenced)
-    rows = tuple(leaf for leaf, _ in held)
-    layouts = _Layouts()
-    numbers, scopes = [-1] * len(rows), [question.scope_of(leaf) for leaf in rows]
-    strings: dict[tuple[int, str], tuple[tuple[int, ...], list[int]]] = {}  # of node sets by identity
-    for row, (leaf, nodes) in enumerate(held):
-        scope = scopes[row]
-        if leaf.sharding is not None:
-            numbers[row] = layouts.number(leaf.sharding)
-        elif scope == "replicated" and _splits(leaf):
-            strings.setdefault((id(nodes), leaf.group), (nodes, []))[1].append(row)
-        else:
-            numbers[row] = layouts.unsplit(scope, nodes, question.hosts)
-    for nodes, _, members in sorted((nodes, group, rows) for (_, group), (nodes, rows) in strings.items()):
-        number = layouts.number(_split_layout(nodes, members, rows, question.cut))
-        for row in members:
-            numbers[row] = number
-    planned = table(PlannedLeaf, zip(rows, scopes, numbers, strict=True))
-    return SavePlan(planned, tuple(layouts.found), key)
-
-
 def _holders(
     classes: Sequence[NodeClass], referenced: frozenset[str]
 ) -> list[tuple[LeafSpec, tuple[int, ...]]]:
     """Every distinct leaf with the nodes that have it, by name and first node."""
     if len(classes) == 1:  # within a class names differ
         nodes = tuple(sorted(classes[0].nodes))
-        leaves = [leaf for leaf in sorted_leaves(classes[0].leaves) if leaf.name not in referenced]
+        leaves = [
+            leaf for leaf in sorted(classes[0].leaves, key=attrgetter("name")) if leaf.name not in referenced
+        ]
         for leaf in first_of_each([id(leaf.sharding) for leaf in leaves], leaves).values():
             check_complete(leaf, nodes)
         return [(leaf, nodes) for leaf in leaves]
@@ -295,8 +287,7 @@ def with_references(
     `earlier` share belong to all nodes of the new manifest.
     """
     rows = sorted(row for name in names for row in earlier.rows[name])
-    merging = _Merging(manifest, earlier, rows, for_all=for_all)
-    return merging.merged()
+    return _Merging(manifest, earlier, rows, for_all=for_all).merged()
 
 
 def restricted(split: Split, nodes: tuple[int, ...], rows: Mapping[int, int]) -> Split:
@@ -320,14 +311,17 @@ class _Merging:
         self.new = manifest
         self.old = earlier
         self.rows = {row: len(manifest.leaves) + index for index, row in enumerate(rows)}
-        self.tries = _numbering(manifest.tries)
-        self.nodes = _numbering(manifest.world.names)
+        self.tries = {name: number for number, name in enumerate(manifest.tries)}
+        self.nodes = {name: number for number, name in enumerate(manifest.world.names)}
         layouts = sorted({earlier.leaves[row].layout for row in rows})
         self.layouts = {old: len(manifest.layouts) + index for index, old in enumerate(layouts)}
 
     def merged(self) -> Manifest:
         """The merged manifest."""
-        leaves = [self._leaf(self.old.leaves[row]) for row in self.rows]
+        leaves = [
+            leaf._replace(source=self._try(leaf.source), layout=self.layouts[leaf.layout])
+            for leaf in map(self.old.leaves.__getitem__, self.rows)
+        ]
         layouts = [self._layout(self.old.layouts[number]) for number in self.layouts]
         shards = [
             shard._replace(source=self._try(shard.source), node=self._node(shard.node))
@@ -348,26 +342,19 @@ class _Merging:
             values={**self.new.values, **values},
         )
 
-    def _leaf(self, leaf: LeafRow) -> LeafRow:
-        return leaf._replace(source=self._try(leaf.source), layout=self.layouts[leaf.layout])
-
     def _layout(self, layout: Layout) -> Layout:
         nodes = tuple(self._node(node) for node in layout.nodes)
         if isinstance(layout, PerNode):
             return PerNode(nodes)
         if isinstance(layout, Mesh):
             return replace(layout, nodes=nodes)
-        more = self._newcomers(layout, nodes)
+        more: tuple[int, ...] = ()  # new nodes that share what all had before; they hold no bytes of it
+        if self.for_all and set(range(len(self.old.world.nodes))) <= set(layout.nodes):
+            more = tuple(node for node in range(len(self.new.world.nodes)) if node not in nodes)
         if isinstance(layout, ReplicatedLayout):
             return ReplicatedLayout(nodes + more)
         split = restricted(layout, nodes, self.rows)
         return Split(nodes + more, split.items, split.cuts + split.cuts[-1:] * len(more))
-
-    def _newcomers(self, layout: Layout, nodes: tuple[int, ...]) -> tuple[int, ...]:
-        """New nodes that share what all had before; they hold no bytes of it."""
-        if not self.for_all or not set(range(len(self.old.world.nodes))) <= set(layout.nodes):
-            return ()
-        return tuple(node for node in range(len(self.new.world.nodes)) if node not in nodes)
 
     def _needed(self) -> Iterator[ShardRow]:
         """The renumbered files that hold the leaves."""
@@ -396,7 +383,3 @@ class _Merging:
 
     def _node(self, number: int) -> int:
         return self.nodes.setdefault(self.old.world.names[number], len(self.nodes))
-
-
-def _numbering(names: tuple[str, ...]) -> dict[str, int]:
-    return {name: number for number, name in enumerate(names)}

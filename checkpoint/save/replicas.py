@@ -26,6 +26,7 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import describe
 from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.save.capture import NodeState
+from torchrelay.checkpoint.save.change_detection import stretches
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Value, local_of
 from torchrelay.errors import SaveFailedError, UsageError
 from torchrelay.jobs.session import Peers, together
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 
 WHOLE_EVERY = 10
 """Default number of epochs between full comparisons of parameters and optimizer state."""
-SAMPLE_BYTES = 64 << 10
-SAMPLES = 4
-"""Number of stretches of a sampled tensor, the first and the last bytes among them."""
 _SAME_BY_CONSTRUCTION = ("parameter", "optimizer")
 
 ByLeaf = Mapping[str, str]
@@ -76,8 +74,8 @@ def is_compared(leaf: Leaf | LeafSpec, scope: str, broadcast: Collection[str] = 
 
     Of an alias its target's name is compared: other nodes may have a separate tensor there.
     """
-    told = leaf.alias_of is None or leaf.role.value not in _SAME_BY_CONSTRUCTION
-    return scope == "replicated" and told and leaf.name not in broadcast
+    own = leaf.alias_of is None or leaf.role.value not in _SAME_BY_CONSTRUCTION
+    return scope == "replicated" and own and leaf.name not in broadcast
 
 
 def fails_when_different(leaf: Leaf | LeafSpec, forced: Collection[str] = ()) -> bool:
@@ -122,7 +120,6 @@ def compare_replicas(
     *,
     lone: Mapping[int, Sequence[Lone]] | None = None,
     due: bool = False,
-    deadline_secs: float | None = None,
 ) -> ReplicaVerdict:
     """Compare the nodes of all processes; every process gets the same verdict.
 
@@ -148,7 +145,7 @@ def compare_replicas(
             for node in sorted(hosted)
         ]
 
-    answers = together(peers, topic, look, deadline_secs=deadline_secs)
+    answers = together(peers, topic, look)
     posted = sorted((one for answer in answers for one in answer), key=lambda one: int(one[0]))
     wanted = any(of_node for *_, of_node in posted)
     groups = [(node, index, *pair) for node, pairs, *_ in posted for index, pair in enumerate(pairs)]
@@ -156,7 +153,7 @@ def compare_replicas(
     twins = frozenset(names for names, count in counts.items() if count > 1)
     if twins:
         mode = Mode.WHOLE if wanted else Mode.SAMPLES
-        groups += _twins(peers, topic, hosted, alone, twins, mode, deadline_secs)
+        groups += _twins(peers, topic, hosted, alone, twins, mode)
     asked = _asked(groups)
     if not asked:
         return ReplicaVerdict(due=wanted)
@@ -165,10 +162,10 @@ def compare_replicas(
                 for name, one in group.items()}]
         for node in sorted(hosted)
     ]  # fmt: skip
-    answers = peers.exchange(f"{topic}, in detail", details, deadline_secs=deadline_secs)
+    answers = peers.exchange(f"{topic}, in detail", details)
     by_node = {node: digests for answer in answers for node, digests in answer}
     # Forced by any process counts for all: nodes with different leaves know only their own.
-    forced = peers.exchange(f"{topic}, forced", sorted(forced_replicated), deadline_secs=deadline_secs)
+    forced = peers.exchange(f"{topic}, forced", sorted(forced_replicated))
     found = verdict(by_node, frozenset(name for answer in forced for name in answer))
     return replace(found, due=wanted)
 
@@ -184,7 +181,6 @@ def _twins(
     alone: Mapping[int, Sequence[Lone]],
     twins: Collection[str],
     mode: Mode,
-    deadline_secs: float | None,
 ) -> list[_Group]:
     """Hash the lone groups that other nodes have too; they become groups of `hosted`."""
 
@@ -197,7 +193,7 @@ def _twins(
                     found.append([node, len(hosted[node]) - 1, *_combined(hosted[node][-1])])
         return found
 
-    answers = together(peers, f"{topic}, of several meshes", look, deadline_secs=deadline_secs)
+    answers = together(peers, f"{topic}, of several meshes", look)
     return [(one[0], one[1], one[2], one[3]) for answer in answers for one in answer]
 
 
@@ -252,18 +248,16 @@ def _digest(leaf: Leaf, mode: Mode) -> str:
     return str(hashed.hexdigest())
 
 
-def _samples(tensor: torch.Tensor, name: str) -> list[memoryview]:
+def _samples(tensor: torch.Tensor, name: str) -> Iterator[memoryview]:
     """Evenly spread stretches; only these leave the device."""
-    width, size = tensor.element_size(), tensor.numel()
-    count = max(1, SAMPLE_BYTES // SAMPLES // width)
-    if size <= count * SAMPLES:
-        return [dtypes.stored_bytes(tensor, name)]
-    starts = [(size - count) * index // (SAMPLES - 1) for index in range(SAMPLES)]
     if tensor.is_cpu and tensor.is_contiguous():  # then this makes no copy
         view = dtypes.stored_bytes(tensor, name)
-        return [view[start * width : (start + count) * width] for start in starts]
-    flat = tensor.detach().reshape(-1)
-    return [dtypes.stored_bytes(flat[start : start + count], name) for start in starts]
+        yield from (view[first:last] for first, last in stretches(tensor.nbytes, "samples"))
+        return
+    flat, width = tensor.detach().reshape(-1), tensor.element_size()
+    for first, last in stretches(tensor.nbytes, "samples"):
+        view = dtypes.stored_bytes(flat[first // width : -(-last // width)], name)
+        yield view[first % width :][: last - first]
 
 
 def _hash(data: bytes) -> str:
@@ -298,7 +292,7 @@ class WholeBytes:
     def __init__(
         self, job: SaveJob, groups: Mapping[int, Sequence[Sequence[Leaf]]], compared: Callable[[bool], None]
     ) -> None:
-        self._told = partial(
+        self._message = partial(
             differences_message, job.position, {place.rank: str(place) for place in job.places}
         )
         self._left = {
@@ -315,7 +309,11 @@ class WholeBytes:
         for node, groups in self._left.items():
             later = guarded.get(node, ())
             for group, digests in zip(groups, self._digests[node], strict=True):
-                for leaf in [leaf for leaf in group.values() if _address(leaf) not in later]:
+                for leaf in [
+                    leaf
+                    for leaf in group.values()
+                    if isinstance(leaf.content, Value) or leaf.content.data_ptr() not in later
+                ]:
                     _hash_one(leaf.name, group, digests)
 
     def hash_rest(self) -> None:
@@ -345,17 +343,12 @@ class WholeBytes:
         verdict = compare_replicas(peers, "save: all bytes of replicas", hashed, self._names)
         self._compared(not verdict.failures)
         if verdict.failures:
-            raise SaveFailedError(self._told(verdict.failures))
+            raise SaveFailedError(self._message(verdict.failures))
 
 
 def _hash_one(name: str, left: dict[str, Leaf], digests: dict[str, str]) -> None:
     digests.update(digests_of([left[name]], Mode.WHOLE))
     del left[name]
-
-
-def _address(leaf: Leaf) -> int:
-    """Address of a leaf's memory."""
-    return 0 if isinstance(leaf.content, Value) else leaf.content.data_ptr()
 
 
 def parts_of_node(state: NodeState) -> list[MeshParts]:
