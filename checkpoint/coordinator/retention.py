@@ -29,7 +29,7 @@ from torchrelay.checkpoint.log.retention import (
 )
 from torchrelay.checkpoint.log.state import protected
 from torchrelay.checkpoint.log.view import LogView, ranges
-from torchrelay.checkpoint.log.writer import LogWriter, is_left
+from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.storage.base import Storage, check_exclusion
 from torchrelay.checkpoint.storage.work import progress
 from torchrelay.errors import StorageError, UnknownEpochError, UsageError
@@ -179,7 +179,7 @@ class Retaining:
         """Delete leftovers of earlier generations; report deletions that failed."""
         self.ledger.tell_failed_deletions()
         writer = self.ledger.writer
-        if writer is not None and is_left(writer):
+        if writer is not None and writer.has_leftovers:
             self._ask("unfinished tries", lambda: delete_left(writer))
 
     def end(self, peers: Peers) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from torchrelay.checkpoint.format import position
@@ -18,7 +17,7 @@ from torchrelay.checkpoint.load.verify import JointResult, Target, VerificationS
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import entry_json, entry_of
 from torchrelay.checkpoint.log.view import LeaseInfo, LogView, Look
-from torchrelay.checkpoint.log.writer import LogWriter, WhenFenced, not_told
+from torchrelay.checkpoint.log.writer import LogWriter, WhenFenced, ignore_fencing
 from torchrelay.checkpoint.save.commit import Apart
 from torchrelay.checkpoint.storage.base import Storage, check_exclusion
 from torchrelay.checkpoint.storage.open import NOTES
@@ -90,7 +89,7 @@ class Ledger:
         """Seconds until this process must exit; None without a deadline."""
         self.in_run = False
         """A run keeps the log until it ends; a save by hand holds it only for the save."""
-        self.when_fenced: WhenFenced = not_told
+        self.when_fenced: WhenFenced = ignore_fencing
         """Called on rank 0, from a thread, when another job has taken the log that a run holds."""
         self.holding: LeaseInfo | None = None
         self.writer: LogWriter | None = None
@@ -163,8 +162,8 @@ class Ledger:
         def find() -> list[Any]:
             return [entry_json(entry) for entry in (self.view().find(epoch),) if entry is not None]
 
-        told = decide(peers, "find the epoch", find, by=self.reader)
-        return entry_of(told[0], "the log") if told else None
+        found = decide(peers, "find the epoch", find, by=self.reader)
+        return entry_of(found[0], "the log") if found else None
 
     def _known(self, epoch: int) -> CommittedPosition:
         """The entry of an epoch, on rank `reader`."""
@@ -195,8 +194,8 @@ class Ledger:
                     raise
                 return None
 
-        told = decide(peers, "take the log over", take, deadline_secs=self.takes_secs + TAKEOVER_MARGIN_SECS)
-        self.holding = None if told is None else LeaseInfo(*told)
+        lease = decide(peers, "take the log over", take, deadline_secs=self.takes_secs + TAKEOVER_MARGIN_SECS)
+        self.holding = None if lease is None else LeaseInfo(*lease)
         return True
 
     @property
@@ -211,7 +210,7 @@ class Ledger:
         if self._pending_rewind is not None:
             self.writer.rewind(*self._pending_rewind)
             self._pending_rewind = None
-        return self._told()
+        return self._lease()
 
     def _taken(self) -> LogWriter:
         if self.storage.stat(NOTES) is not None:
@@ -233,7 +232,7 @@ class Ledger:
             check_exclusion(self.storage)
             self._exclusive = True
 
-    def _told(self) -> list[Any]:
+    def _lease(self) -> list[Any]:
         """What all processes receive of a held log."""
         writer = self.required()
         return [writer.view.job_name, writer.view.job_uuid, writer.view.current.id, self.generation]
@@ -254,7 +253,7 @@ class Ledger:
 
         def append() -> list[Any]:
             self.required().rewind(base, request)
-            return self._told()
+            return self._lease()
 
         self.holding = LeaseInfo(*decide(peers, "rewind", append))
 
@@ -263,12 +262,6 @@ class Ledger:
         if self.writer is None:
             raise NotAllowedNowError("the checkpoint log is not open: save within a train call")
         return self.writer
-
-    def required_holding(self) -> LeaseInfo:
-        """What all processes know of the log; NotAllowedNowError if it is not held."""
-        if self.holding is None:
-            raise NotAllowedNowError("the checkpoint log is not open: save within a train call")
-        return self.holding
 
     def commit(self, entry: CommittedPosition) -> None:
         """Append the commit record of a position. Rank 0 only."""
@@ -315,7 +308,7 @@ class Ledger:
         self.finish_deletions()
         writer, self.writer = self.writer, None
         self.holding, self._pending_rewind, self.in_run = None, None, False
-        self.when_fenced, self.hurried, self.secs_left = not_told, lambda: False, lambda: None
+        self.when_fenced, self.hurried, self.secs_left = ignore_fencing, lambda: False, lambda: None
         if writer is None:
             return
         try:
@@ -327,8 +320,7 @@ class Ledger:
 
     def finish_deletions(self) -> None:
         """Wait for pending deletions; warns of failures, and of those that take minutes."""
-        done = self.deletions.wait()
-        if not done:
+        if not self.deletions.wait():
             warn("files of old epochs are still being deleted: the disk is slow", stacklevel=2)
         self.tell_failed_deletions()
 
@@ -394,18 +386,18 @@ class Ledger:
     def _newest_after(self, peers: Peers, say: Callable[[str], None], tried: list[str]) -> Target:
         """The newest verified position; `tried` are reasons so far."""
         while True:
-            told = decide(peers, "newest epoch", self._newest)
-            if told is None:
+            newest = decide(peers, "newest epoch", self._newest)
+            if newest is None:
                 raise NoProvableEpochError(
                     f"no epoch in {self.storage.url} can be verified "
                     f"({'; '.join(tried) or 'none is left'}): restore the files from a copy, or begin "
                     "again with resume='never'"
                 )
-            entry = entry_of(told["entry"], "the log")
+            entry = entry_of(newest["entry"], "the log")
             result = self._verify_jointly(peers, entry)
             if result.outcome is not VerificationStatus.DAMAGED:
                 target = self._target(entry, result)
-                if told["passed"]:  # the new branch keeps the request, so that the same command continues
+                if newest["passed"]:  # the new branch keeps the request, so that the same command continues
                     request = decide(peers, "fallback", lambda: dict(self.required().view.begun_by or {}))
                     self.rewind(peers, entry.position, {**request, "fallback": True})
                 return target
@@ -420,7 +412,11 @@ class Ledger:
     ) -> str:
         """Quarantine a damaged entry and report it."""
         say(f"epoch {entry.position} is damaged ({reason}); an older one is used instead")
-        decide(peers, "quarantine", partial(self._quarantine, entry, reason))
+
+        def quarantine() -> None:
+            self.required().quarantine(entry.key, reason)
+
+        decide(peers, "quarantine", quarantine)
         return f"epoch {entry.position}: {reason}"
 
     def _newest(self) -> Any:
@@ -433,10 +429,6 @@ class Ledger:
         if newest is None:
             return None
         return {"entry": entry_json(newest), "passed": view.line()[-1].key != newest.key}
-
-    def _quarantine(self, entry: CommittedPosition, reason: str) -> None:
-        """Quarantine an entry, on rank 0."""
-        self.required().quarantine(entry.key, reason)
 
     def _target(self, entry: CommittedPosition, result: JointResult) -> Target:
         """The verified position with its manifest: a second read could fail on one rank alone."""

@@ -107,10 +107,10 @@ def read_tail(storage: Storage, job: JobFile) -> Tail:
     try:
         return _tail_of(storage, job)
     except DamagedError:
-        told = _outvoted(storage, job)
-        if told is None:
+        other = _outvoted(storage, job)
+        if other is None:
             raise
-        return _tail_of(storage, told)
+        return _tail_of(storage, other)
 
 
 def _outvoted(storage: Storage, job: JobFile) -> JobFile | None:
@@ -170,7 +170,7 @@ def advance(storage: Storage, tail: Tail) -> tuple[Tail, Record | None]:
     except DamagedError as error:
         notices = (*tail.view.notices, f"{error}; the slot is left unchanged")
         return replace(after, view=replace(tail.view, notices=notices)), None
-    return _told_by(storage, after, record, tail.view.notices), record
+    return _with_record(storage, after, record, tail.view.notices), record
 
 
 def _read_from(storage: Storage, job: JobFile, newest: int) -> Tail:
@@ -182,7 +182,7 @@ def _read_from(storage: Storage, job: JobFile, newest: int) -> Tail:
     notices = (*notices, *_check_chain(storage, job, record, newest))
     empty = Tail(job, LogView(), newest + 1, canonical_json.sha256(newest_bytes))
     try:
-        return _told_by(storage, empty, record, notices)
+        return _with_record(storage, empty, record, notices)
     except DamagedError:
         _check_not_moved(storage, newest)  # thinning deletes old base files too
         raise
@@ -208,7 +208,7 @@ def _newest_valid(storage: Storage, job: JobFile, newest: int) -> tuple[Record, 
     )
 
 
-def _told_by(storage: Storage, tail: Tail, record: Record, notices: tuple[str, ...]) -> Tail:
+def _with_record(storage: Storage, tail: Tail, record: Record, notices: tuple[str, ...]) -> Tail:
     """The tail with the state of `record` and the entries of its base file."""
     base = None if record.base is None else _read_base(storage, record, record.base, tail.base)
     notices = tuple(dict.fromkeys((*notices, *_derived(tail.job, base))))
@@ -320,24 +320,14 @@ class RecordDraft:
     generation: int | None = None
 
 
-@dataclass(frozen=True)
-class Appended:
-    """Result of an append: the end of the log, and our record if one was written."""
-
-    tail: Tail
-    record: Record | None
-
-
 class OvertakenError(Exception):
     """The log belongs to a writer of a higher generation."""
 
-    def __init__(self, tail: Tail) -> None:
-        super().__init__(f"generation {tail.view.generation} has the log")
-        self.tail = tail
 
-
-def append(storage: Storage, tail: Tail, draft: RecordDraft) -> Appended:
+def append(storage: Storage, tail: Tail, draft: RecordDraft) -> tuple[Tail, Record | None]:
     """Write a record after `tail`, or after records that came first, and make it durable.
+
+    Returns the end of the log, and our record if there was something to write.
 
     Raises OvertakenError, with nothing changed, if a writer of a higher generation than the draft's exists.
     Guests are never overtaken; takeovers by any earlier record of another writer.
@@ -349,7 +339,7 @@ def append(storage: Storage, tail: Tail, draft: RecordDraft) -> Appended:
             _give_way(tail, draft)
         changed = draft.change(tail.view.state)
         if changed is None:
-            return Appended(tail, None)
+            return tail, None
         record, base = _compose(storage, tail, draft, *changed)
         data = encode(record)
         if len(changed[0].marks) > len(tail.view.marks) and 2 * len(data) > canonical_json.LIMIT_BYTES:
@@ -363,18 +353,18 @@ def append(storage: Storage, tail: Tail, draft: RecordDraft) -> Appended:
             storage.sync_dir(LOG)
             view = replace(tail.view, state=changed[0], slot=record.slot, generation=record.generation)
             previous = canonical_json.sha256(data)
-            return Appended(Tail(tail.job, view, record.slot + 1, previous, base), record)
+            return Tail(tail.job, view, record.slot + 1, previous, base), record
         tail, other = advance(storage, tail)
         storage.sync_dir(LOG)  # the previous record must survive a power cut
         if other is not None:
             _give_way(tail, draft)
         elif draft.kind == "takeover":
-            raise OvertakenError(tail)
+            raise OvertakenError(f"generation {tail.view.generation} has the log")
 
 
 def _give_way(tail: Tail, draft: RecordDraft) -> None:
     if draft.kind == "takeover" or (draft.generation is not None and tail.view.generation > draft.generation):
-        raise OvertakenError(tail)
+        raise OvertakenError(f"generation {tail.view.generation} has the log")
 
 
 def overtaken(storage: Storage, tail: Tail) -> bool:
@@ -459,7 +449,13 @@ def _write_base(storage: Storage, entries: tuple[CommittedPosition, ...]) -> Bas
 
 def thin(storage: Storage, job: JobFile, newest: int) -> None:
     """Delete what a log with the newest slot `newest` no longer keeps, base files included."""
-    for slot in reversed(_beyond(storage, newest)):
+    beyond: list[int] = []  # newest first: from the 257th newest down to the first missing one
+    for slot in range(newest - STRIDE, 0, -1):
+        if slot % STRIDE != 0:
+            if storage.stat(slot_path(slot)) is None:
+                break
+            beyond.append(slot)
+    for slot in reversed(beyond):
         base = None
         with suppress(StorageError, FileNotFoundError):
             base = _read_base_of(storage, job, slot)
@@ -468,18 +464,6 @@ def thin(storage: Storage, job: JobFile, newest: int) -> None:
         ):
             storage.delete(base)
         storage.delete(slot_path(slot))
-
-
-def _beyond(storage: Storage, newest: int) -> list[int]:
-    """Slots to delete, newest first: from the 257th newest down to the first missing one."""
-    found: list[int] = []
-    for slot in range(newest - STRIDE, 0, -1):
-        if slot % STRIDE == 0:
-            continue
-        if storage.stat(slot_path(slot)) is None:
-            break
-        found.append(slot)
-    return found
 
 
 def _may_need(storage: Storage, job: JobFile, slot: int, base: str) -> bool:

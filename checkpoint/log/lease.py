@@ -12,16 +12,16 @@ import socket
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 from threading import Event, Thread
+from typing import cast
 
 from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.names import DATA
 from torchrelay.checkpoint.format.position import State
-from torchrelay.checkpoint.log import state as changes
 from torchrelay.checkpoint.log.chain import OvertakenError, RecordDraft, Tail, append, mended, read_tail
 from torchrelay.checkpoint.log.record import JOB_PATH, LOG, JobFile, check_job, encode_job
 from torchrelay.checkpoint.log.state import restore
@@ -58,12 +58,25 @@ class WriterIdentity:
         cls, job: str, environment: Mapping[str, str] = os.environ, *, launch: str = ""
     ) -> WriterIdentity:
         """The identity of this process in a `launch`."""
-        launcher_id, restarts = _launcher(environment)
+        # The launcher's id, and its restart counts.
+        launcher_id, restarts = None, tuple[int, ...]()
+        torchrun, slurm = environment.get("TORCHELASTIC_RUN_ID", "none"), environment.get("SLURM_JOB_ID")
+        elastic = _count(environment.get("TORCHELASTIC_RESTART_COUNT"))
+        if torchrun not in ("", "none"):
+            launcher_id, restarts = f"torchrun:{torchrun}", (elastic,)
+        elif slurm:
+            restarts = (_count(environment.get("SLURM_RESTART_COUNT")), elastic)
+            launcher_id = f"slurm:{slurm}"
+        boot_id = pid_namespace = ""
+        with suppress(OSError):
+            boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        with suppress(OSError):
+            pid_namespace = str(Path("/proc/self/ns/pid").readlink())
         return cls(
             job=job,
             host=socket.gethostname(),
-            boot_id=_text_of("/proc/sys/kernel/random/boot_id"),
-            pid_namespace=_link_of("/proc/self/ns/pid"),
+            boot_id=boot_id,
+            pid_namespace=pid_namespace,
             pid=os.getpid(),
             pid_start=process_start(os.getpid()) or "",
             launcher_id=launcher_id,
@@ -193,34 +206,8 @@ def _answers(pid: int) -> bool:
     return True
 
 
-def _launcher(environment: Mapping[str, str]) -> tuple[str | None, tuple[int, ...]]:
-    """Id of the launcher, and its restart counts."""
-    torchrun = environment.get("TORCHELASTIC_RUN_ID", "none")
-    elastic = _count(environment.get("TORCHELASTIC_RESTART_COUNT"))
-    if torchrun not in ("", "none"):
-        return f"torchrun:{torchrun}", (elastic,)
-    slurm = environment.get("SLURM_JOB_ID")
-    if slurm:
-        return f"slurm:{slurm}", (_count(environment.get("SLURM_RESTART_COUNT")), elastic)
-    return None, ()
-
-
 def _count(text: str | None) -> int:
-    """A number in the environment."""
     return int(text) if text is not None and text.isdecimal() else 0
-
-
-def _text_of(path: str) -> str:
-    """Content of a file in /proc."""
-    with suppress(OSError):
-        return Path(path).read_text().strip()
-    return ""
-
-
-def _link_of(path: str) -> str:
-    with suppress(OSError):
-        return str(Path(path).readlink())
-    return ""
 
 
 PATH = "writer.json"
@@ -328,15 +315,26 @@ def take_over(
         storage.mkdir(DATA)
         storage.sync_dir("")
         older_attempts = frozenset(storage.list(DATA))
-        cut_off, begun = _temporaries(storage), _begun(storage)
+        # Temporary files: of a crashed writer, or of one, or a guest, that is writing now. Their targets are
+        # older than this takeover, whose slot exists then, so no record is lost with them; a live guest
+        # writes its file again (`LocalStorage`).
+        temporaries = list[str]()
+        if isinstance(storage, Leftovers):
+            names = (f"{LOG}/{name}" for name in storage.leftovers(LOG))
+            temporaries = [*storage.leftovers(""), *names]
+        begun = _begun(storage)
         storage.sync_dir(LOG)  # a name must survive a power cut before it is acted on
         try:
-            appended = append(storage, tail, _takeover(tail.job, me, nonce, verdict.reason))
+            taken, _ = append(storage, tail, _takeover(tail.job, me, nonce, verdict.reason))
         except OvertakenError:
             continue
-        _delete(storage, cut_off)
-        _give_up(storage, begun)
-        return AcquiredLog(_mended(storage, tail, appended.tail), older_attempts)
+        for path in temporaries:  # those that cannot be deleted stay for the next writer
+            with suppress(StorageError):
+                storage.delete(path)
+        for upload in begun:
+            with suppress(StorageError):
+                cast(Unfinished, storage).give_up(upload)
+        return AcquiredLog(_mended(storage, tail, taken), older_attempts)
     raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
 
 
@@ -353,24 +351,6 @@ def _mended(storage: Storage, found: Tail, taken: Tail) -> Tail:
     return mended(taken)
 
 
-def _temporaries(storage: Storage) -> list[str]:
-    """Temporary files: of a crashed writer, or of one, or a guest, that is writing now.
-
-    Their targets are older than the takeover that follows, whose slot exists then, so no record is lost with
-    them; a live guest writes its file again (`LocalStorage`).
-    """
-    if not isinstance(storage, Leftovers):
-        return []
-    return [*storage.leftovers(""), *(f"{LOG}/{name}" for name in storage.leftovers(LOG))]
-
-
-def _delete(storage: Storage, paths: list[str]) -> None:
-    """Delete files; those that cannot be deleted stay for the next writer."""
-    for path in paths:
-        with suppress(StorageError):
-            storage.delete(path)
-
-
 def _begun(storage: Storage) -> list[tuple[str, str]]:
     """Incomplete uploads of older writers; empty without the right to list them."""
     if isinstance(storage, Unfinished):
@@ -379,18 +359,11 @@ def _begun(storage: Storage) -> list[tuple[str, str]]:
     return []
 
 
-def _give_up(storage: Storage, begun: list[tuple[str, str]]) -> None:
-    if isinstance(storage, Unfinished):
-        for one in begun:
-            with suppress(StorageError):
-                storage.give_up(one)
-
-
 def _takeover(job: JobFile, me: WriterIdentity, nonce: str, reason: str) -> RecordDraft:
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
     holder = {**me.json(), **job.repeated(), "nonce": nonce, "since": since}
 
     def change(state: State) -> tuple[State, Mapping[str, Json]]:
-        return changes.taken_over(state, holder), {"reason": reason}
+        return replace(state, holder=holder, released=False), {"reason": reason}
 
     return RecordDraft("takeover", change)

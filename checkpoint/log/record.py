@@ -108,7 +108,7 @@ def encode(record: Record) -> bytes:
 
 def record_json(record: Record) -> dict[str, Json]:
     """All fields of a record's file."""
-    state = record.state
+    state, base = record.state, record.base
     return {
         **record.extra,
         "format": stamp(),
@@ -121,8 +121,23 @@ def record_json(record: Record) -> dict[str, Json]:
         "written": record.written,
         "payload": dict(record.payload),
         "live": [entry_json(entry) for entry in state.entries],
-        "base": None if record.base is None else _base_json(record.base),
-        "branches": [_branch_json(branch) for branch in state.branches],
+        "base": None
+        if base is None
+        else {
+            "name": base.name,
+            "bytes": base.nbytes,
+            "sha256": base.sha256,
+            "gone": [key_json(key) for key in base.gone],
+        },
+        "branches": [
+            {
+                "id": branch.id,
+                "parent": branch.parent,
+                "base": position_json(branch.base),
+                "request": None if branch.request is None else dict(branch.request),
+            }
+            for branch in state.branches
+        ],
         "branch": state.current,
         "next_branch": state.next_branch,
         "marks": [{"kind": mark.kind, "name": mark.name, **key_json(mark.target)} for mark in state.marks],
@@ -294,11 +309,6 @@ def position_json(position: Position | None) -> Json:
     return None if position is None else {"epoch": position.epoch, "step": position.step}
 
 
-def _branch_json(branch: Branch) -> dict[str, Json]:
-    request = None if branch.request is None else dict(branch.request)
-    return {"id": branch.id, "parent": branch.parent, "base": position_json(branch.base), "request": request}
-
-
 def _branch(fields: Fields) -> Branch:
     return Branch(
         id=fields.integer("id"),
@@ -327,11 +337,6 @@ def retirement_json(one: Retirement) -> dict[str, Json]:
 def retirement_of(fields: Fields) -> Retirement:
     """Read what `retirement_json` made."""
     return Retirement(_attempt_name(fields), fields.optional("groups", fields.texts))
-
-
-def _base_json(ref: BaseRef) -> dict[str, Json]:
-    gone = [key_json(key) for key in ref.gone]
-    return {"name": ref.name, "bytes": ref.nbytes, "sha256": ref.sha256, "gone": gone}
 
 
 def _base(fields: Fields) -> BaseRef:
@@ -374,10 +379,10 @@ class JobFile:
 
     def as_repeated(self, holder: Mapping[str, Any]) -> JobFile:
         """The job as the log's holder states it, with `damage` if the file differs."""
-        told = repeated_in(self.uuid, holder)
-        if told == self or "named" not in holder:  # written before the log repeated the file
+        stated = repeated_in(self.uuid, holder)
+        if stated == self or "named" not in holder:  # written before the log repeated the file
             return self
-        return replace(told, damage=self.damage or f"{JOB_PATH} differs from the log's copy")
+        return replace(stated, damage=self.damage or f"{JOB_PATH} differs from the log's copy")
 
 
 def read_job(storage: Storage) -> JobFile | None:
@@ -391,16 +396,16 @@ def read_job(storage: Storage) -> JobFile | None:
         return None
     data = data or _job_bytes(storage)  # a job begun meanwhile created this file before the slot
     if data is None:
-        return _told_by_log(storage, f"{JOB_PATH} is missing")
+        return _from_log(storage, f"{JOB_PATH} is missing")
     try:
         fields = Fields(unseal("job", data, JOB_PATH), JOB_PATH)
         check_stamp(fields.values.get("format"), what=f"{storage.url}/{JOB_PATH}")
         return JobFile(fields.text("name"), fields.text("uuid"), fields.text("created"), fields.flag("named"))
     except DamagedError as error:
-        return _told_by_log(storage, str(error))
+        return _from_log(storage, str(error))
 
 
-def _told_by_log(storage: Storage, damage: str) -> JobFile | None:
+def _from_log(storage: Storage, damage: str) -> JobFile | None:
     """The job in the newest readable record; None without records."""
     record = next(readable_records(storage), None)
     if record is not None:

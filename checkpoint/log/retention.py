@@ -1,9 +1,9 @@
 """Apply retention: rules for the epochs to keep, their deletion, and the deletion of leftovers.
 
-A policy chooses which epochs of the current line to keep; `|` keeps what either keeps. Never deleted are: the
-newest verifiable entry, tagged and pinned ones, attempts that an entry or a save in flight needs, and
-abandoned epochs that the current branch has not passed yet. Of mid-epoch positions beyond the newest whole
-epoch, from which a job resumes, as many of the newest stay as epochs do.
+Rules choose which epochs of the current line to keep. Never deleted are: the newest verifiable entry, tagged
+and pinned ones, attempts that an entry or a save in flight needs, and abandoned epochs that the current
+branch has not passed yet. Of mid-epoch positions beyond the newest whole epoch, from which a job resumes, as
+many of the newest stay as epochs do.
 
 `retire` is durable in the log before files are deleted, so an interrupted deletion is found in the log and
 finished. Orphans are identified by the log alone, never by age. Large deletions are slow: callers wait only
@@ -12,10 +12,9 @@ if they need the space or release the log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
-from functools import reduce
-from operator import or_
 from typing import Any
 
 from torchrelay.checkpoint.format.names import ATTEMPT_NAME, DATA, attempt_directory, parse_shard_file_name
@@ -29,115 +28,12 @@ from torchrelay.errors import DamagedError, StorageError, UsageError
 from torchrelay.records import dataclass
 
 
-class RetentionPolicy:
-    """Chooses entries of the current line to keep."""
-
-    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
-        """The keys to keep among whole epochs, oldest first."""
-        raise NotImplementedError
-
-    def __or__(self, other: RetentionPolicy) -> RetentionPolicy:
-        return _Either(self, other)
-
-
-@dataclass(frozen=True)
-class _Either(RetentionPolicy):
-    one: RetentionPolicy
-    other: RetentionPolicy
-
-    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
-        return self.one.keep(line) | self.other.keep(line)
-
-
-@dataclass(frozen=True)
-class _KeepLast(RetentionPolicy):
-    count: int
-
-    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
-        return frozenset(entry.key for entry in _resumable(line)[-self.count :])
-
-
 @dataclass(frozen=True)
 class Scores:
     """A metric of epochs by attempt. `unread` are attempts with unreadable metrics: any may be the best."""
 
     values: Mapping[str, float]
     unread: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class _KeepBest(RetentionPolicy):
-    scores: Scores
-    mode: str
-    count: int
-
-    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
-        best = best_first([entry for entry in line if entry.healthy], self.scores.values, self.mode)
-        if not best:
-            return keep_all().keep(line)
-        unread = [entry for entry in line if entry.healthy and entry.attempt_name in self.scores.unread]
-        return frozenset(entry.key for entry in (*best[: self.count], *unread))
-
-
-@dataclass(frozen=True)
-class _EveryNEpochs(RetentionPolicy):
-    epochs: int
-
-    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
-        return frozenset(entry.key for entry in line if entry.position.epoch % self.epochs == 0)
-
-
-@dataclass(frozen=True)
-class _KeepAll(RetentionPolicy):
-    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
-        return frozenset(entry.key for entry in line)
-
-
-def keep_last(count: int) -> RetentionPolicy:
-    """Keep the newest `count` epochs that a job may resume from (at least 1)."""
-    return _KeepLast(_positive(count, "keep_last"))
-
-
-def every_n_epochs(epochs: int) -> RetentionPolicy:
-    """Keep every epoch whose number is a multiple of `epochs` (at least 1), epoch 0 included."""
-    return _EveryNEpochs(_positive(epochs, "every_n_epochs"))
-
-
-def keep_best(scores: Scores, mode: str, count: int = 1) -> RetentionPolicy:
-    """Keep the `count` healthy epochs (at least 1) with the best scores; `mode` is "max" or "min".
-
-    Zero is a score like any other. An epoch without a finite score is never among the best; the earlier one
-    wins a tie. If no epoch has a score, all stay.
-    """
-    if mode not in ("max", "min"):
-        raise UsageError(f"keep_best: invalid direction {mode!r}: expected 'max' or 'min'")
-    return _KeepBest(scores, mode, _positive(count, "keep_best"))
-
-
-def keep_all() -> RetentionPolicy:
-    """Keep every epoch of the current line; only passed abandoned ones are deleted."""
-    return _KeepAll()
-
-
-def to_retire(
-    view: LogView, policy: RetentionPolicy, in_flight: Collection[str] = (), inside: int | None = None
-) -> tuple[Retirement, ...]:
-    """What to retire now, oldest first. `in_flight` are attempts that a save in flight references.
-
-    `inside`: how many positions stay of the running epoch, None for all. Damaged entries stay as evidence
-    until a newer entry can be resumed from.
-    """
-    kept = policy.keep(whole_epochs(view)) | protected(view.state)
-    running = [entry for entry in view.line() if not _over(entry, view)]
-    places = [entry for entry in _resumable(tuple(running)) if not entry.position.boundary]
-    if inside is not None and len(places) > inside:
-        running = [entry for entry in running if entry.position >= places[-inside].position]
-    kept |= {entry.key for entry in running}
-    kept |= {entry.key for entry in view.abandoned() if not _passed(entry, view)}
-    needed = needed_by(
-        view, {entry.attempt_name for entry in view.entries if entry.key in kept} | set(in_flight)
-    )
-    return tuple(Retirement(entry.attempt_name) for entry in view.entries if entry.attempt_name not in needed)
 
 
 def whole_epochs(view: LogView) -> tuple[CommittedPosition, ...]:
@@ -157,16 +53,8 @@ def _passed(entry: CommittedPosition, view: LogView) -> bool:
     return bool(own) and own[0] > entry.position
 
 
-def _resumable(line: tuple[CommittedPosition, ...]) -> list[CommittedPosition]:
-    """Entries that a job may resume from."""
+def _resumable(line: Iterable[CommittedPosition]) -> list[CommittedPosition]:
     return [entry for entry in line if entry.healthy and entry.resumable]
-
-
-def _positive(value: int, name: str) -> int:
-    """Raise UsageError unless a whole number from 1."""
-    if type(value) is not int or value < 1:
-        raise UsageError(f"invalid {name}({value!r}): expected a whole number from 1")
-    return value
 
 
 OPTIMIZER = "optim"
@@ -208,7 +96,8 @@ class Keeping:
     Attributes:
         last: newest epochs to keep.
         every: keep each epoch whose number is a multiple of this.
-        best: best epochs by a metric of the current branch; keeps all without its scores.
+        best: best epochs by a metric of the current branch; the earlier one wins a tie. Keeps all without
+            scores.
         optimizer_last: newest kept epochs that keep their optimizer; older ones cannot be resumed from.
             Marked epochs keep all.
         without: epochs of the current line to delete, and nothing else.
@@ -234,19 +123,23 @@ class Keeping:
                     f"invalid {name}={count!r}: expected a whole number from 1 (None keeps all epochs)"
                 )
 
-    @property
-    def policy(self) -> RetentionPolicy:
-        """The policy for epochs of the line, with or without their optimizer."""
-        wanted: list[RetentionPolicy] = []
+    def kept(self, line: Sequence[CommittedPosition]) -> frozenset[Key]:
+        """Which whole epochs of the line, oldest first, at least one rule keeps, with or without optimizer.
+
+        Zero is a score like any other, and an epoch without a finite score is never among the best.
+        """
+        healthy, kept = [entry for entry in line if entry.healthy], list[CommittedPosition]()
         if self.last is not None:
-            wanted.append(_NewestHealthy(self.last))
+            kept += healthy[-self.last :]
         if self.every is not None:
-            wanted.append(every_n_epochs(self.every))
-        if self.best is not None and self.scores is not None:
-            wanted.append(keep_best(self.scores, self.best.mode, self.best.count))
-        elif self.best is not None:
-            wanted.append(keep_all())
-        return reduce(or_, wanted) if wanted else keep_all()
+            kept += [entry for entry in line if entry.position.epoch % self.every == 0]
+        if self.best is not None:
+            scores = self.scores or Scores({})
+            best = best_first(healthy, scores.values, self.best.mode)
+            unread = [entry for entry in healthy if entry.attempt_name in scores.unread]
+            kept += [*best[: self.best.count], *unread] if best else line
+        rules = (self.last, self.every, self.best)
+        return frozenset(entry.key for entry in (line if rules == (None, None, None) else kept))
 
     @property
     def rule(self) -> str:
@@ -260,23 +153,45 @@ class Keeping:
     def chosen(
         self, view: LogView, suspects: Collection[Key] = (), needed: Collection[str] = ()
     ) -> tuple[Retirement, ...]:
-        """Epochs to delete. `suspects` are unverified entries: none of them lets older ones be deleted.
+        """Epochs to delete, oldest first. `suspects` are unverified: none of them lets older ones be deleted.
 
-        `needed` are attempts that stay under any rule.
+        `needed` are attempts that stay under any rule. Damaged entries stay as evidence until a newer entry
+        can be resumed from.
         """
-        if not self.without:
-            return to_retire(_suspecting(view, suspects), self.policy, needed, self.last)
-        named = [entry for entry in whole_epochs(view) if entry.position.epoch in self.without]
-        return tuple(Retirement(entry.attempt_name) for entry in named if entry.attempt_name not in needed)
+        if self.without:
+            named = [entry for entry in whole_epochs(view) if entry.position.epoch in self.without]
+            return tuple(Retirement(one.attempt_name) for one in named if one.attempt_name not in needed)
+        view = _suspecting(view, suspects)
+        kept = self.kept(whole_epochs(view)) | protected(view.state)
+        running = [entry for entry in view.line() if not _over(entry, view)]
+        places = [entry for entry in _resumable(running) if not entry.position.boundary]
+        if self.last is not None and len(places) > self.last:
+            running = [entry for entry in running if entry.position >= places[-self.last].position]
+        kept |= {entry.key for entry in running}
+        kept |= {entry.key for entry in view.abandoned() if not _passed(entry, view)}
+        stay = needed_by(view, {one.attempt_name for one in view.entries if one.key in kept} | set(needed))
+        return tuple(Retirement(one.attempt_name) for one in view.entries if one.attempt_name not in stay)
 
     def chosen_optimizers(
         self, view: LogView, suspects: Collection[Key] = (), needed: Collection[str] = ()
     ) -> tuple[Retirement, ...]:
-        """Epochs that lose their optimizer."""
+        """Whole epochs, older than the newest ones that can be resumed from, that lose their optimizer.
+
+        Not marked and damaged epochs, epochs whose files another one needs, epochs without other files, and
+        abandoned branches.
+        """
         if self.optimizer_last is None:
             return ()
-        found = optimizers_to_retire(_suspecting(view, suspects), self.optimizer_last)
-        return tuple(one for one in found if one.attempt_name not in needed)
+        view = _suspecting(view, suspects)
+        resumable = _resumable(whole_epochs(view))
+        spared = protected(view.state) | {entry.key for entry in resumable[-self.optimizer_last :]}
+        stay = {name for entry in view.entries for name in entry.needs}.union(needed)
+        return tuple(
+            Retirement(entry.attempt_name, (OPTIMIZER,))
+            for entry in resumable
+            if entry.key not in spared and entry.attempt_name not in stay
+            if OPTIMIZER in entry.groups and len(entry.groups) > 1
+        )
 
     def after(self, view: LogView, suspects: Collection[Key] = (), needed: Collection[str] = ()) -> State:
         """The state of a log after `retire`; changes nothing."""
@@ -303,53 +218,6 @@ def _suspecting(view: LogView, suspects: Collection[Key]) -> LogView:
         replace(one, health=DAMAGED) if one.key in suspects and one.healthy else one for one in view.entries
     )
     return replace(view, state=replace(view.state, entries=entries))
-
-
-@dataclass(frozen=True)
-class _NewestHealthy(RetentionPolicy):
-    """The newest epochs that are not damaged, including those that lost their optimizer to retention."""
-
-    count: int
-
-    def keep(self, line: tuple[CommittedPosition, ...]) -> frozenset[Key]:
-        return frozenset(entry.key for entry in [one for one in line if one.healthy][-self.count :])
-
-
-def optimizers_to_retire(view: LogView, count: int) -> tuple[Retirement, ...]:
-    """Optimizer groups of whole epochs older than the newest `count` that can be resumed from.
-
-    Not those of marked and damaged epochs, of epochs whose files another one needs, of epochs without other
-    files, and of abandoned branches.
-    """
-    resumable = [entry for entry in whole_epochs(view) if entry.healthy and entry.resumable]
-    spared = protected(view.state) | {entry.key for entry in resumable[-count:]}
-    needed = {name for entry in view.entries for name in entry.needs}
-    return tuple(
-        Retirement(entry.attempt_name, (OPTIMIZER,))
-        for entry in resumable
-        if entry.key not in spared
-        and entry.attempt_name not in needed
-        and OPTIMIZER in entry.groups
-        and len(entry.groups) > 1
-    )
-
-
-@dataclass(frozen=True)
-class Swept:
-    """Result of a sweep."""
-
-    retired: tuple[Retirement, ...] = ()
-    deleted: tuple[Retirement, ...] = ()
-    orphans: tuple[str, ...] = ()
-
-
-def sweep(writer: LogWriter, policy: RetentionPolicy, in_flight: Collection[str] = ()) -> Swept:
-    """Retire by policy, then delete retired files and leftovers of older generations.
-
-    Raises FencedError, and StorageError when a deletion failed: the next sweep continues.
-    """
-    retired = writer.retire(lambda view: to_retire(view, policy, in_flight))
-    return Swept(retired, *delete_left(writer))
 
 
 def delete_left(writer: LogWriter) -> tuple[tuple[Retirement, ...], tuple[str, ...]]:
@@ -397,21 +265,15 @@ def delete_orphans(writer: LogWriter) -> tuple[str, ...]:
     return orphans
 
 
-def _group_of(file_name: str) -> str | None:
-    """The group of a shard file; None for a manifest, stats or anything else."""
-    try:
-        return parse_shard_file_name(file_name).group
-    except DamagedError:
-        return None
-
-
 def files_of(storage: Storage, one: Retirement) -> tuple[str, ...]:
     """The existing files that a retirement deletes."""
     directory = attempt_directory(one.attempt_name)
-    names = storage.list(directory)
-    return tuple(
-        f"{directory}/{name}" for name in names if one.groups is None or _group_of(name) in one.groups
-    )
+    found = []
+    for name in storage.list(directory):
+        with suppress(DamagedError):  # not a shard, such as the manifest: it goes with the whole attempt
+            if one.groups is None or parse_shard_file_name(name).group in one.groups:
+                found.append(f"{directory}/{name}")
+    return tuple(found)
 
 
 def delete_attempt(storage: Storage, one: Retirement) -> None:

@@ -214,16 +214,6 @@ def _abandoned(step: _Step) -> str:
     return f"abandoned {why}: branch {state.current} began at {where}"
 
 
-def taken_over(state: State, holder: Mapping[str, Json]) -> State:
-    """The state after a takeover."""
-    return replace(state, holder=dict(holder), released=False)
-
-
-def released(state: State) -> State:
-    """The state after a release: the next writer need not wait."""
-    return replace(state, released=True)
-
-
 def committed(state: State, entry: CommittedPosition) -> State:
     """The state after a commit on the current branch; mid-epoch entries that it completes are retired.
 
@@ -298,7 +288,8 @@ def retired(state: State, retirements: Iterable[Retirement]) -> tuple[State, tup
         later: list[Retirement] = []
         for one in reversed(left):  # they come oldest first, and newer ones need older ones
             entry = next((e for e in state.entries if e.attempt_name == one.attempt_name), None)
-            if entry is None or entry.key in protected(state) or _needed_by_others(state, entry):
+            needed = {name for other in state.entries if other is not entry for name in other.needs}
+            if entry is None or entry.key in protected(state) or entry.attempt_name in needed:
                 later.append(one)
                 continue
             state = without(state, [entry]) if one.groups is None else _less_groups(state, entry, one.groups)
@@ -313,10 +304,6 @@ def protected(state: State) -> frozenset[Key]:
     """Entries that retention never deletes under any policy: the newest verifiable and marked ones."""
     newest = newest_of(state)
     return state.marked | ({newest.key} if newest else frozenset())
-
-
-def _needed_by_others(state: State, entry: CommittedPosition) -> bool:
-    return any(entry.attempt_name in other.needs for other in state.entries if other.key != entry.key)
 
 
 def _less_groups(state: State, entry: CommittedPosition, groups: tuple[str, ...]) -> State:

@@ -8,11 +8,11 @@ alone, because a mixture of two logs would mix two histories.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn, TypeVar, cast
 
 from torchrelay.checkpoint.format.canonical_json import seal, sealed_bytes, unseal
 from torchrelay.checkpoint.format.names import DATA
@@ -25,6 +25,8 @@ from torchrelay.checkpoint.storage.open import NOTES as PATH
 from torchrelay.checkpoint.storage.open import storage_of
 from torchrelay.errors import UsageError
 from torchrelay.records import dataclass
+
+T = TypeVar("T")
 
 
 class TierStorage(LocalStorage):
@@ -39,19 +41,8 @@ class TierStorage(LocalStorage):
         self.far = far
         self.near = LocalStorage(near)
         """The same directory without the remote one."""
-        self._from_far: frozenset[str] = frozenset()
-
-    def prefer_remote(self, tries: Iterable[str]) -> None:
-        """Read these attempts remotely from now on: their local files are damaged."""
-        self._from_far |= frozenset(tries)
-
-    def prefer_local(self, tries: Iterable[str]) -> None:
-        """Read these attempts locally again."""
-        self._from_far -= frozenset(tries)
-
-    def prefers_remote(self, attempt_name: str) -> bool:
-        """Whether an attempt is read remotely only."""
-        return attempt_name in self._from_far
+        self.remote_only: set[str] = set()
+        """Attempts that are read remotely from now on: their local files are damaged."""
 
     def stat(self, path: str) -> int | None:
         """The local size, else the remote one."""
@@ -63,39 +54,31 @@ class TierStorage(LocalStorage):
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Read locally, else remotely."""
-        if self._reads_locally(path):
-            try:
-                return self.near.read_range(path, offset, length)
-            except FileNotFoundError:
-                if not _in_attempt(path):
-                    raise
-        return self.far.read_range(path, offset, length)
+        return self._read(path, lambda storage: storage.read_range(path, offset, length))
 
     def read_into(self, path: str, offset: int, destination: memoryview) -> int:
         """Read locally, else remotely."""
-        if self._reads_locally(path):
-            try:
-                return self.near.read_into(path, offset, destination)
-            except FileNotFoundError:
-                if not _in_attempt(path):
-                    raise
-        return self.far.read_into(path, offset, destination)
+        return self._read(path, lambda storage: storage.read_into(path, offset, destination))
 
     def open_read(self, path: str) -> LocalReadHandle:
         """Open locally, else remotely."""
+
+        def open_in(storage: Storage) -> ReadHandle:
+            return storage.open_read(path) if isinstance(storage, LongReads) else SeparateReads(storage, path)
+
+        return cast(LocalReadHandle, self._read(path, open_in))  # it has the methods that are used
+
+    def _read(self, path: str, read: Callable[[Storage], T]) -> T:
         if self._reads_locally(path):
             try:
-                return super().open_read(path)
+                return read(self.near)
             except FileNotFoundError:
                 if not _in_attempt(path):
                     raise
-        far: ReadHandle
-        far = self.far.open_read(path) if isinstance(self.far, LongReads) else SeparateReads(self.far, path)
-        return cast(LocalReadHandle, far)  # it has the methods that are used
+        return read(self.far)
 
     def _reads_locally(self, path: str) -> bool:
-        """Whether a path is read locally first."""
-        return not (_in_attempt(path) and path.split("/")[1] in self._from_far)
+        return not (_in_attempt(path) and path.split("/")[1] in self.remote_only)
 
 
 def _in_attempt(path: str) -> bool:
@@ -131,15 +114,15 @@ class Notes:
 def read_notes(near: Storage) -> Notes | None:
     """Read the notes; None without them, or if they are damaged."""
     try:
-        told = unseal("tier", sealed_bytes(near, PATH), PATH)
-        holder = told["holder"]
+        stored = unseal("tier", sealed_bytes(near, PATH), PATH)
+        holder = stored["holder"]
         return Notes(
-            str(told["far"]),
+            str(stored["far"]),
             holder if isinstance(holder, str) else None,
-            frozenset(str(name) for name in told["replicated"]),
-            {str(path): (int(size), str(digest)) for path, (size, digest) in told["sent"].items()},
-            int(told.get("generation", -1)),
-            told.get("part") is True,
+            frozenset(str(name) for name in stored["replicated"]),
+            {str(path): (int(size), str(digest)) for path, (size, digest) in stored["sent"].items()},
+            int(stored.get("generation", -1)),
+            stored.get("part") is True,
         )
     except (OSError, LookupError, TypeError, ValueError, AttributeError):
         return None
@@ -200,7 +183,7 @@ def forgotten(near: Storage, notes: Notes, path: str) -> Notes:
 def write_notes(near: Storage, notes: Notes) -> None:
     """Replace the notes. Raises StorageError."""
     sent = {path: list(one) for path, one in notes.sent.items()}
-    told = {
+    stored = {
         "far": notes.far,
         "holder": notes.holder,
         "replicated": sorted(notes.replicated),
@@ -208,7 +191,7 @@ def write_notes(near: Storage, notes: Notes) -> None:
         "generation": notes.generation,
         "part": notes.part,
     }
-    near.replace(PATH, seal("tier", told))
+    near.replace(PATH, seal("tier", stored))
 
 
 def opened(directory: Path) -> LocalStorage:

@@ -134,14 +134,12 @@ class LogView:
         """Entries visible from a branch (default: the current one), oldest first, damaged ones too."""
         return self._line if branch is None else line_of(self.state, branch)
 
-    @cached_property
+    @cached_property  # because callers ask for it once per entry
     def _line(self) -> tuple[CommittedPosition, ...]:
-        """Cached, because callers ask for it once per entry."""
         return line_of(self.state, self.state.current)
 
     @cached_property
     def _usable(self) -> tuple[CommittedPosition, ...]:
-        """Healthy, resumable entries of the current branch."""
         return tuple(entry for entry in reversed(self._line) if entry.healthy and entry.resumable)
 
     def newest(self, *, boundary: bool = False) -> CommittedPosition | None:
@@ -149,7 +147,7 @@ class LogView:
 
         Automatic resume verifies this entry first; `candidates` has the next ones.
         """
-        return next((entry for entry in self._usable if entry.position.boundary or not boundary), None)
+        return next(iter(self.candidates(boundary=boundary)), None)
 
     def candidates(self, *, boundary: bool = False) -> tuple[CommittedPosition, ...]:
         """Healthy, resumable entries of the current branch, newest first."""
@@ -323,7 +321,10 @@ def whole_epochs(view: LogView, branch: int | None) -> list[CommittedPosition]:
 def named_entry(view: LogView, wish: EpochQuery, place: str) -> CommittedPosition:
     """The entry of an explicit epoch or tag; raises UnknownEpochError listing what exists at `place`."""
     if wish.tag is not None:
-        return _tagged(view, wish.tag, place)
+        if (tagged := view.tagged(wish.tag)) is not None:
+            return tagged
+        known = [mark.name for mark in view.marks if mark.kind == "tag"]
+        raise UnknownEpochError(f"no tag {wish.tag!r} in {place}{nearest(wish.tag, known)}")
     line = whole_epochs(view, wish.branch)
     found = next((entry for entry in line if entry.position.epoch == wish.epoch), None)
     if found is not None:
@@ -331,14 +332,6 @@ def named_entry(view: LogView, wish: EpochQuery, place: str) -> CommittedPositio
     of_branch = "" if wish.branch is None else f" of branch {wish.branch}"
     there_is = _there_is(view, line, wish.epoch)
     raise UnknownEpochError(f"no epoch {wish.epoch}{of_branch} in {place}: {there_is}")
-
-
-def _tagged(view: LogView, name: str, place: str) -> CommittedPosition:
-    found = view.tagged(name)
-    if found is None:
-        known = [mark.name for mark in view.marks if mark.kind == "tag"]
-        raise UnknownEpochError(f"no tag {name!r} in {place}{nearest(name, known)}")
-    return found
 
 
 def best_first(
@@ -367,9 +360,9 @@ def _there_is(view: LogView, line: Sequence[CommittedPosition], wish: int | None
 def _nearby(entries: Sequence[CommittedPosition], wish: int | None) -> str:
     """Which epochs exist; of many ranges those next to the requested one."""
     epochs = sorted(entry.position.epoch for entry in entries)
-    told = ranges(epochs)
-    if wish is None or told.count(",") < _RANGES:
-        return told
+    all_of_them = ranges(epochs)
+    if wish is None or all_of_them.count(",") < _RANGES:
+        return all_of_them
     close = [*[one for one in epochs if one < wish][-1:], *[one for one in epochs if one > wish][:1]]
     some = " and ".join(map(str, close))
     return f"{epochs[0]} to {epochs[-1]} with gaps ({len(epochs)}), next to {wish} there is {some}"
@@ -425,11 +418,6 @@ class LeaseInfo:
     uuid: str
     branch: int
     generation: int
-
-
-def kept_with(view: LogView, attempt_name: str) -> frozenset[str]:
-    """An attempt and all attempts that its entry references, recursively: needed as long as it is."""
-    return frozenset(needed_by(view, {attempt_name}))
 
 
 def needed_by(view: LogView, kept: set[str]) -> set[str]:

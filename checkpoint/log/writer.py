@@ -95,7 +95,7 @@ def append_as_guest(storage: Storage, draft: RecordDraft, job_name: str | None =
             raise DamagedError(f"{tail.view.notices[0]}; start the job, then try again")
         storage.sync_dir(LOG)
         try:
-            return append(storage, tail, draft).tail.view
+            return append(storage, tail, draft)[0].view
         except OvertakenError:
             continue
     raise StorageError(f"{storage.url}/{LOG} changes faster than it can be read: try again later")
@@ -120,7 +120,7 @@ Choose = Callable[[LogView], Iterable[Retirement]]
 WhenFenced = Callable[[FencedError], None]
 
 
-def not_told(error: FencedError) -> None:
+def ignore_fencing(error: FencedError) -> None:
     """Do nothing when fenced: the next append raises the error."""
 
 
@@ -150,7 +150,7 @@ class LogWriter:
         self._fenced: FencedError | None = None
         self._closed = False
         self._beat: Beat | None = None
-        self._when_fenced: WhenFenced = not_told
+        self._when_fenced: WhenFenced = ignore_fencing
 
     @classmethod
     def take(
@@ -176,7 +176,7 @@ class LogWriter:
         """
         job = begin_job(storage, job_name)
         writer = cls(storage, identity or WriterIdentity.here(job.name, launch=launch))
-        writer._when_fenced = when_fenced or not_told
+        writer._when_fenced = when_fenced or ignore_fencing
         # Registered before its record exists, so that no other thread takes it for an abandoned one.
         _LIVE[writer.nonce] = writer
         try:
@@ -215,6 +215,11 @@ class LogWriter:
         """Retirements in the log that `forget` has not removed yet."""
         return tuple(one for one in self.view.retiring if one not in self._deleted)
 
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether there may be anything to delete. Sends no request."""
+        return bool(self.undeleted or (self.certain and self.older_attempts - self.view.state.tries))
+
     def commit(self, entry: CommittedPosition) -> LogView:
         """Commit a position, durably; its attempt must be complete and durable.
 
@@ -227,7 +232,7 @@ class LogWriter:
                 return None
             return changes.committed(state, entry), {"entry": entry_json(entry)}
 
-        return self._append("commit", change)
+        return self.change("commit", change)
 
     def rewind(self, base: Position | None, request: Mapping[str, Json], *, branch: int | None = None) -> int:
         """Begin a new branch at `base` as seen from `branch`; returns its id.
@@ -241,7 +246,7 @@ class LogWriter:
             payload = {"base": position_json(base), "branch": after.current, "request": dict(request)}
             return after, payload
 
-        return self._append("rewind", change).current.id
+        return self.change("rewind", change).current.id
 
     def retire(
         self, retirements: Iterable[Retirement] | Choose, rule: str | None = None
@@ -264,7 +269,7 @@ class LogWriter:
             said = {} if rule is None else {"rule": rule}
             return after, {"retired": [retirement_json(one) for one in allowed], **said}
 
-        self._append("retire", change)
+        self.change("retire", change)
         return allowed
 
     def quarantine(self, key: Key, reason: str) -> LogView:
@@ -273,7 +278,7 @@ class LogWriter:
         def change(state: State) -> tuple[State, Mapping[str, Json]]:
             return changes.quarantined(state, key), {**key_json(key), "reason": reason}
 
-        return self._append("quarantine", change)
+        return self.change("quarantine", change)
 
     def tag(self, name: str, target: Key | None) -> LogView:
         """Give an epoch a name, or delete the name (None)."""
@@ -294,7 +299,7 @@ class LogWriter:
 
         `change` computes the record's state from the log in its slot; None appends nothing.
         """
-        return self._append(kind, change)
+        return self._append_draft(RecordDraft(kind, change, self.generation))
 
     def forget(self, deleted: Iterable[Retirement]) -> None:
         """Remove retirements that are deleted completely from the next record."""
@@ -320,7 +325,7 @@ class LogWriter:
         if self._is_forked:
             return
         try:
-            self._append("released", lambda state: (changes.released(state), {}))
+            self.change("released", lambda state: (replace(state, released=True), {}))
         finally:
             self.close()
 
@@ -343,12 +348,12 @@ class LogWriter:
         move(self.storage, self.generation, self.nonce, 1)
         self._tidy()
         mine = weakref.ref(self)
-        self._beat = Beat(lambda count: _beat_once(mine, count), period_secs)
 
-    def _append(
-        self, kind: str, change: Callable[[State], tuple[State, Mapping[str, Json]] | None]
-    ) -> LogView:
-        return self._append_draft(RecordDraft(kind, change, self.generation))
+        def beat(count: int) -> bool:
+            writer = mine()
+            return writer is not None and writer._beat_now(count)
+
+        self._beat = Beat(beat, period_secs)
 
     def _append_draft(self, draft: RecordDraft) -> LogView:
         if self._is_forked:
@@ -361,23 +366,16 @@ class LogWriter:
             if self._closed:
                 raise NotAllowedNowError(f"the log of {self.storage.url} was closed: take it again")
             try:
-                appended = append(self.storage, self._tail, self._forgetting(draft))
+                change = draft.change
+                deleted = frozenset(self._deleted)
+                draft = replace(draft, change=lambda state: change(changes.forgotten(state, deleted)))
+                self._tail, record = append(self.storage, self._tail, draft)
             except OvertakenError:
                 raise self._fence() from None
-            self._tail = appended.tail
-            self._deleted.intersection_update(appended.tail.view.retiring)
-            if appended.record is not None:
+            self._deleted.intersection_update(self._tail.view.retiring)
+            if record is not None:
                 self._tidy()
             return self._tail.view
-
-    def _forgetting(self, draft: RecordDraft) -> RecordDraft:
-        """The draft without deleted retirements."""
-        deleted = frozenset(self._deleted)
-
-        def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
-            return draft.change(changes.forgotten(state, deleted))
-
-        return replace(draft, change=change)
 
     def _fence(self) -> FencedError:
         """The FencedError, with the new holder."""
@@ -426,14 +424,3 @@ class LogWriter:
             if not moved:
                 self.storage.sync_dir(LOG)  # the previous record must survive a power cut
             self._tail, moved = tail, True
-
-
-def _beat_once(mine: weakref.ref[LogWriter], count: int) -> bool:
-    """Move the counter of a live writer."""
-    writer = mine()
-    return writer is not None and writer._beat_now(count)
-
-
-def is_left(writer: LogWriter) -> bool:
-    """Whether there may be anything to delete. Sends no request."""
-    return bool(writer.undeleted or (writer.certain and writer.older_attempts - writer.view.state.tries))

@@ -41,7 +41,7 @@ from torchrelay.checkpoint.storage.base import Placed, SingleWriter, check_singl
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.storage.work import Clock
 from torchrelay.checkpoint.tiering.open import placed
-from torchrelay.errors import BlobError, UsageError
+from torchrelay.errors import BlobError, NotAllowedNowError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.cluster import GRADIENTS, NodePlace
 from torchrelay.jobs.random import RandomStreams
@@ -286,7 +286,9 @@ class Engine:
         self.retaining.now(session.peers)
 
     def _job(self, session: Session, states: States, position: Position, facts: Facts) -> SaveJob:
-        """The job that writes these states at a position."""
+        holding = self.ledger.holding
+        if holding is None:
+            raise NotAllowedNowError("the checkpoint log is not open: save within a train call")
         return SaveJob(
             self.storage,
             session.peers,
@@ -294,7 +296,7 @@ class Engine:
             states,
             position,
             replace(facts, selection=self.selection, made_by_init=self._made_by_init),
-            self.ledger.required_holding(),
+            holding,
             self.ledger.commit,
             known=self.ledger.may_name,
             make_room=self.ledger.deletions.wait,

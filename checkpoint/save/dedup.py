@@ -35,7 +35,7 @@ from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import volume
 from torchrelay.checkpoint.format.position import Position
 from torchrelay.checkpoint.format.shard.writer import ShardReport
-from torchrelay.checkpoint.log.view import LogView, kept_with
+from torchrelay.checkpoint.log.view import LogView, needed_by
 from torchrelay.checkpoint.save.assignments import Assignment, PlannedLeaf, SavePlan, elements
 from torchrelay.checkpoint.save.change_detection import (
     ChangeScan,
@@ -348,12 +348,9 @@ class Reuse:
         if base is None:
             return None
         self._turn += 1
-        there = [file for file in base.known.files if self._storage.stat(file.path) == file.nbytes]
-        missing = (
-            [file for file in base.known.files if file not in there]
-            if len(there) < len(base.known.files)
-            else []
-        )
+        files = base.known.files
+        there = [file for file in files if self._storage.stat(file.path) == file.nbytes]
+        missing = [file for file in files if file not in there] if len(there) < len(files) else []
         gone = {part.leaf for file in missing for part in file.parts if part is not None}
         surprising = self._surprising
         assume_unchanged = (lambda leaf: leaf not in surprising) if job.assume_unchanged else None
@@ -377,7 +374,8 @@ class Reuse:
             if all(manifest.leaves[row].source in tries for row in manifest.rows[name])
         }
         known = {
-            name: EarlierTry(nbytes, kept_with(view, name)) for name, nbytes in self._sizes(manifest).items()
+            name: EarlierTry(nbytes, frozenset(needed_by(view, {name})))
+            for name, nbytes in self._sizes(manifest).items()
         }
         return in_bits(within_limits(manifest, names, known), order)
 

@@ -349,7 +349,7 @@ class HostsLedger(TierLedger):
         self, peers: Peers, entry: CommittedPosition, *, level: Level = "headers"
     ) -> JointResult:
         """Each place verifies its local files, then all verify the whole; remotely if that fails."""
-        if not self.places.many or self.storage.prefers_remote(entry.attempt_name):
+        if not self.places.many or entry.attempt_name in self.storage.remote_only:
             return super()._verify_jointly(peers, entry, level=level)
         deadline_secs = FULL_VERIFICATION_SECS if level == "full" else None
         topic = f"local files of epoch {entry.position}"

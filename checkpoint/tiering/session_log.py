@@ -277,10 +277,11 @@ class TierLedger(Ledger):
 
     def instead_of(self, peers: Peers, failed: Target, error: RelayError, say: Any) -> Target:
         """The same position from the remote, if only its local blocks are damaged; else an older one."""
-        if not self.storage.prefers_remote(failed.entry.attempt_name):
+        if failed.entry.attempt_name not in self.storage.remote_only:
             result = self._verify_jointly(peers, failed.entry, level="full")
-            if result.outcome is VerificationStatus.VERIFIED and self.storage.prefers_remote(
-                failed.entry.attempt_name
+            if (
+                result.outcome is VerificationStatus.VERIFIED
+                and failed.entry.attempt_name in self.storage.remote_only
             ):
                 return self._target(failed.entry, result)
         return super().instead_of(peers, failed, error, say)
@@ -290,9 +291,7 @@ class TierLedger(Ledger):
     ) -> JointResult:
         """If only local files are damaged, the remote ones are verified and used instead."""
         result = verify_together(peers, self.storage, entry, level=level)
-        if result.outcome is not VerificationStatus.DAMAGED or self.storage.prefers_remote(
-            entry.attempt_name
-        ):
+        if result.outcome is not VerificationStatus.DAMAGED or entry.attempt_name in self.storage.remote_only:
             return result
         second = self._verify_remote(peers, entry, level, result.reason)
         return result if second.outcome is VerificationStatus.DAMAGED else second
@@ -301,10 +300,10 @@ class TierLedger(Ledger):
         self, peers: Peers, entry: CommittedPosition, level: Level, reason: str
     ) -> JointResult:
         """Verify an epoch at the remote, and read it there from now on if that succeeds."""
-        self.storage.prefer_remote(entry.tries)
+        self.storage.remote_only.update(entry.tries)
         result = verify_together(peers, self.storage, entry, level=level)
         if result.outcome is not VerificationStatus.VERIFIED:
-            self.storage.prefer_local(entry.tries)
+            self.storage.remote_only.difference_update(entry.tries)
         elif peers.rank == 0:
             text = f"the local files of epoch {entry.position} are damaged ({reason}): it is read from"
             warn(f"{text} {self.storage.far.url}", stacklevel=3)

@@ -198,8 +198,8 @@ def _retention() -> Iterator[Bug]:
     yield Bug(
         "keep_last counts damaged epochs",
         retention,
-        "    return [entry for entry in line if entry.healthy and entry.resumable]\n",
-        "    return list(line)\n",
+        "[entry for entry in line if entry.healthy], list",
+        "list(line), list",
         ["tests/checkpoint/test_log_retention.py"],
     )
     yield Bug(
@@ -212,7 +212,7 @@ def _retention() -> Iterator[Bug]:
     yield Bug(
         "an epoch whose metrics cannot be read is not the best",
         retention,
-        "entry.healthy and entry.attempt_name in self.scores.unread]",
+        "entry.attempt_name in scores.unread]",
         "False]",
         ["tests/checkpoint/test_keeping.py"],
     )

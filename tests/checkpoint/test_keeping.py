@@ -16,9 +16,6 @@ from torchrelay.checkpoint.log.retention import (
     Best,
     Keeping,
     Scores,
-    every_n_epochs,
-    keep_best,
-    keep_last,
 )
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.errors import UsageError
@@ -60,11 +57,16 @@ def rules(draw: st.DrawFn) -> tuple[LogView, Keeping]:
     return view, Keeping(draw(COUNTS), draw(COUNTS), draw(COUNTS), best, scores)
 
 
+def best_by(scores: Scores, mode: str, count: int = 1) -> Keeping:
+    """The rule of the best epochs, which knows their metrics."""
+    return Keeping(best=Best("m", mode, count), scores=scores)
+
+
 def best_of(values: list[float | None], mode: str, count: int = 1) -> list[int]:
     """The epochs that are kept of a healthy line with these scores."""
     line = tuple(map(entry, range(len(values))))
     known = {line[epoch].attempt_name: value for epoch, value in enumerate(values) if value is not None}
-    return sorted(key.position.epoch for key in keep_best(Scores(known), mode, count).keep(line))
+    return sorted(key.position.epoch for key in best_by(Scores(known), mode, count).kept(line))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_an_epoch_whose_metrics_cannot_be_read_stays() -> None:
     """It may be the best; a damaged one is not, whatever its score was."""
     line = (entry(0), entry(1), replace(entry(2), health=DAMAGED), entry(3))
     scores = Scores({line[0].attempt_name: 0.1, line[2].attempt_name: 0.9}, frozenset({line[1].attempt_name}))
-    assert {key.position.epoch for key in keep_best(scores, "max").keep(line)} == {0, 1}
+    assert {key.position.epoch for key in best_by(scores, "max").kept(line)} == {0, 1}
 
 
 @settings(deadline=None, max_examples=50)
@@ -101,11 +103,11 @@ def test_keeping_more_never_loses_an_epoch(story: tuple[LogView, Scores], mode: 
     """What N newest or best keep, N + 1 keep, too; a union keeps what either does, and nothing else."""
     view, scores = story
     line = view.line()
-    best, last = keep_best(scores, mode, count), keep_last(count)
-    assert best.keep(line) <= keep_best(scores, mode, count + 1).keep(line)
-    assert last.keep(line) <= keep_last(count + 1).keep(line)
-    assert (best | last | every_n_epochs(3)).keep(line) == (
-        best.keep(line) | last.keep(line) | every_n_epochs(3).keep(line)
+    best, last = best_by(scores, mode, count), Keeping(count)
+    assert best.kept(line) <= best_by(scores, mode, count + 1).kept(line)
+    assert last.kept(line) <= Keeping(count + 1).kept(line)
+    assert replace(best, last=count, every=3).kept(line) == (
+        best.kept(line) | last.kept(line) | Keeping(every=3).kept(line)
     )
 
 

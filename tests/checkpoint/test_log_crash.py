@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from log_helpers import CrashError, Fault, MemoryStorage, entry, take
+from log_helpers import CrashError, Fault, MemoryStorage, entry, sweep, take
 
 from torchrelay.checkpoint.format.position import Key, Position, Retirement
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.retention import keep_last, sweep
+from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.errors import StorageError
 
 
@@ -33,7 +33,7 @@ def story(storage, states):
         for epoch in range(3):
             step(lambda epoch=epoch: writer.commit(entry(epoch)))
         step(lambda: writer.tag("best", Key(0, Position(1))))
-        step(lambda: sweep(writer, keep_last(1)))
+        step(lambda: sweep(writer, Keeping(1)))
         step(lambda: writer.rewind(Position(1), {"epoch": 1}))
         step(lambda: writer.commit(entry(2, branch=1)))
         writer.release()
@@ -83,8 +83,8 @@ def test_a_crash_anywhere_leaves_the_old_state_or_the_new_one(how, power_cut):
             assert f"data/{one.attempt_name}/manifest.json" in after.files or one.branch == 1
         writer = take(after)
         assert writer.view.state.entries == found.state.entries
-        swept = sweep(writer, keep_last(10))
-        assert not {one.attempt_name for one in swept.deleted} & {one.attempt_name for one in found.entries}
+        _, deleted, _ = sweep(writer, Keeping(10))
+        assert not {one.attempt_name for one in deleted} & {one.attempt_name for one in found.entries}
         assert writer.undeleted == ()
         writer.close()
     assert fired == changing_verbs()
@@ -101,10 +101,10 @@ def test_an_interrupted_deletion_is_finished_by_the_next_sweep():
     writer.retire([Retirement(entry(0).attempt_name)])
     storage.fault = Fault(storage.changes + 1, "before")
     with pytest.raises(CrashError):
-        sweep(writer, keep_last(1))
+        sweep(writer, Keeping(1))
     writer.close()
     assert storage.fault.fired
     again = take(storage)
-    assert sweep(again, keep_last(1)).deleted == (Retirement(entry(0).attempt_name),)
+    assert sweep(again, Keeping(1))[1] == (Retirement(entry(0).attempt_name),)
     assert storage.list("data") == [entry(1).attempt_name]
     assert again.commit(entry(2)).retiring == ()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from log_helpers import MemoryStorage, entry, run_of, take
+from log_helpers import MemoryStorage, entry, run_of, sweep, take
 
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.position import Key, Position
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import decode, encode, slot_path
-from torchrelay.checkpoint.log.retention import keep_last, sweep
+from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.writer import append_as_guest, tag_draft
 from torchrelay.errors import DamagedError, FormatError, StorageError
 
@@ -92,7 +92,7 @@ def test_no_orphan_is_deleted_while_damage_hides_commits():
     for epoch in range(3):
         storage.files[f"data/{entry(epoch).attempt_name}/manifest.json"] = b"{}"
     writer = take(damaged(storage, 3))
-    assert sweep(writer, keep_last(5)).orphans == ()
+    assert sweep(writer, Keeping(5))[2] == ()
     assert f"data/{entry(2).attempt_name}/manifest.json" in storage.files
 
 

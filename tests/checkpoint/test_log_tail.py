@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from log_helpers import MemoryStorage, entry, take
+from log_helpers import MemoryStorage, entry, sweep, take
 
 from torchrelay.checkpoint.log import writer as log_writer
 from torchrelay.checkpoint.log.chain import HINT, open_log
 from torchrelay.checkpoint.log.lease import WriterIdentity
 from torchrelay.checkpoint.log.record import slot_path
-from torchrelay.checkpoint.log.retention import every_n_epochs, keep_last, sweep
+from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.view import chain_end, find_tail
 from torchrelay.errors import FencedError
 
@@ -92,7 +92,7 @@ def test_a_log_of_1000_slots_with_base_files_and_thinning_is_found_and_proved():
     """Pinned: 1,000 slots, more than 64 live entries, old slots gone: found, proved, complete."""
     storage = MemoryStorage()
     writer = take(storage)
-    policy = keep_last(3) | every_n_epochs(5)
+    policy = Keeping(3, 5)
     epoch = 0
     while writer.view.slot < 999:
         writer.commit(entry(epoch, nonce=f"{epoch:06x}"))
@@ -145,7 +145,7 @@ def grow(writer, count):
     for _ in range(count):
         epoch = writer.view.newest().position.epoch + 1 if writer.view.newest() else 0
         writer.commit(entry(epoch, nonce=f"{epoch:06x}"))
-        sweep(writer, keep_last(2))
+        sweep(writer, Keeping(2))
 
 
 def test_a_log_that_is_thinned_while_it_is_read_is_read_again():

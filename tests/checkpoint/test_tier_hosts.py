@@ -203,7 +203,7 @@ def test_blocks_damaged_near_are_read_far(disks: list[Path], far: Path) -> None:
 
     with pytest.warns(UserWarning, match="the local files of epoch 1 are damaged"):
         assert again.all(load) == [Position(1)] * 2
-    assert all(ledger.storage.prefers_remote(entry.attempt_name) for ledger in again.ledgers)
+    assert all(entry.attempt_name in ledger.storage.remote_only for ledger in again.ledgers)
     again.close()
 
 

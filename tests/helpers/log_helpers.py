@@ -8,8 +8,14 @@ from threading import RLock
 
 from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.log.record import slot_path
+from torchrelay.checkpoint.log.retention import Keeping, delete_left
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.errors import StorageError
+
+
+def sweep(writer: LogWriter, keeping: Keeping):
+    """Retire by these rules and delete: what was retired, what was deleted, and the orphans."""
+    return writer.retire(keeping.chosen), *delete_left(writer)
 
 
 class CrashError(BaseException):

@@ -16,7 +16,7 @@ from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
 from torchrelay.checkpoint.log.tiered_storage import TierStorage, read_notes
-from torchrelay.checkpoint.log.writer import WhenFenced, not_told
+from torchrelay.checkpoint.log.writer import WhenFenced, ignore_fencing
 from torchrelay.checkpoint.storage.base import Storage
 from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.open import Tier
@@ -90,7 +90,7 @@ class Places:
         *,
         lag: int = 100,
         keeping: Keeping = KEEP_ALL,
-        when_fenced: WhenFenced = not_told,
+        when_fenced: WhenFenced = ignore_fencing,
         **options: Any,
     ) -> None:
         place = LocalStorage(far) if isinstance(far, Path) else far

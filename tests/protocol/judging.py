@@ -21,7 +21,7 @@ from torchrelay.checkpoint.format.position import CommittedPosition, Position
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafReader
 from torchrelay.checkpoint.load.verify import verify_epoch
 from torchrelay.checkpoint.log.chain import HINT, open_log, read_hint
-from torchrelay.checkpoint.log.retention import keep_all, sweep
+from torchrelay.checkpoint.log.retention import KEEP_ALL, delete_left
 from torchrelay.checkpoint.log.view import LogView
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.errors import RelayError
@@ -177,10 +177,12 @@ def recover(disk: WeakDisk, before: LogView) -> str:
     try:
         with still(_OWN_NONCES):
             writer = LogWriter.take(disk, "job", patience_secs=0.0)
-            sweep(writer, keep_all())
+            writer.retire(KEEP_ALL.chosen)
+            delete_left(writer)
             again = _next(writer, newest + 1)
             writer.commit(again)
-            sweep(writer, keep_all())
+            writer.retire(KEEP_ALL.chosen)
+            delete_left(writer)
             writer.release()
         after = open_log(disk, "job")
     except RelayError as error:

@@ -14,7 +14,7 @@ from torchrelay.checkpoint.format import canonical_json
 from torchrelay.checkpoint.format.position import CommittedPosition, Key, Position
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.record import Record, decode
-from torchrelay.checkpoint.log.retention import keep_last, to_retire
+from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.writer import LogWriter, append_as_guest, pin_draft, tag_draft
 from torchrelay.errors import RelayError
 
@@ -71,7 +71,7 @@ def writer(
             log.commit(new)
             storage.tell("committed", log.view.slot, new.attempt_name)
         if retires:
-            for one in log.retire(lambda view: to_retire(view, keep_last(1))):
+            for one in log.retire(Keeping(1).chosen):
                 storage.tell("retired", log.view.slot, one.attempt_name)
         if releases:
             log.release()

@@ -126,11 +126,11 @@ def recorded(disk: WeakDisk, record: Record) -> Iterator[Record]:
     """Note every operation on the disk, and every append that returned: that is its acknowledgement."""
     real = log_writer.append
 
-    def append(*args: object) -> log_append.Appended:
-        appended = real(*args)
-        if appended.record is not None:
-            record.acknowledged = appended.record.slot
-        return appended
+    def append(*args: object) -> tuple[log_append.Tail, log_append.Record | None]:
+        tail, appended = real(*args)
+        if appended is not None:
+            record.acknowledged = appended.slot
+        return tail, appended
 
     disk.observe = lambda verb, path: record.observe(disk, verb, path)
     with patch.object(log_writer, "append", append), patch.object(guest, "append", append):

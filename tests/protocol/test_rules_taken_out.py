@@ -16,7 +16,7 @@ from weak_disk import WeakDisk
 
 from torchrelay.checkpoint.log import chain
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.retention import keep_all, sweep
+from torchrelay.checkpoint.log.retention import KEEP_ALL, delete_left
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.errors import RelayError
 
@@ -90,7 +90,8 @@ def deleted_behind_damage():
     disk.rot(f"log/{open_log(disk).slot:020d}.json")
     with still(LATER):
         writer = LogWriter.take(disk, "job", patience_secs=0.0)
-        sweep(writer, keep_all())
+        writer.retire(KEEP_ALL.chosen)
+        delete_left(writer)
         writer.close()
     return hidden not in disk.list("data")
 
