@@ -108,7 +108,7 @@ def encode(record: Record) -> bytes:
 
 def record_json(record: Record) -> dict[str, Json]:
     """All fields of a record's file."""
-    state, base = record.state, record.base
+    state = record.state
     return {
         **record.extra,
         "format": stamp(),
@@ -121,23 +121,8 @@ def record_json(record: Record) -> dict[str, Json]:
         "written": record.written,
         "payload": dict(record.payload),
         "live": [entry_json(entry) for entry in state.entries],
-        "base": None
-        if base is None
-        else {
-            "name": base.name,
-            "bytes": base.nbytes,
-            "sha256": base.sha256,
-            "gone": [key_json(key) for key in base.gone],
-        },
-        "branches": [
-            {
-                "id": branch.id,
-                "parent": branch.parent,
-                "base": position_json(branch.base),
-                "request": None if branch.request is None else dict(branch.request),
-            }
-            for branch in state.branches
-        ],
+        "base": None if record.base is None else _base_json(record.base),
+        "branches": [_branch_json(branch) for branch in state.branches],
         "branch": state.current,
         "next_branch": state.next_branch,
         "marks": [{"kind": mark.kind, "name": mark.name, **key_json(mark.target)} for mark in state.marks],
@@ -309,6 +294,11 @@ def position_json(position: Position | None) -> Json:
     return None if position is None else {"epoch": position.epoch, "step": position.step}
 
 
+def _branch_json(branch: Branch) -> dict[str, Json]:
+    request = None if branch.request is None else dict(branch.request)
+    return {"id": branch.id, "parent": branch.parent, "base": position_json(branch.base), "request": request}
+
+
 def _branch(fields: Fields) -> Branch:
     return Branch(
         id=fields.integer("id"),
@@ -337,6 +327,11 @@ def retirement_json(one: Retirement) -> dict[str, Json]:
 def retirement_of(fields: Fields) -> Retirement:
     """Read what `retirement_json` made."""
     return Retirement(_attempt_name(fields), fields.optional("groups", fields.texts))
+
+
+def _base_json(ref: BaseRef) -> dict[str, Json]:
+    gone = [key_json(key) for key in ref.gone]
+    return {"name": ref.name, "bytes": ref.nbytes, "sha256": ref.sha256, "gone": gone}
 
 
 def _base(fields: Fields) -> BaseRef:

@@ -168,9 +168,12 @@ class Manager:
         if retrieve_from_epoch is None:
             return SessionGroup("checkpoint init", self.engine.seal)
         epoch = retrieve_from_epoch
-        return SessionGroup(
-            "checkpoint init", lambda session: self.engine.seal_like(session, epoch, path_prefix)
-        )
+
+        def seal_like(session: Session) -> None:
+            engine = self.engine if path_prefix is None else self.engine.reading_from(path_prefix)
+            self.engine.seal_like(session, engine.ledger.verify_epoch(session.peers, epoch).manifest)
+
+        return SessionGroup("checkpoint init", seal_like)
 
     def note(self, facts: Facts) -> None:
         """Set the facts that the manifest of the next save stores."""

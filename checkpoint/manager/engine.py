@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrelay.checkpoint.coordinator.retention import Retaining
+from torchrelay.checkpoint.coordinator.session_log import Ledger
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import OF_POSITION, Manifest
-from torchrelay.checkpoint.format.position import EVERYTHING, Facts, Position, Selection, matches_any
+from torchrelay.checkpoint.format.position import Facts, Position, Selection
 from torchrelay.checkpoint.load.renaming import ResumeOptions, gone_blobs, renamed_manifest
 from torchrelay.checkpoint.load.verify import Target
 from torchrelay.checkpoint.log.retention import KEEP_ALL, Keeping
@@ -37,10 +38,9 @@ from torchrelay.checkpoint.state.module_leaves import PARAMS
 from torchrelay.checkpoint.state.names import check_recreatable
 from torchrelay.checkpoint.state.restore.gradients import Gradients
 from torchrelay.checkpoint.state.restore.rehearsal import NodeStructure, orders_of
-from torchrelay.checkpoint.storage.base import Placed, SingleWriter, check_single_writer
-from torchrelay.checkpoint.storage.open import Tier
+from torchrelay.checkpoint.storage.base import Placed, SingleWriter, Storage, check_single_writer
+from torchrelay.checkpoint.storage.open import Tier, check_tier, storage_of
 from torchrelay.checkpoint.storage.work import Clock
-from torchrelay.checkpoint.tiering.open import placed
 from torchrelay.errors import BlobError, NotAllowedNowError, UsageError
 from torchrelay.jobs.blobs import Scope
 from torchrelay.jobs.cluster import GRADIENTS, NodePlace
@@ -87,15 +87,14 @@ class Engine:
         takeover_secs: float = 15.0,
         background: Background | None = None,
         reuse: bool | None = None,
-        selection: Selection = EVERYTHING,
-        share_reads: bool | None = None,
+        selection: Selection,
+        share_reads: bool | None,
         compare_every: int | None = None,
         single_writer: SingleWriter = None,
         tier: Tier | None = None,
-        resume: ResumeOptions | None = None,
+        resume: ResumeOptions,
     ) -> None:
-        self.selection = selection
-        self.resume = resume or ResumeOptions()
+        self.selection, self.resume = selection, resume
         self.say: Callable[[str], None] | None = None
         for name, value in (("reuse", reuse), ("share_reads", share_reads)):
             if value is not None and type(value) is not bool:
@@ -103,7 +102,16 @@ class Engine:
         self.share_reads = bool(share_reads)
         looking = background is None if reuse is None else reuse
         self.single_writer = check_single_writer(single_writer)
-        self.storage, self.ledger = placed(prefix, self.single_writer, tier, keeping, takeover_secs)
+        place = storage_of(prefix, "the checkpoint prefix", self.single_writer)
+        self.storage: Storage = place
+        if check_tier(tier) is None or tier is None:
+            self.ledger = Ledger(place, takeover_secs)
+        else:  # both are local ones, followed by the remote ones
+            from torchrelay.checkpoint.log.tiered_storage import TierStorage
+            from torchrelay.checkpoint.tiering.multi_host import HostsLedger
+
+            self.storage = storage = TierStorage(tier.directory, place)
+            self.ledger = HostsLedger(storage, tier, keeping, takeover_secs)
         self.retaining = Retaining(self.ledger, keeping)
         self.background = background
         self.stored_names: dict[str, str] = {}
@@ -121,7 +129,7 @@ class Engine:
         self._gradients: dict[str, Gradients] = {}
         self._stats: dict[str, NodeStats] = {}
         self._unsaved = Unsaved(selection)
-        self._told_changes: set[str] = set()
+        self._reported_changes: set[str] = set()
 
     # Job and nodes
 
@@ -186,7 +194,7 @@ class Engine:
         watch_steps()
         found: Members = {}
 
-        def told() -> list[list[str]]:
+        def names() -> list[list[str]]:
             made, saved = set[str](), self._saved(session)
             for place in session.local_nodes:
                 workspace = session.workspace(place.name)
@@ -196,7 +204,7 @@ class Engine:
             here = {name for members in found.values() for name, one in members.items() if one.registered}
             return [sorted(made), sorted(here)]
 
-        answers = together(session.peers, "checkpoint set", told)
+        answers = together(session.peers, "checkpoint set", names)
         self._made_by_init = tuple(sorted({name for made, _ in answers for name in made}))
         self._registered = frozenset(name for _, here in answers for name in here)
         self._members = found
@@ -213,12 +221,7 @@ class Engine:
                 "or in @job.setup"
             )
 
-    def seal_like(self, session: Session, epoch: int, prefix: str | None = None) -> None:
-        """Fix the set to what an epoch holds, of another directory if given, and what is registered now."""
-        ledger = self.ledger if prefix is None else self.reading_from(prefix).ledger
-        self._seal_like(session, ledger.verify_epoch(session.peers, epoch).manifest)
-
-    def _seal_like(self, session: Session, manifest: Manifest) -> None:
+    def seal_like(self, session: Session, manifest: Manifest) -> None:
         """Fix the set to the blobs of a manifest and those registered now."""
 
         def look(place: NodePlace, workspace: Workspace, members: dict[str, SetMember]) -> set[str]:
@@ -357,13 +360,19 @@ class Engine:
         try:
             for place in session.local_nodes:
                 stored, names = self._stored(place.name), members.get(place.name, {})
-                known = (names, self._demoted, self._histories[place.name])
+                known = (
+                    names,
+                    self._demoted,
+                    self._histories[place.name],
+                    self.selection,
+                    self.resume.exclude,
+                )
                 if place.name not in saved:  # compared only, so it need not be fit to be saved
                     with suppress(Exception):
-                        states.append(capture(session, place, stored, *known, self.selection, self._resumes))
+                        states.append(capture(session, place, stored, *known))
                     continue
                 self._unsaved.late_names(session, place, names)
-                states.append(capture(session, place, stored, *known, self.selection, self._resumes))
+                states.append(capture(session, place, stored, *known))
                 self._unsaved.training(session, place, states[-1])
                 if len(saved) < len(session.nodes):
                     check_whole(states[-1])
@@ -372,10 +381,6 @@ class Engine:
         except Exception as error:
             return (), error
         return tuple(states), None
-
-    def _resumes(self, name: str) -> bool:
-        """Whether a resume loads a leaf of this name."""
-        return not matches_any(name, self.resume.exclude)
 
     def _demote(self, names: frozenset[str], *, say: bool) -> None:
         """Keep leaves that differ per node from now on; one process warns, once.
@@ -417,7 +422,7 @@ class Engine:
         )  # fmt: skip
         self._streams, self._gradients, stats, changes = load_all(job)
         self._took("checkpoint_load", stats)
-        self._tell_changes(session, changes.lines(target.position))
+        self._report_changes(session, changes.lines(target.position))
         registered = frozenset(name for known in members.values() for name in known)
         today = renamed_manifest(target.manifest, self.resume.rename, registered)
         wrappers = frozenset(leaf.name for leaf in today.leaves if leaf.role == "subclass")
@@ -426,10 +431,10 @@ class Engine:
         if self._reuse is not None:
             self._reuse.loaded(target.manifest)
 
-    def _tell_changes(self, session: Session, lines: Sequence[str]) -> None:
+    def _report_changes(self, session: Session, lines: Sequence[str]) -> None:
         """Report once what a load changed because the program differs; all processes have the same lines."""
-        lines = [line for line in lines if line not in self._told_changes]
-        self._told_changes.update(lines)
+        lines = [line for line in lines if line not in self._reported_changes]
+        self._reported_changes.update(lines)
         if self.say is not None:
             for line in lines:
                 self.say(line)
@@ -440,7 +445,7 @@ class Engine:
     def go_on_at(self, session: Session, target: Target) -> None:
         """Fix the set to that of a verified position, if not yet fixed, and load that position."""
         if self._members is None:
-            self._seal_like(session, target.manifest)
+            self.seal_like(session, target.manifest)
         self.load(session, target)
 
     def take_streams(self) -> dict[str, RandomStreams]:

@@ -7,7 +7,7 @@ length of a small value may change without a new spec; the manifest gets the tru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import chain
 from operator import is_
@@ -22,7 +22,7 @@ from torchrelay.checkpoint.format.manifest.schema import VALUE_LIMIT_BYTES
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import place_of
 from torchrelay.checkpoint.format.names import nearest
-from torchrelay.checkpoint.format.position import EVERYTHING, Position, Selection
+from torchrelay.checkpoint.format.position import Position, Selection, matches_any
 from torchrelay.checkpoint.save.assignments import Assignment
 from torchrelay.checkpoint.state.checkpoint_set import (
     RNG_BLOB,
@@ -201,13 +201,13 @@ def capture(
     members: Mapping[str, SetMember],
     demoted: set[str],
     history: NodeHistory,
-    selection: Selection = EVERYTHING,
-    resumes: Callable[[str], bool] = lambda name: True,
+    selection: Selection,
+    not_resumed: Collection[str],
 ) -> NodeState:
     """List the leaves of a hosted node, its random states included; tensors are not copied.
 
-    `history` is that of the node. Random states are listed for any `selection`. `resumes` is a test
-    whether a resume loads a leaf. Leaves of a new structure are rehearsed, so that nothing is saved that a
+    `history` is that of the node. Random states are listed for any `selection`. A resume skips leaves that
+    match a pattern in `not_resumed`. Leaves of a new structure are rehearsed, so that nothing is saved that a
     resume would refuse.
 
     Raises BlobError, with the path, for what cannot be stored or resumed, and SaveFailedError for a missing
@@ -238,7 +238,9 @@ def capture(
             kept={leaf.name for leaf in listed if leaf.name not in chosen},
             shown=history.shown,
             changed=[
-                f"{name} {text}" for name, text in differences if resumes(name) and selection.saves(name)
+                f"{name} {text}"
+                for name, text in differences
+                if selection.saves(name) and not matches_any(name, not_resumed)
             ],
         )
         history.rehearsed = structure.specs, relations

@@ -23,7 +23,8 @@ from weak_disk import Snapshot, WeakDisk
 
 from torchrelay import LocalSession
 from torchrelay.checkpoint.coordinator.session_log import Deletions
-from torchrelay.checkpoint.format.position import Facts, Key, Position, Retirement, State
+from torchrelay.checkpoint.format.position import EVERYTHING, Facts, Key, Position, Retirement, State
+from torchrelay.checkpoint.load.renaming import ResumeOptions
 from torchrelay.checkpoint.log import chain, lease, view
 from torchrelay.checkpoint.log import chain as log_append
 from torchrelay.checkpoint.log import chain as thinning
@@ -34,8 +35,8 @@ from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.lease import WriterIdentity
 from torchrelay.checkpoint.log.retention import Keeping, delete_left
 from torchrelay.checkpoint.log.writer import append_as_guest, pin_draft, tag_draft, unpin_draft
+from torchrelay.checkpoint.manager import engine as placed_module
 from torchrelay.checkpoint.manager.engine import Engine
-from torchrelay.checkpoint.tiering import open as placed_module
 from torchrelay.errors import PartiallyLoadedError, RelayError, StorageError
 
 NODES = ("a", "b")
@@ -157,7 +158,10 @@ class Run:
         with (
             patch.object(placed_module, "storage_of", lambda *where: disk),
         ):
-            self.engine = Engine("job", takeover_secs=0.0, keeping=Keeping(keep_last))
+            self.engine = Engine(
+                "job", takeover_secs=0.0, keeping=Keeping(keep_last),
+                selection=EVERYTHING, share_reads=None, resume=ResumeOptions(),
+            )  # fmt: skip
         self.engine.ledger.deletions = _AtOnce()
         self.engine.bind("job")
 
