@@ -68,18 +68,10 @@ def manifest() -> Manifest:
     )
     shards = [shard(node, group) for node in range(4) for group in ("main", "optim")] + [shard(2, "main", 2)]
     identity = TryIdentity("0" * 32, "golden", Position(3, 1200), 1, 9, "e00000003s001200-0123456789ab")
-    made = compose(
-        plan,
-        identity,
-        world_of(places),
-        shards,
-        {"total": 100},
-        facts,
-        [BlobRow("empty", "stateful", "replicated")],
-    )
-    return with_references(
-        replace(made, extra={"later": {"kept": True}}), earlier(), ["lora", "model.frozen"]
-    )
+    made = compose(plan, identity, world_of(places), shards, {"total": 100}, facts)
+    blobs = sorted((*made.blobs, BlobRow("empty", "stateful", "replicated")), key=lambda blob: blob.name)
+    made = replace(made, blobs=tuple(blobs), extra={"later": {"kept": True}})
+    return with_references(made, earlier(), ["lora", "model.frozen"])
 
 
 def frozen() -> Manifest:
