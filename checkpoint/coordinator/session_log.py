@@ -217,8 +217,11 @@ class Ledger:
             from torchrelay.checkpoint.log.tiered_storage import refuse_local
 
             refuse_local(self.storage)
+        return self._take_log(self.storage)
+
+    def _take_log(self, storage: Storage) -> LogWriter:
         return LogWriter.take(
-            self.storage,
+            storage,
             self.job_name,
             launch=self.launch,
             patience_secs=self.takeover_secs,
@@ -309,14 +312,8 @@ class Ledger:
         writer, self.writer = self.writer, None
         self.holding, self._pending_rewind, self.in_run = None, None, False
         self.when_fenced, self.hurried, self.secs_left = ignore_fencing, lambda: False, lambda: None
-        if writer is None:
-            return
-        try:
-            writer.release()
-        except FencedError:
-            pass  # another job has it and need not wait for us
-        except (RelayError, OSError) as error:
-            warn(f"the checkpoint log was not released: {error}", stacklevel=2)
+        if writer is not None:
+            let_go(writer, "the checkpoint log")
 
     def finish_deletions(self) -> None:
         """Wait for pending deletions; warns of failures, and of those that take minutes."""
@@ -439,3 +436,13 @@ class Ledger:
             )
         self._verified = Target(entry, result.manifest, result.shards)
         return self._verified
+
+
+def let_go(writer: LogWriter, what: str) -> None:
+    """Release a log; warns if that fails."""
+    try:
+        writer.release()
+    except FencedError:
+        pass  # another job has it and need not wait for us
+    except (RelayError, OSError) as error:
+        warn(f"{what} was not released: {error}", stacklevel=2)

@@ -29,6 +29,7 @@ from pathlib import Path
 from torchrelay.checkpoint.format.canonical_json import sha256
 from torchrelay.checkpoint.format.position import Branch, CommittedPosition, Retirement, State
 from torchrelay.checkpoint.log.chain import open_log
+from torchrelay.checkpoint.log.record import position_json
 from torchrelay.checkpoint.log.retention import delete_attempt
 from torchrelay.checkpoint.log.state import without
 from torchrelay.checkpoint.log.tiered_storage import Notes, TierStorage, read_notes, same_job
@@ -120,15 +121,14 @@ def _agreed(peers: Peers, storage: Storage, guess: Places, nonce: str) -> Places
     def look() -> list[int | str | bool]:
         names = [name.removeprefix(start) for name in storage.list("") if name.startswith(start)]
         probes = sorted(int(name) for name in names if name.isdigit())
-        sight = sight_of(probes, guess.leader_of[peers.rank])
-        return [*sight, time.monotonic() > until]
+        return [*leaders_seen(probes, guess.leader_of[peers.rank]), time.monotonic() > until]
 
     while True:
-        told = together(peers, "local directories seen", look)
-        blind = blind_ranks([(least, digest, count) for least, digest, count, _ in told], guess.leaders)
+        looks = together(peers, "local directories seen", look)
+        blind = blind_ranks([(least, digest, count) for least, digest, count, _ in looks], guess.leaders)
         if not blind:
-            return Places(tuple(one[0] for one in told), peers.rank)
-        if told[0][-1]:
+            return Places(tuple(one[0] for one in looks), peers.rank)
+        if looks[0][-1]:
             few = ", ".join(map(str, blind[:8])) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
             raise UsageError(
                 f"the local directory {storage.url} is not the one that rank {few} sees there: give the "
@@ -137,20 +137,20 @@ def _agreed(peers: Peers, storage: Storage, guess: Places, nonce: str) -> Places
         time.sleep(0.05)
 
 
-Sight = tuple[int, str, int]
+LeadersSeen = tuple[int, str, int]
 """What a rank sees: the lowest leader (-1: not its own one), a digest of all leaders, and their number."""
 
 
-def sight_of(probes: Sequence[int], leader: int) -> Sight:
-    """The sight, from the leaders whose files exist; small for any number of leaders."""
-    seen_ones = ",".join(map(str, probes))
-    return (min(probes) if leader in probes else -1), sha256(seen_ones.encode())[:16], len(probes)
+def leaders_seen(probes: Sequence[int], leader: int) -> LeadersSeen:
+    """What a rank with this leader sees, by the leaders whose files exist; small for any number of them."""
+    digest = sha256(",".join(map(str, probes)).encode())[:16]
+    return (min(probes) if leader in probes else -1), digest, len(probes)
 
 
-def blind_ranks(sights: Sequence[Sight], leaders: Sequence[int]) -> list[int]:
+def blind_ranks(seen: Sequence[LeadersSeen], leaders: Sequence[int]) -> list[int]:
     """Ranks that do not see their leader's file, or see leaders that do not see the same."""
-    alike = Counter(sights[leader][1] for leader in leaders)
-    return [rank for rank, (least, digest, count) in enumerate(sights) if least < 0 or alike[digest] != count]
+    alike = Counter(seen[leader][1] for leader in leaders)
+    return [rank for rank, (least, digest, count) in enumerate(seen) if least < 0 or alike[digest] != count]
 
 
 def _key(directory: Path) -> str:
@@ -183,7 +183,6 @@ def is_ahead(near: LogView, far: LogView, *, untouched: bool = False) -> bool:
 
 
 def _has_all(near: LogView, far: LogView) -> bool:
-    """Whether the local log has the newest remote entries."""
     line = far.line()
     if not line:
         return not far.entries or bool(near.entries)
@@ -198,12 +197,10 @@ def _has_all(near: LogView, far: LogView) -> bool:
 
 
 def _knows(view: LogView, entry: CommittedPosition) -> bool:
-    """Whether a log knows an entry."""
     own = view.entry(entry.key)
-    return (
-        own is not None
-        and own.attempt_name == entry.attempt_name
-        and own.manifest_sha256 == entry.manifest_sha256
+    return own is not None and (own.attempt_name, own.manifest_sha256) == (
+        entry.attempt_name,
+        entry.manifest_sha256,
     )
 
 
@@ -266,9 +263,8 @@ def branched_like(far: State, near: State) -> State:
 
 def branch_payload(branch: Branch) -> Mapping[str, Json]:
     """Payload of a `rewind` record for the branch that it begins."""
-    base = branch.base
-    where = None if base is None else {"epoch": base.epoch, "step": base.step}
-    return {"base": where, "branch": branch.id, "request": dict(branch.request or {})}
+    request = dict(branch.request or {})
+    return {"base": position_json(branch.base), "branch": branch.id, "request": request}
 
 
 def mirrored(far: State, entry: CommittedPosition) -> State | None:
@@ -306,15 +302,10 @@ class LocalLogStatus:
     sends: bool = False
     alone: tuple[str, ...] = ()
 
-    def row(self) -> list[Json]:
-        """The report as JSON."""
-        return [self.rank, self.generation, self.ahead, self.sends, list(self.alone)]
 
-
-def claim_of(row: list[Json]) -> LocalLogStatus:
-    """Read the JSON of `row`."""
-    rank, generation, ahead, sends, alone = row
-    return LocalLogStatus(int(rank), int(generation), bool(ahead), bool(sends), tuple(map(str, alone)))
+def status_of(report: Mapping[str, Json]) -> LocalLogStatus:
+    """Read the JSON of `asdict`."""
+    return LocalLogStatus(**{**report, "alone": tuple(report["alone"])})
 
 
 def notes_of(storage: TierStorage) -> Notes:
@@ -379,17 +370,6 @@ def _groups_by_attempt(state: State) -> dict[str, tuple[str, ...] | None]:
     """All attempts that the log needs; None: with all of their files."""
     groups = {entry.attempt_name: entry.groups or None for entry in state.entries}
     return {name: groups.get(name) for name in state.tries}
-
-
-def row(one: Retirement) -> list[Json]:
-    """A retirement as JSON."""
-    return [one.attempt_name, None if one.groups is None else list(one.groups)]
-
-
-def retirement_of(told: list[Json]) -> Retirement:
-    """Read the JSON of `row`."""
-    name, groups = told
-    return Retirement(str(name), None if groups is None else tuple(map(str, groups)))
 
 
 def delete(near: Storage, gone: Iterable[Retirement]) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 
+from torchrelay.checkpoint.coordinator.session_log import let_go
+from torchrelay.checkpoint.format.canonical_json import Fields
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.names import ATTEMPT_NAME, DATA
 from torchrelay.checkpoint.format.position import CommittedPosition, Position, Retirement, State
@@ -23,20 +26,21 @@ from torchrelay.checkpoint.load.verify import (
     verify_together,
 )
 from torchrelay.checkpoint.log.chain import open_log
-from torchrelay.checkpoint.log.record import entry_json, entry_of
+from torchrelay.checkpoint.log.record import entry_json, entry_of, retirement_json, retirement_of
 from torchrelay.checkpoint.log.tiered_storage import share_job
 from torchrelay.checkpoint.log.view import Look
 from torchrelay.checkpoint.save.commit import Apart
 from torchrelay.checkpoint.tiering import hosts
 from torchrelay.checkpoint.tiering.hosts import Places, guessed, seen
 from torchrelay.checkpoint.tiering.replicator import Others, PartSender, damage_in
-from torchrelay.checkpoint.tiering.session_log import TierLedger, let_go
+from torchrelay.checkpoint.tiering.session_log import TierLedger
 from torchrelay.errors import DamagedError, StorageError
 from torchrelay.jobs.session import Peers, decide, together, warn
 from torchrelay.records import Json
 
 TURN_SECS = 0.5
 """Seconds between progress reports while a launch uploads local files."""
+_REPORTED = "what rank 0 reported"
 
 
 class HostsLedger(TierLedger):
@@ -102,17 +106,16 @@ class HostsLedger(TierLedger):
         self._reader = 0
         if not self.places.many:
             return []
-        found = [hosts.claim_of(row) for row in together(peers, "near logs", self._claim) if row is not None]
+
+        def report() -> dict[str, Json] | None:
+            lead = self.places.leads
+            status = hosts.claim(self.storage, self.job_name, self.places.rank) if lead else None
+            return None if status is None else asdict(status)
+
+        found = [hosts.status_of(one) for one in together(peers, "near logs", report) if one is not None]
         counts = hosts.teller(found)
         self._reader = 0 if counts is None else counts.rank
         return [*([] if counts is None else [counts]), *hosts.given_up(found, counts)]
-
-    def _claim(self) -> list[Json] | None:
-        """Report about the local log here."""
-        if not self.places.leads:
-            return None
-        found = hosts.claim(self.storage, self.job_name, self.places.rank)
-        return None if found is None else found.row()
 
     # Holding
 
@@ -157,10 +160,10 @@ class HostsLedger(TierLedger):
         decide(peers, "take the log of another host", take, deadline_secs=self.takes_secs + 60.0, by=by)
         self._begin(peers, by)
         sent = self._all_sent(peers, by)
-        told = decide(peers, "release the log of another host", self._end_sending, by=by)
+        uploaded = decide(peers, "release the log of another host", self._end_sending, by=by)
         if self._sender is not None:
             self._end_sending()
-        self._sent_before = [Position(epoch, step) for epoch, step in told] if peers.rank == 0 else []
+        self._sent_before = [Position(epoch, step) for epoch, step in uploaded] if peers.rank == 0 else []
         return sent
 
     def _end_sending(self) -> list[Json]:
@@ -172,7 +175,7 @@ class HostsLedger(TierLedger):
         self._stop_sending()
         writer, self.writer = self.writer, None
         if writer is not None:
-            let_go(writer)
+            let_go(writer, f"the log of {writer.storage.url}")
         return [[position.epoch, position.step] for position in sent]
 
     def take_replicated(self) -> list[Position]:
@@ -190,7 +193,7 @@ class HostsLedger(TierLedger):
     def _begin(self, peers: Peers, by: int) -> None:
         """Have the leaders of the other places upload what is only local."""
 
-        def tell() -> Json:
+        def report() -> Json:
             writer, far = self.required(), self._far_writer
             self._state = writer.view.state
             return {
@@ -199,19 +202,21 @@ class HostsLedger(TierLedger):
                 "live": sorted(self._state.tries) if writer.certain else None,
             }
 
-        told = decide(peers, "what is only local", tell, by=by)
+        reported = decide(peers, "what is only local", report, by=by)
 
         def begin() -> None:
             if not self.places.leads or peers.rank == by:
                 return
             share_job(self.storage.near, self.storage.far, self.job_name)
-            sender = PartSender(self.tier, self.storage, self.job_name, told["run"], peers.rank)
-            sender.tell([entry_of(one, "what rank 0 reported") for one in told["wanted"]])
+            sender = PartSender(self.tier, self.storage, self.job_name, reported["run"], peers.rank)
+            sender.set_wanted([entry_of(one, _REPORTED) for one in reported["wanted"]])
             sender.start()
             self._sender = sender
-            if told["live"] is not None and by == 0:
+            if reported["live"] is not None and by == 0:
                 names = self.storage.near.list(DATA)
-                gone = (name for name in names if ATTEMPT_NAME.fullmatch(name) and name not in told["live"])
+                gone = (
+                    name for name in names if ATTEMPT_NAME.fullmatch(name) and name not in reported["live"]
+                )
                 self._leftovers = tuple(map(Retirement, gone))
 
         together(peers, "local directories of the job", begin)
@@ -228,33 +233,34 @@ class HostsLedger(TierLedger):
         moved, since = -1, time.monotonic()
         while True:
             quiet = time.monotonic() - since > self.tier.patience_secs
-            told = together(peers, "upload what is only local", partial(self._sent_now, quiet=quiet))
+            reports = together(peers, "upload what is only local", partial(self._sent_now, quiet=quiet))
             if peers.rank == 0:
-                self._warn_failures([failure for one in told for failure in one["failures"]])
-            if told[by]["done"] or any(one["leaves"] for one in told):
-                return bool(told[by]["done"])
-            if told[by]["quiet"]:
+                self._warn_failures([failure for one in reports for failure in one["failures"]])
+            if reports[by]["done"] or any(one["leaves"] for one in reports):
+                return bool(reports[by]["done"])
+            if reports[by]["quiet"]:
                 raise StorageError(
-                    f"epoch {told[by]['left']} is in local directories only and could not be sent to "
+                    f"epoch {reports[by]['left']} is in local directories only and could not be sent to "
                     f"{self.storage.far.url} for {self.tier.patience_secs:g} s; nothing was changed: fix "
                     "the connection to it and start again"
                 )
-            now = sum(one["moved"] for one in told)
+            now = sum(one["moved"] for one in reports)
             if now != moved:
                 moved, since = now, time.monotonic()
 
     def _sent_now(self, *, quiet: bool) -> dict[str, Json]:
-        told: dict[str, Json] = {"done": True, "quiet": quiet, "moved": 0, "left": "", "failures": []}
-        told["leaves"] = self.hurried()
+        found: dict[str, Json] = {"done": True, "quiet": quiet, "moved": 0, "left": "", "failures": []}
+        found["leaves"] = self.hurried()
         if self._sender is not None:
-            told["moved"], told["failures"] = self._sender.moved.nbytes, self._sender.take_failures()
+            found["moved"], found["failures"] = self._sender.moved.nbytes, self._sender.take_failures()
         if self.replicator is not None:
-            told["done"] = self.replicator.wait(0, TURN_SECS)
+            found["done"] = self.replicator.wait(0, TURN_SECS)
             pending = self.replicator.pending
-            told["left"] = ", ".join(str(entry.position) for entry in pending)
-            told["moved"], told["failures"] = self.replicator.moved.nbytes, self.replicator.take_failures()
-            told["moved"] -= len(pending)  # fewer pending epochs are progress too
-        return told
+            found["left"] = ", ".join(str(entry.position) for entry in pending)
+            # Fewer pending epochs are progress too.
+            found["moved"] = self.replicator.moved.nbytes - len(pending)
+            found["failures"] = self.replicator.take_failures()
+        return found
 
     def _warn_failures(self, failures: list[str]) -> None:
         for failure in failures:
@@ -279,34 +285,30 @@ class HostsLedger(TierLedger):
     def wait_for_room(self, peers: Peers) -> None:
         """As `TierLedger.wait_for_room`; leaders receive what to upload and what to delete."""
         if self.in_run:
-            self._tell_places(peers)
+            self._exchange_news(peers)
         super().wait_for_room(peers)
 
     def drain(self, peers: Peers) -> bool:
         """As `TierLedger.drain`."""
-        self._tell_places(peers)
+        self._exchange_news(peers)
         drained = super().drain(peers)
-        self._tell_places(peers)
+        self._exchange_news(peers)
         return drained
 
-    def _tell_places(self, peers: Peers) -> None:
+    def _exchange_news(self, peers: Peers) -> None:
         """Exchange news between rank 0 and the leaders."""
         if not self.places.many:
             return
-        told = together(peers, "tier: places", self._news)
+        news = together(peers, "tier: places", self._news)
         if peers.rank == 0:
-            self._warn_failures([failure for one in told for failure in one["failures"]])
+            self._warn_failures([failure for one in news for failure in one["failures"]])
         elif self._sender is not None:
-            self._sender.tell([entry_of(one, "what rank 0 reported") for one in told[0]["wanted"]])
-            gone = (*self._leftovers, *map(hosts.retirement_of, told[0]["gone"]))
+            self._sender.set_wanted([entry_of(one, _REPORTED) for one in news[0]["wanted"]])
+            gone = (*self._leftovers, *(retirement_of(Fields(one, _REPORTED)) for one in news[0]["gone"]))
             self._leftovers = ()
             if gone:
-                self._delete(gone)
-
-    def _delete(self, gone: tuple[Retirement, ...]) -> None:
-        """Delete local files of these retirements."""
-        near = self.storage.near
-        self.deletions.ask("old epochs could not be deleted", lambda: hosts.delete(near, gone))
+                near = self.storage.near
+                self.deletions.ask("old epochs could not be deleted", lambda: hosts.delete(near, gone))
 
     def _news(self) -> dict[str, Json]:
         """What this process reports: failures, and on rank 0 what the log has changed."""
@@ -317,7 +319,7 @@ class HostsLedger(TierLedger):
         state, before = self.writer.view.state, self._state
         self._state = state
         gone = () if before is None else hosts.gone_between(before, state)
-        return {"failures": [], "wanted": self._wanted(), "gone": [hosts.row(one) for one in gone]}
+        return {"failures": [], "wanted": self._wanted(), "gone": [retirement_json(one) for one in gone]}
 
     def close(self) -> None:
         """As `TierLedger.close`; stops uploads of this process first."""
@@ -333,17 +335,17 @@ class HostsLedger(TierLedger):
         """As `Ledger.verify_epoch`; StorageError outside of a run for an epoch divided between hosts."""
         self._know(peers)
         outside = self.places.many and self.holding is None
-        if outside and decide(peers, "near only", lambda: self._is_local_only(epoch), by=self.reader):
+
+        def local_only() -> bool:
+            entry, far = self.view().find(epoch), open_log(self.storage.far, self.job_name)
+            return entry is not None and all(one.attempt_name != entry.attempt_name for one in far.entries)
+
+        if outside and decide(peers, "near only", local_only, by=self.reader):
             raise StorageError(
                 f"epoch {epoch} is in the local directories of several hosts only, and none of them has "
                 "all of it: start the run, which sends it first, and load it then"
             )
         return super().verify_epoch(peers, epoch, whole=whole)
-
-    def _is_local_only(self, epoch: int) -> bool:
-        """Whether an epoch is not uploaded."""
-        entry, far = self.view().find(epoch), open_log(self.storage.far, self.job_name)
-        return entry is not None and entry.attempt_name not in {one.attempt_name for one in far.entries}
 
     def _verify_jointly(
         self, peers: Peers, entry: CommittedPosition, *, level: Level = "headers"

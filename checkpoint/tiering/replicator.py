@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow, shard_path
@@ -76,19 +77,19 @@ def damage_in(
 
     `share` is (first, step): check each step-th file from the first on.
     """
+
+    def look_at(row: ShardRow) -> None:
+        expected = ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
+        header = read_header(near, shard_path(manifest, row), expected)
+        if not headers_only:
+            header.verify()
+
     for row in present(near, manifest)[share[0] :: share[1]]:
         try:
-            seen_twice(lambda row=row: _look_at(near, manifest, row, headers_only))  # type: ignore[misc]
+            seen_twice(partial(look_at, row))
         except DamagedError as error:
             return str(error)
     return None
-
-
-def _look_at(near: Storage, manifest: Manifest, row: ShardRow, headers_only: bool) -> None:
-    expected = ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
-    header = read_header(near, shard_path(manifest, row), expected)
-    if not headers_only:
-        header.verify()
 
 
 class Replicator(TierUploader):
@@ -142,18 +143,15 @@ class Replicator(TierUploader):
         """
         deadline = time.monotonic() + patience_secs
         with self._changed:
-            while len(self.pending) > most or (not most and self._branches_differ):
+            while len(self.pending) > most or (
+                not most and hosts.branches_differ(self._writer.view, self._far.view)  # a rewind is pending
+            ):
                 self.check()
                 left = deadline - time.monotonic()
                 if left <= 0 or hurried() or self._stopping:
                     return False
                 self._changed.wait(min(left, 0.5))
         return True
-
-    @property
-    def _branches_differ(self) -> bool:
-        """Whether a rewind is pending."""
-        return hosts.branches_differ(self._writer.view, self._far.view)
 
     def take_replicated(self) -> list[Position]:
         """Positions uploaded since the last call."""
@@ -167,7 +165,12 @@ class Replicator(TierUploader):
         """Do one step; False if nothing is left to do."""
         near, far = self._writer.view, self._far.view
         if hosts.branches_differ(near, far):
-            self._far.change("rewind", self._follow)
+
+            def follow(state: State) -> tuple[State, Mapping[str, Json]]:
+                near = self._writer.view
+                return hosts.branched_like(state, near.state), hosts.branch_payload(near.current)
+
+            self._far.change("rewind", follow)
             return True
         entries = hosts.to_send(near, far)
         if not entries:
@@ -175,16 +178,14 @@ class Replicator(TierUploader):
         self._replicate(entries[0])
         return True
 
-    def _follow(self, state: State) -> tuple[State, Mapping[str, Json]]:
-        """The change of the remote log for a rewind."""
-        near = self._writer.view
-        return hosts.branched_like(state, near.state), hosts.branch_payload(near.current)
-
     def _replicate(self, entry: CommittedPosition) -> None:
         """Upload and commit one epoch."""
         try:
             with progress(f"replicating epoch {entry.position}"):
-                if not self._send(entry):
+                kept = self._far.view.state.tries
+                if self._others is None:
+                    self.send(entry, kept)
+                elif not self._send_among(entry, kept, self._others):
                     return
         except (OSError, DamagedError) as error:
             if self._writer.view.entry(entry.key) is None:
@@ -205,16 +206,8 @@ class Replicator(TierUploader):
             return
         self._commit(entry)
 
-    def _send(self, entry: CommittedPosition) -> bool:
-        """Upload an epoch; False if it is not needed any more."""
-        kept = self._far.view.state.tries
-        if self._others is not None:
-            return self._send_among(entry, kept, self._others)
-        self.send(entry, kept)
-        return True
-
     def _send_among(self, entry: CommittedPosition, kept: frozenset[str], others: Others) -> bool:
-        """Upload this place's files of an epoch, wait for the others, verify the whole.
+        """Upload this place's files of an epoch, wait for the others, verify the whole; False if not needed.
 
         Raises LostPartError for an epoch that cannot be completed, and as `send` does.
         """
@@ -326,22 +319,21 @@ class PartSender(TierUploader):
     """Uploads the local files of another place than rank 0's, and reports them.
 
     `run` is the nonce of the holder of the remote log, `leader` this rank. Begins with `start`; entries are
-    passed by `tell` and `add`.
+    passed by `set_wanted` and `add`.
     """
 
     def __init__(self, tier: Tier, storage: TierStorage, job_name: str | None, run: str, leader: int) -> None:
         super().__init__(tier, storage, "torchrelay tier part")
         self._job_name, self._run_nonce, self._leader = job_name, run, leader
         self._wanted: tuple[CommittedPosition, ...] = ()
-        self._told: set[str] = set()
-        """Attempts that were reported."""
+        self._reported: set[str] = set()
         self._doubted: set[str] = set()
         """Attempts to report again: their uploaded files may be damaged."""
         self._over: set[str] = set()
         """Attempts that the remote log has."""
-        self._awake = False  # until `tell`
+        self._awake = False  # until `set_wanted`
 
-    def tell(self, wanted: Sequence[CommittedPosition]) -> None:
+    def set_wanted(self, wanted: Sequence[CommittedPosition]) -> None:
         """Set the epochs that are only local, oldest first; others are not uploaded any more."""
         with self._changed:
             self._wanted, self._awake = tuple(wanted), True
@@ -363,16 +355,16 @@ class PartSender(TierUploader):
 
     def _look_secs(self) -> float | None:
         """Seconds until the next look."""
-        return upload.LONGEST_LOOK_SECS if self._told - self._over else None
+        return upload.LONGEST_LOOK_SECS if self._reported - self._over else None
 
     def _step(self) -> bool:
         """Upload one epoch; False if nothing is left to do."""
         self._forget()
         for name in [entry.attempt_name for entry in self._wanted]:
-            if name in self._told - self._over and read_part(self.far, self._part(name)) is None:
-                self._told.discard(name)  # lost in a power cut, or deleted by rank 0, which asks again
+            if name in self._reported - self._over and read_part(self.far, self._part(name)) is None:
+                self._reported.discard(name)  # lost in a power cut, or deleted by rank 0, which asks again
                 self._doubted.add(name)
-        while entry := next((one for one in self._wanted if one.attempt_name not in self._told), None):
+        while entry := next((one for one in self._wanted if one.attempt_name not in self._reported), None):
             with progress(f"replicating epoch {entry.position}"):
                 self._send(entry)
         return False
@@ -387,7 +379,7 @@ class PartSender(TierUploader):
             self._over.add(name)
         else:
             write_part(self.far, self._part(name), self._sent(manifest, needed, anew=name in self._doubted))
-        self._told.add(name)
+        self._reported.add(name)
         self._doubted.discard(name)
         self.moved.settle()
 
@@ -440,7 +432,7 @@ class PartSender(TierUploader):
         with self._changed:
             under_way = {name for entry in self._wanted for name in entry.tries}
             sent = {path: one for path, one in self._notes.sent.items() if path.split("/")[1] in under_way}
-            self._told &= under_way
+            self._reported &= under_way
             self._doubted &= under_way
             self._over &= under_way
             if sent != self._notes.sent:

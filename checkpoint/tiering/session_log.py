@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from torchrelay.checkpoint.coordinator.retention import Retaining
-from torchrelay.checkpoint.coordinator.session_log import Ledger
+from torchrelay.checkpoint.coordinator.session_log import Ledger, let_go
 from torchrelay.checkpoint.format.position import CommittedPosition, Position, State
 from torchrelay.checkpoint.load.verify import (
     JointResult,
@@ -28,7 +28,7 @@ from torchrelay.checkpoint.storage.base import check_exclusion
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.tiering import hosts
 from torchrelay.checkpoint.tiering.replicator import Others, Replicator
-from torchrelay.errors import FencedError, RelayError, SaveFailedError
+from torchrelay.errors import RelayError, SaveFailedError
 from torchrelay.jobs.session import Peers, together, warn
 
 TURN_SECS = 2.0
@@ -98,17 +98,17 @@ class TierLedger(Ledger):
         refuse_to_begin(near, far)
         share_job(near, far, self.job_name)
         before = open_log(far, self.job_name)
-        far_writer = self._take_one(far)
+        far_writer = self._take_log(far)
         untouched = hosts.notes_of(self.storage).made(before) and before.slot + 1 == far_writer.generation
         try:
-            writer = self._take_one(near)
+            writer = self._take_log(near)
             try:
                 self._reconcile(writer, far_writer, untouched=untouched)
             except BaseException:
                 writer.close()
                 raise
         except BaseException:
-            let_go(far_writer)
+            let_go(far_writer, f"the log of {far_writer.storage.url}")
             raise
         self._far_writer = far_writer
         far_ledger = Ledger(far, self.takeover_secs)
@@ -122,15 +122,6 @@ class TierLedger(Ledger):
     def _others(self, run: str) -> Others | None:
         """The leaders that upload files of other local directories."""
         return None
-
-    def _take_one(self, storage: Any) -> LogWriter:
-        return LogWriter.take(
-            storage,
-            self.job_name,
-            launch=self.launch,
-            patience_secs=self.takeover_secs,
-            when_fenced=self.when_fenced,
-        )
 
     def _reconcile(self, writer: LogWriter, far_writer: LogWriter, *, untouched: bool) -> None:
         """Make one history of both logs."""
@@ -191,22 +182,22 @@ class TierLedger(Ledger):
         if not self.in_run:
             return
         until = time.monotonic() + self.tier.patience_secs
-        told = [[False, False]]
+        turns = [[False, False]]
         # In turns, because a signal may have reached another process than the one that waits.
-        while not (told[0][0] or any(leaves for _, leaves in told)):
-            told = together(peers, "save: lag", lambda: [self._has_room(until), self.hurried()])
+        while not (turns[0][0] or any(leaves for _, leaves in turns)):
+            turns = together(peers, "save: lag", lambda: [self._has_room(until), self.hurried()])
 
     def _has_room(self, until: float) -> bool:
         if self.replicator is None:
             return True
         self.replicator.check()
-        self._tell_failures()
+        self._warn_of_failures()
         left = max(0.0, until - time.monotonic())
         if self.replicator.wait(self.tier.lag - 1, min(left, TURN_SECS), self.hurried):
             return True
         if left > TURN_SECS or self.hurried():
             return False
-        self._tell_failures()
+        self._warn_of_failures()
         raise SaveFailedError(
             f"{len(self.replicator.pending)} saved positions are in {self.storage.url} only, the "
             f"maximum, and none was uploaded to {self.storage.far.url} within "
@@ -217,10 +208,17 @@ class TierLedger(Ledger):
         """Wait for pending uploads while there is time; the rest is uploaded at the next launch."""
         until, over = time.monotonic() + self.tier.drain_secs, False
         while not over:  # in turns: a signal may come while this waits, and to any process
-            told = together(peers, "replicate the rest", lambda: self._drained(until))
-            spare = [secs for _, _, secs in told if secs is not None]
-            over = bool(told[0][0]) or min([told[0][1], *spare]) <= 0
-        self._tell_rest()
+            turns = together(peers, "replicate the rest", lambda: self._drained(until))
+            spare = [secs for _, _, secs in turns if secs is not None]
+            over = bool(turns[0][0]) or min([turns[0][1], *spare]) <= 0
+        if self.replicator is not None and (pending := self.replicator.pending):
+            rest = ", ".join(str(entry.position) for entry in pending)
+            warn(
+                f"epoch {rest} is in {self.storage.url} only: the next start with this directory sends it to "
+                f"{self.storage.far.url}",
+                stacklevel=2,
+            )
+        self._warn_of_failures()
         return True
 
     def _drained(self, until: float) -> list[Any]:
@@ -237,20 +235,7 @@ class TierLedger(Ledger):
         left = self.secs_left()
         return None if left is None else left - RESERVE_SECS
 
-    def _tell_rest(self) -> None:
-        """Warn of positions that are not uploaded."""
-        if self.replicator is None:
-            return
-        if pending := self.replicator.pending:
-            told = ", ".join(str(entry.position) for entry in pending)
-            warn(
-                f"epoch {told} is in {self.storage.url} only: the next start with this directory sends it to "
-                f"{self.storage.far.url}",
-                stacklevel=3,
-            )
-        self._tell_failures()
-
-    def _tell_failures(self) -> None:
+    def _warn_of_failures(self) -> None:
         for failure in self.replicator.take_failures() if self.replicator is not None else ():
             warn(failure, stacklevel=2)
 
@@ -269,7 +254,7 @@ class TierLedger(Ledger):
         far_writer, self._far_writer = self._far_writer, None
         stopped = replicator is None or replicator.stop()
         if far_writer is not None and stopped:
-            let_go(far_writer)
+            let_go(far_writer, f"the log of {far_writer.storage.url}")
         elif far_writer is not None:
             far_writer.close()  # a call may still return: the log must not seem complete
 
@@ -308,13 +293,3 @@ class TierLedger(Ledger):
             text = f"the local files of epoch {entry.position} are damaged ({reason}): it is read from"
             warn(f"{text} {self.storage.far.url}", stacklevel=3)
         return result
-
-
-def let_go(writer: LogWriter) -> None:
-    """Release a log; warns if that fails."""
-    try:
-        writer.release()
-    except FencedError:
-        pass  # another job has it
-    except (RelayError, OSError) as error:
-        warn(f"the log of {writer.storage.url} was not released: {error}", stacklevel=2)

@@ -83,13 +83,13 @@ class Uploader:
         while self._is_wanted(pause):
             try:
                 while not self._stopping and self._step():
-                    self._tell_waiting()
+                    self._notify()
                 pause = 0.0
             except StoppedError:
                 return
             except FencedError as error:
                 self._fenced = error
-                self._tell_waiting()
+                self._notify()
                 return
             except Exception as error:  # training continues after any error of a client
                 pause = min(max(2 * pause, FIRST_PAUSE_SECS), LONGEST_PAUSE_SECS)
@@ -122,7 +122,7 @@ class Uploader:
         if self._stopping:
             raise StoppedError
 
-    def _tell_waiting(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -192,11 +192,10 @@ class TierUploader(Uploader):
         does not have the files afterwards.
         """
         manifest = codec.read(self._near, entry)
-        own = entry.attempt_name
         self.make_directories(manifest)
         self.send_shards(manifest, manifest.shards, kept)
         self.send_manifest(entry)
-        self.send_stats(own)
+        self.send_stats(entry.attempt_name)
         self.sync_directories(manifest)
         self.verify_epoch(entry, manifest)
 
@@ -423,10 +422,10 @@ def read_part(far: Storage, path: str) -> PlaceReport | None:
     """Read a report; None without one. Raises StorageError."""
     try:
         data = sealed_bytes(far, path)
-        told: Mapping[str, object] = unseal("sent", data, path)
+        stored: Mapping[str, object] = unseal("sent", data, path)
     except (FileNotFoundError, DamagedError):  # incomplete, if a store does not replace atomically
         return None
-    paths, damage = told.get("paths"), told.get("damage")
+    paths, damage = stored.get("paths"), stored.get("damage")
     names = tuple(str(one) for one in paths) if isinstance(paths, list) else ()
     return PlaceReport(names, None if damage is None else str(damage))
 

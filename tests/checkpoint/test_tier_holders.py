@@ -95,5 +95,5 @@ def test_ranks_of_a_place_see_the_same_directory(tmp_path: Path, monkeypatch: py
 )
 def test_who_sees_what(views: list[tuple[int, ...]], leader_of: list[int], blind: list[int]) -> None:
     """All must see their leader, and those whom they see must see the same."""
-    sights = [hosts.sight_of(view, leader) for view, leader in zip(views, leader_of, strict=True)]
-    assert hosts.blind_ranks(sights, sorted(set(leader_of))) == blind
+    seen = [hosts.leaders_seen(view, leader) for view, leader in zip(views, leader_of, strict=True)]
+    assert hosts.blind_ranks(seen, sorted(set(leader_of))) == blind

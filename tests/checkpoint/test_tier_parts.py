@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from torchrelay.checkpoint.storage.local import LocalStorage
 from torchrelay.checkpoint.storage.object_store import ObjectStorage
 from torchrelay.checkpoint.storage.open import Tier
 from torchrelay.checkpoint.tiering import hosts
-from torchrelay.checkpoint.tiering.hosts import LocalLogStatus, claim_of, given_up, teller
+from torchrelay.checkpoint.tiering.hosts import LocalLogStatus, given_up, status_of, teller
 from torchrelay.checkpoint.tiering.upload import (
     PlaceReport,
     TierUploader,
@@ -41,7 +42,7 @@ def test_the_log_that_held_the_far_one_last_counts() -> None:
         assert {one.rank for one in given_up(order, some[1])} == {2, 3}
     assert teller([LocalLogStatus(0, 3, True), LocalLogStatus(1, 7, True)]) == LocalLogStatus(1, 7, True)
     assert teller([None, LocalLogStatus(1)]) is None
-    assert [claim_of(one.row()) for one in some] == some
+    assert [status_of(asdict(one)) for one in some] == some
 
 
 def state(*kept: tuple[str, tuple[str, ...], tuple[str, ...]]) -> State:
@@ -59,7 +60,6 @@ def test_what_goes_between_two_boundaries() -> None:
     now = state(("b", (), ("main",)), ("c", ("b",), both), ("e", (), both))
     gone = hosts.gone_between(before, now)
     assert set(gone) == {Retirement("a"), Retirement("d"), Retirement("b", ("optim",))}
-    assert [hosts.retirement_of(hosts.row(one)) for one in gone] == list(gone)
     assert hosts.gone_between(state(("b", (), both), ("c", ("b",), both)), state(("c", ("b",), both))) == ()
 
 
