@@ -84,7 +84,6 @@ class Lasting:
         return result
 
     def _remember(self, result: Verification) -> None:
-        """Note the epoch's number of nodes."""
         if result.manifest is not None:
             self._nodes = len(result.manifest.world.nodes)
 
@@ -191,7 +190,6 @@ class Retaining:
             decide(peers, "save: retention ended", self._end)
 
     def _retire(self) -> None:
-        """Retire epochs, and warn once of each problem."""
         writer = self.ledger.writer
         if writer is None:
             return
@@ -363,7 +361,6 @@ def _decided(
 
 
 def _losses(storage: Storage, before: LogView, after: State) -> Iterator[Loss]:
-    """Deletions between two states of a log."""
     entries = {entry.attempt_name: entry for entry in before.entries}
     for one in sorted(after.retiring, key=lambda one: (one.attempt_name, one.groups or ())):
         entry = None if one in before.retiring else entries.get(one.attempt_name)

@@ -109,7 +109,6 @@ class Ledger:
         return Look(**{**found, "facts": facts, "notices": tuple(found["notices"])})
 
     def _look(self, *, tolerant: bool) -> dict[str, Any]:
-        """What all processes receive."""
         try:
             return self._looked(self.view())
         except StorageError as error:
@@ -166,7 +165,6 @@ class Ledger:
         return entry_of(found[0], "the log") if found else None
 
     def _known(self, epoch: int) -> CommittedPosition:
-        """The entry of an epoch, on rank `reader`."""
         view = self.view()
         entry = view.find(epoch)
         if entry is None:
@@ -401,13 +399,11 @@ class Ledger:
             tried.append(self._give_up(peers, entry, result.reason, say))
 
     def _verify_jointly(self, peers: Peers, entry: CommittedPosition) -> JointResult:
-        """Verify an epoch in all processes."""
         return verify_together(peers, self.storage, entry)
 
     def _give_up(
         self, peers: Peers, entry: CommittedPosition, reason: str, say: Callable[[str], None]
     ) -> str:
-        """Quarantine a damaged entry and report it."""
         say(f"epoch {entry.position} is damaged ({reason}); an older one is used instead")
 
         def quarantine() -> None:

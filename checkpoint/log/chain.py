@@ -467,7 +467,6 @@ def thin(storage: Storage, job: JobFile, newest: int) -> None:
 
 
 def _may_need(storage: Storage, job: JobFile, slot: int, base: str) -> bool:
-    """Whether a slot's record refers to a base file, or cannot be read."""
     try:
         return _read_base_of(storage, job, slot) == base
     except FileNotFoundError:

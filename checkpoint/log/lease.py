@@ -180,13 +180,11 @@ def _restarted(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
 
 
 def _same_system(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
-    """Whether both processes are on one running system."""
     same_boot = bool(me.boot_id) and holder.get("boot_id") == me.boot_id
     return same_boot and bool(me.pid_namespace) and holder.get("pid_namespace") == me.pid_namespace
 
 
 def _gone(holder: Mapping[str, Json], me: WriterIdentity) -> bool:
-    """Whether the holder has ended."""
     pid, start = holder.get("pid"), holder.get("pid_start")
     if type(pid) is not int or not isinstance(start, str) or not start:
         return False

@@ -211,7 +211,6 @@ KEEP_ALL = Keeping()
 
 
 def _suspecting(view: LogView, suspects: Collection[Key]) -> LogView:
-    """The view in which suspects count as damaged."""
     if not suspects:
         return view
     entries = tuple(

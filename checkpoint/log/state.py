@@ -144,7 +144,6 @@ class _Step:
     branch_of_attempt: dict[str, int]
 
     def means(self, key: Key | None) -> bool:
-        """Whether a key is the requested one."""
         return key is not None and key.position == self.wanted and self.branch in (None, key.branch)
 
 
@@ -202,7 +201,6 @@ def _retired(step: _Step) -> str:
 
 
 def _abandoned(step: _Step) -> str:
-    """A rewind that removed the position from the line of the current branch."""
     state = step.record.state
     seen = {entry.key for entry in line_of(step.before, step.before.current) if step.means(entry.key)}
     if not seen - {entry.key for entry in line_of(state, state.current)}:
@@ -462,7 +460,6 @@ def _from_manifests(storage: Storage, record: Record) -> Iterator[CommittedPosit
 
 
 def _thinned(storage: Storage, entry: CommittedPosition) -> CommittedPosition:
-    """The entry after groups of its files were retired, by the files that exist."""
     there = set()
     for name in storage.list(attempt_directory(entry.attempt_name)):
         with suppress(DamagedError):

@@ -222,7 +222,6 @@ def chain_end(slot: int) -> int:
 
 
 def _last_multiple(exists: Exists) -> int:
-    """The newest existing multiple of 256."""
     high = 1
     while exists(high * STRIDE):
         high *= 2
@@ -344,7 +343,6 @@ def best_first(
 
 
 def _there_is(view: LogView, line: Sequence[CommittedPosition], wish: int | None) -> str:
-    """Part of a message: which epochs exist."""
     parts = [f"there are epochs {_nearby(line, wish)}"] if line else []
     seen = {entry.key for entry in line}
     others: dict[int, list[CommittedPosition]] = {}

@@ -331,7 +331,6 @@ class LogWriter:
 
     @property
     def _is_forked(self) -> bool:
-        """Whether this process is a forked child."""
         return self._process != os.getpid()
 
     def close(self) -> None:
@@ -378,7 +377,6 @@ class LogWriter:
             return self._tail.view
 
     def _fence(self) -> FencedError:
-        """The FencedError, with the new holder."""
         try:
             holder = read_tail(self.storage, self._tail.job).view.holder
         except StorageError:  # any other writer: this one has lost the log

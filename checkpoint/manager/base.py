@@ -101,7 +101,6 @@ class Manager:
         return node
 
     def _check_nodes(self, nodes: Sequence[str] | None) -> tuple[str, ...]:
-        """The stored names of these nodes; raises UsageError for an empty list or repetitions."""
         names = tuple(check_node_name(name) for name in nodes or ())
         if not names:
             raise UsageError(
@@ -290,7 +289,6 @@ class Manager:
         stats.update(self.engine.last_stats())
 
     def _note_holder(self) -> None:
-        """Remember the current holder of the log, on rank 0."""
         ledger = self.engine.ledger
         if ledger.writer is not None:
             view, base = ledger.writer.view, ledger.writer.view.current.base

@@ -479,7 +479,6 @@ class Engine:
 
     @staticmethod
     def _nothing_loaded(session: Session, why: str) -> bool:
-        """Warn that nothing was loaded; returns False."""
         if session.peers.rank == 0:
             warn(f"nothing was loaded: {why}", stacklevel=3)
         return False
@@ -487,7 +486,6 @@ class Engine:
     # Statistics
 
     def _took(self, action: str, stats: NodeStats) -> None:
-        """Keep the times of a save or load as the newest."""
         self._stats.pop(action, None)  # the newest is last
         self._stats[action] = stats
 

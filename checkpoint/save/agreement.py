@@ -154,7 +154,6 @@ class SpecExchange:
         return known if known == described else described
 
     def _same(self, known: Mapping[str, Described]) -> bool:
-        """Whether the classes are those of the last save."""
         return known.keys() == self._known.keys() and all(known[one] is self._known[one] for one in known)
 
     def _learn(self, peers: Peers, posted: list[Any]) -> None:
@@ -239,7 +238,6 @@ def _merged_scopes(parts: Any) -> dict[str, str]:
 
 
 def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names: Sequence[object]) -> None:
-    """Raise SaveFailedError if replicas of a leaf differ in form."""
     seen: dict[str, tuple[tuple[object, ...], int, LeafSpec]] = {}
     for node_class in classes if len(classes) > 1 else ():
         for leaf in node_class.leaves:
@@ -341,7 +339,6 @@ class ReplicaCheck:
     def _samples(
         self, job: SaveJob, shards: Mapping[int, Sequence[MeshParts]]
     ) -> dict[int, list[dict[str, str]]]:
-        """Digests of samples, by node."""
         return {
             state.rank: [
                 digests_of(leaves, Mode.SAMPLES)
@@ -354,7 +351,6 @@ class ReplicaCheck:
         }
 
     def _whole_bytes(self, job: SaveJob, shards: Mapping[int, Sequence[MeshParts]]) -> WholeBytes:
-        """The full comparison that is left for before the commit."""
         groups = {
             state.rank: [
                 [leaf for leaf in self._compared(state) if fails_when_different(leaf)],
@@ -370,7 +366,6 @@ class ReplicaCheck:
         self._first = self._first and not alike
 
     def _compared(self, state: NodeState) -> list[Leaf]:
-        """The leaves of a node that are compared."""
         broadcast = self._broadcast.among(state)
         return [
             leaf for leaf in state.leaves.values() if is_compared(leaf, state.scopes[leaf.name], broadcast)
@@ -420,5 +415,4 @@ class BroadcastBuffers:
 
 
 def _memory(content: Any) -> tuple[int, torch.Size] | None:
-    """Address and shape of a tensor."""
     return (content.data_ptr(), content.shape) if isinstance(content, torch.Tensor) else None

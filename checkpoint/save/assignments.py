@@ -246,7 +246,6 @@ class SavePlan:
 
     @cached_property
     def _stored(self) -> dict[tuple[int, str], list[LeafSpec]]:
-        """Leaves stored in shards, by the number of their layout and their group."""
         found: dict[tuple[int, str], list[LeafSpec]] = defaultdict(list)
         inline = self.inline_rows
         for row, (leaf, _, layout) in enumerate(self.rows):
@@ -301,11 +300,9 @@ class SavePlan:
 
     @cached_property
     def _unsplit(self) -> tuple[int, ...]:
-        """Rows of leaves that are not split."""
         return tuple(r for r, p in enumerate(self.rows) if not isinstance(self.layouts[p.layout], Split))
 
     def _rows_of(self, node: int) -> list[int]:
-        """The rows that a node may write."""
         split = [row for lay in self.layouts if isinstance(lay, Split) for row in lay.items_of(node)]
         return sorted({*self._unsplit, *split})
 
@@ -347,7 +344,6 @@ def _blob_row(name: str, leaves: Sequence[PlannedLeaf]) -> tuple[str, str, str]:
 
 
 def _boxes(leaf: LeafSpec, mesh: Mesh, node: int) -> list[Assignment]:
-    """The boxes of a sharded leaf that a node writes."""
     boxes = mesh.stored_by(node, leaf.name, leaf.shape, item_bytes(leaf))
     return [Assignment(leaf, 0, volume(box), box=box) for box in boxes]
 

@@ -211,8 +211,6 @@ class _Flight:
         self._begins, self._begun = threading.Lock(), False
 
     def start(self, ended: Callable[[Outcome], None]) -> None:
-        """Run in the background thread; `ended` gets the outcome."""
-
         def run() -> None:
             runtime.wait_for_turn()
             self._go.wait()
@@ -241,7 +239,6 @@ class _Flight:
         return takes
 
     def join(self) -> None:
-        """Wait for the end."""
         if self._over is not None:
             self._go.set()
             with runtime.waiting():

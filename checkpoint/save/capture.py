@@ -113,7 +113,6 @@ class NodeHistory:
 def _described(
     leaves: Sequence[Leaf], known: tuple[LeafSpec, ...], built: Mapping[str, Order]
 ) -> tuple[LeafSpec, ...]:
-    """A spec per leaf; the same object as at the last save if equal."""
     if len(leaves) != len(known):
         by_name = {spec.name: spec for spec in known}
         return tuple(_spec(leaf, by_name.get(leaf.name), built) for leaf in leaves)
@@ -158,7 +157,6 @@ def _unchanged(leaf: Leaf, known: LeafSpec) -> bool:
 
 
 def _same(one: tuple[LeafSpec, ...], other: tuple[LeafSpec, ...]) -> bool:
-    """Whether both have the same objects, in order."""
     return len(one) == len(other) and all(map(is_, one, other))
 
 
@@ -275,7 +273,6 @@ def check_whole(state: NodeState) -> None:
 
 
 def _objects(workspace: Workspace, place: NodePlace, members: Mapping[str, SetMember]) -> dict[str, Any]:
-    """The objects of the set's names; raises SaveFailedError for one that is missing."""
     gone = [name for name in members if name not in workspace]
     if gone:
         raise SaveFailedError(

@@ -123,7 +123,6 @@ def known_of(storage: Storage, manifest: Manifest, nodes: Sequence[str], hosted:
 
 
 def _parts_of(manifest: Manifest, nodes: Iterable[int]) -> Iterator[tuple[int, LeafRow, LeafRange, str]]:
-    """Tensor parts stored by these nodes: number of the node, leaf, part, and its key."""
     numbers = sorted(nodes)
     for row, leaf in enumerate(manifest.leaves):
         if leaf.kind == "tensor" and leaf.alias_of is None and leaf.role not in OF_POSITION:
@@ -133,7 +132,6 @@ def _parts_of(manifest: Manifest, nodes: Iterable[int]) -> Iterator[tuple[int, L
 
 
 def _held(manifest: Manifest, row: int, leaf: LeafRow, number: int) -> Iterator[tuple[LeafRange, str]]:
-    """Parts and keys of a leaf that a node stores."""
     layout, width = manifest.layouts[leaf.layout], leaf.item_bytes
     if isinstance(layout, Mesh):
         for box in layout.stored_by(number, leaf.name, leaf.shape, width):
@@ -253,7 +251,6 @@ def look(
 def _look_at_short(
     found: ChangeScan, tensor_of: TensorOf, rank: int, part: LeafRange, digests: bytes
 ) -> bool:
-    """Compare a part of at most a block."""
     flat = _elements(tensor_of(rank, part), part, digests)
     own = b"" if flat is None else block_digests(dtypes.stored_bytes(flat, part.leaf))
     return found.add(rank, part, own, same=flat is not None and own == digests)
@@ -303,13 +300,11 @@ class _Long:
 
     @property
     def probe(self) -> bytes:
-        """The digest of its first bytes in memory."""
         first = self.flat[: PROBE // self.flat.element_size()]
         return block_digests(dtypes.stored_bytes(first, self.part.leaf))
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether all of it was hashed, and none differs."""
         return not self.differs and self.first_digests == self.digests
 
     @property
@@ -345,8 +340,6 @@ def _begun(
 
 
 def _look_at_long(found: ChangeScan, long: list[_Long]) -> None:
-    """Hash all of them, and note the results."""
-
     def work(steps: Iterator[tuple[_Long, int, int]]) -> None:
         for one, start, stop in steps:
             one.hash(start, stop)

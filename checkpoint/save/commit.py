@@ -137,7 +137,6 @@ def check_room(
 
 
 def _full(text: str) -> SaveFailedError:
-    """The error for a full storage."""
     error = SaveFailedError(text)
     error.errno = errno.ENOSPC
     return error
@@ -261,7 +260,6 @@ def _write_manifest(job: SaveJob, plan: SavePlan, attempt_name: str, rows: list[
 def _manifest(
     job: SaveJob, plan: SavePlan, attempt_name: str, shards: Sequence[ShardRow], values: Mapping[str, Any]
 ) -> Manifest:
-    """The manifest of an attempt from all reports."""
     holding = job.holding
     identity = TryIdentity(
         holding.uuid, holding.job, job.position, holding.branch, holding.generation, attempt_name

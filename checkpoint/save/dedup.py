@@ -380,7 +380,6 @@ class Reuse:
         return in_bits(within_limits(manifest, names, known), order)
 
     def _sizes(self, manifest: Manifest) -> dict[str, int]:
-        """Data bytes of each attempt of a manifest, as far as they are available."""
         self._written[manifest.tries[0]] = own_bytes(manifest)
         for name in manifest.tries:
             if name not in self._written:

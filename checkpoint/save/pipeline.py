@@ -214,8 +214,6 @@ def _write_stats(job: SaveJob, path: str, stats: NodeStats) -> None:
 
 
 def _make_attempt(job: SaveJob, plan: SavePlan) -> str:
-    """Create the directory of an attempt; returns its name."""
-
     def make(name: str) -> str:
         job.make_room()
         check_room(job.storage, plan, job.position, None if job.apart is None else job.apart.ranks)
@@ -269,7 +267,6 @@ def _write_all(
 def _write_node(
     job: SaveJob, plan: SavePlan, attempt_name: str, state: NodeState, before: dict[str, float]
 ) -> NodeReport:
-    """Write the files of one node."""
     secs = {**before, "hash": 0.0, "write": 0.0, "fsync": 0.0}
     shards: list[ShardRow] = []
     where = attempt_directory(attempt_name)
@@ -290,7 +287,6 @@ def _write_node(
 
 
 def _contents(job: SaveJob, plan: SavePlan, state: NodeState, group: str) -> tuple[Entries, dict[str, Any]]:
-    """Tensors and values of a node's file of a group."""
     data: list[torch.Tensor | memoryview] = []
     values: dict[str, Any] = {}
     for assignment in plan.files(state.rank)[group]:
@@ -331,7 +327,6 @@ def touch_buffers(storage: Storage, session: Session) -> None:
 
 
 def _sizes(session: Session) -> Iterator[int]:
-    """Bytes of registered tensors, of those in containers, and of modules' parameters."""
     for place in session.local_nodes:
         for name, entry in session.workspace(place.name).entries().items():
             value = entry.value

@@ -83,7 +83,6 @@ def _joined_forms(group: Sequence[Held]) -> list[Held]:
 
 
 def _joined(group: Sequence[Held]) -> Held:
-    """One leaf on the joined mesh."""
     leaf = group[0][0]
     meshes = sorted((leaf.sharding for leaf, _ in group if leaf.sharding), key=lambda mesh: min(mesh.nodes))
     places = tuple(node for mesh in meshes for node in mesh.nodes)
@@ -230,12 +229,10 @@ def shared_unlike(classes: Sequence[NodeClass]) -> dict[str, str]:
 
 
 def _splits(leaf: LeafSpec) -> bool:
-    """Whether a leaf is split between its replicas."""
     return leaf.kind == "tensor" and leaf.role.value in SPLIT_ROLES and leaf.alias_of is None
 
 
 def _unsplit_layout(scope: str, nodes: tuple[int, ...], hosts: Sequence[int] | None) -> Layout:
-    """Layout of a leaf that is not split."""
     if scope == "host":
         lowest: dict[int, int] = {}
         for node in nodes:
@@ -245,7 +242,6 @@ def _unsplit_layout(scope: str, nodes: tuple[int, ...], hosts: Sequence[int] | N
 
 
 def _split_layout(nodes: tuple[int, ...], members: list[int], rows: Sequence[LeafSpec], cut: int) -> Split:
-    """Layout of leaves that are split together."""
     widths = {row: item_bytes(rows[row]) for row in members}  # in the order of their names
     order = sorted(members, key=widths.__getitem__, reverse=True)
     cuts = cuts_between([rows[row].nbytes for row in order], [widths[row] for row in order], len(nodes), cut)
@@ -317,7 +313,6 @@ class _Merging:
         self.layouts = {old: len(manifest.layouts) + index for index, old in enumerate(layouts)}
 
     def merged(self) -> Manifest:
-        """The merged manifest."""
         leaves = [
             leaf._replace(source=self._try(leaf.source), layout=self.layouts[leaf.layout])
             for leaf in map(self.old.leaves.__getitem__, self.rows)
@@ -378,7 +373,6 @@ class _Merging:
             yield from self.old.files[holder]
 
     def _try(self, number: int) -> int:
-        """The new number of an attempt."""
         return self.tries.setdefault(self.old.tries[number], len(self.tries))
 
     def _node(self, number: int) -> int:

@@ -219,7 +219,6 @@ def _asked(groups: Sequence[_Group]) -> frozenset[tuple[int, int]]:
 
 
 def _combined(digests: ByLeaf) -> list[str]:
-    """A digest of the names and one of the content."""
     names = sorted(digests)
     return [_named(names), _hash("".join(digests[name] for name in names).encode())]
 
@@ -229,7 +228,6 @@ def _named(names: Iterable[str]) -> str:
 
 
 def _odd_ones(nodes: Mapping[int, str]) -> tuple[int, ...]:
-    """Nodes that differ from the majority."""
     counts = Counter(nodes.values())
     usual = max(counts, key=lambda digest: (counts[digest], digest == nodes[min(nodes)]))
     return tuple(node for node, digest in nodes.items() if digest != usual)
@@ -383,7 +381,6 @@ def lone_parts(leaves: Mapping[str, Leaf], specs: Sequence[LeafSpec], node: int)
 
 
 def _placed(specs: Sequence[LeafSpec], node: int) -> Iterator[tuple[LeafSpec, Mesh]]:
-    """Sharded leaves with their mesh."""
     for spec in specs:
         if spec.sharding is not None and spec.alias_of is None and node in spec.sharding.place:
             yield spec, spec.sharding

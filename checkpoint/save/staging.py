@@ -184,7 +184,6 @@ class Copier:
             torch.cuda.current_stream(device).wait_event(event)
 
     def _stream(self, device: torch.device) -> Any:
-        """The copy stream of a device."""
         if device not in self._streams:
             stream = torch.cuda.Stream(device)
             if device in self._ready:
@@ -265,12 +264,10 @@ def _settled(tensor: torch.Tensor) -> bool:
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or the local part of a sharded one."""
     return memory_of_shard(tensor) if is_sharded(tensor) else tensor
 
 
 def _state_of(optimizer: Optimizer, parameter: torch.Tensor, key: str) -> Any:
-    """The current state tensor of a parameter."""
     found = optimizer.state.get(parameter, {}).get(key)
     return _memory_of(found) if isinstance(found, torch.Tensor) else found
 

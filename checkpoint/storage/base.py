@@ -367,7 +367,6 @@ def refusal(place: str, verb: str, error: BaseException) -> StorageError:
 
 
 def _passes(error: BaseException) -> bool:
-    """Whether a single error may be temporary."""
     if isinstance(error, (ConnectionError, TimeoutError)):
         return True
     if isinstance(error, OSError) and error.errno is not None:
@@ -378,7 +377,6 @@ def _passes(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status of an error of botocore, aiohttp or azure."""
     response = getattr(error, "response", None)
     status = (
         response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None

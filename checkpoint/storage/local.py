@@ -88,7 +88,6 @@ MODE = 0o644
 
 
 def _refusal(path: str | Path, verb: str, error: OSError) -> StorageError:
-    """The StorageError for an OSError, with a remedy."""
     reason = error.strerror or str(error)
     hint = {
         errno.ENOSPC: "free some space",
@@ -120,7 +119,6 @@ class _named(call_in_flight):  # noqa: N801 - as `call_in_flight`
         self._passing = passing
 
     def _failed(self, error: BaseException) -> None:
-        """Raise StorageError for an error."""
         if isinstance(error, OSError) and not isinstance(error, (self._passing, StorageError)):
             raise _refusal(self._path, self._verb, error) from error
 
@@ -229,7 +227,6 @@ class LocalStorage:
         self._place.check()
 
     def _changed(self, path: str) -> Path:
-        """The full path for a change."""
         self.check_place()
         return self._path(path)
 
@@ -383,7 +380,6 @@ class LocalStorage:
 
 
 def _create(full: Path) -> LocalWriteHandle:
-    """Create a file; its mode does not depend on the umask."""
     descriptor = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
     try:
         os.fchmod(descriptor, MODE)
@@ -394,7 +390,6 @@ def _create(full: Path) -> LocalWriteHandle:
 
 
 def _remove_empty(directory: Path) -> None:
-    """Remove a directory with only temporary files."""
     names = os.listdir(directory)
     if all(name.startswith(PRIVATE) for name in names):
         for name in names:
@@ -407,7 +402,6 @@ def _sync(directory: Path) -> None:
 
 
 def _opened(directory: Path) -> int:
-    """A descriptor of a directory."""
     return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 

@@ -100,7 +100,6 @@ class ObjectStorage:
     # Names
 
     def _name(self, path: str) -> str:
-        """Name of an object in the file system."""
         parts = path.split("/") if path else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
             raise StorageError(f"{path!r} is not a path below {self.url}")
@@ -226,7 +225,6 @@ class ObjectStorage:
         self._try("replace", path, put)
 
     def _make_parent(self, name: str) -> None:
-        """Create the parent directory, if the store has directories."""
         if not self._flat:
             self.system.makedirs(name.rpartition("/")[0], exist_ok=True)
 
@@ -474,7 +472,6 @@ class StagedFile:
         self._file.close()
 
     def _no_room(self, error: OSError) -> StorageError:
-        """The error for a full local disk."""
         where = tempfile.gettempdir()
         return StorageError(
             f"{self.path} cannot be staged in {where}: {error.strerror or error}; the whole file is "

@@ -86,7 +86,6 @@ def open_file_system(url: str, what: str) -> tuple[Any, str]:
 
 
 def _by_fsspec(url: str, protocol: str) -> tuple[Any, str]:
-    """The file system and path, by fsspec."""
     from fsspec.core import url_to_fs  # imported late: local paths need none of it
 
     # not a cached instance: the environment may have changed
@@ -138,7 +137,6 @@ def _options(protocol: str) -> dict[str, Any]:
 
 
 def _without(url: str, error: Exception) -> str:
-    """The error's text without credentials of the URL."""
     return str(error).strip().replace(url, shown(url))
 
 
@@ -227,19 +225,16 @@ class _CountedReads:
         self._handle = opening.__enter__()
 
     def read_into(self, offset: int, destination: memoryview, *, direct: bool = False) -> int:
-        """Read in place and count."""
         count = self._handle.read_into(offset, destination, direct=direct)
         self._owner.count(count)
         return count
 
     def read_scattered(self, offset: int, destinations: Sequence[Memory]) -> int:
-        """Read in place and count."""
         count = self._handle.read_scattered(offset, destinations)
         self._owner.count(count)
         return count
 
     def close(self) -> None:
-        """Pass on."""
         self._opening.__exit__(None, None, None)
 
 

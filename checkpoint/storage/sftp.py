@@ -195,7 +195,6 @@ async def _replace(client: Any, temporary: str, path: str) -> None:
 
 
 def _described(path: str, attributes: Any) -> dict[str, Any]:
-    """The description of a file for fsspec."""
     permissions = attributes.permissions or 0
     kinds = (("directory", stat.S_ISDIR), ("link", stat.S_ISLNK), ("file", stat.S_ISREG))
     kind = next((kind for kind, is_it in kinds if is_it(permissions)), "other")
@@ -203,7 +202,6 @@ def _described(path: str, attributes: Any) -> dict[str, Any]:
 
 
 def _as_os_error(error: Exception) -> Exception:
-    """The operating system's error for an SFTP error."""
     if isinstance(error, (asyncssh.SFTPNoSuchFile, asyncssh.SFTPNoSuchPath)):
         return FileNotFoundError(str(error))
     if isinstance(error, (asyncssh.SFTPPermissionDenied, asyncssh.SFTPWriteProtect)):

@@ -271,7 +271,6 @@ class _Shared(Iterator[T]):
             return next(self._items)
 
     def stop(self) -> None:
-        """Yield no more items to any thread."""
         self._stopped = True
 
 

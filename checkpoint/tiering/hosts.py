@@ -115,7 +115,6 @@ def seen(peers: Peers, storage: Storage, directory: Path) -> Places:
 
 
 def _agreed(peers: Peers, storage: Storage, guess: Places, nonce: str) -> Places:
-    """The places that all ranks agree on."""
     until, start = time.monotonic() + SEEN_WITHIN_SECS, f".probe-{nonce}-"
 
     def look() -> list[int | str | bool]:

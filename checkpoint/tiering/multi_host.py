@@ -95,7 +95,6 @@ class HostsLedger(TierLedger):
             super().check(peers, epoch)
 
     def _know(self, peers: Peers) -> None:
-        """Find the places and the authoritative log once."""
         if self._places is None and self._guess is None:
             self._survey(peers)
 
@@ -184,7 +183,6 @@ class HostsLedger(TierLedger):
         return [*before, *super().take_replicated()]
 
     def _others(self, run: str) -> Others | None:
-        """The leaders of the other places."""
         places = self.places
         if not places.many:
             return None
@@ -222,7 +220,6 @@ class HostsLedger(TierLedger):
         together(peers, "local directories of the job", begin)
 
     def _wanted(self) -> list[Json]:
-        """Entries to be uploaded, as JSON."""
         return [] if self.replicator is None else [entry_json(entry) for entry in self.replicator.pending]
 
     def _all_sent(self, peers: Peers, by: int) -> bool:
@@ -273,7 +270,6 @@ class HostsLedger(TierLedger):
         return Apart(self.places.mates, self._committed) if self.places.many else None
 
     def _committed(self, entry: CommittedPosition) -> None:
-        """On leaders: queue a committed entry for upload."""
         if self._sender is not None:
             self._sender.add(entry)
 

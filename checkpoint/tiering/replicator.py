@@ -162,7 +162,6 @@ class Replicator(TierUploader):
     # In the thread
 
     def _step(self) -> bool:
-        """Do one step; False if nothing is left to do."""
         near, far = self._writer.view, self._far.view
         if hosts.branches_differ(near, far):
 
@@ -179,7 +178,6 @@ class Replicator(TierUploader):
         return True
 
     def _replicate(self, entry: CommittedPosition) -> None:
-        """Upload and commit one epoch."""
         try:
             with progress(f"replicating epoch {entry.position}"):
                 kept = self._far.view.state.tries
@@ -264,8 +262,6 @@ class Replicator(TierUploader):
         return self._look_until(look, lambda: entry in self.pending)
 
     def _commit(self, entry: CommittedPosition) -> None:
-        """Commit an epoch in the remote log."""
-
         def change(state: State) -> tuple[State, Mapping[str, Json]] | None:
             after = hosts.mirrored(state, replace(entry, health="ok"))
             return None if after is None else (after, {"entry": entry_json(entry)})
@@ -354,11 +350,9 @@ class PartSender(TierUploader):
     # In the thread
 
     def _look_secs(self) -> float | None:
-        """Seconds until the next look."""
         return upload.LONGEST_LOOK_SECS if self._reported - self._over else None
 
     def _step(self) -> bool:
-        """Upload one epoch; False if nothing is left to do."""
         self._forget()
         for name in [entry.attempt_name for entry in self._wanted]:
             if name in self._reported - self._over and read_part(self.far, self._part(name)) is None:
@@ -370,7 +364,6 @@ class PartSender(TierUploader):
         return False
 
     def _send(self, entry: CommittedPosition) -> None:
-        """Upload the files of an epoch, and report them."""
         manifest = self._manifest(entry)
         if manifest is None:
             return
@@ -428,7 +421,6 @@ class PartSender(TierUploader):
         return attempt_name in self._far_log().state.tries  # sends a request
 
     def _forget(self) -> None:
-        """Forget everything that is not in flight."""
         with self._changed:
             under_way = {name for entry in self._wanted for name in entry.tries}
             sent = {path: one for path, one in self._notes.sent.items() if path.split("/")[1] in under_way}

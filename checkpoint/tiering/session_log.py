@@ -120,11 +120,9 @@ class TierLedger(Ledger):
         return writer
 
     def _others(self, run: str) -> Others | None:
-        """The leaders that upload files of other local directories."""
         return None
 
     def _reconcile(self, writer: LogWriter, far_writer: LogWriter, *, untouched: bool) -> None:
-        """Make one history of both logs."""
         near, far = writer.view, far_writer.view
         if self._is_ahead(near, far, untouched=untouched):
             return
@@ -231,7 +229,6 @@ class TierLedger(Ledger):
         return [done, until - time.monotonic(), self._spare_secs()]
 
     def _spare_secs(self) -> float | None:
-        """Seconds that may be waited; None without a deadline."""
         left = self.secs_left()
         return None if left is None else left - RESERVE_SECS
 

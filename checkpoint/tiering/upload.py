@@ -357,7 +357,6 @@ class TierUploader(Uploader):
         return found
 
     def _run(self) -> None:
-        """Lower the priority, then do steps until stopped."""
         if sys.platform == "linux":  # possible only from inside a thread, for it and those that it starts
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -365,12 +364,10 @@ class TierUploader(Uploader):
 
 
 def _expected(row: ShardRow) -> ShardExpectation:
-    """The expected header of a shard."""
     return ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
 
 
 def _attempts(manifest: Manifest) -> list[str]:
-    """The attempts of a manifest."""
     return sorted({manifest.tries[0], *(manifest.tries[row.source] for row in manifest.shards)})
 
 
@@ -395,7 +392,6 @@ def _windows(header: ShardHeader) -> Iterator[tuple[int, memoryview]]:
 
 
 def _read(header: ShardHeader, requests: list[ReadRequest], window: memoryview) -> memoryview:
-    """Read requests into a window."""
     header.read_many(requests, _ALONE)
     return window
 
