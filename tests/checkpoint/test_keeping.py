@@ -137,7 +137,7 @@ def test_an_epoch_that_any_rule_keeps_is_kept(story: tuple[LogView, Keeping]) ->
     parts.append(replace(KEEP_ALL, best=keeping.best, scores=keeping.scores))
     for part in parts:
         if part != KEEP_ALL:
-            assert part.policy.keep(view.line()) <= left
+            assert part.kept(view.line()) <= left
 
 
 @settings(deadline=None, max_examples=25)
