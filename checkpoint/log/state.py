@@ -376,10 +376,14 @@ def lost_bases(storage: Storage, history: History) -> tuple[LostBase, ...]:
         ref = record.base
         if ref is not None and ref.name not in known and ref.name not in {one.ref.name for one in lost}:
             found, reason = _read(storage, ref)
-            data = None
             if found is None:
-                data = next(_matching(ref, _guesses(storage, record, before, known)), None)
-                found = None if data is None else decode_base(data, ref)
+                data = None
+                for guess in _guesses(storage, record, before, known):
+                    entries = tuple(sorted(guess, key=lambda entry: entry.key))
+                    bytes_of = encode_base(entries)
+                    if len(bytes_of) == ref.nbytes and canonical_json.sha256(bytes_of) == ref.sha256:
+                        found, data = entries, bytes_of
+                        break
                 lost.append(LostBase(ref, reason, data))
             if found is not None:
                 known[ref.name] = found
@@ -406,13 +410,6 @@ def _read(storage: Storage, ref: BaseRef) -> tuple[tuple[CommittedPosition, ...]
         return None, f"{ref.path} is missing"
     except DamagedError as error:
         return None, str(error)
-
-
-def _matching(ref: BaseRef, guesses: Iterable[tuple[CommittedPosition, ...]]) -> Iterator[bytes]:
-    for entries in guesses:
-        data = encode_base(tuple(sorted(entries, key=lambda entry: entry.key)))
-        if len(data) == ref.nbytes and canonical_json.sha256(data) == ref.sha256:
-            yield data
 
 
 def _guesses(

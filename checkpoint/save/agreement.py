@@ -135,7 +135,10 @@ class SpecExchange:
         self._known = {digest: self._known[digest] for digest in members}
         if self._last is None or self._last[0] != members or not self._same(self._last[1]):
             classes = tuple(_class(ranks, self._known[digest]) for digest, ranks in members.items())
-            scopes = _merged_scopes(self._known[digest].scopes for digest in members)
+            scopes: dict[str, str] = {}
+            for digest in members:
+                for name, scope in self._known[digest].scopes.items():  # `rank` on one node is `rank` for all
+                    scopes[name] = scope if scopes.get(name, scope) == scope else Scope.RANK.value
             _check_alike(classes, scopes, names)
             if (unlike := shared_unlike(classes)) and peers.rank == 0:
                 some = ", ".join(f"{name} with {other}" for name, other in list(unlike.items())[:3])
@@ -226,15 +229,6 @@ def class_of(one: Mapping[str, Any]) -> Described:
         for row in one["specs"]
     )
     return Described(specs, one["scopes"])
-
-
-def _merged_scopes(parts: Any) -> dict[str, str]:
-    """The scope of each name; if one node states `rank`, it is `rank` for all."""
-    merged: dict[str, str] = {}
-    for part in parts:
-        for name, scope in part.items():
-            merged[name] = scope if merged.get(name, scope) == scope else Scope.RANK.value
-    return merged
 
 
 def _check_alike(classes: Sequence[NodeClass], scopes: Mapping[str, str], names: Sequence[object]) -> None:
@@ -358,12 +352,12 @@ class ReplicaCheck:
             ]
             for state in job.states
         }
-        return WholeBytes(job, groups, self._compared_whole)
 
-    def _compared_whole(self, alike: bool) -> None:
-        """Note the result of a full comparison."""
-        self._pending = False
-        self._first = self._first and not alike
+        def compared(alike: bool) -> None:
+            self._pending = False
+            self._first = self._first and not alike
+
+        return WholeBytes(job, groups, compared)
 
     def _compared(self, state: NodeState) -> list[Leaf]:
         broadcast = self._broadcast.among(state)

@@ -111,24 +111,18 @@ def known_of(storage: Storage, manifest: Manifest, nodes: Sequence[str], hosted:
 
     files: dict[tuple[int, str, int], dict[LeafRange, bytes]] = {}
     lost = set()
-    for number, leaf, part, key in _parts_of(manifest, mine):
-        found = find(leaf, number, key)
-        if found is None:
-            lost.add(leaf.name)
-        else:
-            digests, path, nbytes = found
-            files.setdefault((mine[number], path, nbytes), {})[part] = digests
+    for row, leaf in enumerate(manifest.leaves):
+        if leaf.kind != "tensor" or leaf.alias_of is not None or leaf.role in OF_POSITION:
+            continue
+        for number in sorted(mine):
+            for part, key in _held(manifest, row, leaf, number):
+                if (found := find(leaf, number, key)) is None:
+                    lost.add(leaf.name)
+                else:
+                    digests, path, nbytes = found
+                    files.setdefault((mine[number], path, nbytes), {})[part] = digests
     known = (KnownFile(*file, tuple(parts), tuple(parts.values())) for file, parts in files.items())
     return OwnFiles(tuple(known), frozenset(lost))
-
-
-def _parts_of(manifest: Manifest, nodes: Iterable[int]) -> Iterator[tuple[int, LeafRow, LeafRange, str]]:
-    numbers = sorted(nodes)
-    for row, leaf in enumerate(manifest.leaves):
-        if leaf.kind == "tensor" and leaf.alias_of is None and leaf.role not in OF_POSITION:
-            for number in numbers:
-                for part, key in _held(manifest, row, leaf, number):
-                    yield number, leaf, part, key
 
 
 def _held(manifest: Manifest, row: int, leaf: LeafRow, number: int) -> Iterator[tuple[LeafRange, str]]:

@@ -195,7 +195,12 @@ def carry_out(job: SaveJob, plan: SavePlan, clock: Clock, whole: WholeBytes | No
     if job.reuse is not None:
         job.reuse.committed(attempt_name)
     took = {"commit": time.monotonic() - begin}
-    stats = NodeStats(_times(job, row, took if index == 0 else {}) for index, row in enumerate(rows))
+    times: list[NodeTimes] = []
+    for row in rows:
+        name = job.places[row[0]].name
+        secs = {**secs_in(row), **({} if times else took)}
+        times.append(NodeTimes(name, f"{job.storage.url}/{name}.{job.position}", bytes_in(row), secs))
+    stats = NodeStats(times)
     if job.peers.rank == 0:
         _write_stats(job, stats_path(attempt_name), stats)
     return stats
@@ -311,12 +316,6 @@ def _contents(job: SaveJob, plan: SavePlan, state: NodeState, group: str) -> tup
 
 def _json(leaf: Leaf) -> Any:
     return leaf.content.json if isinstance(leaf.content, Value) else None
-
-
-def _times(job: SaveJob, row: Row, more: Mapping[str, float]) -> NodeTimes:
-    name = job.places[row[0]].name
-    path = f"{job.storage.url}/{name}.{job.position}"
-    return NodeTimes(name, path, bytes_in(row), {**secs_in(row), **more})
 
 
 def touch_buffers(storage: Storage, session: Session) -> None:

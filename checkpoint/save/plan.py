@@ -138,8 +138,8 @@ def plan_classes(
     referenced: Collection[str] = (),
 ) -> SavePlan:
     """Plan a save of nodes of several classes; see `PlanInputs`."""
-    known_hosts = None if hosts is None else tuple(hosts)
-    question = PlanInputs(tuple(classes), cut, dict(scopes or {}), known_hosts, frozenset(referenced))
+    given_hosts = None if hosts is None else tuple(hosts)
+    question = PlanInputs(tuple(classes), cut, dict(scopes or {}), given_hosts, frozenset(referenced))
     held = _holders(question.classes, question.referenced)
     rows = tuple(leaf for leaf, _ in held)
     layouts, numbers, scope_of = _Layouts(), [-1] * len(rows), question.scopes

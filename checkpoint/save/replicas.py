@@ -100,7 +100,7 @@ def verdict(digests_by_node: Mapping[int, ByLeaf], forced_replicated: Collection
     different = {name: nodes for name, nodes in sorted(found.items()) if len(set(nodes.values())) > 1}
     return ReplicaVerdict(
         demote=frozenset(name for name in different if name not in forced_replicated),
-        failures={name: _odd_ones(nodes) for name, nodes in different.items() if name in forced_replicated},
+        failures={name: _minority(nodes) for name, nodes in different.items() if name in forced_replicated},
     )
 
 
@@ -227,7 +227,7 @@ def _named(names: Iterable[str]) -> str:
     return _hash(canonical_json.dumps(sorted(names)))
 
 
-def _odd_ones(nodes: Mapping[int, str]) -> tuple[int, ...]:
+def _minority(nodes: Mapping[int, str]) -> tuple[int, ...]:
     counts = Counter(nodes.values())
     usual = max(counts, key=lambda digest: (counts[digest], digest == nodes[min(nodes)]))
     return tuple(node for node, digest in nodes.items() if digest != usual)

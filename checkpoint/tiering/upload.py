@@ -226,7 +226,7 @@ class TierUploader(Uploader):
         for row in rows:
             path = shard_path(manifest, row)
             try:
-                read_header(self.far, path, _expected(row))
+                read_header(self.far, path, ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256))
             except DamagedError:
                 self._forget_sent(path)
 
@@ -265,7 +265,9 @@ class TierUploader(Uploader):
     def _send_shard(self, path: str, row: ShardRow) -> None:
         if self._was_sent(path, row.nbytes, row.header_sha256):
             return
-        header = read_header(self._near, path, _expected(row))
+        header = read_header(
+            self._near, path, ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
+        )
         start = self._near.read_range(path, 0, row.header_bytes)
 
         def write(handle: WriteHandle) -> None:
@@ -363,10 +365,6 @@ class TierUploader(Uploader):
         super()._run()
 
 
-def _expected(row: ShardRow) -> ShardExpectation:
-    return ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
-
-
 def _attempts(manifest: Manifest) -> list[str]:
     return sorted({manifest.tries[0], *(manifest.tries[row.source] for row in manifest.shards)})
 
@@ -385,15 +383,12 @@ def _windows(header: ShardHeader) -> Iterator[tuple[int, memoryview]]:
             requests.append(ReadRequest(key, done, done + count, buffer[filled : filled + count]))
             done, filled = done + count, filled + count
             if filled == len(buffer):
-                yield begin, _read(header, requests, buffer[:filled])
+                header.read_many(requests, _ALONE)
+                yield begin, buffer[:filled]
                 requests = []
     if requests:
-        yield begin, _read(header, requests, buffer[:filled])
-
-
-def _read(header: ShardHeader, requests: list[ReadRequest], window: memoryview) -> memoryview:
-    header.read_many(requests, _ALONE)
-    return window
+        header.read_many(requests, _ALONE)
+        yield begin, buffer[:filled]
 
 
 @dataclass(frozen=True)
