@@ -428,11 +428,7 @@ class StagedCopies:
 
 
 def stage(
-    states: Sequence[NodeState],
-    pieces: Pieces,
-    block: Block,
-    verify: Verify,
-    blocking: Collection[str],
+    states: Sequence[NodeState], pieces: Pieces, block: Block, verify: Verify, blocking: Collection[str]
 ) -> tuple[StagedCopies, tuple[StagedState, ...]]:
     """Copy what must be copied now, and prepare the late copies; leaves of `blocking` blobs are early.
 

@@ -12,13 +12,7 @@ from typing import Any
 from torchrelay.checkpoint.coordinator.retention import Retaining
 from torchrelay.checkpoint.coordinator.session_log import Ledger, let_go
 from torchrelay.checkpoint.format.position import CommittedPosition, Position, State
-from torchrelay.checkpoint.load.verify import (
-    JointResult,
-    Level,
-    Target,
-    VerificationStatus,
-    verify_together,
-)
+from torchrelay.checkpoint.load.verify import JointResult, Level, Target, VerificationStatus, verify_together
 from torchrelay.checkpoint.log.chain import open_log
 from torchrelay.checkpoint.log.retention import Keeping
 from torchrelay.checkpoint.log.tiered_storage import TierStorage, refuse_to_begin, same_job, share_job

@@ -273,7 +273,7 @@ def test_retention_near_on_every_host(disks: list[Path], far: Path) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         local = [places.save(epoch, epoch).attempt_name for epoch in (3, 4)]
-        places.all(lambda ledger, peers: ledger._tell_places(peers))
+        places.all(lambda ledger, peers: ledger._exchange_news(peers))
     assert not [str(one.message) for one in told if "older ones stay" in str(one.message)]
     for ledger in places.ledgers:
         ledger.finish_deletions()
