@@ -158,10 +158,7 @@ class Retaining:
             decide(peers, "save: retention", self._retire)
 
     def behind(self) -> None:
-        """Retire epochs in the background; fencing is detected later.
-
-        No save in flight can need them: it references only what the newest entry keeps.
-        """
+        """Retire in the background: no save in flight needs them. Fencing is detected later."""
         writer = self.ledger.writer
         if writer is None or self.keeping == KEEP_ALL:
             return
@@ -238,10 +235,7 @@ class Retaining:
 
 @dataclass(frozen=True)
 class Loss:
-    """One deletion. `entry` is the epoch of the files, None if it was retired before.
-
-    `groups` None: all files of the attempt. `nbytes` is their current size.
-    """
+    """One deletion: `entry` is None if it was retired before, `nbytes` the current size of its files."""
 
     retirement: Retirement
     entry: CommittedPosition | None

@@ -244,10 +244,7 @@ class Ledger:
         return self.required().generation
 
     def rewind(self, peers: Peers, base: Position | None, request: dict[str, Any]) -> None:
-        """Begin a new branch at `base` (None: before everything); later epochs are abandoned.
-
-        If the log is not held yet, the branch begins when it is.
-        """
+        """Begin a branch at `base` (None: before everything), now or when the log is held."""
         if self.holding is None:
             self._pending_rewind = (base, request)
             return
@@ -302,10 +299,7 @@ class Ledger:
         return []
 
     def close(self) -> None:
-        """Finish deletions, and release the log, so that the next writer need not wait.
-
-        Warns if either fails.
-        """
+        """Finish deletions and release the log for the next writer; warns if either fails."""
         self.finish_deletions()
         writer, self.writer = self.writer, None
         self.holding, self._pending_rewind, self.in_run = None, None, False
@@ -327,10 +321,7 @@ class Ledger:
     # Verification
 
     def verify_epoch(self, peers: Peers, epoch: int, *, whole: bool = True) -> Target:
-        """Verify exactly this epoch of the current branch; raises DamagedError, without a fallback.
-
-        `whole`: UsageError for an epoch that lost its optimizer to retention.
-        """
+        """Verify exactly this epoch, or raise DamagedError; `whole`: UsageError without its optimizer."""
         entry = self._asked_for(peers, epoch) if whole else self.find(peers, epoch)
         if self._verified is not None and self._verified.entry == entry:
             return self._verified
@@ -413,10 +404,7 @@ class Ledger:
         return f"epoch {entry.position}: {reason}"
 
     def _newest(self) -> Any:
-        """The newest entry to try, and whether others of its branch follow it.
-
-        These are quarantined: now, by a launch that ended before its rewind, or by hand.
-        """
+        """The newest entry to try, and whether quarantined ones of its branch follow it."""
         view = self.required().view
         newest = view.newest()
         if newest is None:

@@ -133,10 +133,7 @@ def record_json(record: Record) -> dict[str, Json]:
 
 
 def decode(data: bytes, *, slot: int, job: str | None) -> Record:
-    """Read the file of `slot` in the log of job `job` (None: of any job).
-
-    Raises DamagedError for bytes that no writer of this log wrote, FormatError for a newer version's.
-    """
+    """Read the file of `slot` of a job (None: any); DamagedError, or FormatError for a newer version."""
     what = slot_path(slot)
     fields = _opened(data, slot, job, what)
     kind = fields.text("kind")

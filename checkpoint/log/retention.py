@@ -124,10 +124,7 @@ class Keeping:
                 )
 
     def kept(self, line: Sequence[CommittedPosition]) -> frozenset[Key]:
-        """Which whole epochs of the line, oldest first, at least one rule keeps, with or without optimizer.
-
-        Zero is a score like any other, and an epoch without a finite score is never among the best.
-        """
+        """Which whole epochs of the line at least one rule keeps. Zero is a score like any other."""
         healthy, kept = [entry for entry in line if entry.healthy], list[CommittedPosition]()
         if self.last is not None:
             kept += healthy[-self.last :]

@@ -63,10 +63,7 @@ from torchrelay.records import Json, dataclass
 
 @dataclass(frozen=True)
 class History:
-    """Records in order, without damaged ones, whose paths are in `damaged`.
-
-    `begins` is the oldest slot that was read; earlier events are unknown.
-    """
+    """Records in order from slot `begins`, without damaged ones, whose paths are in `damaged`."""
 
     records: tuple[Record, ...] = ()
     begins: int = 0
@@ -102,10 +99,7 @@ class Happening:
 
 
 def read_history(storage: Storage, job: str, newest: int) -> History:
-    """Records from slot `newest` of the log of job `job` (a uuid) down to the first missing one.
-
-    Raises FormatError for a record of a newer version, StorageError for unreadable ones.
-    """
+    """Records of a job's log from `newest` down to the first missing one; FormatError for newer ones."""
     found: list[Record] = []
     damaged: list[str] = []
     slot = newest

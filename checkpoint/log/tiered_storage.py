@@ -157,10 +157,7 @@ def refuse_to_begin(near: Storage, far: Storage) -> None:
 
 
 def only_local(near: Storage, view: LogView) -> frozenset[str]:
-    """Local attempts that are still to be uploaded, and the newest uploaded one; empty without a tier.
-
-    Without valid notes all attempts count as not uploaded.
-    """
+    """Local attempts to be uploaded (all, without valid notes), and the newest uploaded one."""
     if near.stat(PATH) is None:
         return frozenset()
     notes, line = read_notes(near) or Notes(), view.line()
@@ -226,10 +223,7 @@ def same_job(one: Storage, other: Storage) -> None:
 
 
 def share_job(near: Storage, far: Storage, name: str | None) -> None:
-    """Make both storages belong to one job: one without a job gets the other's file.
-
-    Raises as `open_job` and `same_job` do.
-    """
+    """Make both storages belong to one job: one without a job gets the other's file."""
     if read_job(near) is None:
         open_job(far, name)
         _copy(far, near)

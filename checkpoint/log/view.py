@@ -143,10 +143,7 @@ class LogView:
         return tuple(entry for entry in reversed(self._line) if entry.healthy and entry.resumable)
 
     def newest(self, *, boundary: bool = False) -> CommittedPosition | None:
-        """The newest healthy, resumable entry of the current branch; `boundary`: whole epochs only.
-
-        Automatic resume verifies this entry first; `candidates` has the next ones.
-        """
+        """The newest healthy, resumable entry of the current branch; `boundary`: whole epochs only."""
         return next(iter(self.candidates(boundary=boundary)), None)
 
     def candidates(self, *, boundary: bool = False) -> tuple[CommittedPosition, ...]:

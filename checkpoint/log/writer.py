@@ -295,10 +295,7 @@ class LogWriter:
     def change(
         self, kind: str, change: Callable[[State], tuple[State, Mapping[str, Json]] | None]
     ) -> LogView:
-        """Append a record that makes this log follow another one of its job (`checkpoint.tiering`).
-
-        `change` computes the record's state from the log in its slot; None appends nothing.
-        """
+        """Append a record that follows another log of this job; None of `change` appends nothing."""
         return self._append_draft(RecordDraft(kind, change, self.generation))
 
     def forget(self, deleted: Iterable[Retirement]) -> None:
@@ -318,10 +315,7 @@ class LogWriter:
         self.check()
 
     def release(self) -> None:
-        """Release the log, so that the next writer need not wait, and close.
-
-        A forked child appends nothing: its parent holds the log.
-        """
+        """Release the log for the next writer, and close; nothing in a fork, whose parent holds it."""
         if self._is_forked:
             return
         try:

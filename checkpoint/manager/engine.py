@@ -383,10 +383,7 @@ class Engine:
         return tuple(states), None
 
     def _demote(self, names: frozenset[str], *, say: bool) -> None:
-        """Keep leaves that differ per node from now on; one process warns, once.
-
-        Gradients are not demoted, because each save checks again whether those of its window differ.
-        """
+        """Save leaves that differ per node from now on, except gradients, which each save checks."""
         names = frozenset(name for name in names if not name.startswith(GRADIENTS))
         self._demoted |= names
         kept = (self._members or {}).values()
@@ -408,10 +405,7 @@ class Engine:
 
     @undisturbed()
     def load(self, session: Session, target: Target) -> None:
-        """Load a verified position.
-
-        The runner restores random states and gradients last, from `take_streams` and `take_gradients`.
-        """
+        """Load a verified position; `take_streams` and `take_gradients` have the rest."""
         from torchrelay.checkpoint.load.resume import LoadJob, load_all
 
         self.wait(unguarded=True)

@@ -37,10 +37,7 @@ if TYPE_CHECKING:
 
 
 def same(leaf: LeafSpec) -> tuple[object, ...]:
-    """Key that is equal for leaves that are one leaf on several nodes.
-
-    The size of a value and the aliases of a tensor may differ between them.
-    """
+    """Key that is equal for leaves that are one on several nodes, whatever their aliases."""
     mesh = leaf.sharding
     described = (leaf.group, leaf.alias_of, leaf.kind, leaf.role, leaf.dtype, leaf.shape)
     size = leaf.nbytes if leaf.kind == "tensor" else 0
@@ -163,10 +160,7 @@ class SavePlan:
     _described: dict[tuple[int, str], Entries] = field(default_factory=dict, repr=False, compare=False)
 
     def assignments(self, node: int) -> tuple[Assignment, ...]:
-        """What a node writes, in the order of the rows; aliases are written under their first name only.
-
-        Repeated calls return the same objects.
-        """
+        """What a node writes, by row: aliases under their first name; the same objects each time."""
         if node not in self._assigned:
             self._assigned[node] = tuple(self._assign(node))
         return self._assigned[node]
@@ -185,10 +179,7 @@ class SavePlan:
         return found
 
     def files(self, node: int) -> dict[str, tuple[Assignment, ...]]:
-        """What a node writes into its files, per group, without values stored in the manifest.
-
-        Repeated calls return the same objects.
-        """
+        """What a node writes into its files, per group, without inline values; the same objects each time."""
         if node not in self._files:
             groups: dict[str, list[Assignment]] = {}
             for one in self.assignments(node):

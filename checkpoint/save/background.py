@@ -148,10 +148,7 @@ class Background:
                 flight.on_disk.wait()
 
     def aside(self, work: Callable[[], None]) -> None:
-        """Run some small work in the background before the save in flight writes; at once without one.
-
-        An error in it fails the save.
-        """
+        """Run small work before the save in flight writes, which its error fails; at once without one."""
         if self._flight is None or not self._flight.takes(work):
             work()
 

@@ -167,10 +167,7 @@ def hash_threads() -> int:
 
 @dataclass
 class ChangeScan:
-    """The leaves of which a part has changed or is stored elsewhere.
-
-    `digests` are those of the memory, of the first blocks of a part or of all.
-    """
+    """Leaves of which a part has changed or is stored elsewhere; `digests` are those of the memory."""
 
     changed: set[str] = field(default_factory=set)
     digests: dict[PartKey, bytes] = field(default_factory=dict)
@@ -313,10 +310,7 @@ class _Long:
 def _begun(
     found: ChangeScan, tensor_of: TensorOf, rank: int, part: LeafRange, digests: bytes, probe: bytes | None
 ) -> _Long | None:
-    """A long part that is to be hashed; None if the result is known already.
-
-    `probe` is the digest of its first bytes; if it differs, the part has changed.
-    """
+    """A long part to be hashed; None if the result is known. `probe` is the digest of its first bytes."""
     whole = tensor_of(rank, part)
     tensor = _elements(whole, part, digests)
     if whole is None or tensor is None:
@@ -381,10 +375,7 @@ def stretches(nbytes: int, verify: Verify) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=1 << 13)
 def _memories(address: int, nbytes: int, verify: Verify) -> tuple[ctypes.Array[ctypes.c_ubyte], ...]:
-    """Stretches of memory at an address; read only while a tensor is there.
-
-    Cached, because each save asks for the same tensors.
-    """
+    """Stretches of memory, valid while a tensor is there; cached, as each save asks for the same."""
     return tuple(
         (ctypes.c_ubyte * (last - first)).from_address(address + first)
         for first, last in stretches(nbytes, verify)

@@ -49,10 +49,7 @@ class TryIdentity:
 
 
 def world_of(places: Sequence[NodePlace]) -> EpochNodes:
-    """The nodes as a manifest stores them, from the places of all nodes in rank order.
-
-    The last result is cached, so that it is the same object while the places are the same.
-    """
+    """The nodes as a manifest stores them, by rank; the same object while the places are the same."""
     asked = tuple(places)
     return _worlds.get(lambda one: one[0] == asked, lambda: (asked, _world_of(asked)))[1]
 

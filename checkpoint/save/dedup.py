@@ -144,10 +144,7 @@ class EarlierTry:
 def within_limits(
     manifest: Manifest, names: Collection[str], tries: Mapping[str, EarlierTry]
 ) -> frozenset[str]:
-    """Those of the unchanged leaves `names` that are worth a reference.
-
-    Leaves in an attempt that `tries` does not know are written again.
-    """
+    """Those of the unchanged leaves `names` that are worth a reference, in attempts of `tries`."""
     kept = frozenset(names)
     lying = _places_of(manifest, kept)
     while True:
@@ -283,10 +280,7 @@ class _Current:
 
 
 class Reuse:
-    """Remembers the content of the newest epoch between saves; one per engine.
-
-    `view` returns the current log; it is called on rank 0 only.
-    """
+    """Remembers the content of the newest epoch between saves; `view` returns the log, on rank 0 only."""
 
     def __init__(self, storage: Storage, view: Callable[[], LogView]) -> None:
         self._storage = storage
@@ -402,10 +396,7 @@ class Reuse:
         return self._current.found.each_left(self._current.referenced)
 
     def check_assumed(self, peers: Peers, position: Position) -> None:
-        """Raise ChangedAfterAllError on all processes if any referenced leaf has changed on any of them.
-
-        All remember these leaves, so that each fails a save only once.
-        """
+        """Raise ChangedAfterAllError on all if a referenced leaf changed on any; all remember it."""
         referenced = self._current.referenced
         if not referenced:  # on all of them
             return

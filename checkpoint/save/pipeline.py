@@ -207,10 +207,7 @@ def carry_out(job: SaveJob, plan: SavePlan, clock: Clock, whole: WholeBytes | No
 
 
 def _write_stats(job: SaveJob, path: str, stats: NodeStats) -> None:
-    """Write timings and metrics; an error is only logged, because the epoch is committed already.
-
-    Lists read metrics here if manifests are large. They are texts, because JSON has no NaN.
-    """
+    """Write timings and metrics for lists, as texts because JSON has no NaN; errors only warn."""
     metrics = {name: value if isfinite(value) else str(value) for name, value in job.facts.metrics.items()}
     try:
         job.storage.replace(path, json.dumps({**stats.to_json(), "metrics": metrics}).encode())

@@ -151,10 +151,7 @@ class Copier:
             self._current = torch.cuda.current_device()
 
     def enter_thread(self) -> None:
-        """Set the calling thread to the devices of the thread of `begin`.
-
-        A new thread begins at device 0, where every rank of a host would allocate memory for nothing.
-        """
+        """Set this thread to the device of `begin`: it would use memory of device 0 otherwise."""
         if self._current is not None:
             torch.cuda.set_device(self._current)
 

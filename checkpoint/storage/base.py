@@ -107,10 +107,7 @@ class Storage(Protocol):
         """Make the names in a directory durable."""
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """Read up to `length` bytes at `offset`; fewer only at the end of the file.
-
-        FileNotFoundError when there is no such file.
-        """
+        """Read up to `length` bytes, fewer only at the end of the file; FileNotFoundError without it."""
 
     def read_into(self, path: str, offset: int, destination: memoryview) -> int:
         """Fill `destination` (1-D bytes) from `offset`; returns the bytes read, as `read_range`."""

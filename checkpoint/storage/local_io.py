@@ -143,10 +143,7 @@ class LocalReadHandle:
             _close(direct)
 
     def is_at_hand(self, offset: int, nbytes: int) -> bool:
-        """Whether two bytes of the range are in the page cache; True if unknown.
-
-        A query caches the page that it asks for, so one hit is not conclusive.
-        """
+        """Whether two bytes of the range are cached (a query may cause one hit); True if unknown."""
         nowait = getattr(os, "RWF_NOWAIT", None)
         if nowait is None:
             return True

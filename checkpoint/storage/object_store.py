@@ -176,10 +176,7 @@ class ObjectStorage:
             raise StorageError(f"{self.url}/{path} has {found} bytes after {nbytes} were sent: try again")
 
     def link_exclusive(self, path: str, data: bytes) -> None:
-        """Create by a conditional PUT; reads the object back if the answer was lost.
-
-        An object with these bytes counts as ours, so every creator must put a nonce into them.
-        """
+        """Create by a conditional PUT, or find these bytes there: every creator puts a nonce into them."""
         if not data:
             raise StorageError(
                 f"{self.url}/{path} would be empty: stores do not create empty files exclusively"
@@ -366,10 +363,7 @@ class _Reads(SeparateReads):
 
 
 def size_of(system: Any, name: str) -> int | None:
-    """The size of a file; None for a directory. Raises FileNotFoundError and the client's errors.
-
-    s3fs also lists names below a missing one, which is too slow for hundreds of files.
-    """
+    """The size of a file; None for a directory. s3fs lists names below a missing one, too slowly."""
     if hasattr(system, "call_s3"):
         bucket, key, _ = system.split_path(name)
         return int(system.call_s3("head_object", Bucket=bucket, Key=key)["ContentLength"])

@@ -215,10 +215,7 @@ def beside(
 
 
 class _Helper(threading.Thread):
-    """A thread that signals its end.
-
-    An interrupted `Thread.join` may mark a live thread as ended up to Python 3.12 (bpo-45274).
-    """
+    """A thread that signals its end: an interrupted `join` may mark a live one as ended (bpo-45274)."""
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         super().__init__(name=name, daemon=True)

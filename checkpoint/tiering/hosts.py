@@ -45,10 +45,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Places:
-    """The places of all ranks.
-
-    `leader_of[rank]` is the lowest rank with the same directory; `rank` is this one.
-    """
+    """The places of all ranks: `leader_of` has the lowest rank with the same directory."""
 
     leader_of: tuple[int, ...] = (0,)
     rank: int = 0
@@ -76,10 +73,7 @@ class Places:
 
 
 def guessed(peers: Peers, directory: Path) -> Places:
-    """The places without a write: hosts that share a file system seem separate.
-
-    Raises StorageError on all ranks if one cannot access its directory.
-    """
+    """The places without a write: hosts that share a file system seem separate."""
     if peers.size == 1:
         return Places()
     keys = together(peers, "near directories", lambda: _key(directory))

@@ -223,10 +223,7 @@ class HostsLedger(TierLedger):
         return [] if self.replicator is None else [entry_json(entry) for entry in self.replicator.pending]
 
     def _all_sent(self, peers: Peers, by: int) -> bool:
-        """Return when nothing is only local; False if a process has to exit before.
-
-        Raises StorageError without progress for `patience_secs`.
-        """
+        """Return when nothing is only local; False to exit early. StorageError without progress."""
         moved, since = -1, time.monotonic()
         while True:
             quiet = time.monotonic() - since > self.tier.patience_secs

@@ -73,10 +73,7 @@ def damage_of(near: Storage, entry: CommittedPosition) -> str | None:
 def damage_in(
     near: Storage, manifest: Manifest, *, share: tuple[int, int] = (0, 1), headers_only: bool = False
 ) -> str | None:
-    """Damage of the files of an epoch in this local directory; None without.
-
-    `share` is (first, step): check each step-th file from the first on.
-    """
+    """Damage of each step-th file of an epoch here (`share` is first and step); None without."""
 
     def look_at(row: ShardRow) -> None:
         expected = ShardExpectation(row.nbytes, row.header_bytes, row.header_sha256)
@@ -93,10 +90,7 @@ def damage_in(
 
 
 class Replicator(TierUploader):
-    """Uploads the local files of `storage`; this process holds both writers. Begins with `start`.
-
-    `others`: the leaders of other hosts upload their local files.
-    """
+    """Uploads local files; holds both writers. The leaders of `others` upload those of their hosts."""
 
     def __init__(
         self,
@@ -137,10 +131,7 @@ class Replicator(TierUploader):
         self._far.check()
 
     def wait(self, most: int, patience_secs: float, hurried: Callable[[], bool] = lambda: False) -> bool:
-        """Return when at most so many positions are only local; False after `patience_secs`, or if hurried.
-
-        Raises FencedError.
-        """
+        """Return when at most so many positions are only local; False if late or hurried."""
         deadline = time.monotonic() + patience_secs
         with self._changed:
             while len(self.pending) > most or (
@@ -377,10 +368,7 @@ class PartSender(TierUploader):
         self.moved.settle()
 
     def _sent(self, manifest: Manifest, needed: frozenset[str], *, anew: bool) -> PlaceReport:
-        """Upload the local files; `anew`: also uploaded files that are damaged there.
-
-        Local damage is verified again before it is reported.
-        """
+        """Upload the local files, with `anew` also those damaged there; local damage is verified twice."""
         rows = present(self._near, manifest)
         if anew:
             self.doubt(manifest, rows)

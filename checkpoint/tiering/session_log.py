@@ -32,10 +32,7 @@ RESERVE_SECS = 5.0
 
 
 class TierLedger(Ledger):
-    """Log of a run with one local directory; see the module.
-
-    `storage` is the local one, which also shows the remote attempts.
-    """
+    """Log of a run with one local directory, whose `storage` also shows the remote attempts."""
 
     storage: TierStorage
 

@@ -162,10 +162,7 @@ class Moved:
 
 
 class TierUploader(Uploader):
-    """Uploads files of the local directory of `storage`; subclasses decide which, and when.
-
-    Completely uploaded files are noted locally, with size and digest.
-    """
+    """Uploads local files, which subclasses choose; complete ones are noted with size and digest."""
 
     def __init__(self, tier: Tier, storage: TierStorage, name: str) -> None:
         super().__init__(name)
