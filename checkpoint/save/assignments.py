@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def same(leaf: LeafSpec) -> tuple[object, ...]:
-    """Key that is equal for leaves that are one on several nodes, whatever their aliases."""
+    """Key that is equal for leaves that are one on several nodes; their aliases may differ."""
     mesh = leaf.sharding
     described = (leaf.group, leaf.alias_of, leaf.kind, leaf.role, leaf.dtype, leaf.shape)
     size = leaf.nbytes if leaf.kind == "tensor" else 0
