@@ -80,7 +80,8 @@ class Ledger:
 
     def __init__(self, storage: Storage, takeover_secs: float) -> None:
         self.storage = storage
-        self.takeover_secs = takeover_secs
+        self.takeover_secs = self.takes_secs = takeover_secs
+        """Seconds of patience with one writer, and maximum seconds of a takeover."""
         self.job_name: str | None = None
         self.launch = ""
         self.hurried: Callable[[], bool] = lambda: False
@@ -195,11 +196,6 @@ class Ledger:
         lease = decide(peers, "take the log over", take, deadline_secs=self.takes_secs + TAKEOVER_MARGIN_SECS)
         self.holding = None if lease is None else LeaseInfo(*lease)
         return True
-
-    @property
-    def takes_secs(self) -> float:
-        """Maximum seconds of a takeover, without the margin."""
-        return self.takeover_secs
 
     def _take(self) -> list[Any]:
         if self.writer is None:

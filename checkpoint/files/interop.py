@@ -53,9 +53,10 @@ from torchrelay.checkpoint.load.lookup import (
     without_prefix,
 )
 from torchrelay.checkpoint.load.tensors import Cast, cast_of, check_types_used, checked_cast
+from torchrelay.checkpoint.log.view import LeaseInfo
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save.assignments import NodeClass, SavePlan
-from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.save.commit import compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.flatten import leaves_of
 from torchrelay.checkpoint.state.leaf import MAIN_GROUP, Leaf, Role, Value, spec_of
@@ -441,22 +442,28 @@ def _write_epoch(root: Path, leaves: Sequence[Leaf]) -> None:
     try:
         plan = plan_classes([NodeClass((0,), tuple(spec_of(leaf) for leaf in leaves))])
         position, view = Position(0), log.view
-        identity = TryIdentity(
-            str(view.job_uuid), str(view.job_name), position, view.state.current,
-            log.generation, position.directory(secrets.token_hex(6)),
-        )  # fmt: skip
-        storage.mkdir(attempt_directory(identity.attempt_name))
+        lease = LeaseInfo(str(view.job_name), str(view.job_uuid), view.state.current, log.generation)
+        attempt_name = position.directory(secrets.token_hex(6))
+        storage.mkdir(attempt_directory(attempt_name))
         place = NodePlace("imported", 0, 1, socket.gethostname(), 0)
-        shards = _shards(storage, plan, identity, place, {leaf.name: leaf for leaf in leaves})
+        shards = _shards(
+            storage, plan, lease.job, position, attempt_name, place, {leaf.name: leaf for leaf in leaves}
+        )
         inline = {leaf.name: leaf.content.json for leaf in leaves if isinstance(leaf.content, Value)}
-        manifest = compose(plan, identity, world_of([place]), shards, inline, Facts())
+        manifest = compose(plan, lease, position, attempt_name, world_of([place]), shards, inline, Facts())
         _commit(storage, log, manifest)
     finally:
         log.release()
 
 
 def _shards(
-    storage: LocalStorage, plan: SavePlan, identity: TryIdentity, place: NodePlace, leaves: Mapping[str, Leaf]
+    storage: LocalStorage,
+    plan: SavePlan,
+    job_name: str,
+    position: Position,
+    attempt_name: str,
+    place: NodePlace,
+    leaves: Mapping[str, Leaf],
 ) -> list[ShardRow]:
     rows = []
     for group, assignments in plan.files(place.rank).items():
@@ -469,8 +476,8 @@ def _shards(
             else:
                 tensors.append(content)
         entries = plan.tensors(place.rank, group).of(tensors)
-        name = ShardIdentity(identity.job_name, identity.position, place.name, group, identity.attempt_name)
-        directory = attempt_directory(identity.attempt_name)
+        name = ShardIdentity(job_name, position, place.name, group, attempt_name)
+        directory = attempt_directory(attempt_name)
         for part, report in enumerate(write_shard(storage, directory, name, entries, values=values), 1):
             rows.append(
                 ShardRow(place.rank, group, part, report.bytes, report.header_bytes, report.header_sha256)

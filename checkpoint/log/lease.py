@@ -272,18 +272,6 @@ _ATTEMPTS = 8
 _REMEDY = "stop that job, or wait until it has ended"
 
 
-@dataclass(frozen=True)
-class AcquiredLog:
-    """A log that this process holds.
-
-    `older_attempts` are the attempts that existed before our record. Those that the log does not know can
-    never be committed any more.
-    """
-
-    tail: Tail
-    older_attempts: frozenset[str]
-
-
 def take_over(
     storage: Storage,
     job: JobFile,
@@ -293,8 +281,11 @@ def take_over(
     *,
     live_here: Container[str],
     patience_secs: float,
-) -> AcquiredLog:
+) -> tuple[Tail, frozenset[str]]:
     """Append our takeover, after watching the holder if it may be alive.
+
+    Returns the log, and the attempts that existed before our record: those that the log does not know can
+    never be committed any more.
 
     Raises UsageError for the log of another job than `job_name`, DirectoryInUseError, naming the holder, if
     it is alive, or if others are always faster.
@@ -332,7 +323,7 @@ def take_over(
         for upload in begun:
             with suppress(StorageError):
                 cast(Unfinished, storage).give_up(upload)
-        return AcquiredLog(_mended(storage, tail, taken), older_attempts)
+        return _mended(storage, tail, taken), older_attempts
     raise DirectoryInUseError(f"{storage.url} is in use by {describe(holder, _REMEDY)}")
 
 

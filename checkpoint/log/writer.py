@@ -28,6 +28,7 @@ from torchrelay.checkpoint.log.chain import (
     HINT,
     OvertakenError,
     RecordDraft,
+    Tail,
     advance,
     append,
     read_tail,
@@ -36,7 +37,6 @@ from torchrelay.checkpoint.log.chain import (
 from torchrelay.checkpoint.log.lease import (
     PATIENCE_SECS,
     PERIOD_SECS,
-    AcquiredLog,
     Beat,
     WriterIdentity,
     describe,
@@ -140,9 +140,10 @@ class LogWriter:
         self.identity = identity
         self.nonce = secrets.token_hex(8)
         self.older_attempts: frozenset[str] = frozenset()
-        """Attempts that existed before the takeover (see `lease.AcquiredLog`)."""
+        """Attempts that existed before the takeover (see `take_over`)."""
         self.generation = -1
         """The slot of the takeover."""
+        self._tail: Tail  # from the takeover on
         self._notices: list[str] = []
         self._deleted: set[Retirement] = set()
         self._process = os.getpid()
@@ -180,7 +181,7 @@ class LogWriter:
         # Registered before its record exists, so that no other thread takes it for an abandoned one.
         _LIVE[writer.nonce] = writer
         try:
-            taken = take_over(
+            writer._tail, writer.older_attempts = take_over(
                 storage,
                 job,
                 job_name,
@@ -189,7 +190,7 @@ class LogWriter:
                 live_here=_LIVE,
                 patience_secs=patience_secs,
             )
-            writer._begin(taken, period_secs)
+            writer._begin(period_secs)
         except BaseException:
             writer.close()
             raise
@@ -334,10 +335,9 @@ class LogWriter:
         if self._beat is not None:
             self._beat.stop()
 
-    def _begin(self, taken: AcquiredLog, period_secs: float) -> None:
+    def _begin(self, period_secs: float) -> None:
         """Keep the takeover, tidy the log, and start the counter."""
-        self._tail, self.older_attempts = taken.tail, taken.older_attempts
-        self.generation = taken.tail.view.generation
+        self.generation = self._tail.view.generation
         move(self.storage, self.generation, self.nonce, 1)
         self._tidy()
         mine = weakref.ref(self)

@@ -162,7 +162,7 @@ class Manager:
         """
         _check_path_type(path_type)
         self._use_nodes(nodes)
-        if self.engine.has_set:
+        if self.engine.members is not None:
             return TaskGroup(name="checkpoint init (done before)")
         if retrieve_from_epoch is None:
             return SessionGroup("checkpoint init", self.engine.seal)

@@ -115,7 +115,8 @@ class Engine:
         self.retaining = Retaining(self.ledger, keeping)
         self.background = background
         self.stored_names: dict[str, str] = {}
-        self._members: Members | None = None
+        self.members: Members | None = None
+        """The names to save, once they are fixed."""
         self._registered: frozenset[str] = frozenset()
         """Names of blobs registered by any node of the job."""
         self._made_by_init: tuple[str, ...] = ()
@@ -146,7 +147,7 @@ class Engine:
         other = Engine(prefix, selection=self.selection, share_reads=self.share_reads, resume=self.resume)
         other.say, other._made_by_init = self.say, self._made_by_init
         other.stored_names, other._demoted = self.stored_names, self._demoted
-        other._members, other._registered = self._members, self._registered
+        other.members, other._registered = self.members, self._registered
         return other
 
     def _saved(self, session: Session) -> dict[str, NodePlace]:
@@ -161,11 +162,6 @@ class Engine:
         return self.stored_names.get(node, node)
 
     # The checkpoint set
-
-    @property
-    def has_set(self) -> bool:
-        """Whether the names to save are fixed."""
-        return self._members is not None
 
     def seal(self, session: Session) -> None:
         """Fix the set: the names that the hosted nodes hold now.
@@ -207,7 +203,7 @@ class Engine:
         answers = together(session.peers, "checkpoint set", names)
         self._made_by_init = tuple(sorted({name for made, _ in answers for name in made}))
         self._registered = frozenset(name for _, here in answers for name in here)
-        self._members = found
+        self.members = found
 
     def _check_placed(self, place: NodePlace, workspace: Workspace) -> None:
         """Raise for tensors that `init` sharded: a resume skips `init` and would use unsharded ones."""
@@ -259,7 +255,7 @@ class Engine:
         self.wait()
         if self.ledger.holding is None:
             self.ledger.open(session.peers)
-        if self._members is None:
+        if self.members is None:
             self.seal(session)
         if not (self._registered or self._made_by_init or self.ledger.in_run):
             raise UsageError(
@@ -274,7 +270,7 @@ class Engine:
             states, failed = self._capture(session)
         everybody = self._job(session, states, position, facts)
         with clock.spent("plan"):
-            members = [one for known in (self._members or {}).values() for one in known.values()]
+            members = [one for known in (self.members or {}).values() for one in known.values()]
             forced = frozenset(one.name for one in members if one.scope is Scope.REPLICATED)
             demoted, whole = self._replicas.run(everybody, forced, failed=failed)
             self._unsaved.patterns(session, states, position)
@@ -354,7 +350,7 @@ class Engine:
 
     def _capture(self, session: Session) -> tuple[States, Exception | None]:
         """The state of the hosted nodes, or the error of listing them, which is reported to all later."""
-        members = self._members or {}
+        members = self.members or {}
         states: list[NodeState] = []
         saved = self._saved(session)
         try:
@@ -386,7 +382,7 @@ class Engine:
         """Save leaves that differ per node from now on, except gradients, which each save checks."""
         names = frozenset(name for name in names if not name.startswith(GRADIENTS))
         self._demoted |= names
-        kept = (self._members or {}).values()
+        kept = (self.members or {}).values()
         names -= {name for members in kept for name, member in members.items() if member.generator}
         names = frozenset(name for name in names if not name.endswith(f".{PARAMS}"))
         if names and say:
@@ -409,7 +405,7 @@ class Engine:
         from torchrelay.checkpoint.load.resume import LoadJob, load_all
 
         self.wait(unguarded=True)
-        members, selection = self._members or {}, self.selection
+        members, selection = self.members or {}, self.selection
         job = LoadJob(
             self.storage, session, target, self._stored, members, self._registered,
             frozenset(self._saved(session)), selection, self.share_reads, self.resume,
@@ -438,7 +434,7 @@ class Engine:
 
     def go_on_at(self, session: Session, target: Target) -> None:
         """Fix the set to that of a verified position, if not yet fixed, and load that position."""
-        if self._members is None:
+        if self.members is None:
             self.seal_like(session, target.manifest)
         self.load(session, target)
 
@@ -490,7 +486,7 @@ class Engine:
 
     def names(self) -> list[str]:
         """The names that the hosted nodes save, sorted; raises UsageError before they are fixed."""
-        if self._members is None:
+        if self.members is None:
             raise UsageError("the names are not fixed yet: run manager.init(nodes) first")
-        saved = self.stored_names or self._members
-        return sorted({name for node in self._members if node in saved for name in self._members[node]})
+        saved = self.stored_names or self.members
+        return sorted({name for node in self.members if node in saved for name in self.members[node]})

@@ -86,8 +86,10 @@ class SpecExchange:
         self._known: dict[str, Described] = {}
         self._mine: dict[int, Described] = {}
         self._last: _Answer | None = None
-        self._agreed: str | None = None
-        self._confirmed: str | None = None
+        self.agreed: str | None = None
+        """Hash of the last plan that all processes have compared."""
+        self.confirmed: str | None = None
+        """The same, if all of them stated it in the last exchange."""
 
     def plan(
         self,
@@ -107,14 +109,6 @@ class SpecExchange:
 
         return self._plans.get(fits, make)[-1]
 
-    def confirmed(self, plan: SavePlan) -> bool:
-        """Whether all processes stated, in the last exchange, that they agreed on this plan."""
-        return plan.hash == self._confirmed
-
-    def agree(self, plan: SavePlan) -> None:
-        """Note that all processes have compared this plan."""
-        self._agreed = plan.hash
-
     def classes(
         self, peers: Peers, states: Sequence[NodeState], names: Sequence[object]
     ) -> tuple[tuple[NodeClass, ...], Mapping[str, str]]:
@@ -125,10 +119,10 @@ class SpecExchange:
         self._mine = {state.rank: self._described(state) for state in states}
         # Counted from the process's own rank: processes with equal leaves then send equal messages.
         digests = [[rank - peers.rank, described.digest] for rank, described in self._mine.items()]
-        answers = peers.exchange("save: leaves", [digests, self._agreed])
+        answers = peers.exchange("save: leaves", [digests, self.agreed])
         posted = [part for part, _ in answers]
         agreed = {hashed for _, hashed in answers}
-        self._confirmed = self._agreed if len(agreed) == 1 else None
+        self.confirmed = self.agreed if len(agreed) == 1 else None
         by_rank = {process + rank: digest for process, part in enumerate(posted) for rank, digest in part}
         self._learn(peers, posted)
         members = _members(by_rank)

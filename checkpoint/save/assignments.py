@@ -257,11 +257,6 @@ class SavePlan:
         ]  # fmt: skip
         return table(LeafRow, rows)
 
-    @property
-    def is_listed(self) -> bool:
-        """Whether `leaf_rows` is cached."""
-        return "leaf_rows" in self.__dict__
-
     @cached_property
     def value_rows(self) -> tuple[int, ...]:
         """Row numbers of values."""

@@ -184,7 +184,7 @@ class ChangeScan:
 
     def not_as_assumed(self, leaves: Collection[str]) -> set[str]:
         """Those of the leaves of which a part changed, or was not hashed to its end."""
-        assumed = {one.part.leaf for one in self.assumed if not one.is_as_it_was}
+        assumed = {one.part.leaf for one in self.assumed if one.differs or one.first_digests != one.digests}
         return assumed.intersection(leaves)
 
     def add(self, rank: int, part: LeafRange, own: bytes, *, same: bool) -> bool:
@@ -293,10 +293,6 @@ class _Long:
     def probe(self) -> bytes:
         first = self.flat[: PROBE // self.flat.element_size()]
         return block_digests(dtypes.stored_bytes(first, self.part.leaf))
-
-    @property
-    def is_as_it_was(self) -> bool:
-        return not self.differs and self.first_digests == self.digests
 
     @property
     def first_digests(self) -> bytes:

@@ -24,6 +24,7 @@ from torchrelay.checkpoint.format.manifest.schema import (
 )
 from torchrelay.checkpoint.format.names import Recent, attempt_directory, manifest_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
+from torchrelay.checkpoint.log.view import LeaseInfo
 from torchrelay.checkpoint.save.assignments import SavePlan
 from torchrelay.checkpoint.state.leaf import Value
 from torchrelay.checkpoint.storage.base import Storage, SupportsFreeSpace
@@ -34,18 +35,6 @@ from torchrelay.records import Json, dataclass
 
 if TYPE_CHECKING:
     from torchrelay.checkpoint.save.pipeline import SaveJob
-
-
-@dataclass(frozen=True)
-class TryIdentity:
-    """Job, position and attempt that a manifest is of."""
-
-    job_uuid: str
-    job_name: str
-    position: Position
-    branch: int
-    generation: int
-    attempt_name: str
 
 
 def world_of(places: Sequence[NodePlace]) -> EpochNodes:
@@ -69,7 +58,9 @@ def _world_of(places: Sequence[NodePlace]) -> EpochNodes:
 
 def compose(
     plan: SavePlan,
-    identity: TryIdentity,
+    holding: LeaseInfo,
+    position: Position,
+    attempt_name: str,
     world: EpochNodes,
     shards: Sequence[ShardRow],
     values: Mapping[str, Json],
@@ -81,12 +72,12 @@ def compose(
     `sizes` are the current bytes of values by row. Blobs are inferred from the leaves.
     """
     return Manifest(
-        job_uuid=identity.job_uuid,
-        job_name=identity.job_name,
-        position=identity.position,
-        branch=identity.branch,
-        generation=identity.generation,
-        tries=(identity.attempt_name,),
+        job_uuid=holding.uuid,
+        job_name=holding.job,
+        position=position,
+        branch=holding.branch,
+        generation=holding.generation,
+        tries=(attempt_name,),
         world=world,
         blobs=plan.blob_rows,
         leaves=plan.rows_with(sizes or {}),
@@ -257,12 +248,8 @@ def _write_manifest(job: SaveJob, plan: SavePlan, attempt_name: str, rows: list[
 def _manifest(
     job: SaveJob, plan: SavePlan, attempt_name: str, shards: Sequence[ShardRow], values: Mapping[str, Any]
 ) -> Manifest:
-    holding = job.holding
-    identity = TryIdentity(
-        holding.uuid, holding.job, job.position, holding.branch, holding.generation, attempt_name
-    )
-    world, sizes = world_of(job.places), _value_sizes(job, plan)
-    return compose(plan, identity, world, shards, values, job.facts, sizes=sizes)
+    written = (job.holding, job.position, attempt_name, world_of(job.places))
+    return compose(plan, *written, shards, values, job.facts, sizes=_value_sizes(job, plan))
 
 
 def _value_sizes(job: SaveJob, plan: SavePlan) -> dict[int, int]:

@@ -130,7 +130,7 @@ def make_plan(job: SaveJob, exchange: SpecExchange) -> SavePlan:
         if job.reuse is not None:
             unchanged = job.reuse.choose(job, plan, patience_secs(plan.largest_share))
             plan = exchange.plan(classes, scopes, hosts, frozenset(unchanged))
-        if job.reuse is None and exchange.confirmed(plan):
+        if job.reuse is None and plan.hash == exchange.confirmed:
             return plan
         hashes = job.peers.exchange("save: plan", plan.hash)
         odd = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
@@ -139,7 +139,7 @@ def make_plan(job: SaveJob, exchange: SpecExchange) -> SavePlan:
                 f"epoch {job.position}: the plan of rank {', '.join(map(str, odd))} differs from that of "
                 "rank 0: all ranks must run the same version of the program and of torchrelay"
             )
-        exchange.agree(plan)
+        exchange.agreed = plan.hash
         return plan
     except BaseException:
         if job.reuse is not None:
@@ -258,7 +258,7 @@ def _write_all(
         return rows
 
     def meanwhile() -> None:
-        if job.peers.rank == 0 and not plan.is_listed:
+        if job.peers.rank == 0 and "leaf_rows" not in vars(plan):  # not cached yet
             with suppress(Exception):  # the commit fails with the same error, and reports it
                 prepare(job, plan)
 

@@ -148,7 +148,12 @@ def plan_classes(
     for row, (leaf, nodes) in enumerate(held):
         if leaf.sharding is not None:
             numbers[row] = layouts.number(leaf.sharding)
-        elif stated[row] == "replicated" and _splits(leaf):
+        elif (
+            stated[row] == "replicated"
+            and leaf.kind == "tensor"
+            and leaf.role.value in SPLIT_ROLES
+            and leaf.alias_of is None
+        ):
             strings.setdefault((id(nodes), leaf.group), (nodes, []))[1].append(row)
         else:
             numbers[row] = layouts.unsplit(stated[row], nodes, question.hosts)
@@ -226,10 +231,6 @@ def shared_unlike(classes: Sequence[NodeClass]) -> dict[str, str]:
         unlike = {name: other for name, other in shared.items() if known.get(name, other) != other}
         found.update({name: other for name, other in unlike.items() if other in known or known[name]})
     return found
-
-
-def _splits(leaf: LeafSpec) -> bool:
-    return leaf.kind == "tensor" and leaf.role.value in SPLIT_ROLES and leaf.alias_of is None
 
 
 def _unsplit_layout(scope: str, nodes: tuple[int, ...], hosts: Sequence[int] | None) -> Layout:

@@ -237,11 +237,6 @@ def to_send(near: LogView, far: LogView) -> tuple[CommittedPosition, ...]:
     return tuple(entry for entry in rest if entry.healthy and entry.resumable)
 
 
-def branches_differ(near: LogView, far: LogView) -> bool:
-    """Whether the remote log does not have the run's branch yet."""
-    return near.current != far.current
-
-
 def branched_like(far: State, near: State) -> State:
     """The remote log after a rewind; its entries of other branches stay, abandoned."""
     given = {branch.id: branch for branch in (*far.branches, *near.branches)}
@@ -331,7 +326,7 @@ def claim(storage: TierStorage, job_name: str | None, rank: int) -> LocalLogStat
         rank,
         mine.generation,
         is_ahead(near, far, untouched=mine.made(far)),
-        bool(lacks) or branches_differ(near, far),
+        bool(lacks) or near.current != far.current,
         tuple(str(entry.position) for entry in lacks if entry.attempt_name not in mine.replicated),
     )
 

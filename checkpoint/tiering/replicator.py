@@ -135,7 +135,7 @@ class Replicator(TierUploader):
         deadline = time.monotonic() + patience_secs
         with self._changed:
             while len(self.pending) > most or (
-                not most and hosts.branches_differ(self._writer.view, self._far.view)  # a rewind is pending
+                not most and self._writer.view.current != self._far.view.current  # a rewind is pending
             ):
                 self.check()
                 left = deadline - time.monotonic()
@@ -154,7 +154,7 @@ class Replicator(TierUploader):
 
     def _step(self) -> bool:
         near, far = self._writer.view, self._far.view
-        if hosts.branches_differ(near, far):
+        if near.current != far.current:  # it does not have the run's branch yet
 
             def follow(state: State) -> tuple[State, Mapping[str, Json]]:
                 near = self._writer.view

@@ -38,6 +38,7 @@ class TierLedger(Ledger):
 
     def __init__(self, storage: TierStorage, tier: Tier, keeping: Keeping, takeover_secs: float) -> None:
         super().__init__(storage, takeover_secs)
+        self.takes_secs = 2 * takeover_secs  # two logs, one after the other
         self.tier = tier
         self.keeping = keeping
         self.replicator: Replicator | None = None
@@ -75,11 +76,6 @@ class TierLedger(Ledger):
         return hosts.is_ahead(near, far, untouched=untouched)
 
     # Holding
-
-    @property
-    def takes_secs(self) -> float:
-        """Seconds to take two logs over, one after the other."""
-        return 2 * self.takeover_secs
 
     def _taken(self) -> LogWriter:
         """Take the remote log, then the local one, and reconcile them."""

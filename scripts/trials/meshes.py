@@ -30,10 +30,11 @@ from torchrelay.checkpoint.format.position import Facts, Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
 from torchrelay.checkpoint.format.shard.writer import write_shard
 from torchrelay.checkpoint.load.reads.leaf_reader import LeafRead, LeafReader
+from torchrelay.checkpoint.log.view import LeaseInfo
 from torchrelay.checkpoint.save import pipeline
 from torchrelay.checkpoint.save.assignments import NodeClass
 from torchrelay.checkpoint.save.capture import NodeState
-from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.save.commit import compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import Leaf, LeafSpec, Role, spec_of
 from torchrelay.jobs.cluster import NodePlace
@@ -154,8 +155,8 @@ class Saved:
         specs = tuple(self._spec(name) for name in self.wholes)
         plan = plan_classes([NodeClass(tuple(range(self.world)), specs)])
         rows = [row for place in places for row in self._write(plan, place)]
-        identity = TryIdentity("uuid", "job", Position(1), 0, 0, ATTEMPT_NAME)
-        return compose(plan, identity, world_of(places), rows, {}, Facts())
+        written = LeaseInfo("job", "uuid", 0, 0), Position(1), ATTEMPT_NAME
+        return compose(plan, *written, world_of(places), rows, {}, Facts())
 
     def _spec(self, name: str) -> LeafSpec:
         return replace(spec_of(self._leaf(name, self.wholes[name])), sharding=self.meshes[name])

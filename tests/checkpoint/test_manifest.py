@@ -19,7 +19,8 @@ from torchrelay.checkpoint.format.manifest.schema import ShardRow
 from torchrelay.checkpoint.format.manifest.validation import check_tables
 from torchrelay.checkpoint.format.names import pack_names, pack_numbers, unpack_names, unpack_numbers
 from torchrelay.checkpoint.format.position import Facts, Position
-from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.log.view import LeaseInfo
+from torchrelay.checkpoint.save.commit import compose, world_of
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, FormatError
 from torchrelay.jobs.cluster import NodePlace
@@ -142,8 +143,8 @@ def test_1000_blobs_on_10000_nodes_take_less_than_2_mb():
         for node in range(nodes)
         for group in ("main", "optim")
     ]
-    identity = TryIdentity("0" * 32, "large", Position(7), 0, 1, "e00000007-0123456789ab")
-    manifest = compose(plan, identity, world_of(places), shards, {}, Facts())
+    written = LeaseInfo("large", "0" * 32, 0, 1), Position(7), "e00000007-0123456789ab"
+    manifest = compose(plan, *written, world_of(places), shards, {}, Facts())
     data = codec.encode(manifest)
     assert len(data) < 2_000_000
     assert codec.decode(data) == manifest

@@ -12,8 +12,9 @@ from torchrelay.checkpoint.format.manifest.schema import Cut, Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.format.position import Facts, Position
+from torchrelay.checkpoint.log.view import LeaseInfo
 from torchrelay.checkpoint.save.assignments import NodeClass, leaves_digest
-from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.save.commit import compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.errors import DamagedError, SaveFailedError
@@ -32,9 +33,9 @@ def shard(node: int, group: str = "main", digest: str = "ab" * 32) -> ShardRow:
 
 def manifest(*specs: LeafSpec, shards: tuple[ShardRow, ...] = (shard(0), shard(1))) -> Manifest:
     """The leaves on two nodes, which share the bytes of replicas."""
-    identity = TryIdentity("0" * 32, "checks", Position(1), 0, 1, "e00000001-0123456789ab")
+    written = LeaseInfo("checks", "0" * 32, 0, 1), Position(1), "e00000001-0123456789ab"
     places = [NodePlace(f"trainer_{rank}", rank, 2) for rank in range(2)]
-    return compose(plan_replicas(specs, 2), identity, world_of(places), shards, {}, Facts())
+    return compose(plan_replicas(specs, 2), *written, world_of(places), shards, {}, Facts())
 
 
 def with_leaf(found: Manifest, row: int, **change: object) -> Manifest:

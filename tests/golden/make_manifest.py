@@ -16,8 +16,9 @@ from dataclasses import replace
 from torchrelay.checkpoint.format.manifest import codec
 from torchrelay.checkpoint.format.manifest.schema import BlobRow, Manifest, ShardRow
 from torchrelay.checkpoint.format.position import Facts, Position
+from torchrelay.checkpoint.log.view import LeaseInfo
 from torchrelay.checkpoint.save.assignments import NodeClass
-from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.save.commit import compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes, with_references
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.jobs.cluster import NodePlace
@@ -38,9 +39,9 @@ def earlier() -> Manifest:
     leaves = (spec("model.frozen", Role.PARAMETER, 512), spec("lora", Role.VALUE))
     places = [NodePlace("trainer_0", 0, 2), NodePlace("helper:0", 1, 2)]
     plan = plan_classes([NodeClass((0, 1), leaves)], cut=1 << 20)
-    identity = TryIdentity("0" * 32, "golden", Position(3), 0, 5, "e00000003-abcdef")
+    written = LeaseInfo("golden", "0" * 32, 0, 5), Position(3), "e00000003-abcdef"
     return compose(
-        plan, identity, world_of(places), [shard(0, "main"), shard(1, "main")], {"lora": 1}, Facts()
+        plan, *written, world_of(places), [shard(0, "main"), shard(1, "main")], {"lora": 1}, Facts()
     )
 
 
@@ -67,8 +68,8 @@ def manifest() -> Manifest:
         run_id="hello-1",
     )
     shards = [shard(node, group) for node in range(4) for group in ("main", "optim")] + [shard(2, "main", 2)]
-    identity = TryIdentity("0" * 32, "golden", Position(3, 1200), 1, 9, "e00000003s001200-0123456789ab")
-    made = compose(plan, identity, world_of(places), shards, {"total": 100}, facts)
+    written = LeaseInfo("golden", "0" * 32, 1, 9), Position(3, 1200), "e00000003s001200-0123456789ab"
+    made = compose(plan, *written, world_of(places), shards, {"total": 100}, facts)
     blobs = sorted((*made.blobs, BlobRow("empty", "stateful", "replicated")), key=lambda blob: blob.name)
     made = replace(made, blobs=tuple(blobs), extra={"later": {"kept": True}})
     return with_references(made, earlier(), ["lora", "model.frozen"])

@@ -17,8 +17,9 @@ from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh, placements_json
 from torchrelay.checkpoint.format.mesh_geometry import Placement, Replicated, Sharded
 from torchrelay.checkpoint.format.position import Facts, Position
+from torchrelay.checkpoint.log.view import LeaseInfo
 from torchrelay.checkpoint.save.assignments import NodeClass
-from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.save.commit import compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role
 from torchrelay.jobs.cluster import NodePlace
@@ -80,9 +81,9 @@ def manifest() -> Manifest:
         for pair in ((0, 1), (2, 3))
     ]
     places = [NodePlace(f"trainer_{rank}", rank, 4, "gpu0", 0) for rank in range(4)]
-    identity = TryIdentity("0" * 32, "golden", Position(1), 0, 0, "e00000001-0123456789ab")
+    written = LeaseInfo("golden", "0" * 32, 0, 0), Position(1), "e00000001-0123456789ab"
     shards = [ShardRow(node, "main", 1, 9000 + node, 4096, f"{node:02x}" * 32) for node in range(4)]
-    return compose(plan_classes(classes), identity, world_of(places), shards, {}, Facts())
+    return compose(plan_classes(classes), *written, world_of(places), shards, {}, Facts())
 
 
 if __name__ == "__main__":

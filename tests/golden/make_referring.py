@@ -14,8 +14,9 @@ from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.mesh import Mesh
 from torchrelay.checkpoint.format.mesh_geometry import Sharded
 from torchrelay.checkpoint.format.position import Facts, Position, Selection
+from torchrelay.checkpoint.log.view import LeaseInfo
 from torchrelay.checkpoint.save.assignments import NodeClass
-from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.save.commit import compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes, with_references
 from torchrelay.checkpoint.state.leaf import LeafSpec, Role, Value
 from torchrelay.jobs.cluster import NodePlace
@@ -60,11 +61,11 @@ def manifest() -> Manifest:
         for pair in ((0, 1), (2, 3))
     ]  # fmt: skip
     places = [NodePlace(f"trainer_{rank}", rank, 4, "gpu0", 0) for rank in range(4)]
-    identity = TryIdentity("0" * 32, "golden", Position(2), 0, 0, "e00000002-0123456789ab")
+    written = LeaseInfo("golden", "0" * 32, 0, 0), Position(2), "e00000002-0123456789ab"
     shards = [ShardRow(node, "main", 1, 8500 + node, 4096, f"{16 + node:02x}" * 32) for node in range(4)]
     facts = Facts(selection=Selection(None, ("optimizer*",)))
     plan = plan_classes(classes, referenced=REFERENCED)
-    made = compose(plan, identity, world_of(places), shards, {"model.q": WRAPPER}, facts)
+    made = compose(plan, *written, world_of(places), shards, {"model.q": WRAPPER}, facts)
     return with_references(made, earlier(), REFERENCED, for_all=True)
 
 

@@ -24,9 +24,10 @@ from torchrelay.checkpoint.format.manifest.schema import Manifest, ShardRow
 from torchrelay.checkpoint.format.names import Flat, Whole, attempt_directory, manifest_path
 from torchrelay.checkpoint.format.position import CommittedPosition, Facts, Position
 from torchrelay.checkpoint.format.shard.header import ShardIdentity
+from torchrelay.checkpoint.log.view import LeaseInfo
 from torchrelay.checkpoint.log.writer import LogWriter
 from torchrelay.checkpoint.save.assignments import NodeClass, SavePlan
-from torchrelay.checkpoint.save.commit import TryIdentity, compose, world_of
+from torchrelay.checkpoint.save.commit import compose, world_of
 from torchrelay.checkpoint.save.plan import plan_classes, with_references
 from torchrelay.checkpoint.state.leaf import Leaf, Role, Value, spec_of
 from torchrelay.checkpoint.storage.base import Storage
@@ -103,26 +104,36 @@ class Writing:
         plan = _plan(by_node, scopes, [place.host_index for place in world], kept)
         position = Position(epoch, step)
         view = self.log.view
-        identity = TryIdentity(
-            str(view.job_uuid), str(view.job_name), position, view.state.current,
-            self.log.generation, position.directory(secrets.token_hex(6)),
-        )  # fmt: skip
-        self.storage.mkdir(attempt_directory(identity.attempt_name))
-        shards = [row for place in world for row in self._shards(plan, identity, place, by_node[place.rank])]
+        lease = LeaseInfo(str(view.job_name), str(view.job_uuid), view.state.current, self.log.generation)
+        attempt_name = position.directory(secrets.token_hex(6))
+        self.storage.mkdir(attempt_directory(attempt_name))
+        shards = [
+            row
+            for place in world
+            for row in self._shards(plan, lease.job, position, attempt_name, place, by_node[place.rank])
+        ]
         inline = {
             leaf.name: leaf.content.json
             for node in by_node
             for leaf in node
             if isinstance(leaf.content, Value)
         }
-        manifest = compose(plan, identity, world_of(world), shards, inline, facts or Facts())
+        manifest = compose(
+            plan, lease, position, attempt_name, world_of(world), shards, inline, facts or Facts()
+        )
         if referenced:
             manifest = with_references(manifest, *referenced)
         self.manifests[position] = manifest
         return self._commit(manifest)
 
     def _shards(
-        self, plan: SavePlan, identity: TryIdentity, place: NodePlace, leaves: Sequence[Leaf]
+        self,
+        plan: SavePlan,
+        job_name: str,
+        position: Position,
+        attempt_name: str,
+        place: NodePlace,
+        leaves: Sequence[Leaf],
     ) -> list[ShardRow]:
         content = {leaf.name: leaf.content for leaf in leaves}
         rows = []
@@ -136,10 +147,8 @@ class Writing:
                 key = Whole(one.leaf.name) if one.whole else Flat(one.leaf.name, one.first, one.last)
                 data = found if one.whole else found.reshape(-1)[one.first : one.last]
                 entries.append(ShardEntry(key, str(one.leaf.dtype), one.leaf.shape, data))
-            name = ShardIdentity(
-                identity.job_name, identity.position, place.name, group, identity.attempt_name
-            )
-            directory = attempt_directory(identity.attempt_name)
+            name = ShardIdentity(job_name, position, place.name, group, attempt_name)
+            directory = attempt_directory(attempt_name)
             reports = write_shard(self.storage, directory, name, entries, values=shard_values)
             for part, report in enumerate(reports, 1):
                 rows.append(
