@@ -101,6 +101,12 @@ class NodeHistory:
         """Keep the structure and memory order of what the program built."""
         self.start, self.orders, self.last = NodeStructure(built), orders, None
 
+    def changes(self, built: Mapping[str, Any], selection: Selection, excluded: Collection[str]) -> list[str]:
+        """What the program changed of what it built, in leaves that are saved and not excluded."""
+        found = self.start.differences(NodeStructure(built)) if self.start else ()
+        named = [one for one in found if selection.saves(one[0]) and not matches_any(one[0], excluded)]
+        return [f"{name} {text}" for name, text in named]
+
     def overlaps(self, leaves: Sequence[Leaf]) -> dict[str, tuple[str, int]]:
         """Current overlaps of those leaves that shared part of their memory when the program built them."""
         if self.start is None or not self.start.overlaps:
@@ -226,7 +232,6 @@ def capture(
     specs, known = history.rehearsed
     if known != relations or not _same(structure.specs, specs):
         chosen = {leaf.name for leaf in leaves}
-        differences = start.differences(NodeStructure(built_by_program(workspace))) if start else ()
         rehearse(
             _as_started(workspace, members),
             leaves,
@@ -235,11 +240,7 @@ def capture(
             str(place),
             kept={leaf.name for leaf in listed if leaf.name not in chosen},
             shown=history.shown,
-            changed=[
-                f"{name} {text}"
-                for name, text in differences
-                if selection.saves(name) and not matches_any(name, not_resumed)
-            ],
+            changed=history.changes(built_by_program(workspace), selection, not_resumed),
         )
         history.rehearsed = structure.specs, relations
         if history.shown is None:  # the first ones stand for the initial objects
